@@ -30,6 +30,7 @@ from accel_bigmodel import (
 from accel_bigmodel.device_map.budget import smallest_bound
 from accel_bigmodel.device_map.infer import automatic_device_map
 from accel_bigmodel.device_map.plan import fill, units_of
+from accel_bigmodel.dispatch import _warn_of_peer_access
 from accel_bigmodel.host_memory import cgroup_headroom
 from accel_bigmodel.layers import Layers, read_layers
 from accel_bigmodel.sizes import compute_module_total_buffer_size, get_module_size_with_ties
@@ -143,6 +144,7 @@ def atoms_by_hand(model, name="", kept=("Kept",)):
         yield from atoms_by_hand(child, prefix + key, kept)
 
 
+@pytest.mark.filterwarnings("ignore:The buffers of offloaded layers")
 @settings(max_examples=150, deadline=None)
 @given(trees(), memories, st.booleans(), st.booleans())
 def test_a_map_keeps_every_promise(model, memory, clean, offload_buffers):
@@ -180,6 +182,7 @@ def test_a_map_keeps_every_promise(model, memory, clean, offload_buffers):
             assert used + reserve <= room, (device, plan)
 
 
+@pytest.mark.filterwarnings("ignore:The buffers of offloaded layers")
 @settings(max_examples=100, deadline=None)
 @given(trees(), memories)
 def test_a_clean_map_says_the_same_with_fewest_entries(model, memory):
@@ -462,23 +465,22 @@ def test_a_map_that_leaves_tensors_out_names_them(toy):
 
 
 @pytest.mark.parametrize("extra", [{"blokcs": "cpu"}, {"blocks.7": "cpu"}, {"embed.bias": "cpu"}])
-def test_what_a_map_names_and_the_model_lacks_is_warned_of(toy, tokens, extra, caplog):
+def test_what_a_map_names_and_the_model_lacks_is_warned_of(toy, tokens, extra):
     expected = toy(tokens)
-    assert torch.equal(dispatch_model(toy, {"": "cpu", **extra})(tokens), expected)
-    assert f"names no part of Toy: '{next(iter(extra))}'" in caplog.text
-    caplog.clear()
-    check_device_map(toy, {"": "cpu", "head.weight": "cpu", "blocks.0.scale": 0})
-    assert not caplog.text
+    with pytest.warns(UserWarning, match=f"names no part of Toy: '{next(iter(extra))}'"):
+        model = dispatch_model(toy, {"": "cpu", **extra})
+    assert torch.equal(model(tokens), expected)
+    check_device_map(toy, {"": "cpu", "head.weight": "cpu", "blocks.0.scale": 0})  # without a warning
 
 
 @pytest.mark.parametrize("placed", [{"": "cpu"}, {"": "cpu", "head": "disk"}])
-def test_a_device_that_only_a_stray_entry_names_is_not_touched(toy, tokens, placed, tmp_path, caplog):
+def test_a_device_that_only_a_stray_entry_names_is_not_touched(toy, tokens, placed, tmp_path):
     expected = toy(tokens)
     plan = {**placed, "blokcs": "cuda:7"}
-    model = dispatch_model(toy, plan, offload_dir=tmp_path)
+    with pytest.warns(UserWarning, match="names no part of Toy: 'blokcs'"):
+        model = dispatch_model(toy, plan, offload_dir=tmp_path)
     assert torch.equal(model(tokens), expected)
     assert model.hf_device_map == plan
-    assert "names no part of Toy: 'blokcs'" in caplog.text
 
 
 @pytest.mark.parametrize("device", [1.5, True, ["cpu"], None, "gpu zero", -2])
@@ -558,3 +560,53 @@ def test_an_explanation_counts_what_each_forward_moves(toy):
     assert sum(row.fraction for row in found.rows) == pytest.approx(1)
     assert "moved per forward" in str(found)
     assert explain({"": "cpu"}, toy).moved == 0
+
+
+@pytest.mark.parametrize("value", [["cpu"], "0: 10GB", 3])
+def test_maps_and_budgets_that_are_no_mappings_are_refused_in_a_short_sentence(toy, tmp_path, value):
+    long = ["cpu"] * 2000
+    for wrong in (value, long):
+        with pytest.raises(SettingsError, match=r"max_memory is .*pass a mapping") as caught:
+            infer_auto_device_map(toy, wrong)
+        assert len(str(caught.value)) < 300
+    for wrong in (["cpu"], long):
+        with pytest.raises(SettingsError, match=r"device_map is .*pass a mapping") as caught:
+            load_checkpoint_and_dispatch(toy, tmp_path, device_map=wrong)
+        assert len(str(caught.value)) < 300
+
+
+def with_buffers():
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    for layer in model:
+        layer.register_buffer("table", torch.ones(50))
+    return model
+
+
+def test_buffers_that_keep_every_layer_from_the_accelerator_are_warned_of():
+    """Layers take 64 + 200 bytes: with all buffers on the main device none finds room."""
+    memory = {0: 550, "cpu": 10_000}
+    with pytest.warns(UserWarning, match=r"buffers of offloaded layers take 600 bytes.*offload_buffers=True"):
+        assert infer_auto_device_map(with_buffers(), memory) == {"": "cpu"}
+    found = infer_auto_device_map(with_buffers(), memory, offload_buffers=True)
+    assert found == {"0": 0, "1": "cpu", "2": "cpu"}
+
+
+def test_what_an_unused_accelerator_lacks_is_logged(caplog):
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    with caplog.at_level(logging.INFO):
+        assert infer_auto_device_map(model, {0: 100, "cpu": 10_000}) == {"": "cpu"}
+    assert "No layer was placed on device 0: with its reserve, the next one takes 128 bytes" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert infer_auto_device_map(model, {0: 128, "cpu": 10_000}) == {"0": 0, "1": "cpu", "2": "cpu"}
+    assert "No layer" not in caplog.text
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_cards_with_faulty_copies_between_them_are_warned_of(toy, monkeypatch, caplog, supported):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("accel_bigmodel.dispatch.check_cuda_p2p_ib_support", lambda: supported)
+    _warn_of_peer_access(["cpu", 0, "disk"])
+    assert not caplog.text
+    _warn_of_peer_access([0, "cpu", 1])
+    assert ("0, 1, and the driver of these cards has faulty peer-to-peer copies" in caplog.text) != supported

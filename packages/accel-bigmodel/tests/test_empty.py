@@ -136,3 +136,17 @@ def test_a_meta_model_imports_nothing_of_the_compiler():
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_attributes_of_a_parameter_come_with_it_to_the_meta_device():
+    class Marked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            weight = nn.Parameter(torch.ones(2))
+            weight.no_weight_decay = True
+            self.weight = weight
+
+    with init_empty_weights():
+        model = Marked()
+    assert model.weight.is_meta
+    assert model.weight.no_weight_decay is True

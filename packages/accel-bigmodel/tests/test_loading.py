@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 
@@ -20,7 +21,7 @@ from accel_bigmodel import (
 from accel_bigmodel.sources import is_network, local_checkpoint
 from accel_ops.weights.tied import find_tied_parameters
 from accel_ops.weights.write import save_state_dict
-from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
+from accel_state.errors import CheckpointError, CheckpointMismatchError, SettingsError, UnsupportedError
 from accel_state.testing import late_device
 
 MAPS = {
@@ -381,3 +382,60 @@ def test_integers_and_shards_of_other_types_come_as_they_are(tmp_path):
         model = Quantised()
     load_checkpoint_in_model(model, tmp_path, device_map={"": "cpu"}, dtype="float16")
     assert model.packed.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "content", [{"weight_map": {}}, {}, {"metadata": {"total_size": 0}, "weight_map": {}}]
+)
+def test_an_index_that_names_no_tensor_is_refused(toy, tmp_path, content):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="names no tensor"):
+        load_checkpoint_in_model(toy, tmp_path)
+
+
+def test_names_in_messages_are_few_and_short(tmp_path):
+    model = nn.Linear(2, 2)
+    stray = {f"{'x' * 3000}.{index}": torch.ones(1) for index in range(200)}
+    save_file({**model.state_dict(), **stray}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointMismatchError, match="and 180 more") as caught:
+        load_checkpoint_in_model(model, tmp_path, strict=True)
+    assert len(str(caught.value)) < 3000
+    shards = {name: f"{name[-9:]}.safetensors" for name in stray}
+    (tmp_path / "x.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(CheckpointError, match=r"names absent files.*and 190 more") as caught:
+        load_checkpoint_in_model(model, tmp_path / "x.safetensors.index.json")
+    assert len(str(caught.value)) < 3000
+
+
+def test_weights_that_a_model_does_not_use_are_warned_of_by_name(tmp_path, caplog):
+    model = nn.Linear(2, 2)
+    save_file({**model.state_dict(), "stray": torch.ones(1)}, tmp_path / "model.safetensors")
+    load_checkpoint_in_model(model, tmp_path)
+    assert "Some weights of the checkpoint were not used when loading the model: stray." in caplog.text
+    assert "missing" not in caplog.text
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("case", ["one is missing", "other names", "tied"])
+def test_values_of_the_model_that_a_map_sends_to_the_disk_are_kept_without_a_checkpoint(
+    tmp_path, suffix, case
+):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    if case == "tied":
+        model[2].weight = model[1].weight
+    inputs = torch.randn(2, 4)
+    expected = model(inputs)
+    state = dict(model.state_dict())
+    del state["1.bias"]
+    if case == "tied":
+        del state["2.weight"]
+    if case == "other names":
+        state = {f"model.{name}": value for name, value in state.items()}
+    path = tmp_path / f"model.{suffix}"
+    save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
+    plan = {"0": "cpu", "1": "disk", "2": "disk"}
+    loaded = load_checkpoint_and_dispatch(copy.deepcopy(model), path, plan, offload_folder=tmp_path / "off")
+    assert torch.equal(loaded(inputs), expected)
+    assert loaded[1].weight.is_meta
+    with pytest.raises(SettingsError, match="offload_folder"):
+        load_checkpoint_and_dispatch(copy.deepcopy(model), path, plan)

@@ -16,7 +16,7 @@ from accel_bigmodel.offload import load_offloaded_weight, offload_weight
 from accel_bigmodel.placement import Site, set_module_tensor_to_device, sites_of
 from accel_ops.weights.read import device_of
 from accel_ops.weights.sizes import convert_bytes
-from accel_state.errors import CheckpointMismatchError, SettingsError
+from accel_state.errors import CheckpointMismatchError, SettingsError, some_of
 
 if TYPE_CHECKING:
     import os
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     Device = int | str | torch.device
 
 _log = logging.getLogger(__name__)
-_SHOWN = 20
 _HOST_TYPES = ("cpu", "meta")
 UPLOAD_BATCH = 512 << 20
 """Bytes that are uploaded at a time, in the types of the file."""
@@ -268,7 +267,7 @@ def _warn_mismatches(
     misshaped: list[str], missing: list[str], unexpected: list[str], assignment: Assignment
 ) -> None:
     lines = [
-        f"{what}: {_some(names)}"
+        f"{what}: {some_of(names, most=20)}"
         for what, names in (
             ("of another shape", misshaped),
             ("missing from the checkpoint", missing),
@@ -278,8 +277,13 @@ def _warn_mismatches(
     ]
     if misshaped or (lines and assignment.strict):
         raise CheckpointMismatchError(f"the checkpoint does not fit the model. {'; '.join(lines)}")
-    if lines:
-        _log.warning("The checkpoint does not fit the model wholly. %s.", "; ".join(lines))
+    if unexpected:
+        shown = some_of(unexpected, most=20)
+        _log.warning("Some weights of the checkpoint were not used when loading the model: %s.", shown)
+    if missing:
+        _log.warning(
+            "Some weights of the model are missing from the checkpoint: %s.", some_of(missing, most=20)
+        )
 
 
 def _check_limit(plan: Plan, assignment: Assignment) -> None:
@@ -292,11 +296,6 @@ def _check_limit(plan: Plan, assignment: Assignment) -> None:
     if total > limit:
         raise SettingsError(
             f"the load would put {convert_bytes(total)} into memory, more than the limit of "
-            f"{convert_bytes(limit)}: {_some([step.name for step in taking])} cannot be mapped. Load them in "
+            f"{convert_bytes(limit)}: {some_of(step.name for step in taking)} cannot be mapped. Load them in "
             "the checkpoint's own type, send them to the disk, or pass offload_state_dict=True"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

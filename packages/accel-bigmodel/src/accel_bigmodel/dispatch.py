@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,9 @@ from accel_ops.weights.names import OFFLOAD_INDEX_NAME
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import child_table
 from accel_ops.weights.tied import find_tied_parameters, retie_parameters
+from accel_state.devices.info import PEER_ACCESS_DRIVER, check_cuda_p2p_ib_support
 from accel_state.devices.kinds import CPU, KINDS
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, some_of
 
 if TYPE_CHECKING:
     import os
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _STORAGE = ("cpu", "disk")
+_log = logging.getLogger(__name__)
 
 
 def dispatch_model(
@@ -108,6 +111,7 @@ def dispatch_model(
         _hook_encoder(model)
         vars(model)["hf_device_map"] = asked
         return model
+    _warn_of_peer_access(devices)
     device_map = flatten_map(model, device_map)
     main = _main_device(devices) if main_device is None else torch.device(main_device)
     offload = {name: _is_offloaded(device, main) for name, device in device_map.items()}
@@ -320,8 +324,20 @@ def _require_values(
     ]
     if empty:
         raise SettingsError(
-            f"{', '.join(empty[:10])}{' and more' if len(empty) > 10 else ''} have no values: no checkpoint "
-            "gave any. If they are tied to others, tie them (model.tie_weights()) before loading"
+            f"{some_of(empty)} have no values: no checkpoint gave any. If they are tied to others, tie them "
+            "(model.tie_weights()) before loading"
+        )
+
+
+def _warn_of_peer_access(devices: Sequence[Device]) -> None:
+    """Warn where activations would pass between consumer cards whose driver corrupts such copies."""
+    gpus = [device for device in devices if str(device) not in _STORAGE]
+    if len(gpus) > 1 and torch.cuda.is_available() and not check_cuda_p2p_ib_support():
+        _log.warning(
+            "The device map uses %s, and the driver of these cards has faulty peer-to-peer copies, which may "
+            "give wrong outputs: update it to version %s or newer.",
+            some_of(map(str, gpus)),
+            PEER_ACCESS_DRIVER,
         )
 
 

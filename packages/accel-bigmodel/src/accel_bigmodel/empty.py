@@ -118,7 +118,9 @@ class _Mover:
 def _parameter_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     data = parameter.detach().to(device)
     if type(parameter) is nn.Parameter:
-        return nn.Parameter(data, requires_grad=parameter.requires_grad)
+        moved = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        vars(moved).update(vars(parameter))
+        return moved
     return type(parameter)(data, requires_grad=parameter.requires_grad, **vars(parameter))
 
 

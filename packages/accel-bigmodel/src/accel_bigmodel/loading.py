@@ -12,13 +12,15 @@ from accel_bigmodel.broadcast import broadcast_sources
 from accel_bigmodel.device_map.check import check_device_map
 from accel_bigmodel.device_map.infer import automatic_device_map
 from accel_bigmodel.dispatch import dispatch_model
+from accel_bigmodel.offload import offload_weight
 from accel_bigmodel.offload_index import save_offload_index
 from accel_bigmodel.placement import torch_dtype
 from accel_bigmodel.report import FileReport, LoadReport, MemoryMeter, raw_rate
 from accel_bigmodel.sources import open_checkpoint, stored_dtypes
+from accel_ops.weights.read import device_of
 from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError, UnsupportedError, some_of
 
 if TYPE_CHECKING:
     import os
@@ -60,7 +62,8 @@ def load_checkpoint_in_model(
         device_map: Module or tensor name to device. Without one, tensors go where the model's are (the CPU
             for those on the meta device).
         offload_folder: Where weights for the disk are noted, or written if they come from a `.bin` file.
-        dtype: The type of floating weights; by default that of the model's tensors.
+        dtype: The type of floating weights; by default that of the model's tensors. Without a device map,
+            tensors of the model that have values keep their type.
         offload_state_dict: Put what the CPU cannot map (cast weights, old `.bin` files) into temporary files
             rather than in memory.
         offload_buffers: Whether buffers of modules on the disk are offloaded too.
@@ -82,6 +85,8 @@ def load_checkpoint_in_model(
             "offload_8bit_bnb=True: load_checkpoint_in_model loads weights as they are. For 8-bit weights "
             "with their statistics, load the model with load_and_quantize_model from accel_quant"
         )
+    if device_map is not None:
+        check_device_map(model, device_map)
     assignment = Assignment(
         device_map=device_map,
         offload_folder=offload_folder,
@@ -134,7 +139,8 @@ def load_checkpoint_and_dispatch(
         offload_folder: Where weights for the disk are noted or written. A safetensors checkpoint needs
             none: its weights are read in place.
         offload_buffers: Whether buffers of offloaded modules are offloaded too.
-        dtype: The type of floating weights; by default that of the model's tensors.
+        dtype: The type of floating weights; by default that of the model's tensors. Without a device map,
+            tensors of the model that have values keep their type.
         offload_state_dict: Put what the CPU cannot map into temporary files; by default when part of the
             model is on the disk.
         skip_keys: Keyword arguments that are not moved between devices.
@@ -163,6 +169,8 @@ def load_checkpoint_and_dispatch(
             dtype=dtype,
         )
     limit = None if memory_limit is None else convert_file_size_to_int(memory_limit)
+    if device_map is not None:
+        check_device_map(model, device_map)
     on_disk = device_map is not None and "disk" in device_map.values()
     assignment = Assignment(
         device_map=device_map,
@@ -177,6 +185,7 @@ def load_checkpoint_and_dispatch(
     index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0, measure=report)
     if device_map is None:
         return model
+    _offload_unloaded(model, assignment, index)
     return dispatch_model(
         model,
         device_map=device_map,
@@ -190,6 +199,28 @@ def load_checkpoint_and_dispatch(
     )
 
 
+def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) -> None:
+    """Write to the disk what a device map sends there, has values in the model, and no checkpoint gave."""
+    loaded = {name for group in find_tied_parameters(model) if index.keys() & group for name in group}
+    unloaded = {
+        name: tensor
+        for name, tensor in model.named_parameters()
+        if name not in index
+        and name not in loaded
+        and not tensor.is_meta
+        and device_of(name, assignment.device_map or {}) == "disk"
+    }
+    if unloaded and assignment.offload_folder is None:
+        raise SettingsError(
+            f"the device_map sends {some_of(unloaded)} to the disk, and the checkpoint has no values for "
+            "them: pass offload_folder, where those of the model are written"
+        )
+    if unloaded:
+        Path(str(assignment.offload_folder)).mkdir(parents=True, exist_ok=True)
+    for name, tensor in unloaded.items():
+        offload_weight(tensor.detach(), name, str(assignment.offload_folder), index)
+
+
 def _load(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
@@ -199,8 +230,6 @@ def _load(
     measure: bool = False,
 ) -> Index:
     start = time.perf_counter()
-    if assignment.device_map is not None:
-        check_device_map(model, assignment.device_map)
     tied = find_tied_parameters(model)
     if not tied and check_tied_parameters_in_config(model):
         _log.warning(

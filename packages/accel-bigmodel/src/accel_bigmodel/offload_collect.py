@@ -13,7 +13,7 @@ from accel_bigmodel.offload import (
 from accel_bigmodel.offload_index import read_offload_index
 from accel_bigmodel.placement import sites_of
 from accel_ops.weights.names import OFFLOAD_INDEX_NAME
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, some_of
 
 if TYPE_CHECKING:
     import os
@@ -58,7 +58,7 @@ def collect_weights(
     }
     if to_write and offload_dir is None:
         raise SettingsError(
-            f"the device_map sends {', '.join(map(repr, on_disk[:10]))} to the disk: pass offload_dir, "
+            f"the device_map sends {some_of(map(repr, on_disk))} to the disk: pass offload_dir, "
             "the folder for their weights, or offload_index, where they lie"
         )
     if to_write and offload_dir is not None:

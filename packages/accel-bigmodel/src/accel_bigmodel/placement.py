@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_ops.weights.tensors import buffer_table, child_table, non_persistent_buffers, parameter_table
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointError, some_of
 
 if TYPE_CHECKING:
     from collections.abc import MutableMapping
@@ -140,7 +140,7 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
     except AttributeError as error:
         raise ValueError(f"{type(module).__name__} has no submodule {prefix!r}") from error
     if leaf not in parameter_table(owner) and leaf not in buffer_table(owner):
-        known = ", ".join([*parameter_table(owner), *buffer_table(owner)]) or "none"
+        known = some_of([*parameter_table(owner), *buffer_table(owner)]) or "none"
         raise ValueError(
             f"{type(owner).__name__} has no parameter or buffer named {tensor_name!r}; it has {known}"
         )

@@ -13,6 +13,11 @@ AccelError
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class AccelError(Exception):
     """The base of every error that accel raises on purpose."""
@@ -70,3 +75,15 @@ class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 - t
 
 class StalledCollectiveError(DistributedOperationException, TimeoutError):
     """A collective did not complete in time. The message says where every rank was."""
+
+
+def some_of(names: Iterable[str], *, most: int = 10, width: int = 100) -> str:
+    """List names for a message: the first ones, none longer than `width` characters, and how many more.
+
+    Example:
+        >>> some_of(["a", "b", "c"], most=2), some_of(["a" * 9], width=4)
+        ('a, b and 1 more', 'aaa…')
+    """
+    listed = [*names]
+    shown = [name if len(name) <= width else f"{name[: width - 1]}…" for name in listed[:most]]
+    return ", ".join(shown) + (f" and {len(listed) - most} more" if len(listed) > most else "")

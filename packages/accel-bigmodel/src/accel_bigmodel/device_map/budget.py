@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+import reprlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +17,7 @@ from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -35,7 +37,8 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
         max_memory: Device to bytes, or to text like `"10GB"`, which is turned into bytes in a dictionary that
             is given, too, as callers expect; devices that it lacks get nothing. By default, what is free now
             on every accelerator, and this rank's part of the host memory that is free within the limits of
-            its control group.
+            its control group; the host's is left out where an accelerator's is the same memory (integrated
+            GPUs, Apple's).
 
     Returns:
         Bytes by device: accelerators in order, then `"cpu"`, then `"disk"`.
@@ -49,7 +52,11 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
     """
     if max_memory is None:
         found: MemoryMap = {index: _free(index) for index in range(torch.accelerator.device_count())}
-        return {**found, "cpu": available_host_memory()}
+        return found if any(map(_is_unified, found)) else {**found, "cpu": available_host_memory()}
+    if not isinstance(max_memory, Mapping):
+        raise SettingsError(
+            f"max_memory is {reprlib.repr(max_memory)}: pass a mapping of devices to sizes, as {{0: '10GB'}}"
+        )
     sizes = {_device_key(key): convert_file_size_to_int(size) for key, size in max_memory.items()}
     negative = [key for key, size in sizes.items() if size < 0]
     if negative:
@@ -160,8 +167,20 @@ def _device_key(key: int | str) -> int | str:
 
 
 def _free(index: int) -> int:
-    accelerator = torch.accelerator.current_accelerator()
-    module = getattr(torch, accelerator.type if accelerator is not None else "cuda")
+    module = _device_module()
     if hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(index)[0])
-    return available_host_memory()  # unified memory (mps)
+    return available_host_memory()
+
+
+def _is_unified(index: int | str) -> bool:
+    """Return whether an accelerator computes in the memory of the host."""
+    module = _device_module()
+    if not hasattr(module, "mem_get_info"):
+        return True  # Apple's
+    return bool(getattr(module.get_device_properties(index), "is_integrated", False))
+
+
+def _device_module() -> Any:
+    accelerator = torch.accelerator.current_accelerator()
+    return getattr(torch, accelerator.type if accelerator is not None else "cuda")

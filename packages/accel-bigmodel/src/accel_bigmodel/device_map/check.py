@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import reprlib
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ import torch
 
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import named_module_tensors
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, some_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -20,11 +22,13 @@ if TYPE_CHECKING:
     Device = int | str | torch.device
 
 _log = logging.getLogger(__name__)
-_SHOWN = 10
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Check that a map places every parameter and buffer of a model; warn of what it names besides.
+    """Check that a map places every parameter and buffer of a model.
+
+    Warns:
+        UserWarning: The map names modules or tensors that the model lacks.
 
     Raises:
         SettingsError: It is no mapping, a value is no device, or tensors are left without a device; what is
@@ -36,7 +40,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     """
     if not isinstance(device_map, Mapping):
         raise SettingsError(
-            f"device_map is {device_map!r}: pass a mapping of module names to devices, such as {{'': 0}}"
+            f"device_map is {reprlib.repr(device_map)}: pass a mapping of module names to devices, such as "
+            "{'': 0}"
         )
     for name, device in device_map.items():
         _check_device(name, device)
@@ -44,14 +49,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     unknown = [repr(name) for name in device_map if name not in known]
     names = [name for name, _ in named_module_tensors(model, recurse=True)]
     unplaced = [name for name in names if device_of(name, device_map) is None]
-    stray = f"names no part of {type(model).__name__}: {_some(unknown)}" if unknown else ""
+    stray = f"names no part of {type(model).__name__}: {some_of(unknown)}" if unknown else ""
     if unplaced:
         also = f"{stray}, and " if stray else ""
         raise SettingsError(
-            f"the device_map {also}gives no device to {_some(unplaced)}. Add them, or '' for the rest"
+            f"the device_map {also}gives no device to {some_of(unplaced)}. Add them, or '' for the rest"
         )
     if stray:
-        _log.warning("The device_map %s. These entries have no effect.", stray)
+        warnings.warn(f"The device_map {stray}. These entries have no effect.", stacklevel=3)
 
 
 def known_entries(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
@@ -91,12 +96,7 @@ def check_tied_parameters_on_same_device(
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
-            shown = ", ".join(f"{name} on {device}" for name, device in devices.items())
+            shown = some_of(f"{name} on {device}" for name, device in devices.items())
             _log.warning(
                 "Tied weights are sent to different devices, where each has its own copy: %s.", shown
             )
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from itertools import accumulate
 from operator import ne
 from typing import TYPE_CHECKING, Any
@@ -72,6 +73,9 @@ def infer_auto_device_map(
     Returns:
         Module (or tensor) name to device: an index, `"cpu"` or `"disk"`.
 
+    Warns:
+        UserWarning: Buffers of offloaded layers find no room on the main device.
+
     Raises:
         SettingsError: A size or a device in `max_memory` cannot be read.
 
@@ -96,12 +100,13 @@ def infer_auto_device_map(
     if fallback_allocation:
         depths = [layers.names[members[0]].count(".") for members in units.members]
         placed = assign_by_size(units, depths, placed, machine)
+    keys: list[Device] = [*devices, "disk"]
     _warn_of_buffers(units, placed, machine)
+    _log_unused(units, placed, machine, keys)
     where = [0] * len(layers.names)
     for members, device in zip(units.members, placed, strict=True):
         for layer in members:
             where[layer] = device
-    keys: list[Device] = [*devices, "disk"]
     if verbose:
         for name, size, device in zip(layers.names, layers.totals, where, strict=True):
             _log.info("%s: %s on %s", name or "the model", convert_bytes(size), keys[device])
@@ -177,16 +182,33 @@ def _machine(devices: Sequence[Device], memory: Mapping[Device, int], *, keep_bu
 
 
 def _warn_of_buffers(units: Units, placed: Sequence[int], machine: Machine) -> None:
-    main = min(placed, default=0)
-    if not machine.keep_buffers or main >= machine.executors:
+    """Warn if buffers find no room on the main device, or kept every layer from the accelerators."""
+    if not machine.keep_buffers or not machine.executors:
         return
+    main = min(placed, default=0)
     used = buffers = 0
     for size, buffer, device in zip(units.sizes, units.buffers, placed, strict=True):
         used += size if device == main else 0
         buffers += buffer if device >= machine.executors else 0
-    if buffers and used + buffers > machine.capacities[main]:
-        _log.warning(
-            "The buffers of offloaded layers take %s on the main device, which has no room for them: pass "
-            "offload_buffers=True.",
-            convert_bytes(buffers),
+    is_used = main < machine.executors
+    room = machine.capacities[main] - used if is_used else max(machine.capacities[: machine.executors])
+    if buffers and buffers > room:
+        warnings.warn(
+            f"The buffers of offloaded layers take {convert_bytes(buffers)} on the main device, which has no "
+            "room for them: pass offload_buffers=True.",
+            stacklevel=3,
+        )
+
+
+def _log_unused(units: Units, placed: Sequence[int], machine: Machine, keys: Sequence[Device]) -> None:
+    """Log how much memory each accelerator without a layer would need for the next one in order."""
+    for device in range(machine.executors):
+        later = [index for index, where in enumerate(placed) if where > device and units.sizes[index]]
+        if device in placed or not later:
+            continue
+        largest = max((units.totals[index] for index in later[1:]), default=0)
+        _log.info(
+            "No layer was placed on device %s: with its reserve, the next one takes %s.",
+            keys[device],
+            convert_bytes(units.sizes[later[0]] + largest),
         )

@@ -108,17 +108,25 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def pre_forward(
-        self,
-        module: nn.Module,  # noqa: ARG002 - the seam's signature
-        *args: Any,
-        **kwargs: Any,
+        self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Move the inputs, and acquire the weights."""
+        """Move the inputs, and acquire the weights.
+
+        Raises:
+            NotImplementedError: An input has no values.
+        """
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
         if self.execution_device is not None:
-            args = send_to_device(args, self.execution_device)
-            kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+            try:
+                args = send_to_device(args, self.execution_device)
+                kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+            except NotImplementedError as error:
+                raise NotImplementedError(
+                    f"an input of {type(module).__name__} does not move to {self.execution_device}: {error} "
+                    "If it was made on the device of the model's first parameter, which is the meta device "
+                    "while that parameter is offloaded, give that one's module a device in the device_map."
+                ) from error
         block = self._used_block()
         if block is not None:
             block.acquire()

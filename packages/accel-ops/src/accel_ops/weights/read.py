@@ -18,7 +18,7 @@ from accel_ops.weights.names import (
     WEIGHTS_NAME,
 )
 from accel_ops.weights.safetensors_file import SafetensorsFile
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointError, some_of
 from accel_state.regular_file import read_json
 
 if TYPE_CHECKING:
@@ -153,11 +153,13 @@ def _indexed(index_file: Path) -> CheckpointFiles:
         raise CheckpointError(
             f"{str(index_file)!r} is no index of a checkpoint: no 'weight_map' table"
         ) from error
+    if not pairs:
+        raise CheckpointError(f"{str(index_file)!r} is no index of a checkpoint: it names no tensor")
     checked = {shard: _inside(index_file, shard) for shard in dict.fromkeys(shard for _, shard in pairs)}
     absent = sorted(shard for shard, path in checked.items() if not path.is_file())
     if absent:
         raise CheckpointError(
-            f"{str(index_file)!r} names absent files: {', '.join(absent)}; fetch them, or save again"
+            f"{str(index_file)!r} names absent files: {some_of(absent)}; fetch them, or save again"
         )
     return CheckpointFiles(
         files=tuple(checked.values()), weight_map={name: checked[shard] for name, shard in pairs}
@@ -181,6 +183,6 @@ def _only_index(folder: Path) -> CheckpointFiles:
     single = sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}")) if not indexes else []
     if len(single) == 1:
         return CheckpointFiles(files=(single[0],))
-    seen = ", ".join(path.name for path in indexes or single) or "none"
+    seen = some_of(path.name for path in indexes or single) or "none"
     wanted = " or ".join((*_SINGLE_FILES, *_INDEXED))
     raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {seen}")

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 # GeForce cards of this generation were sold without peer access, which drivers pretended to offer until then:
 # https://docs.nvidia.com/datacenter/tesla/tesla-release-notes-550-54-14/index.html
 _NO_PEER_ACCESS = ("RTX 40",)
-_PEER_ACCESS_DRIVER = Version("550.40.07")
+PEER_ACCESS_DRIVER = Version("550.40.07")
+"""The first driver of NVIDIA whose peer-to-peer copies are right on consumer cards."""
+
 _KERNEL = Version("5.5.0")
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ def check_cuda_p2p_ib_support() -> bool:
     if count < 2 or not any(card in name for name in names for card in _NO_PEER_ACCESS):
         return True
     try:
-        return Version(get_driver_version()) >= _PEER_ACCESS_DRIVER
+        return Version(get_driver_version()) >= PEER_ACCESS_DRIVER
     except InvalidVersion:
         return False
 
