@@ -309,7 +309,7 @@ def test_a_tied_value_is_copied_once_per_device():
     assert model[0].weight.is_meta
 
 
-def test_an_input_without_values_is_named_with_the_way_out():
+def test_an_input_on_the_meta_device_is_named_with_the_way_out():
     model = cpu_offload(nn.Sequential(nn.Linear(2, 2)), execution_device="cpu")
     device = next(model.parameters()).device
     with pytest.raises(NotImplementedError, match=r"input of Sequential .*give that one's module a device"):
