@@ -22,12 +22,13 @@ class Table(ModuleType):
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in vars(self).get("_EXPORTS", ()):
+        originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
+        is_export = name in vars(self).get("_EXPORTS", ())
+        # The import system binds a submodule in its package, which replaces nothing.
+        if not is_export or (name not in originals and _is_submodule(value, self, name)):
             super().__setattr__(name, value)
             return
-        # A module is set by the import system, which a question for it would call again.
-        before = vars(self).get(name, value) if isinstance(value, ModuleType) else getattr(self, name)
-        originals: dict[str, Any] = vars(self)["_ORIGINALS"]
+        before = getattr(self, name)
         if originals.setdefault(name, before) is value:
             del originals[name]
         super().__setattr__(name, value)
@@ -39,6 +40,10 @@ class Table(ModuleType):
         originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
         if name in originals:
             _replace(name, replacement, originals.pop(name))
+
+
+def _is_submodule(value: object, package: ModuleType, name: str) -> bool:
+    return isinstance(value, ModuleType) and value.__name__ == f"{package.__name__}.{name}"
 
 
 def _replace(name: str, before: object, after: object) -> None:
