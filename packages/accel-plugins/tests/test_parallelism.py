@@ -184,6 +184,12 @@ def test_a_plan_may_name_styles_or_be_made_of_them():
     assert get_model_tp_size(model) == 1
 
 
+def test_a_pattern_of_a_plan_matches_names_at_any_depth():
+    model: Any = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(2, 4)})])})
+    model.tp_plan = {"*.up": "colwise"}
+    assert [*plan_of(model)] == ["blocks.0.up"], "torch would match one level and skip the layer"
+
+
 def test_masks_are_left_out_where_causality_says_the_same_and_refused_elsewhere():
     class Attention(nn.Module):
         def __init__(self, *, is_causal: bool) -> None:

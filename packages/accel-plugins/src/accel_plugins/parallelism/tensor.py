@@ -57,7 +57,7 @@ class TensorParallel:
 
 
 def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
-    """Return a model's `tp_plan` as `parallelize_module` takes it.
+    """Return a model's `tp_plan` as `parallelize_module` takes it, with the full names of modules.
 
     Args:
         model: A model whose `tp_plan` maps patterns of module names (`*` matches anything) to a
@@ -73,12 +73,13 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
     names = [name for name, _ in model.named_modules() if name]
     plan: dict[str, ParallelStyle] = {}
     for pattern, style in cast("Mapping[str, Any]", tp_plan).items():
-        if not any(fnmatchcase(name, pattern) for name in names):
+        matches = [name for name in names if fnmatchcase(name, pattern)]
+        if not matches:
             hint = did_you_mean(pattern, names, f"it has {', '.join(names[:20])}.", cutoff=0.4)
             raise SettingsError(
                 f"{type(model).__name__}.tp_plan names {pattern!r}, which matches no module; {hint}"
             )
-        plan[pattern] = _style(pattern, style)
+        plan |= dict.fromkeys(matches, _style(pattern, style))  # torch's `*` is within one level of names
     return plan
 
 

@@ -156,7 +156,7 @@ class Fsdp1Wrapper:
         ):
             init = partial(_emptied, device=device)
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
-        with hang_monitor.collective_scope("prepare"), suppress_fsdp1_warnings(), _named_dtypes(model):
+        with hang_monitor.collective_scope("prepare"), suppress_fsdp1_warnings(), _named_in_errors(model):
             root = FullyShardedDataParallel(
                 model,
                 sharding_strategy=plugin.sharding_strategy,  # pyright: ignore[reportArgumentType] - settled by the plugin
@@ -246,19 +246,22 @@ def _emptied(module: nn.Module, *, device: Any) -> None:
 
 
 @contextmanager
-def _named_dtypes(model: nn.Module) -> Generator[None]:
-    """Add the names of parameters to torch's errors about dtypes that it cannot flatten."""
-    first: dict[Any, str] = {}
-    for name, parameter in model.named_parameters():
-        first.setdefault(parameter.dtype, name)
+def _named_in_errors(model: nn.Module) -> Generator[None]:
+    """Add names of parameters to torch's errors about what it cannot flatten."""
     try:
         yield
     except ValueError as error:
+        problem = f"FSDP1 cannot shard {type(model).__name__}: {str(error).rstrip('.')}."
+        if "dtype" not in problem:
+            raise SettingsError(problem) from error
+        first: dict[Any, str] = {}
+        for name, parameter in model.named_parameters():
+            first.setdefault(parameter.dtype, name)
         listed = ", ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
         raise SettingsError(
-            f"FSDP1 cannot shard {type(model).__name__}: {str(error).rstrip('.')}. It has {listed}. Cast the "
-            "parameters of a block to one floating-point dtype, put the others in ignored_modules, or use "
-            "fsdp_version=2, which needs one dtype for those that are trained only."
+            f"{problem} It has {listed}. Cast the parameters of a block to one floating-point dtype, put the "
+            "others in ignored_modules, or use fsdp_version=2, which needs one dtype for those that are "
+            "trained only."
         ) from error
 
 
