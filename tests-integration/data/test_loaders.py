@@ -261,3 +261,17 @@ def test_skipping_batches_of_a_dispatched_loader_leaves_out_whole_rounds() -> No
     for name in ("dispatched", "dispatched with workers"):
         whole = [batch.tolist() for batch in prepared(name)]
         assert [batch.tolist() for batch in skip_first_batches(prepared(name), 2)] == whole[2:]
+
+
+@pytest.mark.parametrize("split", [True, False])
+@distributed(world_size=2)
+def test_the_length_of_a_dispatched_loader_is_what_each_rank_gets_without_padding(split: bool) -> None:
+    for size in range(10):
+        loader: Any = prepare_data_loader(
+            DataLoader(range(size), batch_size=2),  # type: ignore[arg-type]
+            put_on_device=True,
+            dispatch_batches=True,
+            even_batches=False,
+            split_batches=split,
+        )
+        assert len(loader) == len(list(loader))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -70,3 +72,30 @@ def test_rows_of_a_batch_with_two_for_each_sample_are_cut_to_its_samples(as_obje
         for batch in accelerator.prepare(loader)
     ]
     assert found == [8, 3]
+
+
+class Named(NamedTuple):
+    ids: torch.Tensor
+    texts: list[str]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda rows: Named(rows, ["x"] * len(rows)),
+        lambda rows: (rows, "s"),
+        lambda rows: [rows, ["x"] * len(rows)],
+        lambda rows: (["a"] * len(rows), rows.tolist()),
+    ],
+)
+def test_fields_of_one_process_come_as_they_are_also_of_a_shorter_last_batch(make):
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(3)), batch_size=2))
+    for batch in loader:
+        data = make(batch)
+        assert accelerator.gather_for_metrics(data) is data
+
+
+def test_fields_are_not_cut_as_if_they_were_samples():
+    with pytest.raises(ValueError, match="give a list with one object per sample"):
+        trim_objects((["a", "b"], [1, 2]), real=1)

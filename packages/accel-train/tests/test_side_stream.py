@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_ops.tree import walk
 from accel_state.streams import device_streams
 from accel_state.testing import late_device
-from accel_train.data.device_transfer import CopyStream
+from accel_train.data.device_transfer import CopyStream, _pinned
 from accel_train.data.prepare import prepare_data_loader
 
 CPU = torch.device("cpu")
@@ -175,3 +175,18 @@ def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
         assert isinstance(found, PackedSequence)
         assert torch.equal(found.data + 0, packed.data)
         assert found.batch_sizes.tolist() == packed.batch_sizes.tolist()
+
+
+def test_what_cannot_be_pinned_is_copied_as_it_is() -> None:
+    """Batches of a loader may lie on the device already, or be sparse; `meta` stands for another device."""
+    sparse, on_device = torch.eye(2).to_sparse(), torch.ones(2, device="meta")
+    graph, rows = Graph(torch.ones(3)), torch.arange(2.0)
+    for alone in (sparse, on_device):
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            alone.pin_memory()
+    with late_device("late"):
+        pinned = _pinned({"sparse": sparse, "on device": [on_device], "rows": rows, "graph": graph})
+    assert pinned["sparse"] is sparse
+    assert pinned["on device"][0] is on_device
+    assert pinned["rows"].tolist() == rows.tolist()
+    assert pinned["graph"] is not graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +67,7 @@ def _real_samples(loader: Any) -> tuple[int | None, bool]:
 
 def _gather_objects(data: Any, loader: Any, real: int | None, *, is_padded: bool, counts: bool) -> Any:
     problem: ValueError | None = None
-    is_rows = isinstance(data, list | tuple)
+    is_rows = has_object_per_sample(data)
     is_other = real is not None and is_rows and _has_other_rows(loader, len(data))
     try:
         if not is_other and real is not None and (is_padded or is_rows or isinstance(data, torch.Tensor)):
@@ -80,6 +81,8 @@ def _gather_objects(data: Any, loader: Any, real: int | None, *, is_padded: bool
     for rank, (text, *_) in enumerate(all_ranks):
         if text is not None:
             raise DistributedOperationException(f"Rank {rank}: {text}")
+    if len(all_ranks) == 1:
+        return data[: loader.remainder] if is_other else data
     values = [value for _, value, counted, _ in all_ranks if counted]
     if all(isinstance(value, list | tuple) for value in values):
         limit = loader.remainder if any(other for *_, other in all_ranks) else None
@@ -116,6 +119,26 @@ def trim_tensors(data: Any, *, real: int) -> Any:
     return recursively_apply(lambda tensor: tensor if tensor.dim() == 0 else tensor[:real], data)
 
 
+def has_object_per_sample(data: object) -> bool:
+    """Whether these are the objects of samples, and no fields, each for all samples.
+
+    Fields are those of a named tuple, of a tuple of containers, and of a list of tensors and other things.
+
+    Example:
+        >>> has_object_per_sample([[3, 4], [5]]), has_object_per_sample(("a", "b"))
+        (True, True)
+        >>> has_object_per_sample((["a", "b"], [1, 2])), has_object_per_sample([torch.ones(2), ["a", "b"]])
+        (False, False)
+    """
+    if isinstance(data, list):
+        items: list[Any] = data
+        return len({isinstance(item, torch.Tensor) for item in items}) < 2
+    if type(data) is not tuple:
+        return False
+    fields: tuple[Any, ...] = data
+    return not any(isinstance(field, torch.Tensor | list | tuple | Mapping) for field in fields)
+
+
 def trim_objects(data: Any, *, real: int) -> Any:
     """Keep the real samples of a list of one object per sample.
 
@@ -125,7 +148,7 @@ def trim_objects(data: Any, *, real: int) -> Any:
     """
     if isinstance(data, torch.Tensor):
         return trim_tensors(data, real=real)
-    if not isinstance(data, list | tuple):
+    if not has_object_per_sample(data):
         raise ValueError(
             f"gather_for_metrics got a {type(data).__qualname__} for a batch that ends in padding, and "
             "cannot cut the padding off; give a list with one object per sample."

@@ -45,14 +45,17 @@ class CollectFacet(Facet):
 
         Args:
             input_data: Tensors as for `gather`, with one row per sample of the batch; 0-d ones are gathered
-                as they are. Or a list of one object per sample.
+                as they are. Or a list, or a plain tuple, of one object per sample; a named tuple, a tuple of
+                containers and a list of tensors and other things are fields.
             use_gather_object: Gather as objects even if there are only tensors.
 
         Returns:
-            Tensors gathered as by `gather`; or the objects of all processes in one list.
+            Tensors gathered as by `gather`; or the objects of all processes in one list; of a single process
+            the objects as they are.
 
         Raises:
-            ValueError: There is padding in the batch, and `input_data` is neither tensors nor a list.
+            ValueError: There is padding in the batch, and `input_data` is neither tensors nor one object per
+                sample.
             DistributedOperationException: That is so on another process, or the data does not fit together.
 
         Example:

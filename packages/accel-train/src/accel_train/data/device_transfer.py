@@ -11,7 +11,7 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_ops.move import send_to_device
-from accel_ops.tree import walk
+from accel_ops.tree import recursively_apply, walk
 from accel_state.devices.kinds import own_runtime_of
 from accel_state.streams import device_streams
 from accel_train.data.iterable_shard import BatchWithMeta
@@ -68,7 +68,7 @@ class CopyStream:
         return flight.batch
 
     def _start(self, batch: Any) -> PendingCopy:
-        pinned = pin_memory(batch)  # as it is, where it is pinned
+        pinned = _pinned(batch)
         hidden = any(_hides_tensors(leaf) for _, leaf in walk(batch))
         stream = self._streams.current_stream() if hidden else self._stream
         arrived = self._streams.new_event()
@@ -120,6 +120,21 @@ def warn_of_padding() -> None:
         "from the epoch's beginning, which gather_for_metrics leaves out. drop_last=True of the DataLoader "
         "drops it; even_batches=False of DataLoaderConfiguration yields it as it is."
     )
+
+
+def _pinned(batch: Any) -> Any:
+    """Pin the tensors of a batch that can be pinned, strided ones on the CPU, and those of its objects."""
+    if all(map(_can_be_pinned, (leaf for _, leaf in walk(batch)))):
+        return pin_memory(batch)  # as it is, where it is pinned
+    return recursively_apply(
+        lambda leaf: pin_memory(leaf) if _can_be_pinned(leaf) else leaf,
+        batch,
+        test_type=lambda leaf: callable(getattr(leaf, "pin_memory", None)),
+    )
+
+
+def _can_be_pinned(leaf: Any) -> bool:
+    return not isinstance(leaf, torch.Tensor) or (leaf.is_cpu and leaf.layout is torch.strided)
 
 
 def _hides_tensors(leaf: Any) -> bool:

@@ -176,6 +176,14 @@ class DataLoaderDispatcher(PreparedLoader):
         """Return the loader itself: its main process splits the batches."""
         return self
 
+    def __len__(self) -> int:
+        """Number of batches of this rank, less those that the next pass skips."""
+        length, shard = super().__len__(), self._indices and self._indices.shard
+        if self.even_batches or self._drop_last or shard is None or not shard.counts_samples:
+            return length
+        in_last_step = len(shard.batch_sampler.sampler) % self.stride
+        return max(0, length - (0 < in_last_step <= self._shard_of[self._collectives.rank]))
+
     @property
     def _row_split(self) -> RowSplit:
         return RowSplit(
