@@ -273,6 +273,32 @@ def test_attention_of_pytorch_is_that_of_megatron_core():
 
 
 @distributed(world_size=2)
+def test_ranks_that_seed_differently_train_the_model_of_rank_0_with_its_dropout():
+    rank = torch.distributed.get_rank()
+    expected = make_llama().state_dict()
+    for options in ({"tp_degree": 2}, {"use_distributed_optimizer": True}):
+        model = make_llama()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(rank)
+        torch.manual_seed(rank)
+        with cuda_answered_by_cpu():
+            accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(**options))
+            model, _ = accelerator.prepare(model, make_optimizer(model))
+            state = accelerator.get_state_dict(model)
+            norms = accelerator.gather(
+                next(one for one in model.parameters() if one.ndim == 1).detach()[None]
+            )
+            random = accelerator.gather(torch.get_rng_state().int()[None])
+            accelerator.free_memory()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        if rank == 0:
+            torch.testing.assert_close(state, dict(expected), rtol=0, atol=0)
+        assert torch.equal(norms[0], norms[1])
+        assert torch.equal(random[0], random[1])
+
+
+@distributed(world_size=2)
 def test_the_schedule_of_the_plugin_follows_the_optimizer():
     with cuda_answered_by_cpu():
         plugin = MegatronLMPlugin(train_iters=10, lr_warmup_iters=2, num_micro_batches=2)

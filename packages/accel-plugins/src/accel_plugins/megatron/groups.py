@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from accel_plugins.megatron.check import data_parallel_size
@@ -142,7 +143,9 @@ def _make(groups: Groups) -> None:
         create_gloo_process_groups=False,
     )
     _made.extend(group for group in c10d._world.pg_map if group not in before)  # pyright: ignore[reportPrivateUsage]
-    _seed(torch.initial_seed() % _LARGEST_SEED)
+    seeds = [torch.initial_seed() % _LARGEST_SEED]
+    dist.broadcast_object_list(seeds, src=0)  # ranks that share a tensor drop out the same of it
+    _seed(seeds[0])
 
 
 def _seed(seed: int) -> None:

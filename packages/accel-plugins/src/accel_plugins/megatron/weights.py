@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.groups import Groups
     from accel_plugins.megatron.model_family import Weight
     from accel_plugins.megatron.packing import Packing
+    from accel_state.runtime import Runtime
 
 _LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
 # TransformerEngine's linear layers have the norm before them.
@@ -84,6 +85,20 @@ def _full_name(stage: nn.Module, name: str) -> tuple[str, int | None]:
     layers = stage.get_submodule(name[: match.start() - 1])
     layer = layers[int(match[0])].layer_number - 1  # pyright: ignore[reportIndexIssue, reportOperatorIssue]
     return f"{name[: match.start()]}{layer}{name[match.end() :]}", layer
+
+
+@torch.no_grad()
+def share_values(model: nn.Module, runtime: Runtime) -> None:
+    """Give every rank the values that rank 0 has.
+
+    Ranks that seeded differently would otherwise train a model that is put together of several.
+    """
+    for value in (*model.parameters(), *model.buffers()):
+        before = value.detach().to(runtime.device)
+        values = before.clone(memory_format=torch.contiguous_format)
+        runtime.collectives.broadcast(values, 0)
+        if not torch.equal(values, before):  # else a file that is mapped stays shared
+            value.detach().copy_(values)
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ from accel_plugins.megatron.optimizer import (
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.sharded_state import MegatronShards
 from accel_plugins.megatron.stages import build_stages, virtual_stages
-from accel_plugins.megatron.weights import drop_values, find_rows, load
+from accel_plugins.megatron.weights import drop_values, find_rows, load, share_values
 from accel_plugins.parallelism.config import mesh_of
 from accel_plugins.precision.amp import EnginePrecision
 from accel_plugins.strategies.megatron_save import MegatronPersister
@@ -175,6 +175,7 @@ class MegatronWrapper:
             self.trained.lease = start(groups)
         stages = build_stages(family, plugin, config, model, groups)
         placed = [] if family is None else find_rows(stages, family.weights(model.config))
+        share_values(model, self.runtime)
         load(placed, model.state_dict(), groups)
         context = TrainStepContext(state=AcceleratorState(), device=self.runtime.device)
         step = train_step_of(plugin, context)
