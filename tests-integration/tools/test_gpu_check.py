@@ -1,0 +1,46 @@
+"""The steps for a machine with a GPU."""
+
+from __future__ import annotations
+
+import sys
+from itertools import chain
+
+import pytest
+
+import gpu_check
+
+CLIENTS = "tests-integration/clients/test_clients_gpu.py"  # in an environment of its own
+
+
+@pytest.mark.parametrize("step", gpu_check.STEPS)
+def test_a_step_takes_less_than_ten_minutes(step: str) -> None:
+    assert sum(check.seconds for check in gpu_check.STEPS[step]) < 600
+
+
+def test_every_test_that_needs_a_gpu_is_in_a_step() -> None:
+    files = chain(
+        gpu_check.ROOT.glob("packages/*/tests/test_*.py"),
+        gpu_check.ROOT.glob("tests-integration/*/test_*.py"),
+    )
+    marked = {str(file.relative_to(gpu_check.ROOT)) for file in files if "mark.gpu" in file.read_text()}
+    checked = {word for checks in gpu_check.STEPS.values() for check in checks for word in check.command}
+    assert marked - checked <= {CLIENTS, "tests-integration/tools/test_gpu_check.py"}
+
+
+def test_programs_and_files_of_all_steps_exist() -> None:
+    words = [word for checks in gpu_check.STEPS.values() for check in checks for word in check.command]
+    paths = [word for word in words if "/" in word]
+    assert [path for path in paths if not (gpu_check.ROOT / path).exists()] == []
+
+
+def test_a_check_that_takes_too_long_is_interrupted_and_its_lines_are_there() -> None:
+    lines: list[str] = []
+    program = "import time; print('begun', flush=True); time.sleep(3600)"
+    assert gpu_check.watch([sys.executable, "-c", program], {}, 2, lines) is None
+    assert lines[0] == "begun"
+    assert "KeyboardInterrupt" in lines[-1]
+
+
+def test_the_wheels_have_the_versions_of_the_lock() -> None:
+    versions = [gpu_check.locked_version(name) for names in gpu_check.WHEELS.values() for name in names]
+    assert all(version[0].isdecimal() for version in versions)
