@@ -239,3 +239,20 @@ def test_row_2_ulysses_refuses_what_is_not_attention_by_its_layer():
         refused(model, r"'model\.layers\.1\.self_attn' is 'chunked_attention' of 4")
         model.config.layer_types = ["full_attention", "conv"]
         refused(model, r"is 'conv'")
+
+
+@pytest.mark.skip(reason="models that transformers shards at load (DistributedConfig) are not supported yet")
+@distributed(world_size=2)
+def test_row_22_a_model_sharded_at_load_trains_as_one_process(tmp_path):
+    from transformers.distributed import DistributedConfig
+
+    if with_context_parallelism().is_main_process:
+        llama().save_pretrained(tmp_path)
+    torch.distributed.barrier()
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    sharded = LlamaForCausalLM.from_pretrained(tmp_path, distributed_config=DistributedConfig(fsdp_size=2))
+    model, right = accelerator.prepare(sharded), llama()
+    tokens = torch.randint(0, TOKENS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+    loss, wanted = (one(input_ids=tokens, labels=tokens).loss for one in (model, right))
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-5)

@@ -1,0 +1,136 @@
+"""The field's symptoms of checkpoints: rows 12, 14, 16 and 18."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_state.accelerator_state import AcceleratorState
+from accel_train import Accelerator
+from accel_train.checkpoint.fsdp_files import load_fsdp_optimizer, save_fsdp_optimizer
+from harness import distributed
+
+MEGABYTE = 1_000_000
+
+
+def make(version, *, precision="no", form="SHARDED_STATE_DICT"):
+    AcceleratorState._reset_state(True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=form)
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
+
+
+def step(accelerator, model, optimizer, times=1):
+    """Train, and return the full weights."""
+    rows = torch.randn(4, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(times):
+        accelerator.backward(model(rows).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@distributed(world_size=2)
+def test_row_12_a_sharded_state_is_loaded_right_after_it_was_saved(version, tmp_path):
+    run = make(version)
+    saved = step(*run, times=2)
+    run[0].save_state(tmp_path / "here", flush=False)
+    run[0].load_state(tmp_path / "here")
+    assert all(torch.equal(value, saved[name]) for name, value in step(*run, times=0).items())
+    wanted = step(*run, times=2)
+    run[0].load_state(tmp_path / "here")
+    assert all(torch.equal(value, wanted[name]) for name, value in step(*run, times=2).items())
+
+
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@distributed(world_size=2)
+def test_row_14_loading_leaves_the_loss_scale_as_it_was_saved(form, tmp_path):
+    accelerator, model, optimizer = run = make(2, precision="fp16", form=form)
+    step(*run, times=3)
+    saved = accelerator.scaler.state_dict()
+    assert saved["_growth_tracker"] == 3
+    accelerator.save_state(tmp_path / "here", flush=False)
+    plugin = accelerator.state.fsdp_plugin
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, tmp_path / "alone")
+    step(*run)
+    assert accelerator.scaler.state_dict() != saved
+    accelerator.load_state(tmp_path / "here")
+    assert accelerator.scaler.state_dict() == saved
+    load_fsdp_optimizer(plugin, accelerator, optimizer, model, tmp_path / "alone")
+    assert accelerator.scaler.state_dict() == saved
+    assert not accelerator.optimizer_step_was_skipped
+    step(*run)
+    assert accelerator.scaler.state_dict()["_growth_tracker"] == 4
+
+
+def resident(*, restart=False):
+    """Return the most bytes that were resident since the last restart."""
+    if restart:
+        Path("/proc/self/clear_refs").write_text("5")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+@distributed(world_size=2)
+def test_row_16_saving_a_sharded_model_takes_the_memory_of_one_file(tmp_path):
+    AcceleratorState._reset_state(True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(48)))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    model = accelerator.prepare(model)
+    accelerator.save_model(nn.Linear(2, 2), tmp_path / "small")  # imports what a save needs
+    dist.barrier()
+    before = resident(restart=True)
+    accelerator.save_model(model, tmp_path / "large", max_shard_size="16MB")
+    grown = resident() - before
+    dist.barrier()  # the main process writes
+    assert len(list((tmp_path / "large").glob("*.safetensors"))) > size // (20 * MEGABYTE)
+    assert grown < size / 2, (
+        f"rank {dist.get_rank()} grew by {grown / MEGABYTE:.0f} MB of {size / MEGABYTE:.0f}"
+    )
+
+
+class Collectives(TorchDispatchMode):
+    """Record the collectives of this thread, with the bytes of their tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in {"c10d", "_c10d_functional"}:
+            tensors = torch.utils._pytree.tree_leaves(args)
+            size = sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
+            self.calls.append((func.name(), size))
+        return func(*args, **(kwargs or {}))
+
+
+def check_collectives(folder):
+    accelerator, model, optimizer = make(2)
+    step(accelerator, model, optimizer)
+    with Collectives() as seen:
+        dist.all_reduce(torch.ones(2))
+        accelerator.save_state(folder / "here", flush=False)
+    assert seen.calls == [("c10d::allreduce_", 8)], "only that of this test"
+
+
+@distributed(world_size=2)
+def test_row_18_a_sharded_save_needs_no_collective_on_two_ranks(tmp_path):
+    check_collectives(tmp_path)
+
+
+@distributed(world_size=4)
+def test_row_18_a_sharded_save_needs_no_collective_on_four_ranks(tmp_path):
+    check_collectives(tmp_path)
