@@ -9,8 +9,8 @@ holds the types; the two conftest.py files hold that no test leaks. The rest is 
     environment-read  only the command and the places in the list of exceptions ask that module
     labels            only accel_state/labels.py compares a DistributedType
     late-import       imports are at the top; laziness is in tables
-    streams           only accel_state/streams.py touches streams, events and pinned memory; tests use
-                      accel_state.testing
+    streams           only accel_state/streams.py touches streams, events and pinned memory, and copies without
+                      waiting; tests use accel_state.testing
     module-name       no utils, helpers, misc or common inside the packages
     glossary          names and prose use the field's words (tools/glossary.toml), also in the docs' pages
     one-version       one version everywhere, and members pin each other to it
@@ -214,7 +214,7 @@ def streams(source: Source) -> Iterator[Breach]:
                 pass
             case ast.Call(func=ast.Attribute(attr="record_stream" as named), args=[_]):
                 pass  # a tensor's; that of the seam has two arguments
-            case ast.Call(func=ast.Attribute(attr=named), keywords=keywords) if any(
+            case ast.Call(func=ast.Attribute(attr=named) | ast.Name(id=named), keywords=keywords) if any(
                 _is_asynchronous(named, keyword) for keyword in keywords
             ):
                 pass
@@ -225,9 +225,18 @@ def streams(source: Source) -> Iterator[Breach]:
 
 
 def _is_asynchronous(function: str, keyword: ast.keyword) -> bool:
-    """Whether an argument makes a copy that nobody waits for, or pins what torch allocates."""
-    if function == "copy_":
-        return keyword.arg == "non_blocking"
+    """Whether an argument makes a copy that nobody waits for, or pins what torch allocates.
+
+    A caller's own `non_blocking` may be passed on, but to `copy_`.
+    """
+    if keyword.arg == "non_blocking":
+        match keyword.value:
+            case ast.Constant(value=False):
+                return False
+            case ast.Name(id="non_blocking") | ast.Attribute(attr="non_blocking"):
+                return function == "copy_"
+            case _:
+                return True
     return keyword.arg == "pin_memory" and function in {
         "empty",
         "zeros",
