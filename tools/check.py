@@ -194,7 +194,7 @@ STEPS = (  # long ones first; not all those together that would compile the same
     ),
     Step(
         name="ordering",
-        about="without any one statement that orders asynchronous work, a test fails (with --all)",
+        about="a test fails where any one statement that orders asynchronous work is changed (with --all)",
         command=(PYTHON, "tools/delete_ordering.py"),
         slow=True,
     ),

@@ -1,8 +1,10 @@
-"""Delete each statement that orders asynchronous work, one at a time, and show which test fails without it.
+"""Change each statement that orders asynchronous work, one at a time, and show which test fails.
 
-A statement whose removal no test notices is redundant, or lacks a test. Deleted are the statements of the
-modules in `TESTS` that call one of `ORDERING`. Nothing is changed on the disk: every deletion happens in a
-child of one warm process, which imports the module from the changed text.
+A statement whose change no test notices is redundant, or lacks a test. Changed are the statements of the
+modules in `TESTS` that call one of `ORDERING`: each is deleted, and swapped with the statement before it and
+with the one after it. Where a stream is passed, another one of its device is passed instead. A change that
+makes no difference here is in `EQUIVALENT`, with the reason. Nothing is changed on the disk: every change
+happens in a child of one warm process, which imports the module from the changed text.
 
     uv run tools/delete_ordering.py
     uv run tools/delete_ordering.py device_transfer.py
@@ -23,7 +25,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -36,7 +38,11 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
-ORDERING = {"wait_event", "wait_stream", "synchronize", "record", "record_stream", "arrived"}
+ORDERING = {"wait_event", "wait_stream", "synchronize", "record", "record_stream", "arrived", "wait"}
+STREAM_ARGUMENT = {"record": 0, "wait_stream": 0, "on": 0, "record_stream": -1}
+"""Calls to which a stream is passed, and the position of the argument."""
+STREAM_RECEIVER = {"wait_stream", "wait_event"}
+"""Methods of streams."""
 TESTS: dict[str, tuple[str, ...]] = {
     "packages/accel-train/src/accel_train/data/device_transfer.py": (
         "packages/accel-train/tests/test_side_stream.py",
@@ -73,37 +79,67 @@ WARM = (
 )
 """What takes long to import and is imported once."""
 
-LIMIT = 300
-"""Seconds after which a child that waits for ever is ended; not a measure of speed."""
+EQUIVALENT = {
+    ("block_stream.py", "swap with the next", "done.record(current)"): (
+        "the lock is held until the event is recorded, and in the list"
+    ),
+    ("host_to_device.py", "swap with the previous", "slot.copied.synchronize()"): (
+        "the statement before takes a view, and touches no memory"
+    ),
+    (
+        "scatter.py",
+        "swap with the next",
+        "arrived()",
+    ): "a notice goes by the host: it needs no round to be there",
+    ("speed.py", "swap with the next", "synchronize(device)"): (
+        "the late device takes no time: only a GPU shows that the clock is read after the wait"
+    ),
+    ("copies.py", "swap with the next", "self._event.synchronize()"): (
+        "the tensors belong to the stream that copies them, if nobody used another one"
+    ),
+    ("device_transfer.py", "swap with the next", "current.wait_event(flight.arrived)"): (
+        "record_stream only says what is awaited when the memory is freed, which is later than both"
+    ),
+}
+"""Module, change and statement to the reason why no test notices the change."""
+
+TIMEOUT_FACTOR = 5
+"""A child that takes as many times as long as the unchanged module, and a minute, waits for ever."""
 
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Deletion:
-    """A statement to delete: its module's path from the root, its lines, its text."""
+class Mutant:
+    """A changed module.
+
+    Args:
+        path: The module's path from the root.
+        line: The line of the statement.
+        change: What was done to it.
+        text: The statement.
+        source: The module's changed text.
+    """
 
     path: str
-    first: int
-    last: int
+    line: int
+    change: str
     text: str
+    source: str
 
     @property
     def module(self) -> str:
         """The module's dotted name."""
         return ".".join(Path(self.path.partition("/src/")[2]).with_suffix("").parts)
 
-    def source(self) -> str:
-        """The module's text without the statement."""
-        lines = (ROOT / self.path).read_text().splitlines()
-        line = lines[self.first - 1]
-        indent = line[: len(line) - len(line.lstrip())]
-        removed = [f"{indent}pass", *[""] * (self.last - self.first)]
-        return "\n".join([*lines[: self.first - 1], *removed, *lines[self.last :]]) + "\n"
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Its key in `EQUIVALENT`."""
+        return Path(self.path).name, self.change, self.text
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run every deletion and print the table; return 1 if one survives, or if the tests fail without any."""
+    """Run every mutant and print the table; return 1 if one survives, or if the tests fail without any."""
     handle_signals()
     os.chdir(ROOT)
     if missing := sorted(set(users()) - set(TESTS)):
@@ -113,19 +149,29 @@ def main(argv: Sequence[str]) -> int:
     for name in WARM:
         if importlib.util.find_spec(name) is not None:
             importlib.import_module(name)
-    survived = 0
+    counts = dict.fromkeys(("killed", "equivalent", "survived"), 0)
+    unneeded = {key for key in EQUIVALENT if any(Path(path).name == key[0] for path in chosen)}
     for path, tests in chosen.items():
-        if failed := run(None, tests):
+        start = time.monotonic()
+        if failed := run(None, tests, 600):
             print(f"{path}: its tests fail as it is: {failed}")
             return 1
-        found = list(deletions(path, (ROOT / path).read_text()))
-        for deletion in found:
-            failed = run(deletion, tests)
-            survived += failed is None
-            name = Path(deletion.path).name
-            print(f"{name}:{deletion.first:<4} {deletion.text:<60} {failed or 'SURVIVES'}", flush=True)
-    print(f"{survived} deletions that no test notices")
-    return int(survived > 0)
+        limit = 60 + TIMEOUT_FACTOR * (time.monotonic() - start)
+        for mutant in mutants(path, (ROOT / path).read_text()):
+            failed = run(mutant, tests, limit)
+            reason = EQUIVALENT.get(mutant.key)
+            unneeded -= {mutant.key} if failed is None else set()
+            outcome = "killed" if failed else "survived" if reason is None else "equivalent"
+            counts[outcome] += 1
+            location = f"{Path(path).name}:{mutant.line}"
+            print(
+                f"{location:<24} {mutant.change:<22} {mutant.text:<60} {failed or reason or 'SURVIVES'}",
+                flush=True,
+            )
+    for key in sorted(unneeded):
+        print(f"EQUIVALENT has {key}, which a test notices or which is no mutant: delete it")
+    print(f"{sum(counts.values())} mutants: {', '.join(f'{count} {name}' for name, count in counts.items())}")
+    return int(bool(counts["survived"] or unneeded))
 
 
 def users() -> Iterator[str]:
@@ -133,44 +179,105 @@ def users() -> Iterator[str]:
     for path in sorted(ROOT.glob("packages/*/src/**/*.py")):
         text = path.read_text()
         name = path.relative_to(ROOT).as_posix()
-        if "accel_state.streams" in text and "accel_state/testing" not in name and any(deletions(name, text)):
+        if "accel_state.streams" in text and "accel_state/testing" not in name and any(mutants(name, text)):
             yield name
 
 
-def deletions(path: str, text: str) -> Iterator[Deletion]:
-    """The ordering statements of a module.
+def mutants(path: str, text: str) -> Iterator[Mutant]:
+    """Change a module in every way, one at a time.
 
     Args:
         path: From the root.
         text: The module's text.
 
     Example:
-        >>> [found.text for found in deletions("a.py", "done = side.new_event(); side.wait_event(done)")]
-        ['side.wait_event(done)']
+        >>> [found.change for found in mutants("a.py", "e = f(); s.wait_event(e)")]
+        ['delete', 'swap with the previous', 'another s']
     """
-    for node in ast.walk(ast.parse(text)):
-        match node:
-            case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name))) if (
-                name in ORDERING
-            ):
-                assert node.end_lineno is not None
-                yield Deletion(path, node.lineno, node.end_lineno, ast.unparse(node))
-            case _:
-                pass
+    tree = ast.parse(text)
+
+    def mutant(node: ast.stmt | ast.expr, change: str) -> Mutant:
+        return Mutant(path, node.lineno, change, shown, ast.unparse(tree))
+
+    for body in bodies(tree):
+        for index, statement in enumerate(body):
+            if not is_ordering(statement):
+                continue
+            shown = ast.unparse(statement)
+            body[index] = ast.Pass()
+            yield mutant(statement, "delete")
+            body[index] = statement
+            for other, change in ((index - 1, "swap with the previous"), (index + 1, "swap with the next")):
+                if can_swap(body, index, other):
+                    body[index], body[other] = body[other], body[index]
+                    yield mutant(statement, change)
+                    body[index], body[other] = body[other], body[index]
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+        shown = ast.unparse(call)
+        if name in STREAM_ARGUMENT and call.args:
+            at = STREAM_ARGUMENT[name]
+            stream, call.args[at] = call.args[at], another(call.args[at])
+            yield mutant(call, f"another {ast.unparse(stream)}")
+            call.args[at] = stream
+        if name in STREAM_RECEIVER and isinstance(call.func, ast.Attribute):
+            stream, call.func.value = call.func.value, another(call.func.value)
+            yield mutant(call, f"another {ast.unparse(stream)}")
+            call.func.value = stream
 
 
-def run(deletion: Deletion | None, tests: Sequence[str]) -> str | None:
-    """Run tests in a child without a statement; return the test that fails, or None if all pass."""
+def bodies(tree: ast.Module) -> Iterator[list[ast.stmt]]:
+    """All lists of statements."""
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            body: Any = getattr(node, name, None)
+            if isinstance(body, list):
+                yield body
+
+
+def can_swap(body: list[ast.stmt], index: int, other: int) -> bool:
+    """Whether two statements are there to be swapped; of two that order something, the first one does it."""
+    if not 0 <= other < len(body) or (other < index and is_ordering(body[other])):
+        return False
+    match body[other]:
+        case ast.Expr(value=ast.Constant()):  # a docstring
+            return False
+        case _:
+            return True
+
+
+def is_ordering(statement: ast.stmt) -> bool:
+    """Whether a statement is a call that orders something."""
+    match statement:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name))):
+            return name in ORDERING
+        case _:
+            return False
+
+
+def another(stream: ast.expr) -> ast.expr:
+    """The expression for another stream."""
+    return ast.Call(ast.Name("_another_stream", ast.Load()), [stream], [])
+
+
+def another_stream(stream: Any) -> Any:
+    """Return the default stream of a stream's device, or a new one instead of the default stream."""
+    default = stream.device.streams[0]
+    return stream.device.new_stream() if stream is default else default
+
+
+def run(mutant: Mutant | None, tests: Sequence[str], limit: float) -> str | None:
+    """Run tests in a child with a changed module; return the test that fails, or None if all pass."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         child = os.fork()
         if child == 0:
             try:
-                os._exit(test(deletion, tests, folder, log))
+                os._exit(test(mutant, tests, folder, log))
             except BaseException:  # noqa: BLE001 - told by the parent, which must not run on in the child
                 log.write_text(traceback.format_exc())
                 os._exit(70)
-        status = wait_for(child)
+        status = wait_for(child, limit)
         output = log.read_text(errors="replace")
     if status == 0:
         return None
@@ -180,9 +287,9 @@ def run(deletion: Deletion | None, tests: Sequence[str]) -> str | None:
     return "it waits for ever" if status is None else f"exit status {status}: {output[-2000:]}"
 
 
-def wait_for(child: int) -> int | None:
+def wait_for(child: int, limit: float) -> int | None:
     """Wait for a child; end it and return None if it takes too long."""
-    until = time.monotonic() + LIMIT
+    until = time.monotonic() + limit
     while time.monotonic() < until:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -193,7 +300,7 @@ def wait_for(child: int) -> int | None:
     return None
 
 
-def test(deletion: Deletion | None, tests: Sequence[str], folder: str, log: Path) -> int:
+def test(mutant: Mutant | None, tests: Sequence[str], folder: str, log: Path) -> int:
     """Run in the child: import the changed module, and run pytest with its output in a file."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
@@ -201,8 +308,8 @@ def test(deletion: Deletion | None, tests: Sequence[str], folder: str, log: Path
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = folder
     settings.register_profile("find", deadline=None, phases=[Phase.explicit, Phase.generate])
     settings.load_profile("find")  # a failure need not be made small
-    if deletion is not None:
-        sys.meta_path.insert(0, Changed(deletion.module, deletion.source()))
+    if mutant is not None:
+        sys.meta_path.insert(0, Changed(mutant.module, mutant.source))
     options = [
         "-x",
         "-q",
@@ -237,6 +344,7 @@ class Changed(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the text."""
+        vars(module)["_another_stream"] = another_stream
         exec(compile(self._text, f"<changed {self._name}>", "exec"), module.__dict__)
 
 

@@ -9,8 +9,8 @@ holds the types; the two conftest.py files hold that no test leaks. The rest is 
     environment-read  only the command and the places in the list of exceptions ask that module
     labels            only accel_state/labels.py compares a DistributedType
     late-import       imports are at the top; laziness is in tables
-    streams           only accel_state/streams.py touches streams, events and pinned memory, and copies without
-                      waiting; tests use accel_state.testing
+    streams           only accel_state/streams.py touches streams, events and pinned memory, and makes copies
+                      that nobody waits for; tests use accel_state.testing
     module-name       no utils, helpers, misc or common inside the packages
     glossary          names and prose use the field's words (tools/glossary.toml), also in the docs' pages
     one-version       one version everywhere, and members pin each other to it

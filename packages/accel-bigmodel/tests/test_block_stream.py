@@ -562,8 +562,10 @@ def test_a_reader_that_fails_lets_the_others_finish_first(tmp_path, schedule):
 
     file = Damaged(tmp_path / "m.safetensors")
     with late_device(schedule) as device:
+        pipeline = HostToDevice(device, slot_bytes=256, slots=2)
         with pytest.raises(CheckpointError, match="a is damaged"):
-            upload(file, ["a", "b"], HostToDevice(device, slot_bytes=256, slots=2))
+            upload(file, ["a", "b"], pipeline)
+        pipeline._readers.shutdown()  # only now, too late for the memory of b, if upload did not wait
         gc.collect()
         other = device.empty(256).fill_(7)  # the memory to which b was copied
         device.synchronize()
