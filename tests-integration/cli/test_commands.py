@@ -98,6 +98,27 @@ def test_a_script_is_checked_for_many_ranks_without_memory_or_devices(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+SHARED = """
+import os
+import torch
+from torch.utils.data import DataLoader
+from accel import Accelerator
+
+class Own:
+    __len__ = lambda self: 8
+    __iter__ = lambda self: iter(range(int(os.environ["RANK"]), 16, 2))
+
+class Same(torch.utils.data.IterableDataset):
+    world_size, rank = 2, int(os.environ["RANK"])
+    __iter__ = lambda self: (float(number) for number in range(16))
+
+accelerator = Accelerator(cpu=True)
+twice = accelerator.prepare(DataLoader(range(16), batch_size=2, sampler=Own()))
+same = accelerator.prepare(DataLoader(Same(), batch_size=2))
+fine = accelerator.prepare(DataLoader(range(16), batch_size=2, shuffle=True))
+print(len([[*loader] for loader in (twice, same, fine)]))
+"""
+
 CONFIG = "mixed_precision: {}\nfp8_config:\n  backend: TE\n"
 MISSED = {"layers": 2, "condition": "accelerator.is_main_process"}
 FILES = {
@@ -105,6 +126,7 @@ FILES = {
     "fp8": {"train.py": GOOD.format(layers=2, condition="True"), "run.yaml": CONFIG.format("fp8")},
     "missed": {"train.py": GOOD.format(**MISSED)},
     "fails": {"fails.py": "import accel\n\nraise ValueError('no such thing')\n"},
+    "shared": {"train.py": SHARED},
     "example": {},
 }
 """What is in the folder of each check of `checked`."""
@@ -114,6 +136,7 @@ LINES = {
     "fp8": (*JSON, "--config_file", "run.yaml", "--ranks", "1", "train.py"),
     "missed": (*JSON, "--ranks", "0,1", "train.py"),
     "fails": ("--world", "4", "--ranks", "0", "fails.py"),
+    "shared": ("--world", "2", "--json", "train.py"),
     "example": ("--world", "2", "--ranks", "1", "--json", str(EXAMPLES / "by_feature/checkpointing.py")),
 }
 
@@ -156,6 +179,14 @@ def test_a_collective_that_one_rank_would_miss_is_named(checked):
     (problem,) = found["problems"]
     assert "rank 0 calls gather at train.py:18" in problem
     assert "rank 1 calls save_state at train.py:19" in problem
+
+
+def test_samples_that_ranks_share_or_miss_are_named(checked):
+    code, found = told(checked["shared"])
+    assert code == 1
+    missed, same = found["problems"]
+    assert "rank 0 and rank 1 miss samples of the loader prepared at train.py:16" in missed
+    assert same == "rank 0 and rank 1 read the same samples from the loader prepared at train.py:17"
 
 
 def test_an_example_with_epochs_and_numbered_checkpoints_is_followed_to_its_end(checked):

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.commands.check.command import find_problems, fp8_refusals, worker_environ_of_check
-from accel_cli.commands.check.trace import Chosen, Event, Order, Record, differences, ranks_to_try
+from accel_cli.commands.check.trace import (
+    Chosen,
+    Event,
+    Loader,
+    Order,
+    Record,
+    data_problems,
+    differences,
+    ranks_to_try,
+)
 from accel_cli.commands.estimate.memory import Sizes
 from accel_cli.launch.machine import Machine
 from accel_cli.main import main
@@ -133,3 +142,20 @@ def test_a_player_is_on_the_cpu_and_knows_its_place():
 def test_a_command_line_that_cannot_be_used_is_reported(words, part, capsys):
     assert main(["check", *words]) == 2
     assert part in capsys.readouterr().err
+
+
+def test_samples_that_ranks_share_or_miss_are_problems_unless_they_share_a_shard():
+    def problems(*pairs):
+        loaders = [Loader(where="train.py:3", **facts) for facts in pairs]
+        return data_problems([Record(rank=rank, loaders=(one,)) for rank, one in enumerate(loaders)])
+
+    same = {"batches": ("a", "b")}
+    (text,) = problems({"shard": 0, **same}, {"shard": 1, **same})
+    assert text == "rank 0 and rank 1 read the same samples from the loader prepared at train.py:3"
+    assert problems({"shard": 0, **same}, {"shard": 0, **same}) == []
+    assert problems({"shard": 0, **same}, {"shard": 1, "batches": ("c",)}) == []
+    assert problems({"shard": 0}, {"shard": 1}) == []
+    (text,) = problems({"shard": 0, "indices": "a"}, {"shard": 1, "indices": "b"})
+    assert "miss samples" in text
+    assert "already_sharded=True" in text
+    assert problems({"shard": 0, "indices": "a"}, {"shard": 1, "indices": "a"}) == []

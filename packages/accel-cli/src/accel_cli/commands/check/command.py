@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.commands.check.rank_runner import play
-from accel_cli.commands.check.trace import Chosen, File, Order, Record, differences, ranks_to_try
+from accel_cli.commands.check.trace import (
+    Chosen,
+    File,
+    Order,
+    Record,
+    data_problems,
+    differences,
+    ranks_to_try,
+)
 from accel_cli.commands.estimate.memory import Estimate, Job, estimate
 from accel_cli.commands.estimate.suggest import fits
 from accel_cli.config_file import read_config
@@ -107,7 +115,7 @@ def find_problems(records: Sequence[Record], merged: Merged, world: int, memory:
         if record.parts or record.sizes is not None
     }
     problems = [f"rank {record.rank}: {record.stopped}" for record in records if record.stopped]
-    problems += [str(one) for one in differences(records)]
+    problems += [*map(str, differences(records)), *data_problems(records)]
     if memory is not None:
         problems += [
             f"rank {rank} needs {convert_bytes(one.device)} of {convert_bytes(memory)}:"

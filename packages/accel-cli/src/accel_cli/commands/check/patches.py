@@ -340,6 +340,7 @@ def _data(recorder: CollectiveRecorder, batches: int) -> None:
         with recorder.outside():
             batches_there = make()
             upcoming = next(batches_there, _END)
+            recorder.read_batch(loader, upcoming)
         for number in itertools.count(1):
             if upcoming is _END:
                 return
@@ -351,6 +352,7 @@ def _data(recorder: CollectiveRecorder, batches: int) -> None:
                 break
             with recorder.outside():
                 upcoming = next(batches_there, _END)
+                recorder.read_batch(loader, upcoming)
         with recorder.outside():
             del batches_there
 
@@ -367,6 +369,8 @@ def _data(recorder: CollectiveRecorder, batches: int) -> None:
 
     def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
         with recorder.outside():
-            return real_prepare(*args, **{**kwargs, "dispatch_batches": False})
+            loader = real_prepare(*args, **{**kwargs, "dispatch_batches": False})
+            recorder.made_loader(loader, kwargs.get("process_index") or 0)
+        return loader
 
     preparing.prepare_data_loader = prepare_data_loader

@@ -49,6 +49,7 @@ def main(order: Order) -> None:
         host=recorder.host,
         events=tuple(recorder.events),
         files=tuple(recorder.files),
+        loaders=tuple(recorder.loaders.values()),
         stopped=stopped,
     )
     _write(order, record)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import hashlib
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Sized
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,10 +16,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import (
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage] - there is no public name
 )
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from accel_cli.commands.check.memory_tracker import Meter
-from accel_cli.commands.check.trace import Chosen, Event, File
+from accel_cli.commands.check.trace import Chosen, Event, File, Loader
 from accel_cli.commands.check.values import MadeUpValues
 from accel_cli.commands.estimate.memory import Buckets
 from accel_cli.commands.estimate.trace import Ledger, storage_key
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.optim import Optimizer
+
+
+_MOST_INDICES = 2**20
 
 
 @dataclass(kw_only=True)
@@ -44,6 +50,7 @@ class CollectiveRecorder:
 
     events: list[Event] = field(default_factory=list[Event])
     files: list[File] = field(default_factory=list[File])
+    loaders: dict[int, Loader] = field(default_factory=dict[int, Loader])
     models: list[nn.Module] = field(default_factory=list["nn.Module"])
     strategy: Chosen = field(default_factory=Chosen)
     fakes: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
@@ -126,6 +133,25 @@ class CollectiveRecorder:
         size = nbytes if full_nbytes is None else full_nbytes
         self.files.append(File(name=name, nbytes=nbytes, where=source_line(), form=form, full_nbytes=size))
 
+    def made_loader(self, loader: Any, shard: int) -> None:
+        """Record a prepared loader."""
+        sampler = loader.get_sampler()
+        # The indices of torch's samplers do not depend on the rank.
+        is_custom = loader.is_sharded and not type(sampler).__module__.startswith("torch.")
+        indices = ""
+        if is_custom and isinstance(sampler, Sized) and len(sampler) <= _MOST_INDICES:
+            indices = _digest(repr(sorted(copy.deepcopy(sampler))).encode())  # pyright: ignore[reportArgumentType] - it iterates
+        self.loaders[id(loader)] = Loader(where=source_line(), shard=shard, indices=indices)
+
+    def read_batch(self, loader: Any, batch: Any) -> None:
+        """Record a batch of a prepared loader, on real tensors."""
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel() > 1]
+        known = self.loaders.get(id(loader))
+        if known is None or all(len(set(leaf.flatten().tolist())) == 1 for leaf in tensors):
+            return
+        values = b"".join(bytes(leaf.contiguous().flatten().view(torch.uint8).tolist()) for leaf in tensors)
+        self.loaders[id(loader)] = replace(known, batches=(*known.batches, _digest(values)))
+
     @property
     def is_outside(self) -> bool:
         """Whether tensors are real at present."""
@@ -166,6 +192,10 @@ class CollectiveRecorder:
         return tree_map(
             lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, data
         )
+
+
+def _digest(values: bytes) -> str:
+    return hashlib.sha256(values).hexdigest()
 
 
 def source_line() -> str:

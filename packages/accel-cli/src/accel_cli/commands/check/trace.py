@@ -91,6 +91,23 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loader:
+    """A prepared loader.
+
+    Args:
+        where: File and line of the script that prepared it.
+        shard: The data shard of the rank.
+        indices: Digest of the indices of a custom sampler that `prepare` shards; empty where there is none.
+        batches: Digests of the batches that were read; none if all their values are the same.
+    """
+
+    where: str
+    shard: int
+    indices: str = ""
+    batches: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """The record of one rank.
 
@@ -102,6 +119,7 @@ class Record:
         moments: The moments of its passes that need most memory.
         parts: Its peak in bytes by kind, if the strategy's own code has run.
         host: Peak of host bytes for tensors that are moved there, such as a gathered model.
+        loaders: Its prepared loaders, in order.
         stopped: Why and where the script ended before its end; empty if it did not.
     """
 
@@ -116,6 +134,7 @@ class Record:
     host: int = 0
     events: tuple[Event, ...] = ()
     files: tuple[File, ...] = ()
+    loaders: tuple[Loader, ...] = ()
     stopped: str = ""
 
 
@@ -175,6 +194,33 @@ def _part(first: Record, second: Record) -> tuple[Event | None, Event | None] | 
 
 def _does(event: Event | None) -> str:
     return "has ended" if event is None else f"calls {event.kind} at {event.where}"
+
+
+def data_problems(records: Sequence[Record]) -> list[str]:
+    """Find loaders by which ranks read the same samples, or miss some.
+
+    Example:
+        >>> loaders = [(Loader(where="train.py:3", shard=rank, batches=("a",)),) for rank in (0, 1)]
+        >>> for problem in data_problems([Record(rank=rank, loaders=loaders[rank]) for rank in (0, 1)]):
+        ...     print(problem)
+        rank 0 and rank 1 read the same samples from the loader prepared at train.py:3
+    """
+    first, *following = records
+    problems: dict[str, None] = {}
+    for other in following:
+        for one, two in zip(first.loaders, other.loaders, strict=False):
+            ranks = f"rank {first.rank} and rank {other.rank}"
+            if one.shard == two.shard or one.where != two.where:
+                continue
+            if one.indices and two.indices and one.indices != two.indices:
+                problems[
+                    f"{ranks} miss samples of the loader prepared at {one.where}: its sampler gives each "
+                    "rank other indices, which prepare() shards again; say "
+                    "DataLoaderConfiguration(already_sharded=True)"
+                ] = None
+            elif one.batches and one.batches == two.batches:
+                problems[f"{ranks} read the same samples from the loader prepared at {one.where}"] = None
+    return list(problems)
 
 
 def ranks_to_try(world: int, local_world: int) -> tuple[int, ...]:
