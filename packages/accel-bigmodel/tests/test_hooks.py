@@ -314,3 +314,17 @@ def test_an_input_on_the_meta_device_is_named_with_the_way_out():
     device = next(model.parameters()).device
     with pytest.raises(NotImplementedError, match=r"input of Sequential .*give that one's module a device"):
         model(torch.ones(1, 2, device=device))
+
+
+@pytest.mark.parametrize("options", [{}, {"skip_modules_pattern": []}, {"skip_modules_classes": nn.Conv1d}])
+def test_only_supported_layers_are_stored_small_with_or_without_some_to_skip(options):
+    model = nn.Sequential(
+        nn.Embedding(5, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 4))
+    )
+    attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32, **options)
+    small = {name for name, tensor in model.named_parameters() if tensor.dtype == torch.bfloat16}
+    assert small == {"1.weight", "1.bias", "3.0.weight", "3.0.bias"}
+    assert model(torch.tensor([1, 2])).dtype == torch.float32
+    layer = nn.LayerNorm(4)
+    attach_layerwise_casting_hooks(layer, torch.bfloat16, torch.float32, **options)
+    assert layer.weight.dtype == torch.float32

@@ -94,7 +94,7 @@ def attach_layerwise_casting_hooks(
     """Store the weights of linear and convolution layers in a small type.
 
     Args:
-        module: The model. Without a pattern and classes to skip, it is cast as one, whatever it is.
+        module: The model.
         storage_dtype: The type between forwards, such as `torch.float8_e4m3fn`.
         compute_dtype: The type during one.
         skip_modules_pattern: Regular expressions; modules whose dotted name has a match are left alone, with
@@ -108,13 +108,8 @@ def attach_layerwise_casting_hooks(
         >>> model[0].weight.dtype, model[1].weight.dtype, model(torch.ones(1, 2)).dtype
         (torch.float16, torch.float32, torch.float32)
     """
-    if skip_modules_pattern is None and skip_modules_classes is None:
-        layers = [module]
-    else:
-        one = isinstance(skip_modules_pattern, str)
-        patterns = [skip_modules_pattern] if one else skip_modules_pattern or ()
-        layers = _castable(module, "", patterns, skip_modules_classes or ())
-    for layer in layers:
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
+    for layer in _castable(module, "", patterns, skip_modules_classes or ()):
         hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
         add_hook_to_module(layer, hook, append=True)
 
