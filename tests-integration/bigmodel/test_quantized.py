@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from importlib import resources
 
 import pytest
@@ -107,3 +108,26 @@ def test_every_way_of_saving_is_exact_after_a_run(tmp_path, monkeypatch):
     accelerator.load_state(str(tmp_path / "state"))
     assert torch.equal(embed(model, tokenizer), output)
     check(model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_partly_offloaded_model_is_saved_with_its_scales_and_loads(kind, is_used, tmp_path):
+    def make():
+        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).eval()
+
+    torch.manual_seed(0)
+    config, plain = KINDS[kind][0], make()
+    expected = load_and_quantize_model(copy.deepcopy(plain), config).state_dict()
+    plan = {"0": "disk", "1": "cpu", "2": "disk", "3": "cpu"}
+    model = load_and_quantize_model(plain, config, device_map=plan, offload_folder=tmp_path / "off")
+    if is_used:
+        model(torch.randn(3, 64))
+    Accelerator(cpu=True).save_model(model, tmp_path / "saved")
+    with init_empty_weights():
+        skeleton = make()
+    again = load_and_quantize_model(skeleton, config, tmp_path / "saved")
+    found = again.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

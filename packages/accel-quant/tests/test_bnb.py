@@ -118,6 +118,21 @@ def test_a_quantised_model_is_saved_and_loaded_as_it_is(net, tokens, tmp_path, k
         assert torch.equal(again.state_dict()[name], tensor), name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_used", [False, True])
+def test_scales_of_offloaded_weights_are_in_the_state_dict(net, tokens, tmp_path, kind, is_used):
+    resident = load_and_quantize_model(copy.deepcopy(net), settings(kind))
+    plan = {"embed": "cpu", "layers.0": "disk", "layers.1": "cpu", "layers.2": "disk", "head": "cpu"}
+    model = load_and_quantize_model(net, settings(kind), device_map=plan, offload_folder=tmp_path)
+    if is_used:
+        model(tokens)
+    found, expected = model.state_dict(), resident.state_dict()
+    assert found.keys() == expected.keys()
+    assert found["layers.0.0.weight"].is_meta
+    for name, tensor in found.items():
+        assert tensor.is_meta or torch.equal(tensor, expected[name]), name
+
+
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4, double"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pieces_give_what_the_library_gives_at_once(kind, dtype):

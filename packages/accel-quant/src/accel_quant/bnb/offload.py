@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from accel_bigmodel.hooks.slot import slot_of
 from accel_bigmodel.placement import owner_of
 from accel_ops.weights.tensors import parameter_table
@@ -32,16 +30,16 @@ class QuantizedSlot:
         self.name = name
         self._owner, self._leaf = owner_of(module, name)
         self._table = parameter_table(self._owner)
-        self._meta = torch.nn.Parameter(tensor.data.to("meta"), requires_grad=False)
         self._class: Any = type(tensor)
         self._attributes: dict[str, Any] = dict(vars(tensor))
+        self._meta: Any = self._class(tensor.data.to("meta"), requires_grad=False, **self._attributes)
 
     def enter(self, value: Tensor) -> None:
         """Hold the weight made of its numbers and its scales."""
         self._table[self._leaf] = self._class(value, requires_grad=False, **self._statistics(value))
 
     def leave(self) -> None:
-        """Hold a meta tensor."""
+        """Hold a meta tensor with the scales, which state dicts name beside the weight."""
         self._table[self._leaf] = self._meta
 
     def _statistics(self, value: Tensor) -> dict[str, Any]:
@@ -58,6 +56,7 @@ class Int8Slot(QuantizedSlot):
         owner: Any = self._owner
         scales = self._attributes.get("SCB")
         self._scales: Tensor = owner.state.SCB if scales is None else scales
+        self._meta.CB, self._meta.SCB = None, self._scales
 
     def leave(self) -> None:
         """Hold a meta tensor, and let the layer forget the numbers."""
@@ -66,7 +65,7 @@ class Int8Slot(QuantizedSlot):
         super().leave()
 
     def _statistics(self, value: Tensor) -> dict[str, Any]:
-        self._scales = self._scales.to(value.device)
+        self._scales = self._meta.SCB = self._scales.to(value.device)
         return {"has_fp16_weights": False, "CB": value, "SCB": self._scales}
 
 
