@@ -421,3 +421,58 @@ def test_an_unwrapped_model_generates(strategy, blocks):
     model = accelerator.prepare(model)
     for each in (accelerator.unwrap_model(model), model):
         assert torch.equal(each.generate(tokens, **options), expected)
+
+
+def by_kind(model):
+    """Two optimizers, each of a part of every block's parameters."""
+    weights, biases = ([p for p in model.parameters() if (p.ndim == 2) is matrix] for matrix in (True, False))
+    return [torch.optim.AdamW(weights, lr=0.01, eps=1e-3), torch.optim.Adagrad(biases, lr=0.1)]
+
+
+def together(first, second):
+    groups = [{"params": [*first.parameters()]}, {"params": [*second.parameters()], "lr": 0.02}]
+    return [torch.optim.AdamW(groups, lr=0.01, eps=1e-3)]
+
+
+PLUGINS = [
+    {"state_dict_type": "FULL_STATE_DICT"},
+    {"state_dict_type": "SHARDED_STATE_DICT", **SIZE_BASED},
+    {"state_dict_type": "FULL_STATE_DICT", "use_orig_params": False, **SIZE_BASED},
+]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=["full", "sharded", "flat"])
+@pytest.mark.parametrize("make", [by_kind, together])
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@distributed(world_size=3)
+def test_several_models_or_optimizers_go_on_from_a_checkpoint(strategy, make, plugin, tmp_path):
+    if plugin.get("use_orig_params") is False and (strategy == "fsdp2" or make is by_kind):
+        pytest.skip("flat parameters are of FSDP1, and belong to one optimizer")
+    sizes = [5] if make is by_kind else [5, 7]
+    alone = [make_model(size) for size in sizes]
+    expected = make(*alone)
+
+    def prepare():
+        AcceleratorState._reset_state(True)
+        accelerator = make_accelerator(strategy, **plugin)
+        models = [make_model(size) for size in sizes]
+        objects = accelerator.prepare(*models, *make(*models))
+        return accelerator, objects[: len(sizes)], objects[len(sizes) :]
+
+    def step(models, optimizers, rows):
+        sum(loss_of(model, rows) for model in models).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    accelerator, models, optimizers = prepare()
+    for _ in range(2):
+        step(models, optimizers, rows_of(accelerator))
+        step(alone, expected, ROWS)
+    accelerator.save_state(tmp_path / "state")
+    accelerator, models, optimizers = prepare()
+    accelerator.load_state(tmp_path / "state")
+    step(models, optimizers, rows_of(accelerator))
+    step(alone, expected, ROWS)
+    for model, plain in zip(models, alone, strict=True):
+        assert_close(full_state(accelerator, model), plain.state_dict())

@@ -14,16 +14,16 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
+from torch.optim import Optimizer
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
 from accel_plugins.dcp.tensors import TensorShards, allocator_like, check_groups, plain_name
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from accel_plugins.dcp.protocol import StateAllocator, StateForm
     from accel_plugins.roles import StateDict
@@ -68,14 +68,40 @@ class FsdpRoots:
 
     def of_optimizer(
         self, optimizer: Optimizer, models: Sequence[nn.Module]
-    ) -> FullyShardedDataParallel | None:
-        """Return the root module of the model that an optimizer trains."""
+    ) -> dict[str, FullyShardedDataParallel]:
+        """Return the root modules of the models that an optimizer trains, by the prefix of their names in it.
+
+        As for `parameter_names`, it is empty for one model, and the model's index for each of several.
+        """
         owned = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        for model in models:
-            root = self.of_model(model)
-            if root is not None and any(id(one) in owned for one in root.parameters()):
-                return root
-        return None
+        roots = {
+            index: root
+            for index, model in enumerate(models)
+            if (root := self.of_model(model)) is not None
+            and any(id(one) in owned for one in root.parameters())
+        }
+        return {f"{index}." if len(roots) > 1 else "": root for index, root in roots.items()}
+
+
+@contextmanager
+def _trained_by(optimizer: Optimizer, root: FullyShardedDataParallel) -> Generator[Optimizer]:
+    """Yield an optimizer of the parameters of one model; within the block the model's others are frozen.
+
+    torch wants every trained parameter of a model in the one optimizer whose state is converted.
+    """
+    inside = {id(one) for one in root.parameters()}
+    own = [one for group in optimizer.param_groups for one in group["params"] if id(one) in inside]
+    ids = {id(one) for one in own}
+    frozen = [one for one in root.parameters() if one.requires_grad and id(one) not in ids]
+    part = Optimizer([{"params": own}], {})
+    part.state.update({one: optimizer.state[one] for one in own if one in optimizer.state})
+    for one in frozen:
+        one.requires_grad = False
+    try:
+        yield part
+    finally:
+        for one in frozen:
+            one.requires_grad = True
 
 
 @contextmanager
@@ -171,43 +197,83 @@ class Fsdp1Shards:
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """Return the sharded state dict of the optimizer."""
-        root = self.roots.of_optimizer(optimizer, models)
-        if root is None:
+        roots = self.roots.of_optimizer(optimizer, models)
+        if not roots:
             return self._plain.optimizer_tensors(optimizer, models)
-        nested = next(
-            (
-                key
-                for values in optimizer.state_dict()["state"].values()
-                for key, value in values.items()
-                if isinstance(value, dict)
-            ),
-            None,
-        )
-        if nested is not None:
-            raise UnsupportedError(
-                f"{type(optimizer).__qualname__} keeps {nested!r} for this rank's shards, which torch cannot "
-                "gather from FSDP1: its state cannot be saved. Save the model alone, with save_model(), or "
-                "use an optimizer whose state is tensors of the parameters' shapes."
-            )
-        with sharded_states(root):
-            return FullyShardedDataParallel.optim_state_dict(root, optimizer)
+        _check_flat(optimizer.state_dict()["state"].values(), type(optimizer).__qualname__)
+        state: StateDict = {}
+        for prefix, root in roots.items():
+            with sharded_states(root), _trained_by(optimizer, root) as part:
+                found = FullyShardedDataParallel.optim_state_dict(root, part)["state"]
+            state |= {prefix + name: values for name, values in found.items()}
+        return {"state": state, "param_groups": self._named_groups(optimizer, roots)}
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Allocate tensors sharded like FSDP1's sharded state dict."""
-        root = self.roots.of_optimizer(optimizer, models)
-        if root is None:
+        roots = self.roots.of_optimizer(optimizer, models)
+        if not roots:
             return self._plain.state_allocator(optimizer, models)
-        return allocator_like(self.model_tensors(root))
+        return allocator_like(
+            {
+                prefix + name: tensor
+                for prefix, root in roots.items()
+                for name, tensor in self.model_tensors(root).items()
+            }
+        )
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load a sharded state dict of the optimizer."""
-        root = self.roots.of_optimizer(optimizer, models)
-        if root is None:
+        roots = self.roots.of_optimizer(optimizer, models)
+        if not roots:
             self._plain.load_optimizer(optimizer, models, state)
             return
-        with sharded_states(root):
-            now = FullyShardedDataParallel.optim_state_dict(root, optimizer)
-            check_groups(*[[group["params"] for group in one["param_groups"]] for one in (state, now)])
-            with suppress_fsdp1_warnings():
-                loaded = FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, state)
-        optimizer.load_state_dict(loaded)
+        names = self._named_groups(optimizer, roots)
+        check_groups(*[[group["params"] for group in groups] for groups in (state["param_groups"], names)])
+        every = [one for group in optimizer.param_groups for one in group["params"]]
+        numbers = {id(one): number for number, one in enumerate(every)}
+        local: dict[int, Any] = {}
+        for prefix, root in roots.items():
+            with sharded_states(root), _trained_by(optimizer, root) as part:
+                own = {
+                    name.removeprefix(prefix): values
+                    for name, values in state["state"].items()
+                    if name.startswith(prefix)
+                }
+                groups = [{"params": [*own]}]
+                loaded = FullyShardedDataParallel.optim_state_dict_to_load(
+                    root, part, {"state": own, "param_groups": groups}
+                )["state"]
+            parameters = part.param_groups[0]["params"]
+            local |= {numbers[id(parameters[number])]: values for number, values in loaded.items()}
+        counts = iter(range(len(every)))
+        groups = [
+            {**group, "params": [next(counts) for _ in now["params"]]}
+            for group, now in zip(state["param_groups"], optimizer.param_groups, strict=True)
+        ]
+        optimizer.load_state_dict({"state": local, "param_groups": groups})
+
+    def _named_groups(
+        self, optimizer: Optimizer, roots: Mapping[str, FullyShardedDataParallel]
+    ) -> list[dict[str, Any]]:
+        """Return the optimizer's groups with the original names of their parameters."""
+        names: dict[int, list[str]] = {}
+        for prefix, root in roots.items():
+            names |= {id(one): [prefix + plain_name(name)] for name, one in root.named_parameters()}
+            for inside, flat in _flat_parameters(root):
+                names[id(flat)] = [prefix + inside + name for name in flat._fqns]
+        return [
+            {**group, "params": [name for one in group["params"] for name in names[id(one)]]}
+            for group in optimizer.param_groups
+        ]
+
+
+def _check_flat(states: Iterable[Mapping[str, Any]], kind: str) -> None:
+    """Refuse states with dictionaries inside, of which torch wants the same on every rank."""
+    for values in states:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                raise UnsupportedError(
+                    f"{kind} keeps {key!r} for this rank's shards, which torch cannot gather from FSDP1: its "
+                    "state cannot be saved. Save the model alone, with save_model(), or use an optimizer "
+                    "whose state is tensors of the parameters' shapes."
+                )
