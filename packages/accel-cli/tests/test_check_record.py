@@ -133,7 +133,7 @@ def test_a_player_is_on_the_cpu_and_knows_its_place():
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (["train.py"], "--world"),
+        (["--world", "0", __file__], "--world"),
         (["--world", "2", "/nowhere.py"], "'/nowhere.py'"),
         (["--world", "2", "--ranks", "2", __file__], "'2'"),
         (["--world", "2", "--memory", "much", __file__], "--memory"),
