@@ -76,7 +76,10 @@ def test_a_process_alone_gets_what_it_gives_but_only_tensors() -> None:
         pad_across_processes({"x": "text"})
 
 
-@pytest.mark.parametrize("other", [[torch.ones(1, 1)], [torch.ones(1)] * 2, {"x": torch.ones(1)}])
+@pytest.mark.parametrize(
+    "other",
+    [[torch.ones(1, 1)], [torch.ones(1)] * 2, {"x": torch.ones(1)}, [torch.ones(1, dtype=torch.bfloat16)]],
+)
 def test_structures_that_differ_are_an_error_on_every_rank(world, other) -> None:
     def body(rank: int) -> None:
         with pytest.raises(DistributedOperationException, match=r"(?s)pad_across_processes.*rank 0 has"):
@@ -85,14 +88,19 @@ def test_structures_that_differ_are_an_error_on_every_rank(world, other) -> None
     assert world(2).run(body) == [None, None]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_stays_with_a_warning(world) -> None:
+def test_a_nested_tensor_stays_with_a_warning(world, layout, world_size) -> None:
     def body(rank: int):
-        nested = torch.nested.nested_tensor([torch.ones(1 + rank), torch.ones(2)], layout=torch.jagged)
-        with pytest.warns(CannotPadNestedTensorWarning):
-            return pad_across_processes(nested) is nested
+        nested = torch.nested.nested_tensor([torch.ones(1 + rank), torch.ones(2)], layout=layout)
+        found = pad_across_processes({"nested": nested, "plain": torch.ones(1 + rank)})
+        return found["nested"] is nested, len(found["plain"])
 
-    assert world(2).run(body) == [True, True]
+    with pytest.warns(CannotPadNestedTensorWarning) as warned:
+        found = world(world_size).run(body)
+    assert found == [(True, world_size)] * world_size
+    assert sum(warning.category is CannotPadNestedTensorWarning for warning in warned) == world_size
 
 
 @pytest.mark.parametrize(

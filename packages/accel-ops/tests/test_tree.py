@@ -167,6 +167,12 @@ def test_the_batch_size_is_that_of_the_first_tensor_with_a_dimension(data, size:
     assert find_batch_size(data) == ignorant_find_batch_size(data) == size
 
 
+def test_a_single_structure_keeps_what_is_no_tensor() -> None:
+    found = concatenate([{"x": torch.ones(2), "name": "a", "rows": [1, None]}])
+    assert (found["x"].tolist(), found["name"], found["rows"]) == ([1.0, 1.0], "a", [1, None])
+    assert concatenate([3]) == 3
+
+
 @pytest.mark.parametrize(
     ("data", "error"),
     [([], ValueError), ({}, ValueError), ("a", TypeError), (None, TypeError), (torch.tensor(1), TypeError)],
@@ -219,7 +225,7 @@ def test_concatenating_goes_leaf_by_leaf() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "error"), [([], ValueError), (["a", "b"], TypeError), ([{"a": None}], TypeError)]
+    ("data", "error"), [([], ValueError), (["a", "b"], TypeError), ([{"a": None}] * 2, TypeError)]
 )
 def test_what_cannot_be_concatenated_is_an_error(data, error: type[Exception]) -> None:
     with pytest.raises(error, match="oncatenate"):

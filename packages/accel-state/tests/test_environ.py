@@ -70,7 +70,25 @@ def test_a_purged_function_keeps_what_was_there_and_what_is_not_ours():
     with environ.patch_environment(accelerate_old="old", other_added="0"):
         assert configure() == 5
         assert accelerate_variables() == {"ACCELERATE_OLD"}
-        assert environ.read()["OTHER_ADDED"] == "1"
+        assert (environ.read()["ACCELERATE_OLD"], environ.read()["OTHER_ADDED"]) == ("old", "1")
+
+
+def test_a_purged_function_that_calls_another_keeps_its_values():
+    @purge_accelerate_environment
+    def inner():
+        environ.publish({"ACCELERATE_OLD": "inner", "ACCELERATE_INNER": "1"})
+
+    @purge_accelerate_environment
+    def outer():
+        environ.publish({"ACCELERATE_OLD": "outer"})
+        environ.remove(["ACCELERATE_GONE"])
+        inner()
+        return {name: environ.read()[name] for name in accelerate_variables()}
+
+    with environ.patch_environment(accelerate_old="old", accelerate_gone="1"):
+        assert outer() == {"ACCELERATE_OLD": "outer"}
+        assert accelerate_variables() == {"ACCELERATE_OLD"}  # what is removed stays away, as with Accelerate
+        assert environ.read()["ACCELERATE_OLD"] == "old"
 
 
 def test_a_purged_function_that_raises_leaves_nothing_behind():
@@ -95,32 +113,48 @@ def test_a_purged_coroutine_is_purged_when_it_ends_not_when_it_is_made():
     assert accelerate_variables() == set()
 
 
-def test_every_kind_of_method_is_purged_also_in_subclasses():
+def test_every_kind_of_test_is_purged_also_in_subclasses():
     @purge_accelerate_environment
     class Base:
         value = 3
 
-        def plain(self):
+        def test_plain(self):
             environ.publish({"ACCELERATE_PLAIN": "1"})
             return self.value
 
         @staticmethod
-        def static():
+        def test_static():
             environ.publish({"ACCELERATE_STATIC": "1"})
             return 1
 
         @classmethod
-        def of_class(cls):
+        def test_of_class(cls):
             environ.publish({"ACCELERATE_CLASS": "1"})
             return cls
 
     class Child(Base):
-        def more(self):
+        def test_more(self):
             environ.publish({"ACCELERATE_MORE": "1"})
             return 2
 
-    assert (Base().plain(), Base.static(), Child.of_class(), Child().more()) == (3, 1, Child, 2)
+    done = (Base().test_plain(), Base.test_static(), Child.test_of_class(), Child().test_more())
+    assert done == (3, 1, Child, 2)
     assert accelerate_variables() == set()
+
+
+def test_what_a_helper_sets_lasts_until_its_test_ends():
+    @purge_accelerate_environment
+    class Case:
+        def configure(self):
+            environ.publish({"ACCELERATE_OLD": "new", "ACCELERATE_ADDED": "1"})
+
+        def test_it(self):
+            self.configure()
+            return environ.read()["ACCELERATE_OLD"], accelerate_variables()
+
+    with environ.patch_environment(accelerate_old="old"):
+        assert Case().test_it() == ("new", {"ACCELERATE_OLD", "ACCELERATE_ADDED"})
+        assert (environ.read()["ACCELERATE_OLD"], accelerate_variables()) == ("old", {"ACCELERATE_OLD"})
 
 
 def run(case):
@@ -140,10 +174,10 @@ def test_a_class_with_a_subclass_hook_of_its_own_keeps_it():
             names.append(cls.__name__)
 
     class Child(Base):
-        def method(self):
+        def test_it(self):
             environ.publish({"ACCELERATE_CHILD": "1"})
 
-    Child().method()
+    Child().test_it()
     assert names == ["Child"]
     assert accelerate_variables() == set()
 

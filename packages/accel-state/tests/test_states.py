@@ -60,7 +60,9 @@ def test_an_attribute_asked_for_after_a_reset_says_why_it_is_gone():
     state = PartialState(cpu=True)
     PartialState._reset_state()
     assert not state.initialized
-    with pytest.raises(AttributeError, match=r"`device`.*_reset_state"):
+    with pytest.raises(
+        AttributeError, match=r"'PartialState' object has no attribute 'device'.*_reset_state"
+    ):
         _ = state.device
 
 
@@ -76,7 +78,9 @@ def test_a_state_can_be_shown_after_a_reset(
 
 
 def test_a_misspelt_attribute_does_not_speak_of_a_reset():
-    with pytest.raises(AttributeError, match="`proces_index`") as raised:
+    with pytest.raises(
+        AttributeError, match=r"'PartialState' object has no attribute 'proces_index'$"
+    ) as raised:
         _ = PartialState(cpu=True).proces_index
     assert "reset" not in str(raised.value)
 

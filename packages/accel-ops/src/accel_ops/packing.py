@@ -46,7 +46,7 @@ class Plan:
         buckets: The layout of all leaves.
         nbytes: Bytes of all leaves.
         packed: The layout of the leaves that are not large.
-        large: Indices of the leaves that are sent  alone.
+        large: Indices of the leaves that are sent alone.
         restore: Puts leaves that come bucket after bucket into the order of the structure.
         restore_packed: The same for packed leaves that are followed by the large ones.
         extras: What users of the plan made with it, by a key of theirs.

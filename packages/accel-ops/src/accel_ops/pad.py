@@ -50,8 +50,11 @@ def pad_across_processes(
     Raises:
         TypeError: A leaf is not a tensor.
         DistributedOperationException: The processes have different numbers of leaves, or a leaf has
-            different numbers of dimensions; every process raises it. One that has nothing to pad raises
-            it in the next collective.
+            different numbers of dimensions or element types; every process raises it. One that has nothing to
+            pad raises it in the next collective.
+
+    Warns:
+        CannotPadNestedTensorWarning: There are nested tensors, which stay as they are.
 
     Example:
         >>> pad_across_processes(torch.ones(2))
@@ -64,6 +67,12 @@ def pad_across_processes(
     leaves = list(walk(tensor))
     if not all(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
         raise stray_leaf(tensor, "pad_across_processes")
+    if any(leaf.is_nested for _, leaf in leaves):
+        warnings.warn(
+            "A nested tensor cannot be padded across processes; it stays as it is.",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
     if collectives.world_size == 1 or not any(_has(leaf, dim) for _, leaf in leaves):
         return tensor
     sizes = iter(_largest(runtime, leaves, dim))
@@ -109,7 +118,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: int) -> list[int]:
     """Return the largest size of every leaf over all ranks; -1 where a leaf lacks the dimension."""
     order = sorted(range(len(leaves)), key=lambda index: leaves[index][0])
-    facts = [(path, leaf.dim()) for path, leaf in (leaves[index] for index in order)]
+    facts = [(path, leaf.dim(), leaf.dtype) for path, leaf in (leaves[index] for index in order)]
     device = HOST if is_recorded(runtime.device) else runtime.device
     mine = torch.tensor([[_size(leaves[index][1], dim) for index in order]], device=device)
     try:
@@ -117,7 +126,10 @@ def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: 
         named = flatten({str(digest(repr(facts))): mine}, "pad_across_processes")
         sizes = exchange.gather(runtime.collectives, named, device)
     except DistributedOperationException:
-        mine_shown = {path: (leaf.dim(), f"{leaf.dim()} dimensions") for path, leaf in leaves}
+        mine_shown = {
+            path: ((leaf.dim(), leaf.dtype), f"{leaf.dim()} dimensions of {leaf.dtype}")
+            for path, leaf in leaves
+        }
         raise mismatch("pad_across_processes", runtime.collectives, mine_shown) from None
     ((table),) = sizes.values()
     by_path: list[int] = table.amax(0).tolist() if leaves else []
@@ -128,18 +140,11 @@ def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: 
 
 
 def _size(leaf: torch.Tensor, dim: int) -> int:
-    if leaf.is_nested:
-        warnings.warn(
-            "A nested tensor cannot be padded across processes; it stays as it is.",
-            CannotPadNestedTensorWarning,
-            stacklevel=2,
-        )
-        return -1
     return leaf.shape[dim] if _has(leaf, dim) else -1
 
 
 def _has(leaf: torch.Tensor, dim: int) -> bool:
-    return -leaf.ndim <= dim < leaf.ndim
+    return not leaf.is_nested and -leaf.ndim <= dim < leaf.ndim
 
 
 def _lengthen(leaf: torch.Tensor, size: int, dim: int, value: float, first: bool) -> torch.Tensor:

@@ -265,12 +265,13 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
     """Concatenate several structures of the same form, leaf by leaf.
 
     Args:
-        data: The structures: all leaves tensors, tensors without dimensions are stacked.
+        data: The structures: all leaves tensors, tensors without dimensions are stacked. Of a single
+            structure, leaves that are no tensors stay as they are.
         dim: The dimension.
 
     Raises:
         ValueError: There is no structure.
-        TypeError: A leaf is not a tensor.
+        TypeError: A leaf of several structures is not a tensor.
 
     Example:
         >>> concatenate([{"x": torch.zeros(1)}, {"x": torch.ones(2)}])
@@ -282,6 +283,8 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim) if first.ndim else torch.stack(list(data))
     if children(first) is None:
+        if len(data) == 1:
+            return first
         raise TypeError(f"Can only concatenate tensors but got {type(first)}")
     if isinstance(first, Mapping):
         return rebuild(first, [concatenate([part[key] for part in data], dim=dim) for key in first])

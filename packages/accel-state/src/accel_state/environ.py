@@ -186,7 +186,19 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 
 def accelerate_variables() -> set[str]:
     """Return the names of this process's variables that begin with `ACCELERATE_`."""
-    return {name for name in os.environ if name.startswith("ACCELERATE_")}
+    return set(accelerate_values())
+
+
+def accelerate_values() -> dict[str, str]:
+    """Return this process's variables that begin with `ACCELERATE_`."""
+    return {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+
+
+def restore_accelerate_values(before: Mapping[str, str]) -> None:
+    """Remove `ACCELERATE_*` variables that are new, and give those that are left their values back."""
+    now = accelerate_variables()
+    remove(now - before.keys())
+    publish({name: before[name] for name in now & before.keys()})
 
 
 def remove(names: Iterable[str]) -> None:

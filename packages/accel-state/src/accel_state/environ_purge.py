@@ -1,4 +1,4 @@
-"""Remove the `ACCELERATE_*` variables that a function, or the methods of a class, have set."""
+"""Undo what a function, or the tests of a class, have done to the `ACCELERATE_*` variables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from accel_state.environ import accelerate_variables, remove
+from accel_state.environ import accelerate_values, restore_accelerate_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -19,9 +19,10 @@ _Decorated = TypeVar("_Decorated", bound="Callable[..., Any]")
 def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     """Decorate a function or a class so that `ACCELERATE_*` variables which it sets do not outlive a call.
 
-    Of a class, every method is treated so, also those that subclasses define; between the methods of
-    one class what `setUp`, `setup_method` and their likes set is kept, until the matching teardown.
-    Variables that existed before keep their value; other variables are left alone.
+    Variables that existed before get their values back; those that the function removed stay away, and
+    other variables are left alone. Of a class, the methods that begin with `test` are treated so, also those
+    that subclasses define; what `setUp`, `setup_method` and their likes set is kept between them, until the
+    matching teardown.
 
     Example:
         >>> from accel_state.environ import publish, read
@@ -49,17 +50,13 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     return cast("_Decorated", func_or_cls)
 
 
-def _restore_only(before: set[str]) -> None:
-    remove(accelerate_variables() - before)
-
-
 @contextmanager
 def _purged() -> Generator[None]:
-    before = accelerate_variables()
+    before = accelerate_values()
     try:
         yield
     finally:
-        _restore_only(before)
+        restore_accelerate_values(before)
 
 
 def _purging(
@@ -93,7 +90,7 @@ def _purge_methods(cls: type) -> None:
         if setup in vars(cls) and teardown not in vars(cls):
             setattr(cls, teardown, _inherited(cls, teardown, vars(cls)[setup]))
     for name, member in list(vars(cls).items()):
-        if name.startswith("__") and name.endswith("__"):
+        if not name.startswith("test") and name not in scopes:
             continue
         function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
         if not inspect.isfunction(function):
@@ -106,24 +103,24 @@ def _purge_methods(cls: type) -> None:
 
 def _lifecycle_scopes() -> Mapping[str, Callable[[], _GeneratorContextManager[None]]]:
     """For every set-up and tear-down method the scope that remembers, or drops, what the set-up adds."""
-    before: dict[str, set[str]] = {}
+    before: dict[str, Mapping[str, str]] = {}
 
     @contextmanager
     def opening(setup: str) -> Generator[None]:
-        before[setup] = accelerate_variables()
+        before[setup] = accelerate_values()
         try:
             yield
         except BaseException:  # also when interrupted: no tear-down follows a set-up that failed
-            _restore_only(before.pop(setup))
+            restore_accelerate_values(before.pop(setup))
             raise
 
     @contextmanager
     def closing(setup: str) -> Generator[None]:
-        saved = before.pop(setup, accelerate_variables())
+        saved = before.pop(setup) if setup in before else accelerate_values()
         try:
             yield
         finally:
-            _restore_only(saved)
+            restore_accelerate_values(saved)
 
     return {name: functools.partial(opening, name) for name in _LIFECYCLES} | {
         teardown: functools.partial(closing, name) for name, teardown in _LIFECYCLES.items()

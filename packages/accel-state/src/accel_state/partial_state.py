@@ -44,15 +44,13 @@ class SharedState(RankMethods):
 
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
-        message = f"`{kind}` has no attribute `{name}`"
-        if name.startswith("__") or self._shared_state:
-            raise AttributeError(f"{message}.", name=name, obj=self)
-        raise AttributeError(
-            f"{message}: it was reset with `_reset_state()` and no `{kind}()` or `Accelerator()` was made "
-            "since.",
-            name=name,
-            obj=self,
-        )
+        message = f"{kind!r} object has no attribute {name!r}"  # Python's words, which programs look for
+        if not name.startswith("__") and not self._shared_state:
+            message += (
+                f". This happens if `{kind}._reset_state()` was called and no `{kind}()` or `Accelerator()` "
+                "was made since."
+            )
+        raise AttributeError(message, name=name, obj=self)
 
     @property
     def initialized(self) -> bool:

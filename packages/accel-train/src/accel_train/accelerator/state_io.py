@@ -159,13 +159,14 @@ class StateIoFacet(Facet):
             >>> Accelerator(cpu=True).register_for_checkpointing(torch.nn.BatchNorm1d(2))
         """
         unfit = [
-            one
-            for one in objects
+            f"\n\t- Item at index {index}, {one!r}"
+            for index, one in enumerate(objects)
             if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
         ]
         if unfit:
             raise ValueError(
-                f"register_for_checkpointing takes objects with state_dict and load_state_dict, no {unfit!r}."
+                "register_for_checkpointing takes objects with state_dict and load_state_dict, and got:"
+                + "".join(unfit)
             )
         self._parts.checkpoints.custom.extend(objects)
 
