@@ -98,6 +98,22 @@ def test_clipping_counts_all_models_and_what_belongs_to_none(strategy, norm_type
     torch.testing.assert_close(extra.grad, extra_alone.grad)
 
 
+@distributed(world_size=3)
+def test_a_rank_without_gradients_clips_values():
+    accelerator = make_accelerator("fsdp1")
+    model, alone = (nn.Linear(4, 1, bias=False) for _ in range(2))
+    for each in (model, alone):
+        nn.init.ones_(each.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(loss_of(model, rows_of(accelerator)))
+    accelerator.clip_grad_value_(model.parameters(), 0.5)
+    optimizer.step()
+    loss_of(alone, ROWS).backward()
+    nn.utils.clip_grad_value_(alone.parameters(), 0.5)
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert_close(full_state(accelerator, model), alone.state_dict())
+
+
 def double(parameter):
     parameter.grad.mul_(2)
 
@@ -231,10 +247,24 @@ class Attention(nn.Module):
         return self.out(self.attend(x, x, x, need_weights=False)[0])
 
 
+class Containers(nn.Module):
+    """Uses parameters that are in modules without a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.ParameterDict({"in": torch.randn(4, 4), "out": torch.randn(4, 3)})
+        self.biases = nn.ParameterList([torch.randn(4), torch.randn(3)])
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x @ self.weights["in"] + self.biases[0]))
+        return x @ self.weights["out"] + self.biases[1]
+
+
 LINEAR_BY_LINEAR = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Linear"]}
 
 
-@pytest.mark.parametrize("kind", [Shared, Tied, Attention])
+@pytest.mark.parametrize("kind", [Shared, Tied, Attention, Containers])
 @pytest.mark.parametrize(
     "plugin", [SIZE_BASED, SIZE_BASED | {"activation_checkpointing": True}, LINEAR_BY_LINEAR]
 )

@@ -79,8 +79,8 @@ def size_policy(least: int, version: int) -> Callable[..., Any]:
 class SizePolicy:
     """Wrap policy that selects modules by the number of their parameters outside of selected submodules.
 
-    Call it bottom-up, as `fully_shard` is applied. It never selects `ModuleList` and `ModuleDict`, which have
-    no forward.
+    Call it bottom-up, as `fully_shard` is applied. It never selects modules without a forward, such as
+    `ModuleList`.
     """
 
     def __init__(self, least: int) -> None:
@@ -90,7 +90,7 @@ class SizePolicy:
     def __call__(self, module: nn.Module) -> bool:
         """Return whether to shard the module separately."""
         sizes = {id(one): one.numel() for one in module.parameters() if id(one) not in self._wrapped}
-        if sum(sizes.values()) < max(self.least, 1) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if sum(sizes.values()) < max(self.least, 1) or not _has_forward(module):
             return False
         self._wrapped |= sizes.keys()
         return True
@@ -167,7 +167,8 @@ def separable(model: nn.Module) -> Callable[[nn.Module], bool]:
     """Return a function: whether a module of a model can be sharded on its own.
 
     It cannot if one of its parameters has a name in the model that is outside of it, since a parameter
-    belongs to one group; nor inside of `LEAVES`, which use its parameters without calling it.
+    belongs to one group; nor inside of `LEAVES`, which use its parameters without calling it; nor without a
+    forward, as `ParameterDict`, since nobody calls it.
     """
     counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     has_ties = any(count > 1 for count in counts.values())
@@ -175,9 +176,15 @@ def separable(model: nn.Module) -> Callable[[nn.Module], bool]:
     uncalled = {id(part) for leaf in leaves for part in leaf.modules() if part is not leaf}
 
     def is_separable(module: nn.Module) -> bool:
-        if id(module) in uncalled or not has_ties:
-            return id(module) not in uncalled
+        if id(module) in uncalled or not _has_forward(module):
+            return False
+        if not has_ties:
+            return True
         inside = Counter(id(one) for _, one in module.named_parameters(remove_duplicate=False))
         return all(counts[key] == count for key, count in inside.items())
 
     return is_separable
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward

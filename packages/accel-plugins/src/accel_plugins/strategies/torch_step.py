@@ -84,7 +84,10 @@ class TorchStepper:
         self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
     ) -> None:
         """Clamp every gradient to `[-clip_value, clip_value]`."""
-        self.clip_value(unscaled(self.precision, parameters, optimizers), clip_value)
+        parameters = unscaled(self.precision, parameters, optimizers)
+        several = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        if any(one.grad is not None for one in several):  # a rank's shards may be empty; torch wants one
+            self.clip_value(several, clip_value)
 
 
 def _step_within(stepper: TorchStepper, optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
