@@ -39,6 +39,11 @@ class Stream(IterableDataset[int]):
         return iter(range(self.size) if info is None else range(info.id, self.size, info.num_workers))
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return self.size
+
+
 class Failing(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         yield from range(5)
@@ -263,12 +268,16 @@ def test_skipping_batches_of_a_dispatched_loader_leaves_out_whole_rounds() -> No
         assert [batch.tolist() for batch in skip_first_batches(prepared(name), 2)] == whole[2:]
 
 
+@pytest.mark.parametrize("dataset", [range, SizedStream])
 @pytest.mark.parametrize("split", [True, False])
 @distributed(world_size=2)
-def test_the_length_of_a_dispatched_loader_is_what_each_rank_gets_without_padding(split: bool) -> None:
+def test_the_length_of_a_dispatched_loader_is_what_each_rank_gets_without_padding(
+    split: bool, dataset: Callable[[int], Any]
+) -> None:
+    PartialState(cpu=True)
     for size in range(10):
         loader: Any = prepare_data_loader(
-            DataLoader(range(size), batch_size=2),  # type: ignore[arg-type]
+            DataLoader(dataset(size), batch_size=2),
             put_on_device=True,
             dispatch_batches=True,
             even_batches=False,

@@ -178,10 +178,11 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def __len__(self) -> int:
         """Number of batches of this rank, less those that the next pass skips."""
-        length, shard = super().__len__(), self._indices and self._indices.shard
-        if self.even_batches or self._drop_last or shard is None or not shard.counts_samples:
+        length = super().__len__()
+        if self.even_batches or self._drop_last or not self.counts_samples:
             return length
-        in_last_step = len(shard.batch_sampler.sampler) % self.stride
+        samples: Any = self.dataset if self._indices is None else self._indices.shard.batch_sampler.sampler
+        in_last_step = len(samples) % self.stride
         return max(0, length - (0 < in_last_step <= self._shard_of[self._collectives.rank]))
 
     @property
