@@ -61,6 +61,26 @@ def averaged_sgd(steps, every):
     return models[0]
 
 
+def averaged_windows(micro_batches, window, every):
+    """As `averaged_sgd`, with accumulation, an incomplete last window, and a rate halved at every step."""
+    world = dist.get_world_size()
+    models = [make_model() for _ in range(world)]
+    ends = [end for end in range(1, micro_batches + 1) if end % window == 0 or end == micro_batches]
+    for step, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            for index in range(start, end):
+                (loss_of(model, batch_of(index, rank)) / window).backward()
+            for parameter in model.parameters():
+                parameter.data -= RATE * 0.5**step * parameter.grad
+        if (step + 1) % every == 0 or end == micro_batches:
+            for together in zip(*(model.parameters() for model in models), strict=True):
+                mean = sum(parameter.detach() for parameter in together) / world
+                for parameter in together:
+                    parameter.data.copy_(mean)
+    return models[0]
+
+
 class Rows(GeneralTracker):
     name = "rows"
     requires_logging_directory = False
@@ -129,6 +149,30 @@ def test_processes_step_alone_and_meet_every_few_steps(counted):
     dist.all_gather(gradients, accelerator.unwrap_model(model).weight.grad)
     assert torch.equal(*gradients)
     assert torch.allclose(gradients[0], torch.cat([batch_of(0, 0), batch_of(0, 1)]).mean(0), rtol=1e-12)
+
+
+@distributed(world_size=3)
+def test_ranks_average_after_whole_windows_with_a_schedule_and_an_odd_number_of_batches():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, step_scheduler_per="update")
+    model, world = make_model(), accelerator.num_processes
+    samples = torch.cat([batch_of(index, rank) for index in range(7) for rank in range(world)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, schedule, loader = accelerator.prepare(
+        model, optimizer, schedule, DataLoader(samples, batch_size=4)
+    )
+    with LocalSGD(accelerator, model, local_sgd_steps=3) as local_sgd:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+                local_sgd.step()
+    assert local_sgd.num_steps == 4
+    right = averaged_windows(7, window=2, every=3)
+    for found, wanted in zip(model.parameters(), right.parameters(), strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-12)
 
 
 @distributed(world_size=2)
