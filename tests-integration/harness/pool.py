@@ -63,6 +63,7 @@ class Job:
     file: str
     name: str
     fixtures: dict[str, Any]
+    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +254,8 @@ def distributed(
             pool = _pool(world_size)
             try:
                 pool.run(
-                    Job(body.__module__, str(Path(file).resolve()), body.__qualname__, fixtures), timeout
+                    Job(body.__module__, str(Path(file).resolve()), body.__qualname__, fixtures, restart),
+                    timeout,
                 )
             finally:
                 if restart:

@@ -126,7 +126,8 @@ def _answer(job: Job) -> Answer:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             bodies[job.module, job.name](**job.fixtures)
-            dist.barrier()
+            if not job.restart:  # else the process group may be spoiled
+                dist.barrier()
             _reset()
             # All ranks at once, and not some day in a data worker, which would wait for threads that a fork
             # does not copy.

@@ -1,7 +1,9 @@
-"""The field's symptoms of checkpoints: rows 12, 14, 16 and 18."""
+"""The field's symptoms of checkpoints: rows 12, 14, 16, 18 and 25."""
 
 from __future__ import annotations
 
+import re
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.kwargs.run import InitProcessGroupKwargs
 from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import DistributedOperationException
 from accel_train import Accelerator
 from accel_train.checkpoint.fsdp_files import load_fsdp_optimizer, save_fsdp_optimizer
 from harness import distributed
@@ -134,3 +138,33 @@ def test_row_18_a_sharded_save_needs_no_collective_on_two_ranks(tmp_path):
 @distributed(world_size=4)
 def test_row_18_a_sharded_save_needs_no_collective_on_four_ranks(tmp_path):
     check_collectives(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("call", "seconds"), [("model(rows)  # hangs", 5), ("accelerator.backward(loss)", 1)]
+)
+@distributed(world_size=2, restart=True)
+def test_row_25_a_save_on_one_rank_only_is_an_error_on_both_that_names_their_lines(call, seconds, tmp_path):
+    lines = Path(__file__).read_text().splitlines()
+    first, second = (
+        next(index for index, line in enumerate(lines, 1) if line.strip() == text)
+        for text in ('accelerator.save_state(tmp_path / "on one rank")', call)
+    )
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=seconds))],
+    )
+    rows = torch.randn(4, 4)
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)))
+    loss = model(rows).square().mean()
+    with pytest.raises(DistributedOperationException) as raised:  # noqa: PT012 - of one of the calls
+        if accelerator.is_main_process:
+            accelerator.save_state(tmp_path / "on one rank")
+        elif call == "accelerator.backward(loss)":
+            accelerator.backward(loss)
+        else:
+            model(rows)  # hangs
+    for rank, line in enumerate((first, second)):
+        assert re.search(rf"rank {rank} (is|has left) [^;]*test_checkpoints\.py:{line}\b", str(raised.value))

@@ -337,6 +337,7 @@ def test_no_frame_is_no_place():
                 collective=st.integers(0, 2),
                 inside=st.booleans(),
                 exited=st.booleans(),
+                failed=st.sampled_from(["", "c.py:3"]),
             ),
         ),
         min_size=1,
@@ -356,6 +357,15 @@ def test_every_rank_is_in_the_explanation_exactly_once(places):
             if not word.endswith(","):
                 break
     assert sorted(named) == list(range(len(places)))
+
+
+def test_a_rank_whose_last_collective_raised_an_error_says_where():
+    raised = RankStatus(rank=0, location="a.py:9", source="f()", collective=2, failed="a.py:8")
+    gone = RankStatus(rank=1, collective=2, exited=True, failed="a.py:7")
+    assert format_statuses({0: raised, 1: gone}) == (
+        "rank 0 is at a.py:9 `f()` (in no collective, after 2, which raised an error at a.py:8); "
+        "rank 1 has left after 2 collectives, the last of which raised an error at a.py:7"
+    )
 
 
 def test_a_status_survives_the_store():

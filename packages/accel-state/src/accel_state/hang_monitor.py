@@ -82,6 +82,7 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
         if monitor.diagnosis is not None:
             raise StalledCollectiveError(monitor.diagnosis)
         self._mine = monitor
+        monitor.failed = None
         monitor.count = number = monitor.count + 1
         monitor.slot = slot = (number, self._operation, call_site(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage] - public in all but name
         monitor.ring.append(slot)
@@ -95,6 +96,7 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
         if error is None:
             monitor.slot = None
             return
+        monitor.failed = monitor.slot
         try:
             _explain(monitor, self._operation, error)
         finally:
@@ -133,6 +135,7 @@ class HangMonitor:
         self, store: Store, *, rank: int, world_size: int, limit: float, asynchronous: bool = False
     ) -> None:
         self.slot: _Slot | None = None
+        self.failed: _Slot | None = None  # the last collective, if it raised
         self.count = 0
         self.diagnosis: str | None = None
         self.ring: deque[_Slot] = deque(maxlen=_RING)
@@ -239,7 +242,7 @@ class HangMonitor:
             logger.debug("the hang explainer stops: %s", error)
 
     def _post(self, *, exited: bool = False) -> None:
-        slot = self.slot
+        slot, failed = self.slot, self.failed
         location, source = source_location(slot[2] if slot is not None else main_thread_site())
         self._heartbeat += 1
         status = RankStatus(
@@ -250,6 +253,7 @@ class HangMonitor:
             collective=self.count,
             inside=slot is not None,
             exited=exited,
+            failed=source_location(failed[2])[0] if failed is not None else "",
         )
         self._store.set(f"{self._rank}", status.to_text())
 

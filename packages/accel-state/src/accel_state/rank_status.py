@@ -34,6 +34,7 @@ class RankStatus:
         collective: Number of collectives that it has begun.
         inside: Whether it is inside the last one.
         exited: Whether it has destroyed its process group or ended.
+        failed: File and line of the last collective, if it raised an error.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankStatus:
     collective: int = 0
     inside: bool = False
     exited: bool = False
+    failed: str = ""
 
     def to_text(self) -> str:
         """Write for the store."""
@@ -134,10 +136,13 @@ def _describe(status: RankStatus | None, *, silent: bool) -> tuple[str, str]:
     """Return a key of `_VERBS`, and the text after the verb."""
     if status is None:
         return "be", "without a status in the store"
+    failure = f", which raised an error at {status.failed}" if status.failed else ""
     if status.exited:
-        return "leave", f"after {status.collective} collectives"
+        return "leave", f"after {status.collective} collectives{failure and f', the last of{failure[1:]}'}"
     done = (
-        f"collective {status.collective}" if status.inside else f"in no collective, after {status.collective}"
+        f"collective {status.collective}"
+        if status.inside
+        else f"in no collective, after {status.collective}{failure}"
     )
     location = f"at {status.location} `{status.source}` ({done})"
     return ("die", f"last seen {location}") if silent else ("be", location)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather  # pyright: ignore[reportPrivateUsage] - the public base class gathers nothing
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] - has no other name
 
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
@@ -22,12 +23,22 @@ from accel_plugins.fsdp.loading import modules_named
 from accel_plugins.fsdp.recompute import checkpoint_activations, has_te_modules
 from accel_plugins.sharding.master_weights import dtype_to_train
 from accel_plugins.sharding.optimizers import hook_of
+from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+
+
+class MonitoredAllGather(DefaultAllGather):
+    """FSDP2's all-gather of parameters as a collective that is monitored, in the forward pass too."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Gather as the base class does."""
+        with hang_monitor.collective_scope("all_gather of parameters"):
+            return super().__call__(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +85,9 @@ class FullSharding:
         # The backward pass begins with the root's parameters: by default, torch keeps them gathered.
         root_reshard = {} if inner and reshard is True else {"reshard_after_forward": reshard}
         fully_shard(model, **root_reshard, **options | _precision(model, options))
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_custom_all_gather(MonitoredAllGather())
         for unit in units:
             cast("Any", type(unit)).__deepcopy__ = _refuse_copy
         if plugin.forward_prefetch:

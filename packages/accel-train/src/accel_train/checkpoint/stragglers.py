@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from accel_state.errors import DistributedOperationException
+from accel_state.errors import DistributedOperationException, StalledCollectiveError
 from accel_state.rank_status import format_ranks, format_statuses
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class StragglerMonitor:
         if self._monitor is None:
             return
         now = self._polled = time.monotonic()
+        if self._compare_locations and self._monitor.diagnosis is not None:
+            raise StalledCollectiveError(f"{self._operation}: {self._monitor.diagnosis}")
         for rank, status in self._monitor.statuses(missing).items():
             reason = None if status is None else self._judge(status, self._monitor.count, now)
             if reason is not None:
