@@ -249,6 +249,23 @@ def test_a_model_is_compiled_inside_its_engine(stage):
 
 
 @distributed(world_size=WORLD)
+def test_a_model_that_was_compiled_is_trained_by_stage_3():
+    with deepspeed_process():
+        right, _ = plainly(3)
+        with accelerator_of(DeepSpeedPlugin(zero_stage=3), gradient_accumulation_steps=3) as accelerator:
+            model = make_model()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+            graphs = []
+            compiled = torch.compile(model, backend=lambda graph, _: graphs.append(graph) or graph)
+            prepared = accelerator.prepare(compiled, optimizer, scheduler, make_loader())
+            train(accelerator, *prepared)
+            assert graphs
+            assert_equal(accelerator, prepared[0], right)
+        torch._dynamo.reset()
+
+
+@distributed(world_size=WORLD)
 def test_models_of_transformers_are_sharded_while_they_are_made():
     from transformers import BertConfig, BertModel
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled

@@ -97,6 +97,15 @@ def without_compiler(model: nn.Module) -> nn.Module:
     return model
 
 
+def compiled_in_place(model: nn.Module) -> nn.Module:
+    """Return the module inside the result of `torch.compile`, compiled in place; another module as it is."""
+    if not is_compiled_module(model):
+        return model
+    inner = without_compiler(model)
+    inner._compiled_call_impl = cast("Any", model).dynamo_ctx(inner._call_impl)  # pyright: ignore[reportPrivateUsage] - as Module.compile does, by the options of this one
+    return inner
+
+
 def has_compiled_regions(module: nn.Module) -> bool:
     """Return whether a module, or any module in it, is compiled, in place or by `torch.compile`."""
     return any(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accel_ops.modules import unwrap_once
+from accel_ops.modules import compiled_in_place, unwrap_once
 from accel_plugins.deepspeed.autofill import RunFacts, autofill, batch_size_of, hidden_size_of
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
@@ -117,6 +117,9 @@ class DeepSpeedWrapper:
         return parsed(config, config_names())
 
     def _initialize(self, model: nn.Module, bundle: Bundle) -> tuple[Any, Any, Any]:
+        if self.plugin.hf_ds_config.is_zero3():
+            # Its hooks replace the dictionaries of parameters, which the compiler's wrapper keeps from them.
+            model = compiled_in_place(model)
         config = self._config_for(model, bundle)
         arguments: dict[str, Any] = {"model": model, "config": config}
         groups: list[list[torch.Tensor]] = []
