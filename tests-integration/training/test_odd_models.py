@@ -464,6 +464,24 @@ def together(first, second):
     return [torch.optim.AdamW(groups, lr=0.01, eps=1e-3)]
 
 
+@distributed(world_size=2)
+def test_an_optimizer_of_a_part_of_a_flat_parameter_is_refused():
+    text = r"has 2 of the 4 parameters of one block, of which FSDP1 makes one flat.*use_orig_params=True"
+    for order in ("together", "model first"):
+        AcceleratorState._reset_state(True)
+        accelerator = make_accelerator("fsdp1", use_orig_params=False)
+        model = make_model()
+        weights = torch.optim.SGD([model[0].weight, model[2].weight], lr=0.1)
+        biases = torch.optim.SGD([model[0].bias, model[2].bias], lr=0.1)
+        objects = [weights, biases]
+        if order == "together":
+            objects.insert(0, model)
+        else:
+            model = accelerator.prepare(model)
+        with pytest.raises(SettingsError, match=text):
+            accelerator.prepare(*objects)
+
+
 PLUGINS = [
     {"state_dict_type": "FULL_STATE_DICT"},
     {"state_dict_type": "SHARDED_STATE_DICT", **SIZE_BASED},

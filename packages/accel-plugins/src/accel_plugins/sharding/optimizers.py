@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -38,6 +39,7 @@ class ParamRemap:
 
     def __init__(self) -> None:
         self._successors: Any = WeakIdKeyDictionary()
+        self._num_originals: Any = WeakIdKeyDictionary()  # of a sharded parameter; several if it is flat
         self._models: WeakSet[nn.Module] = WeakSet()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
 
@@ -71,14 +73,24 @@ class ParamRemap:
         """Add a sharded model: the names of its parameters before, and its parameters now by name."""
         self._models.add(model)
         for parameter, name in before:
-            if name in now and now[name] is not parameter:
+            if name in now and now[name] is not parameter and parameter not in self._successors:
                 self._successors[parameter] = now[name]
+                self._num_originals[now[name]] = self._num_originals.get(now[name], 0) + 1
 
     def switch(self, optimizer: Optimizer) -> None:
         """Replace an optimizer's original parameters by the sharded ones, and shard its state."""
-        self._optimizers.add(optimizer)
         every = (one for group in optimizer.param_groups for one in group["params"])
-        switch_parameters(optimizer, {one: self._successors[one] for one in every if one in self._successors})
+        mapping = {one: self._successors[one] for one in every if one in self._successors}
+        for key, count in Counter(id(new) for new in mapping.values()).items():
+            total = next(self._num_originals[new] for new in mapping.values() if id(new) == key)
+            if count < total:
+                raise SettingsError(
+                    f"{type(optimizer).__qualname__} has {count} of the {total} parameters of one block, of "
+                    "which FSDP1 makes one flat parameter: it would train all of them. Set "
+                    "FullyShardedDataParallelPlugin(use_orig_params=True)."
+                )
+        self._optimizers.add(optimizer)
+        switch_parameters(optimizer, mapping)
 
 
 def hook_of(parameter: Any) -> str | None:
