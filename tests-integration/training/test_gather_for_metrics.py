@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 
 import pytest
@@ -229,3 +230,13 @@ def test_a_batch_may_hold_tensors_of_any_length(kind):
     loader = accelerator.prepare(DataLoader(kind(7), batch_size=2, collate_fn=with_weights_of_classes))
     ids = [one for batch in loader for one in accelerator.gather_for_metrics(batch["id"]).tolist()]
     assert sorted(ids) == list(range(7))
+
+
+@distributed(world_size=2)
+def test_the_padding_of_a_stateful_loader_is_not_gathered():
+    warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    for size in range(1, 10):
+        loader = accelerator.prepare(DataLoader(Ids(size), batch_size=2))
+        assert [*map(sorted, collected(loader, accelerator)[:2])] == [[*range(size)]] * 2

@@ -91,6 +91,18 @@ def test_the_end_of_a_stateful_loader_is_known() -> None:
         assert [loader.end_of_dataloader for _ in loader] == [False] * 6 + [True]
 
 
+@pytest.mark.parametrize(("rank", "real"), [(0, [None, 1]), (1, [None, 0])])
+def test_the_padding_of_a_stateful_loader_over_indices_is_known(rank: int, real: list[int | None]) -> None:
+    loader: Any = prepare_data_loader(
+        DataLoader(list(range(5)), batch_size=2),
+        num_processes=2,
+        process_index=rank,
+        use_stateful_dataloader=True,
+    )
+    for _ in range(2):
+        assert [loader.real_in_batch for _ in loader] == real
+
+
 def test_a_stateful_loader_stays_one_and_its_own_state_is_taken() -> None:
     raw = stateful.StatefulDataLoader(Counting(13), batch_size=2)
     next(iter(raw))

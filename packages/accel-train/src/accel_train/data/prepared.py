@@ -208,7 +208,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
                 reading.taken += 1
                 if advance is not None:
                     advance(loaded)
-                    facts["real_in_batch"] = None if loaded is None else loaded.real
+                    if not padded:
+                        facts["real_in_batch"] = None if loaded is None else loaded.real
                 if finish_copy is not None:
                     batch = finish_copy(batch)
                 facts["_batch"] = batch
