@@ -1,10 +1,14 @@
-"""The field's symptoms of context and sequence parallelism: rows 1 and 2."""
+"""The field's symptoms of context and sequence parallelism, and of sharding at load: rows 1, 2 and 22."""
 
 from __future__ import annotations
+
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -241,18 +245,33 @@ def test_row_2_ulysses_refuses_what_is_not_attention_by_its_layer():
         refused(model, r"is 'conv'")
 
 
-@pytest.mark.skip(reason="models that transformers shards at load (DistributedConfig) are not supported yet")
+@pytest.mark.parametrize("axis", ["fsdp_size", "tp_size"])
 @distributed(world_size=2)
-def test_row_22_a_model_sharded_at_load_trains_as_one_process(tmp_path):
+def test_row_22_a_model_that_transformers_sharded_at_load_is_refused(axis):
     from transformers.distributed import DistributedConfig
 
-    if with_context_parallelism().is_main_process:
-        llama().save_pretrained(tmp_path)
-    torch.distributed.barrier()
-    AcceleratorState._reset_state()
-    accelerator = Accelerator(cpu=True)
-    sharded = LlamaForCausalLM.from_pretrained(tmp_path, distributed_config=DistributedConfig(fsdp_size=2))
-    model, right = accelerator.prepare(sharded), llama()
-    tokens = torch.randint(0, TOKENS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
-    loss, wanted = (one(input_ids=tokens, labels=tokens).loss for one in (model, right))
-    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-5)
+    # What from_pretrained does before it reads the weights.
+    config, _, mesh = LlamaForCausalLM.prepare_distribute_model(DistributedConfig(**{axis: 2}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sharded = LlamaForCausalLM.maybe_distribute_model(llama(vocab_size=16), config, mesh)
+    for options in (
+        {},
+        {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
+        {"parallelism_config": ParallelismConfig(tp_size=2)},
+    ):
+        AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, **options)
+        with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM is sharded already, as by from_pre"):
+            accelerator.prepare(sharded)
+        # The Trainer of transformers prepares it so, and trains it by itself.
+        prepared = accelerator.prepare_model(sharded, device_placement=False, evaluation_mode=True)
+        assert prepared is sharded
+
+
+@distributed(world_size=2)
+def test_row_22_a_model_of_dtensors_is_refused_where_no_layers_are_sharded():
+    mesh = init_device_mesh("cpu", (2,))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+    with pytest.raises(UnsupportedError, match="Sequential is sharded already"):
+        Accelerator(cpu=True).prepare(model)

@@ -9,7 +9,12 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.compile import compile_regions
-from accel_ops.modules import extract_model_from_parallel, has_compiled_regions, is_compiled_module
+from accel_ops.modules import (
+    extract_model_from_parallel,
+    has_compiled_regions,
+    is_compiled_module,
+    model_has_dtensor,
+)
 from accel_plugins import sharding
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
@@ -111,6 +116,20 @@ def _check_quantised(model: nn.Module, device: torch.device) -> None:
             )
 
 
+def _check_not_sharded(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Refuse a model that others have sharded; with tensor parallelism, layers may be DTensors already."""
+    at_load = getattr(model, "is_distributed_loading_by_transformers", False)
+    has_tp = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+    known = has_tp or "_is_accelerate_prepared" in vars(model)
+    if at_load or (model_has_dtensor(model) and not known):
+        raise UnsupportedError(
+            f"{type(model).__qualname__} is sharded already, as by from_pretrained(distributed_config=...) "
+            "or from_pretrained(tp_plan=...), and training such a model is not supported yet. Load it "
+            "without these arguments, and let prepare() shard it: by "
+            "FullyShardedDataParallelPlugin(fsdp_version=2) or ParallelismConfig(tp_size=...)."
+        )
+
+
 def _check(bundle: Bundle, request: Request) -> Bundle:
     for model in bundle.models if not request.evaluation else ():
         _check_quantised(model, request.parts.process.device)
@@ -121,6 +140,7 @@ def _check(bundle: Bundle, request: Request) -> Bundle:
                     f"{type(model).__qualname__} is spread over several devices by a device map, and cannot "
                     "be trained by several processes; load it without device_map, or start one process."
                 )
+            _check_not_sharded(model, request.parts.strategy.mesh)
     for one in (*bundle.optimizers, *bundle.schedulers):
         if isinstance(one, (DummyOptim, DummyScheduler, MegatronLMDummyScheduler)):
             request.parts.strategy.require(Feature.OPTIMIZER_FROM_CONFIGURATION, type(one).__name__)
