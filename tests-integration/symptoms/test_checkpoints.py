@@ -1,10 +1,12 @@
-"""The field's symptoms of checkpoints: rows 12, 14, 16, 18 and 25."""
+"""The field's symptoms of checkpoints: rows 12, 14, 16, 17, 18 and 25."""
 
 from __future__ import annotations
 
+import os
 import re
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -104,6 +106,31 @@ def test_row_16_saving_a_sharded_model_takes_the_memory_of_one_file(tmp_path):
     assert grown < size / 2, (
         f"rank {dist.get_rank()} grew by {grown / MEGABYTE:.0f} MB of {size / MEGABYTE:.0f}"
     )
+
+
+@distributed(world_size=2)
+def test_row_17_a_model_that_rank_0_sends_is_not_loaded_by_the_others(tmp_path):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.fsdp import is_fsdp_enabled
+
+    AcceleratorState._reset_state(True)
+    with patch.dict(os.environ):  # the plugin tells transformers by variables
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        assert is_fsdp_enabled()  # as transformers sees it
+        shape = {"num_attention_heads": 4, "num_hidden_layers": 4}
+        small = LlamaConfig(hidden_size=8, intermediate_size=8, vocab_size=8, **shape)
+        large = LlamaConfig(hidden_size=512, intermediate_size=2048, vocab_size=4000, **shape)
+        if accelerator.is_main_process:
+            for name, config in (("small", small), ("large", large)):
+                LlamaForCausalLM(config).save_pretrained(tmp_path / name)
+        dist.barrier()
+        LlamaForCausalLM.from_pretrained(tmp_path / "small")  # imports what loading needs
+        before = resident(restart=True)
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "large")
+        grown, size = resident() - before, sum(parameter.nbytes for parameter in model.parameters())
+        assert size > 60 * MEGABYTE
+        assert accelerator.is_main_process or grown < 0.2 * size, f"{grown / MEGABYTE:.0f} MB"
 
 
 class Collectives(TorchDispatchMode):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -27,11 +28,11 @@ from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
 from accel_plugins.strategies.replicated import check_materialised
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
 from accel_state import hang_monitor
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import nn
 
     from accel_plugins.bundle import Bundle
@@ -66,6 +67,16 @@ class DeepSpeedWrapper:
         plugin = self.plugin
         check_device_support(plugin.hf_ds_config)
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
+        for optimizer in bundle.optimizers:
+            if (
+                isinstance(optimizer, torch.optim.Adagrad)
+                and len(optimizer.param_groups) > 1
+                and plugin.zero_stage in {1, 2}
+            ):
+                raise SettingsError(
+                    f"Adagrad with {len(optimizer.param_groups)} parameter groups: stage {plugin.zero_stage} "
+                    "of DeepSpeed keeps only the first. Use zero_stage=0 or 3, or a single group."
+                )
         if self.sequences is not None:
             for model in fresh:
                 self.sequences.validate(model)
@@ -145,6 +156,8 @@ class DeepSpeedWrapper:
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
         if self.sequences is not None:
             _average_over_all_ranks(engine, engine.optimizer)
+        if "optimizer" in arguments:
+            _restore_adagrad(optimizer, arguments["optimizer"])
         _undo_first_step(optimizer)
         if bundle.optimizers:
             self.stepper.register(DeepSpeedEngineWrapper(engine, groups=groups))
@@ -254,6 +267,14 @@ def _features(plugin: DeepSpeedPlugin) -> frozenset[Feature]:
     plain = stage == 0 and plugin.mixed_precision == "no"
     found = {Feature.OPTIMIZER_FROM_CONFIGURATION}
     return frozenset(found | {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if plain else found)
+
+
+def _restore_adagrad(engine_optimizer: Any, optimizer: Any) -> None:
+    """Put the user's Adagrad back where ZeRO has made a new one of its defaults: no groups, no schedule."""
+    replacement = getattr(engine_optimizer, "optimizer", None)
+    if isinstance(replacement, torch.optim.Adagrad) and isinstance(optimizer, torch.optim.Adagrad):
+        optimizer.state = replacement.state
+        engine_optimizer.optimizer = optimizer
 
 
 def _undo_first_step(optimizer: Any) -> None:
