@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from accel_cli.commands.check.memory_tracker import Meter
 from accel_cli.commands.check.trace import Chosen, Event, File, Loader
-from accel_cli.commands.check.values import MadeUpValues
+from accel_cli.commands.check.values import MadeUpValues, is_without_values
 from accel_cli.commands.estimate.memory import Buckets
 from accel_cli.commands.estimate.trace import Ledger, storage_key
 from accel_state.rank_status import call_site, source_location
@@ -144,13 +144,13 @@ class CollectiveRecorder:
         self.loaders[id(loader)] = Loader(where=source_line(), shard=shard, indices=indices)
 
     def read_batch(self, loader: Any, batch: Any) -> None:
-        """Record a batch of a prepared loader, on real tensors."""
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel() > 1]
+        """Record a batch of a prepared loader, if its tensors have values of several kinds."""
         known = self.loaders.get(id(loader))
-        if known is None or all(len(set(leaf.flatten().tolist())) == 1 for leaf in tensors):
-            return
-        values = b"".join(bytes(leaf.contiguous().flatten().view(torch.uint8).tolist()) for leaf in tensors)
-        self.loaders[id(loader)] = replace(known, batches=(*known.batches, _digest(values)))
+        leaves = (leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.numel() > 1)
+        tensors = [leaf.contiguous().flatten() for leaf in leaves if not is_without_values(leaf)]
+        if known is not None and any(bool((leaf != leaf[0]).any()) for leaf in tensors):
+            values = b"".join(leaf.view(torch.uint8).numpy().tobytes() for leaf in tensors)
+            self.loaders[id(loader)] = replace(known, batches=(*known.batches, _digest(values)))
 
     @property
     def is_outside(self) -> bool:
