@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_bigmodel import init_empty_weights
+from accel_bigmodel import dispatch_model, init_empty_weights
 from accel_ops.weights.write import save_state_dict
 from accel_quant import BnbQuantizationConfig, has_4bit_bnb_layers, load_and_quantize_model
 from accel_quant.bnb.convert import Quantizer, default_skipped, is_listed
@@ -131,6 +131,21 @@ def test_scales_of_offloaded_weights_are_in_the_state_dict(net, tokens, tmp_path
     assert found["layers.0.0.weight"].is_meta
     for name, tensor in found.items():
         assert tensor.is_meta or torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["cpu", "half", "disk"])
+def test_a_model_that_has_run_is_dispatched(net, tokens, tmp_path, kind, place):
+    model = load_and_quantize_model(net, settings(kind))
+    wanted = model(tokens)
+    plan = {
+        "cpu": {"": "cpu"},
+        "half": {"embed": "cpu", "layers.0": "cpu", "layers.1": "disk", "layers.2": "cpu", "head": "disk"},
+        "disk": {"": "disk"},
+    }[place]
+    dispatch_model(model, plan, offload_dir=tmp_path, force_hooks=True)
+    for _ in range(2):
+        assert torch.allclose(model(tokens), wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4, double"])

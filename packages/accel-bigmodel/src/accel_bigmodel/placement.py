@@ -75,6 +75,9 @@ def set_module_tensor_to_device(
     if new is None:
         wanted = _target_dtype(source, old, dtype) if value is not None else torch_dtype(dtype)
         new = source.to(device=target, dtype=wanted, non_blocking=non_blocking)
+        if new.device == source.device and new.dtype == source.dtype:
+            # `to` of bitsandbytes' 8-bit weight makes another, without the scales that its layer took over.
+            new = source
         if tied_params_map is not None and source.data_ptr() in tied_params_map:
             tied_params_map[source.data_ptr()][target] = new
     if leaf in parameters:
