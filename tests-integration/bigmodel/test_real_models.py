@@ -9,6 +9,9 @@ import torch
 import transformers
 
 from accel_bigmodel import (
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
     get_balanced_memory,
     infer_auto_device_map,
     init_empty_weights,
@@ -89,6 +92,41 @@ def test_generation_is_equal_under_every_map(name, tmp_path):
             inputs = {"decoder_input_ids": prompt} if "t5" in name else {}
             wanted, found = plain(prompt, **inputs).logits, model(prompt, **inputs).logits
         assert torch.allclose(found, wanted, atol=1e-5), kind
+
+
+def whisper():
+    torch.manual_seed(0)
+    small = {
+        f"{part}_{size}": number
+        for part in ("encoder", "decoder")
+        for size, number in {"layers": 2, "attention_heads": 2, "ffn_dim": 24}.items()
+    }
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 63, "decoder_start_token_id": 3}
+    config = transformers.WhisperConfig(
+        vocab_size=64, d_model=16, num_mel_bins=8, max_source_positions=20, max_target_positions=30,
+        suppress_tokens=None, begin_suppress_tokens=None, **small, **tokens,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize(
+    "offload",
+    {
+        "cpu_offload": lambda model, _: cpu_offload(model),
+        "disk_offload": disk_offload,
+        "disk": lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder),
+    }.items(),
+    ids=lambda case: case[0],
+)
+def test_an_offloaded_whisper_hears_the_same(offload, tmp_path):
+    plain = whisper()
+    sound = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(1))
+    expected = plain.generate(sound, max_new_tokens=6, do_sample=False)
+    model = offload[1](whisper(), tmp_path)
+    assert torch.equal(model.generate(sound, max_new_tokens=6, do_sample=False), expected)
+    assert model.device == torch.device("cpu")
+    resident = [name for name, weight in model.named_parameters() if not weight.is_meta]
+    assert resident == ["model.encoder.conv1.weight", "model.encoder.conv1.bias"]
 
 
 def test_the_hidden_states_of_bert_are_equal_under_every_map(tmp_path):

@@ -146,7 +146,15 @@ def dispatch_model(
     if weights is not None:
         entries = [name for name, is_offloaded in offload.items() if is_offloaded]
         preload_classes = frozenset(preload_module_classes or ())
-        make_blocks(model, entries, weights, main, preload_classes=preload_classes, memory_limit=memory_limit)
+        make_blocks(
+            model,
+            entries,
+            weights,
+            main,
+            preload_classes=preload_classes,
+            memory_limit=memory_limit,
+            resident_block=_feature_layer(model),
+        )
     _retie(model, tied, device_map)
     _hook_encoder(model)
     _guard_moves(model, offloaded=any(offload.values()))
@@ -248,7 +256,14 @@ def _offloaded(
         offload_buffers=offload_buffers,
         preload_module_classes=preload,
     )
-    make_blocks(model, [""], weights, torch.device(device), preload_classes=frozenset(preload or ()))
+    make_blocks(
+        model,
+        [""],
+        weights,
+        torch.device(device),
+        preload_classes=frozenset(preload or ()),
+        resident_block=_feature_layer(model),
+    )
     hook_replaced_modules(model)
     return model
 
@@ -260,11 +275,27 @@ def _hook_encoder(model: nn.Module) -> None:
     another package, which may be absent.
     """
     encode = getattr(model, "get_encoder", None)
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not callable(encode):
+    if not _is_encoder_decoder(model) or not callable(encode):
         return
     encoder = encode()
     if isinstance(encoder, torch.nn.Module) and encoder is not model and hook_of(encoder) is None:
         add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True, only=()))
+
+
+def _feature_layer(model: nn.Module) -> str | None:
+    """Name the first layer of a transformers model that turns features, as of sound, into text.
+
+    `model.device` is that of the first parameter, and Whisper's `generate` makes tokens there. This layer is
+    small. An embedding is not, and models that begin with one go by the device of their inputs.
+    """
+    if not _is_encoder_decoder(model) or getattr(model, "main_input_name", "input_ids") == "input_ids":
+        return None
+    first = next((name.rpartition(".")[0] for name, _ in model.named_parameters()), "")
+    return None if isinstance(model.get_submodule(first), torch.nn.Embedding) else first
+
+
+def _is_encoder_decoder(model: nn.Module) -> bool:
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
 def _move_model(model: nn.Module, device: torch.device) -> None:

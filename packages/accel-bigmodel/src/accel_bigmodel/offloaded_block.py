@@ -138,12 +138,13 @@ def make_blocks(
     *,
     preload_classes: frozenset[str] = frozenset(),
     memory_limit: int | None = None,
+    resident_block: str | None = None,
 ) -> None:
     """Group the hooks of offloaded modules into blocks, and stream these.
 
     A block is the largest module below an entry that does not contain a list of modules, or one whose class
     stays whole. Tensors of modules above blocks are materialised once and stay resident: they are few, and
-    such a module may use them at any time.
+    such a module may use them at any time. So do those of the block that `resident_block` names.
     """
     roots: dict[str, nn.Module] = {}
     for entry in entries:
@@ -155,6 +156,8 @@ def make_blocks(
         owner = entry.rpartition(".")[0]
         if _module_at(model, entry) is None and not any(_is_below(root, owner) for root in roots):
             roots[owner] = model.get_submodule(owner)
+    if resident_block is not None:
+        roots.pop(resident_block, None)
     order = BlockOrder()
     blocks: dict[str, OffloadedBlock] = {}
     resident = 0
