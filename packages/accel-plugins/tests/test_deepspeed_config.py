@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_plugins.bundle import Bundle
 from accel_plugins.deepspeed.autofill import RunFacts, autofill, batch_size_of, hidden_size_of
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.fill import KnownValue, fill, leaves, put, refuse_misspelt
@@ -24,6 +25,7 @@ from accel_plugins.deepspeed.gathered import find_classes
 from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig, read_config
 from accel_plugins.deepspeed.library import load_library
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
+from accel_plugins.deepspeed.validate import check_request
 from accel_state.available import is_deepspeed_available
 from accel_state.environ import clear_environment, patch_environment
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
@@ -253,6 +255,22 @@ def test_what_belongs_to_stage_3_is_named_at_another(field, caplog):
 def test_msamp_is_refused(fields):
     with pytest.raises(UnsupportedError, match="MS-AMP"):
         without_variables(**fields)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_groups_of_adagrad_are_refused_where_zero_would_lose_them(stage):
+    config, model = HfDeepSpeedConfig({"zero_optimization": {"stage": stage}}), torch.nn.Linear(2, 2)
+
+    def check(*groups):
+        optimizer = torch.optim.Adagrad([{"params": group} for group in groups])
+        check_request(config, Bundle(models=[model], optimizers=[optimizer]), trains=False)
+
+    check([*model.parameters()])
+    if stage in {0, 3}:
+        check([model.weight], [model.bias])
+        return
+    with pytest.raises(SettingsError, match=f"Adagrad with 2 parameter groups: stage {stage} of DeepSpeed"):
+        check([model.weight], [model.bias])
 
 
 # --------------------------------------------------------------------------- the documented methods

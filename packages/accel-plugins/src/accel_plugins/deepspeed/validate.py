@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
@@ -129,7 +129,13 @@ def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module
                 f'{type(optimizer).__name__}: remove "optimizer" from the configuration, or pass a '
                 "DummyOptim."
             )
-        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        groups, stage = optimizer.param_groups, config.get_value("zero_optimization.stage")
+        if isinstance(optimizer, Adagrad) and len(groups) > 1 and stage in {1, 2}:
+            raise SettingsError(
+                f"Adagrad with {len(groups)} parameter groups: stage {stage} of DeepSpeed keeps only the "
+                "first. Use zero_stage=0 or 3, or a single group."
+            )
+        tensors = [tensor for group in groups for tensor in group["params"]]
     _check_owner(tensors, optimizer, model)
 
 

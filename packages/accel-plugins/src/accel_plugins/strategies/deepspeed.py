@@ -28,7 +28,6 @@ from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
 from accel_plugins.strategies.replicated import check_materialised
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
 from accel_state import hang_monitor
-from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,16 +66,6 @@ class DeepSpeedWrapper:
         plugin = self.plugin
         check_device_support(plugin.hf_ds_config)
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
-        for optimizer in bundle.optimizers:
-            if (
-                isinstance(optimizer, torch.optim.Adagrad)
-                and len(optimizer.param_groups) > 1
-                and plugin.zero_stage in {1, 2}
-            ):
-                raise SettingsError(
-                    f"Adagrad with {len(optimizer.param_groups)} parameter groups: stage {plugin.zero_stage} "
-                    "of DeepSpeed keeps only the first. Use zero_stage=0 or 3, or a single group."
-                )
         if self.sequences is not None:
             for model in fresh:
                 self.sequences.validate(model)
