@@ -132,11 +132,16 @@ class Source:
         return layout.position_name(self.rank if same_world else 0)
 
     def rng_name(self) -> str | None:
-        """Return the file with the RNG states of this rank, or of another one if it has none."""
+        """Return the file with the RNG states that this rank reads, if there is one."""
+        rank = self.rng_rank()
+        return None if rank is None else layout.rng_name(rank)
+
+    def rng_rank(self) -> int | None:
+        """Return the rank whose RNG states this one reads: its own, or another if it has none."""
         saved = self.ranks()
-        if not saved:
-            return None
-        return layout.rng_name(self.rank if self.rank in saved else saved[self.rank % len(saved)])
+        if not saved or self.rank in saved:
+            return self.rank if saved else None
+        return saved[self.rank % len(saved)]
 
     def ranks(self) -> list[int]:
         """Return the ranks whose RNG states were saved."""
@@ -288,11 +293,12 @@ def _restore_foreign_positions(source: Source, dataloaders: Sequence[Any]) -> No
 
 def restore_rng(source: Source, generators: Generators | None = None) -> None:
     """Restore the RNG states of this rank, and those of an engine."""
-    saved = source.ranks()
-    model = saved[source.rank % len(saved)] if saved else None
-    model = source.rank if source.rank in saved else model
-    states: dict[str, Any] = {} if model is None else source.read(layout.rng_name(model))
-    if source.rank in saved:
+    saved_rank = source.rng_rank()
+    if saved_rank is None:
+        logger.warning("The checkpoint %s has no states of random numbers.", source.folder)
+        return
+    states: dict[str, Any] = source.read(layout.rng_name(saved_rank))
+    if saved_rank == source.rank:
         complaints = write_rng(states, source.device)
         complaints += _restore_engine(states, generators)
         if complaints:
@@ -302,18 +308,16 @@ def restore_rng(source: Source, generators: Generators | None = None) -> None:
                 source.folder,
                 "; ".join(complaints),
             )
-    elif saved:
+    else:
         seed_apart(states, source.rank)
         _restore_engine(states, generators)
         logger.warning(
             "The checkpoint %s is of %d rank(s): rank %d has random numbers seeded from those of rank %d.",
             source.folder,
-            len(saved),
+            len(source.ranks()),
             source.rank,
-            model,
+            saved_rank,
         )
-    else:
-        logger.warning("The checkpoint %s has no states of random numbers.", source.folder)
 
 
 def _restore_engine(states: Mapping[str, Any], generators: Generators | None) -> list[str]:
