@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from accel_cli.config_file import ConfigFile, read_config
@@ -56,31 +56,39 @@ def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     """Make the launch plan of a command line, the environment and the config file; note translations."""
     assert line.script is not None  # noqa: S101 - for ourselves
     environ = read()
-    problems, outside, file = ErrorCollector(), dict[str, SourcedValue](), ConfigFile()
+    problems, outside, torchrun = ErrorCollector(), dict[str, SourcedValue](), TorchrunVariables()
+    file = ConfigFile()
     with problems:
         outside = parse_environ(environ)
     with problems:
         file = read_config(line.config_file, environ)
     with problems:
-        outside |= parse_torchrun(environ)
+        torchrun = parse_torchrun(environ)
     problems.raise_if_any()
-    per_node = outside.pop(PROCESSES_PER_NODE, None)
-    sources = [line.sourced, outside, parse_slurm(environ), file.sourced]
-    if per_node is not None:
+    sources = [line.sourced, outside | torchrun.sourced, parse_slurm(environ), file.sourced]
+    if torchrun.per_node is not None:
         num_machines = merge_sources(*sources).settings.launch.num_machines
-        sources.append(
-            {"launch.num_processes": replace(per_node, value=int(str(per_node.value)) * num_machines)}
-        )
+        num_processes = int(str(torchrun.per_node.value)) * num_machines
+        sources.append({"launch.num_processes": replace(torchrun.per_node, value=num_processes)})
     merged = merge_sources(*sources)
     machine = probe_host(merged.settings, environ)
     return make_plan(merged, line.script, line.script_arguments, environ, machine), file.notes
 
 
-PROCESSES_PER_NODE = "processes per node"
-"""Stands for a path in what `parse_torchrun` returns: the world size also depends on the number of nodes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchrunVariables:
+    """What the variables of `torch.distributed.run` say.
+
+    Args:
+        sourced: Path to value.
+        per_node: The number of processes per node; the world size also depends on the number of nodes.
+    """
+
+    sourced: dict[str, SourcedValue] = field(default_factory=dict[str, SourcedValue])
+    per_node: SourcedValue | None = None
 
 
-def parse_torchrun(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
+def parse_torchrun(environ: Mapping[str, str]) -> TorchrunVariables:
     """Read nodes, processes and rendezvous from `PET_*`, the variables of `torch.distributed.run`.
 
     Kubernetes operators such as Kubeflow's start every node of a job with them.
@@ -90,7 +98,7 @@ def parse_torchrun(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 
     Example:
         >>> job = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "node-0:29400"}
-        >>> list(parse_torchrun(job))[2:]
+        >>> list(parse_torchrun(job).sourced)[2:]
         ['launch.main_process_ip', 'launch.main_process_port']
     """
     least, _, most = environ.get("PET_NNODES", "").rpartition(":")
@@ -115,9 +123,10 @@ def parse_torchrun(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
         with problems:
             value = parse(BY_PATH[path], text, Layer.ENVIRONMENT, f"variable {variable}")
             if value is not None:
-                values[PROCESSES_PER_NODE if path == "launch.num_processes" else path] = value
+                values[path] = value
     problems.raise_if_any()
-    return values
+    per_node = values.pop("launch.num_processes", None)
+    return TorchrunVariables(sourced=values, per_node=per_node)
 
 
 _PER_DEVICE = ("auto", "cpu", "gpu", "xpu")  # one process per device, as without the variable
