@@ -14,7 +14,6 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
@@ -32,17 +31,9 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
 from harness import distributed
 from harness.engines import deepspeed_process
+from harness.small_llama import SIZES, make_llama
 
-TOKENS, LENGTH, ROWS = 17, 16, 2
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": TOKENS,
-    "attn_implementation": "sdpa",
-}
+TOKENS, LENGTH, ROWS = SIZES["vocab_size"], 16, 2
 
 
 def make_model(family, config, **options):
@@ -53,10 +44,6 @@ def make_model(family, config, **options):
 def mistral(window, longest=LENGTH):
     options = SIZES | {"sliding_window": window, "max_position_embeddings": longest}
     return make_model(MistralForCausalLM, MistralConfig, **options)
-
-
-def llama(**options):
-    return make_model(LlamaForCausalLM, LlamaConfig, **SIZES | options)
 
 
 def gpt2():
@@ -160,7 +147,7 @@ def test_row_1_context_parallelism_refuses_what_is_not_full_attention_by_its_lay
     refused(gemma(4), r"'model\.layers\.0\.self_attn' is 'sliding_attention' of 4")
     refused(qwen3_next(), r"'model\.layers\.1\.linear_attn' is 'linear_attention'")
     refused(mamba(), r"'backbone\.layers\.0\.mixer' is 'linear_attention'")
-    refused(llama(attn_implementation="eager"), r"'eager'.*attn_implementation='sdpa'")
+    refused(make_llama(attn_implementation="eager"), r"'eager'.*attn_implementation='sdpa'")
 
 
 @distributed(world_size=2)
@@ -177,7 +164,7 @@ def test_row_1_a_sequence_longer_than_what_a_model_said_is_compared_with_its_win
         step(accelerator, model)
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [make_llama, gpt2])
 @distributed(world_size=2)
 def test_row_1_padding_after_tokens_is_ignored_and_other_masks_are_refused(make):
     ones = torch.ones(ROWS, LENGTH, dtype=torch.long)
@@ -215,13 +202,13 @@ def test_row_1_padding_after_tokens_is_ignored_and_other_masks_are_refused(make)
 @distributed(world_size=2)
 def test_row_1_a_model_has_its_masks_outside_of_the_context():
     accelerator = with_context_parallelism()
-    model = accelerator.prepare(llama())
+    model = accelerator.prepare(make_llama())
     tokens = torch.randint(0, TOKENS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
     mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
     mask[0, :5] = 0
     with torch.no_grad():
         found = model(input_ids=tokens, attention_mask=mask).logits
-        wanted = llama()(input_ids=tokens, attention_mask=mask).logits
+        wanted = make_llama()(input_ids=tokens, attention_mask=mask).logits
     torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=1e-5)
     torch.testing.assert_close(found[0, 5:], wanted[0, 5:], rtol=0, atol=1e-5)
 
@@ -235,7 +222,7 @@ def test_row_2_ulysses_refuses_what_is_not_attention_by_its_layer():
 
     with deepspeed_process():
         refused(qwen3_next(), r"sp_size=2.*'model\.layers\.1\.linear_attn' is 'linear_attention'")
-        model = llama()
+        model = make_llama()
         model.config.layer_types = ["full_attention", "linear_attention"]
         refused(model, r"'model\.layers\.1\.self_attn' is 'linear_attention'")
         model.config.layer_types = ["full_attention", "chunked_attention"]
@@ -254,7 +241,7 @@ def test_row_22_a_model_that_transformers_sharded_at_load_is_refused(axis):
     config, _, mesh = LlamaForCausalLM.prepare_distribute_model(DistributedConfig(**{axis: 2}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        sharded = LlamaForCausalLM.maybe_distribute_model(llama(vocab_size=16), config, mesh)
+        sharded = LlamaForCausalLM.maybe_distribute_model(make_llama(vocab_size=16), config, mesh)
     for options in (
         {},
         {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},

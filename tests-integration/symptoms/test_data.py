@@ -23,6 +23,11 @@ def make_accelerator(**options):
     return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
 
 
+def prepare_shuffled(**options):
+    accelerator = make_accelerator(**options)
+    return accelerator, accelerator.prepare(DataLoader(NUMBERS, batch_size=4, shuffle=True))
+
+
 def as_in_a_new_process(seed=99):
     """Forget the run; whatever is random goes on otherwise."""
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -94,12 +99,8 @@ def test_row_5_a_resumed_loader_keeps_the_permutation(tmp_path, seedable, statef
         "resume_mid_epoch": True,
     }
 
-    def prepare():
-        accelerator = make_accelerator(**options)
-        return accelerator, accelerator.prepare(DataLoader(NUMBERS, batch_size=4, shuffle=True))
-
     torch.manual_seed(3)
-    accelerator, loader = prepare()
+    accelerator, loader = prepare_shuffled(**options)
     rows_of(loader)
     batches = iter(loader)
     begun = rows_of(next(batches) for _ in range(3))
@@ -107,7 +108,7 @@ def test_row_5_a_resumed_loader_keeps_the_permutation(tmp_path, seedable, statef
     remainder = rows_of(batches)
     assert sorted(of_all_ranks(begun + remainder)) == NUMBERS
     as_in_a_new_process()
-    accelerator, loader = prepare()
+    accelerator, loader = prepare_shuffled(**options)
     accelerator.load_state(tmp_path)
     assert rows_of(loader) == remainder
 
@@ -115,17 +116,13 @@ def test_row_5_a_resumed_loader_keeps_the_permutation(tmp_path, seedable, statef
 @pytest.mark.parametrize("seedable", [False, True])
 @distributed(world_size=2)
 def test_row_6_the_epoch_after_load_state_is_another_permutation(tmp_path, seedable):
-    def prepare():
-        accelerator = make_accelerator(use_seedable_sampler=seedable)
-        return accelerator, accelerator.prepare(DataLoader(NUMBERS, batch_size=4, shuffle=True))
-
     torch.manual_seed(3)
-    accelerator, loader = prepare()
+    accelerator, loader = prepare_shuffled(use_seedable_sampler=seedable)
     first = rows_of(loader)
     accelerator.save_state(tmp_path)
     second = rows_of(loader)
     as_in_a_new_process()
-    accelerator, loader = prepare()
+    accelerator, loader = prepare_shuffled(use_seedable_sampler=seedable)
     accelerator.load_state(tmp_path)
     assert rows_of(loader) == second != first
 
@@ -133,18 +130,14 @@ def test_row_6_the_epoch_after_load_state_is_another_permutation(tmp_path, seeda
 @pytest.mark.parametrize("seedable", [False, True])
 @distributed(world_size=2)
 def test_row_7_the_epoch_after_skipped_batches_is_another_permutation(tmp_path, seedable):
-    def prepare():
-        accelerator = make_accelerator(use_seedable_sampler=seedable)
-        return accelerator, accelerator.prepare(DataLoader(NUMBERS, batch_size=4, shuffle=True))
-
     torch.manual_seed(3)
-    accelerator, loader = prepare()
+    accelerator, loader = prepare_shuffled(use_seedable_sampler=seedable)
     batches = iter(loader)
     begun = rows_of(next(batches) for _ in range(3))
     accelerator.save_state(tmp_path)
     first, second = begun + rows_of(batches), rows_of(loader)
     as_in_a_new_process()
-    accelerator, loader = prepare()
+    accelerator, loader = prepare_shuffled(use_seedable_sampler=seedable)
     accelerator.load_state(tmp_path)
     assert begun + rows_of(accelerator.skip_first_batches(loader, 3)) == first
     assert rows_of(loader) == second != first

@@ -8,7 +8,6 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
@@ -20,8 +19,9 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
 from harness import distributed
 from harness.engines import deepspeed_process
+from harness.small_llama import SIZES, make_llama
 
-TOKENS, LENGTH, ROWS, PROMPT = 13, 8, 2, 3
+TOKENS, LENGTH, ROWS, PROMPT = SIZES["vocab_size"], 8, 2, 3
 
 
 class Text(Dataset):
@@ -38,20 +38,6 @@ class Text(Dataset):
         labels = tokens.clone()
         labels[: PROMPT + index % 3] = -100
         return {"input_ids": tokens, "labels": labels}
-
-
-def make_model(**options):
-    torch.manual_seed(0)
-    fields = {
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": TOKENS,
-        "attn_implementation": "sdpa",
-    }
-    return LlamaForCausalLM(LlamaConfig(**fields | options))
 
 
 def make_accelerator(plugin=None, size=2, handler=None, **options):
@@ -123,7 +109,7 @@ def assert_equal(accelerator, model, right, tolerance=1e-6):
 def check(stage, *, accumulation=1, clip=None, size=2, loss_of=loss_over_group, **options):
     accelerator = make_accelerator({"zero_stage": stage}, size, gradient_accumulation_steps=accumulation)
     copies = dist.get_world_size() // size
-    model, right = make_model(**options), make_model(**options)
+    model, right = make_llama(**options), make_llama(**options)
     wanted, right_norms = plainly(right, copies=copies, accumulation=accumulation, clip=clip)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     loader = DataLoader(Text(), batch_size=ROWS)
@@ -161,8 +147,8 @@ def test_two_copies_of_two_parts_train_as_one():
 def test_evaluation_may_shard_sequences_or_see_them_whole():
     with deepspeed_process():
         core = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        accelerator, right = make_accelerator(), make_model().eval()
-        model = make_model()
+        accelerator, right = make_accelerator(), make_llama().eval()
+        model = make_llama()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         sharded = DataLoader(Text(5), batch_size=ROWS)  # the last batch has another number of rows
         model, optimizer, sharded = accelerator.prepare(model, optimizer, sharded)
@@ -194,7 +180,7 @@ def test_evaluation_may_shard_sequences_or_see_them_whole():
 def test_loaders_of_others_go_through_the_adapter_of_deepspeed():
     """Every process has batches of its own; ranks that shard sequences take them in turn."""
     with deepspeed_process():
-        accelerator, model, right = make_accelerator(), make_model(), make_model()
+        accelerator, model, right = make_accelerator(), make_llama(), make_llama()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))
         plainly(right, copies=1)
         positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
@@ -213,7 +199,7 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
         for resumed in (False, True):
             continues = DataLoaderConfiguration(resume_mid_epoch=True)
             accelerator = make_accelerator({"zero_stage": 3}, dataloader_config=continues)
-            model = make_model()
+            model = make_llama()
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             loader = DataLoader(Text(), batch_size=ROWS, shuffle=True)
             torch.manual_seed(4)
@@ -245,18 +231,18 @@ def test_what_cannot_be_divided_is_refused_on_every_rank():
 
     with deepspeed_process():
         refused(nn.Linear(2, 2), "Linear is not a model of transformers")
-        refused(make_model(num_attention_heads=1, num_key_value_heads=1), "has 1 attention heads")
-        refused(make_model(attn_implementation="eager"), "computes attention with 'eager'.*'sdpa'")
+        refused(make_llama(num_attention_heads=1, num_key_value_heads=1), "has 1 attention heads")
+        refused(make_llama(attn_implementation="eager"), "computes attention with 'eager'.*'sdpa'")
         refused(
-            make_model(num_attention_heads=6, num_key_value_heads=3, hidden_size=24), "has 3 heads of keys"
+            make_llama(num_attention_heads=6, num_key_value_heads=3, hidden_size=24), "has 3 heads of keys"
         )
-        refused(make_model(), "computes attention with 'sdpa'", sp_attn_implementation="flash_attention_2")
+        refused(make_llama(), "computes attention with 'sdpa'", sp_attn_implementation="flash_attention_2")
         AcceleratorState._reset_state()
         with pytest.raises(SettingsError, match=r"sp_size=2.*--use_deepspeed"):
             Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
         AcceleratorState._reset_state()
         accelerator = make_accelerator(handler=DeepSpeedSequenceParallelConfig(sp_seq_length=6))
-        model = make_model()
+        model = make_llama()
         with pytest.raises(SettingsError, match="is not prepared"):
             accelerator.deepspeed_ulysses_dl_adapter([], model)
         loader = DataLoader(Text(), batch_size=ROWS)
@@ -271,16 +257,7 @@ def test_a_window_over_the_sequence_needs_another_attention():
     from transformers import MistralConfig, MistralForCausalLM
 
     with deepspeed_process():
-        config = MistralConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=TOKENS,
-            sliding_window=4,
-            attn_implementation="sdpa",
-        )
+        config = MistralConfig(**SIZES, sliding_window=4)
         accelerator, model = make_accelerator(), MistralForCausalLM(config)
         loader = DataLoader(Text(), batch_size=ROWS)
         model, _, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
