@@ -196,6 +196,58 @@ def test_torchdata_reads_our_state_and_we_read_its(kind: str, workers: int) -> N
     assert values(resumed) == values(theirs) == values(batches)
 
 
+SAMPLED = {
+    "in order": {"batch_size": 2},
+    "in order, dropped": {"batch_size": 2, "drop_last": True},
+    "shuffled": {"batch_size": 2, "shuffle": True},
+    "single": {"batch_size": None},
+    "single, shuffled": {"batch_size": None, "shuffle": True},
+}
+MAKERS: dict[str, Any] = {
+    "torchdata": lambda **options: stateful.StatefulDataLoader(NUMBERS, **options),
+    "ours": lambda **options: prepare_data_loader(stateful.StatefulDataLoader(NUMBERS, **options)),
+    "ours, of torch": lambda **options: prepare_data_loader(
+        DataLoader(NUMBERS, **options), use_stateful_dataloader=True
+    ),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampling", SAMPLED)
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [("ours", "torchdata"), ("ours, of torch", "torchdata"), ("torchdata", "ours")],
+)
+def test_a_loader_of_torchdata_that_makes_its_batches_and_ours_go_on_for_each_other(
+    saving: str, loading: str, sampling: str, workers: int
+) -> None:
+    options = {**SAMPLED[sampling], "num_workers": workers}
+    torch.manual_seed(0)
+    first = MAKERS[saving](**options)
+    batches = iter(first)
+    list(islice(batches, 4))
+    state = first.state_dict()
+    remaining = list(map(str, batches))
+    assert len(remaining) == {"in order": 8, "in order, dropped": 7, "shuffled": 8}.get(sampling, 19)
+    torch.manual_seed(1)
+    second = MAKERS[loading](**options)
+    second.load_state_dict(state)
+    assert list(map(str, second)) == remaining
+
+
+@pytest.mark.parametrize("sampling", SAMPLED)
+def test_a_state_is_that_of_torchdatas_loader_at_the_same_batch(sampling: str) -> None:
+    states: list[dict[str, Any]] = []
+    for maker in ("torchdata", "ours"):
+        torch.manual_seed(0)
+        loader = MAKERS[maker](**SAMPLED[sampling])
+        batches = iter(loader)
+        list(islice(batches, 4))
+        states.append(loader.state_dict())
+    theirs, ours = states
+    assert str({name: ours[name] for name in theirs}) == str(theirs)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", ["map", "shuffled", "stream"])
@@ -242,7 +294,7 @@ def test_a_state_before_the_first_pass_and_between_passes_is_that_of_an_epoch_th
     torch.manual_seed(0)
     assert torch.equal(drawn, torch.get_rng_state())
     for state in (before, between):
-        theirs = stateful.StatefulDataLoader(NUMBERS, batch_size=2, num_workers=workers)
+        theirs = stateful.StatefulDataLoader(NUMBERS, batch_size=2, shuffle=True, num_workers=workers)
         theirs.load_state_dict(state)
         assert sorted(chain.from_iterable(values(theirs))) == NUMBERS
         ours: Any = prepare_data_loader(raw("shuffled", workers), use_stateful_dataloader=True)

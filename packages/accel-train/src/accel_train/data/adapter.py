@@ -33,10 +33,13 @@ from accel_train.data.stateful import (
     plain_class,
     remake_loader,
     state_before_first_pass,
+    with_sampler_state,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
+
+    from accel_train.data.samplers import OrderState
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +176,16 @@ class DataLoaderAdapter(MaybeStateful):
             return as_state_dict(position.torchdata or {}, finished=ended)
         if self._progress.finished is not None:
             return as_state_dict(self._progress.finished, finished=True)
-        return state_before_first_pass(self, super().state_dict) if self._reads else {}  # type: ignore[misc]
+        if not self._reads:
+            return {}
+        return state_before_first_pass(self, super().state_dict, self._add_sampler_state)  # type: ignore[misc]
+
+    def _add_sampler_state(self, state: dict[str, Any], order: OrderState) -> dict[str, Any]:
+        if self._indices is None or self._shards > 1:
+            return state
+        return with_sampler_state(
+            state, self._indices.shard.batch_sampler, order, single=self._indices.single
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position in the next pass.
@@ -347,7 +359,9 @@ class DataLoaderAdapter(MaybeStateful):
         batches = self._torch_batches()
         if position is not None:  # torchdata counts twice what it reads to get to its position
             vars(batches)["_num_yielded"] = batches_yielded(position.torchdata or {})
-        return StatefulReading(batches, begin) if self.use_stateful_dataloader else begin(batches)
+        if self.use_stateful_dataloader:
+            return StatefulReading(batches, begin, self._add_sampler_state)
+        return begin(batches)
 
     def _torch_batches(self) -> Iterator[Any]:
         """A pass of torch's loader."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Sized
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -11,21 +12,31 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from accel_state.errors import MissingDependencyError
 from accel_train.data.reading import Reading
-from accel_train.data.samplers import innermost_sampler, record_source, restore_source
+from accel_train.data.samplers import (
+    innermost_sampler,
+    is_plain_batch_sampler,
+    record_source,
+    restore_source,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from accel_train.data.iterable_shard import BatchWithMeta
     from accel_train.data.reading import Position, StartCopy
+    from accel_train.data.samplers import OrderState
+
+    AddSamplerState = Callable[[dict[str, Any], OrderState], dict[str, Any]]
 
 _OUR_KEYS = frozenset({"format", "epoch", "position", "source", "shards"})
 _FINISHED = "_iterator_finished"  # the keys of torchdata's states, of its releases from 0.8 to 0.11
 _SNAPSHOT = "_snapshot"
+_MAIN = "_main_snapshot"
+_SAMPLER_STATE = "_sampler_iter_state"
 _PLAIN = "_plain_class"
 
 
@@ -77,8 +88,14 @@ class MaybeStateful(DataLoader[Any]):
 class StatefulReading(Reading):
     """A pass of torchdata's loader, which is asked for its state at every batch, before it reads on."""
 
-    def __init__(self, iterator: Any, begin: Callable[[Iterator[Any]], Reading]) -> None:
+    def __init__(
+        self,
+        iterator: Any,
+        begin: Callable[[Iterator[Any]], Reading],
+        add_sampler_state: AddSamplerState,
+    ) -> None:
         self._iterator = iterator
+        self._add_sampler_state = add_sampler_state
         self._states: deque[dict[str, Any]] = deque()
         self._state: dict[str, Any] | None = None
         self._inner = begin(self._record())
@@ -107,7 +124,10 @@ class StatefulReading(Reading):
     def position(self) -> Position:
         """Where the loader is after the batches that were `taken`."""
         self._inner.taken = self.taken
-        return replace(self._inner.position(), torchdata=self._state)
+        position = self._inner.position()
+        if self._state is None:
+            return position
+        return replace(position, torchdata=self._add_sampler_state(self._state, position.order or {}))
 
 
 def as_state_dict(state: dict[str, Any], *, finished: bool) -> dict[str, Any]:
@@ -147,13 +167,48 @@ def batches_yielded(state: dict[str, Any]) -> int:
 
 def order_of(state: dict[str, Any]) -> dict[str, Any] | None:
     """Return what replays the order of the epoch, where torchdata's own samplers have kept it."""
-    main = state[_SNAPSHOT]["_main_snapshot"] if _SNAPSHOT in state else state
-    inner = (main.get("_sampler_iter_state") or {}).get("sampler_iter_state") or {}
-    generator = inner.get("generator")
+    main = state[_SNAPSHOT][_MAIN] if _SNAPSHOT in state else state
+    saved = (
+        main.get(_SAMPLER_STATE) or {}
+    )  # of a batch sampler, or of the sampler itself with batch_size=None
+    generator = (saved.get("sampler_iter_state") or saved).get("generator")
     return {"generator": generator} if isinstance(generator, torch.Tensor) else None
 
 
-def state_before_first_pass(loader: Any, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def with_sampler_state(
+    state: dict[str, Any], batch_sampler: Any, order: OrderState, *, single: bool
+) -> dict[str, Any]:
+    """Return a state of torchdata with the state that its own samplers would have.
+
+    A loader of torchdata that makes its batches itself goes by that, and begins anew without it.
+
+    Args:
+        state: The state of a loader that reads the batches of a sampler of ours.
+        batch_sampler: The batch sampler behind that, not sharded across ranks.
+        order: What replays the order of the epoch.
+        single: Whether the loader gives single samples, and not batches.
+    """
+    theirs: Any = import_module("torchdata.stateful_dataloader.sampler")
+    if not is_plain_batch_sampler(batch_sampler) and type(batch_sampler) is not theirs.BatchSampler:
+        return state
+    main = state[_SNAPSHOT][_MAIN] if _SNAPSHOT in state else state
+    sampler: Any = batch_sampler.sampler
+    samples = main["_sampler_iter_yielded"] * batch_sampler.batch_size
+    if isinstance(sampler, Sized):
+        samples = min(samples, len(sampler))
+    is_shuffled = "generator" in order and type(sampler) in {RandomSampler, theirs.RandomSampler}
+    shuffled = {"yielded": samples, "generator": order["generator"]} if is_shuffled else None
+    if single:
+        main = {**main, _SAMPLER_STATE: shuffled}
+    else:
+        iterated = {} if shuffled is None else {"sampler_iter_state": shuffled}
+        main = {**main, _SAMPLER_STATE: {"samples_yielded": samples, **iterated}}
+    return {**state, _SNAPSHOT: {**state[_SNAPSHOT], _MAIN: main}} if _SNAPSHOT in state else main
+
+
+def state_before_first_pass(
+    loader: Any, ask: Callable[[], dict[str, Any]], add_sampler_state: AddSamplerState
+) -> dict[str, Any]:
     """Ask torchdata for the state of a loader that has not begun; nothing random is drawn for it.
 
     torchdata opens a pass for that, which is closed again: it would not see an epoch that is set later.
@@ -170,4 +225,4 @@ def state_before_first_pass(loader: Any, ask: Callable[[], dict[str, Any]]) -> d
         if epoch is not None:
             vars(sampler)["epoch"] = epoch
         vars(loader).update(_iterator=None, _initial_iter_for_state_dict=False)
-    return as_state_dict(state, finished=False)
+    return as_state_dict(add_sampler_state(state, source), finished=False)
