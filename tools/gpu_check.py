@@ -47,7 +47,7 @@ LIMIT_MIB = 64
 WHEELS = {  # those of uv.lock
     "wheels": (
         *("annotated-types", "hjson", "megatron-core", "prompt-toolkit", "pydantic", "pydantic-core"),
-        *("questionary", "torchao", "typing-inspection", "wcwidth"),
+        *("questionary", "torchao", "typing-inspection", "wcwidth", "xxhash"),
     ),
     "bitsandbytes": ("bitsandbytes",),
 }

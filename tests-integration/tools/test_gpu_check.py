@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
+import tomllib
 from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import gpu_check
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 CLIENTS = "tests-integration/clients/test_clients_gpu.py"  # in an environment of its own
+INSTALLED = ("torch", "transformers", "accelerate", "scikit-learn", "pytest", "hypothesis")
+"""What the machine has, as the docstring of `gpu_check` says, besides what these depend on."""
 
 
 @pytest.mark.parametrize("step", gpu_check.STEPS)
@@ -44,3 +51,25 @@ def test_a_check_that_takes_too_long_is_interrupted_and_its_lines_are_there() ->
 def test_the_wheels_have_the_versions_of_the_lock() -> None:
     versions = [gpu_check.locked_version(name) for names in gpu_check.WHEELS.values() for name in names]
     assert all(version[0].isdecimal() for version in versions)
+
+
+def test_the_wheels_have_every_dependency_of_ours_that_the_machine_lacks() -> None:
+    packages = tomllib.loads((gpu_check.ROOT / "uv.lock").read_text())["package"]
+    locked = {package["name"]: package for package in packages}
+    members = [name for name, package in locked.items() if "editable" in package["source"]]
+    assert "accel-train" in members
+    packed = set(chain.from_iterable(gpu_check.WHEELS.values()))
+    lacking = dependencies(members, locked) - dependencies(INSTALLED, locked) - {*members}
+    assert lacking <= packed
+
+
+def dependencies(names: Iterable[str], locked: dict[str, dict[str, Any]]) -> set[str]:
+    """Distributions and all that they depend on without extras, as `uv.lock` has them."""
+    reached: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name not in reached:
+            reached.add(name)
+            pending += [each["name"] for each in locked[name].get("dependencies", ())]
+    return reached
