@@ -208,6 +208,28 @@ def test_state_from_before_prepare_is_refused_where_parameters_become_one():
     assert_close(train(accelerator, model, optimizer), train_alone(alone, expected))
 
 
+@pytest.mark.parametrize("order", ["together", "model first"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@distributed(world_size=2)
+def test_a_model_that_was_compiled_before_is_trained_and_saved_by_fsdp1(tmp_path, use_orig_params, order):
+    accelerator = make_accelerator("fsdp1", use_orig_params=use_orig_params, **SIZE_BASED)
+    model, alone = make_model(), make_model()
+    optimizer, expected = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, alone))
+    compiled = torch.compile(model, backend="eager")
+    if order == "together":
+        prepared, optimizer = accelerator.prepare(compiled, optimizer)
+    else:
+        prepared = accelerator.prepare(compiled)
+        optimizer = accelerator.prepare(optimizer)
+    train(accelerator, prepared, optimizer)
+    accelerator.save_state(tmp_path)
+    train(accelerator, prepared, optimizer)
+    accelerator.load_state(tmp_path)
+    assert_close(full_state(accelerator, prepared), train_alone(alone, expected), tolerance=1e-5)
+    assert_close(train(accelerator, prepared, optimizer), train_alone(alone, expected), tolerance=1e-5)
+    torch._dynamo.reset()
+
+
 class Shared(nn.Module):
     """Calls one module by two names, of which the first is outside of the block that has the second."""
 

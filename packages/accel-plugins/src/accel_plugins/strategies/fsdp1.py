@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
-from accel_ops.modules import unwrap_once, without_compiler
+from accel_ops.modules import compiled_in_place, unwrap_once, without_compiler
 from accel_plugins.dcp.full_state import ShardsPersister
 from accel_plugins.dcp.local import LocalFiles
 from accel_plugins.fsdp.autowrap import separable_only
@@ -137,6 +137,8 @@ class Fsdp1Wrapper:
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
         plugin, device = copy.copy(self.plugin), self.runtime.device
+        # The compiler's wrapper would change the names by which optimizers and checkpoints know parameters.
+        model = compiled_in_place(model)
         plugin.set_auto_wrap_policy(model)
         if plugin.auto_wrap_policy is not None:
             plugin.auto_wrap_policy = separable_only(plugin.auto_wrap_policy, model)
