@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accel_train.data.loader import DataLoaderShard
 from accel_train.data.prepare import prepare_data_loader
@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
 ]
 stateful = pytest.importorskip("torchdata.stateful_dataloader")
+stateful_sampler = pytest.importorskip("torchdata.stateful_dataloader.sampler")
 
 
 class Counting(IterableDataset[int]):
@@ -233,6 +234,53 @@ def test_a_loader_of_torchdata_that_makes_its_batches_and_ours_go_on_for_each_ot
     second = MAKERS[loading](**options)
     second.load_state_dict(state)
     assert list(map(str, second)) == remaining
+
+
+class Resuming(Sampler[int]):
+    """Goes on where it was, whoever iterates over it."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __len__(self) -> int:
+        return len(NUMBERS)
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < len(NUMBERS):
+            self.position += 1
+            yield self.position - 1
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_before_the_first_pass_takes_nothing_from_a_sampler_that_knows_where_it_is(
+    workers: int,
+) -> None:
+    bare = stateful.StatefulDataLoader(NUMBERS, batch_size=2, sampler=Resuming(), num_workers=workers)
+    loader: Any = prepare_data_loader(bare)
+    loader.state_dict()
+    assert list(chain.from_iterable(values(loader))) == NUMBERS
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_distributed_sampler_is_continued(workers: int) -> None:
+    def theirs() -> Any:
+        sampler = stateful_sampler.StatefulDistributedSampler(NUMBERS, num_replicas=1, rank=0, seed=3)
+        return stateful.StatefulDataLoader(NUMBERS, batch_size=2, sampler=sampler, num_workers=workers)
+
+    first: Any = prepare_data_loader(theirs())
+    batches = iter(first)
+    values(islice(batches, 4))
+    state = first.state_dict()
+    second = theirs()
+    second.load_state_dict(state)
+    assert values(second) == values(batches)
 
 
 @pytest.mark.parametrize("sampling", SAMPLED)

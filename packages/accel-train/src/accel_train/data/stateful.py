@@ -201,7 +201,9 @@ def with_sampler_state(
     if single:
         main = {**main, _SAMPLER_STATE: shuffled}
     else:
-        iterated = {} if shuffled is None else {"sampler_iter_state": shuffled}
+        iterated: dict[str, Any] = {} if shuffled is None else {"sampler_iter_state": shuffled}
+        if type(sampler) is theirs.StatefulDistributedSampler:
+            iterated["sampler_state"] = {"yielded": samples}
         main = {**main, _SAMPLER_STATE: {"samples_yielded": samples, **iterated}}
     return {**state, _SNAPSHOT: {**state[_SNAPSHOT], _MAIN: main}} if _SNAPSHOT in state else main
 
@@ -214,7 +216,9 @@ def state_before_first_pass(
     torchdata opens a pass for that, which is closed again: it would not see an epoch that is set later.
     """
     sampler = innermost_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
-    source, epoch = record_source(sampler), getattr(sampler, "epoch", None)
+    source = record_source(sampler)
+    attributes: dict[str, Any] = getattr(sampler, "__dict__", {})
+    before = dict(attributes)
     generator, loader.generator = loader.generator, torch.Generator()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -222,7 +226,6 @@ def state_before_first_pass(
     finally:
         loader.generator = generator
         restore_source(sampler, source)
-        if epoch is not None:
-            vars(sampler)["epoch"] = epoch
+        attributes.update(before)  # workers have read ahead, and an epoch may have ended
         vars(loader).update(_iterator=None, _initial_iter_for_state_dict=False)
     return as_state_dict(add_sampler_state(state, source), finished=False)
