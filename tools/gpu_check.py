@@ -46,8 +46,9 @@ MIB = 1 << 20
 LIMIT_MIB = 64
 WHEELS = {  # those of uv.lock
     "wheels": (
-        *("annotated-types", "hjson", "megatron-core", "prompt-toolkit", "pydantic", "pydantic-core"),
-        *("questionary", "torchao", "typing-inspection", "wcwidth", "xxhash"),
+        *("annotated-types", "einops", "hjson", "megatron-core", "msgpack", "ninja", "prompt-toolkit"),
+        *("py-cpuinfo", "pydantic", "pydantic-core", "questionary", "torchao", "typing-inspection"),
+        *("wcwidth", "xxhash"),
     ),
     "bitsandbytes": ("bitsandbytes",),
 }
