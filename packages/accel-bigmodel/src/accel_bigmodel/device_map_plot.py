@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
 from accel_ops.weights.sizes import convert_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
     from accel_bigmodel.explanation import Explanation
 
@@ -47,6 +45,8 @@ def draw_device_map(explanation: Explanation, axes: Axes) -> None:
 
 def label_bytes(axis: Axis, limit: float) -> None:
     """Label an axis of bytes with round numbers of one unit."""
+    from matplotlib.ticker import MaxNLocator
+
     name, unit = next(
         (
             (name, 1 << shift)
@@ -63,6 +63,8 @@ def label_bytes(axis: Axis, limit: float) -> None:
 
 def device_map_figure(explanation: Explanation) -> Figure:
     """Draw a figure of its own."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 0.9 + 0.5 * len(explanation.rows)), layout="constrained", facecolor="white")
     draw_device_map(explanation, figure.subplots())
     return figure

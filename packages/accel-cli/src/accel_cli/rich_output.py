@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
-from rich.live import Live
-from rich.spinner import Spinner
-from rich.table import Table as Frame
-from rich.text import Text
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from rich.live import Live
 
     from accel_cli.output import Table
 
@@ -27,6 +23,10 @@ STYLES: Mapping[str, str] = {
 
 def write(items: Iterable[Table | str], stream: TextIO) -> None:
     """Write tables and lines."""
+    from rich.console import Console
+    from rich.table import Table as Frame
+    from rich.text import Text
+
     console = Console(file=stream, highlight=False)
     for item in items:
         if isinstance(item, str):
@@ -42,6 +42,11 @@ def write(items: Iterable[Table | str], stream: TextIO) -> None:
 
 def spinner(what: str, stream: TextIO) -> Live:
     """Return a context that shows a spinner, and removes it at its end."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
     console = Console(file=stream)
     text = Text(f"{what} …")
     text.truncate(console.width - len("⠋ "), overflow="ellipsis")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import multiprocessing
 from typing import Any
 
-from tqdm.auto import tqdm as progress_bar
-from tqdm.std import tqdm as text_bar
-
 from accel_state import runtime
 
 
@@ -26,6 +23,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         >>> list(tqdm(range(3), disable=True))
         [0, 1, 2]
     """
+    from tqdm.auto import tqdm as progress_bar
+    from tqdm.std import tqdm as text_bar
+
     if main_process_only and not runtime.current_topology().is_local_main:
         kwargs["disable"] = True
     bar: Any = progress_bar if multiprocessing.parent_process() is None else text_bar

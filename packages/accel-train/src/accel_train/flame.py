@@ -6,8 +6,6 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from plotly.graph_objects import Figure, Icicle
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
@@ -54,6 +52,8 @@ def read_frames(events: Iterable[dict[str, Any]]) -> Frame:
 
 def write_flame_graph(trace: Path, page: Path) -> None:
     """Write the flame graph of a trace."""
+    from plotly.graph_objects import Figure, Icicle
+
     root = read_frames(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
     rows: list[tuple[str, str, Frame]] = []
 

@@ -18,8 +18,8 @@ from accel_cli.launch.args import FLAGS, HELP, USAGE
 from accel_cli.launch.command import job_of, plan_of_line
 from accel_cli.launch.namespace import attribute_of, check_script, line_of
 from accel_state.environ import read
-from accel_state.settings import default_config_file
 from accel_state.settings.file import DEFAULT_PATH_HELP
+from accel_state.settings.file import default_config_file as _found_config_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -108,7 +108,7 @@ def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - program
     """
     check_script(vars(args))
     plan, _ = plan_of_line(line_of(vars(args)))
-    path = args.config_file or default_config_file(read())
+    path = args.config_file or _found_config_file(read())
     config = load_config_from_file(str(path)) if path else None
     precision = plan.merged.settings.precision.mixed_precision
     from_file = config is not None and args.mixed_precision is None and precision == config.mixed_precision

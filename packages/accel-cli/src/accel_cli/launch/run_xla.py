@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 from accel_cli.launch.job import Job
 from accel_cli.launch.run_simple import require_script
-from accel_cli.launch.xla_workers import EACH, ONE
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from accel_cli.launch.plan import LaunchPlan
+
+EACH, ONE = "each", "one"
+"""A process for every chip, or one for all of them."""
 
 
 def job(plan: LaunchPlan, processes: str = EACH) -> Job:

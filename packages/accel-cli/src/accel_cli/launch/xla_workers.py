@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch.exit_codes import run_program
+from accel_cli.launch.run_xla import ONE
 from accel_state.errors import MissingDependencyError, SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-
-EACH, ONE = "each", "one"
-"""A process for every chip, or one for all of them."""
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from accel_ops.dtensors import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,12 +23,12 @@ def plain_tensor(tensor: Tensor) -> Tensor:
         True
     """
     detached: Any = tensor.detach()
-    if isinstance(detached, DTensor):
+    if is_dtensor(detached):
         local = detached.to_local()
         plain = plain_tensor(local)
         if plain is local:
             return tensor
-        return DTensor(plain, detached._spec, requires_grad=False)  # pyright: ignore[reportCallIssue, reportPrivateUsage] - as FSDP does
+        return type(detached)(plain, detached._spec, requires_grad=False)  # pyright: ignore[reportCallIssue, reportPrivateUsage] - as FSDP does
     if not is_traceable_wrapper_subclass(detached):
         return tensor
     return getattr(detached, detached.__tensor_flatten__()[0][0])
@@ -60,7 +61,7 @@ def _clear_scale(module: nn.Module, incompatible: Any) -> None:
     """Drop a scale that was computed of other values."""
     del incompatible
     weight: Any = module.weight
-    local: Any = weight._local_tensor if isinstance(weight, DTensor) else weight  # pyright: ignore[reportPrivateUsage] - `to_local` gives another object
+    local: Any = weight._local_tensor if is_dtensor(weight) else weight  # pyright: ignore[reportPrivateUsage] - `to_local` gives another object
     if hasattr(local, "_precomputed_scale"):
         local._precomputed_scale = None
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType as Hook
@@ -21,19 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
     from torch.nn.parallel import DistributedDataParallel
 
-_HOOKS: Mapping[Hook, Callable[..., Any]] = {
-    Hook.NO: default_hooks.allreduce_hook,
-    Hook.FP16: default_hooks.fp16_compress_hook,
-    Hook.BF16: default_hooks.bf16_compress_hook,
-    Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-    # torch refuses annotations that are strings; a lambda has none.
-    Hook.BATCHED_POWER_SGD: lambda state, bucket: batched_power_sgd_hook(state, bucket),  # noqa: PLW0108
-}
-_WRAPPERS: Mapping[Hook, Callable[..., Any]] = {
-    Hook.FP16: default_hooks.fp16_compress_wrapper,
-    Hook.BF16: default_hooks.bf16_compress_wrapper,
-}
-
 
 def register(
     model: DistributedDataParallel, hook: Hook, wrapper: Hook, power_sgd_options: Mapping[str, Any] | None
@@ -42,9 +28,23 @@ def register(
 
     A wrapper `FP16` or `BF16` compresses the hook's messages further.
     """
-    function = _HOOKS[hook]
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    functions: dict[Hook, Callable[..., Any]] = {
+        Hook.NO: default_hooks.allreduce_hook,
+        Hook.FP16: default_hooks.fp16_compress_hook,
+        Hook.BF16: default_hooks.bf16_compress_hook,
+        Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
+        # torch refuses annotations that are strings; a lambda has none.
+        Hook.BATCHED_POWER_SGD: lambda state, bucket: batched_power_sgd_hook(state, bucket),  # noqa: PLW0108
+    }
+    wrappers: dict[Hook, Callable[..., Any]] = {
+        Hook.FP16: default_hooks.fp16_compress_wrapper,
+        Hook.BF16: default_hooks.bf16_compress_wrapper,
+    }
+    function = functions[hook]
     if wrapper is not Hook.NO:
-        function = _WRAPPERS[wrapper](function)
+        function = wrappers[wrapper](function)
     state: Any = model.process_group
     if power_sgd_options is not None:
         try:
@@ -70,6 +70,8 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
     Returns:
         A future with the averaged gradients.
     """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
     if state.iter < state.start_powerSGD_iter:
         state.maybe_increase_iter(bucket)
         return default_hooks.allreduce_hook(state.process_group, bucket)  # pyright: ignore[reportArgumentType] - None is the default group

@@ -17,22 +17,19 @@ from accel_plugins.parallelism.axes import Axes, axes_of
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.strategies.sharded_step import sharded_stepper
-from accel_plugins.strategies.sharded_wrap import ShardedWrapper
-from accel_plugins.strategy import PLAIN_FEATURES, Feature, Strategy
+from accel_plugins.strategies.sharded_wrap import SHARDED_FEATURES, ShardedWrapper, compose
+from accel_plugins.strategy import Strategy
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.versions import is_torch_version
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
     from accel_plugins.roles import PrecisionPolicy
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
-
-FEATURES = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
-"""The features of strategies with sharded models."""
 
 
 def build(
@@ -74,7 +71,7 @@ def build(
         stepper=sharded_stepper(precision, "fsdp2"),
         persister=ShardsPersister(shards=shards, device=runtime.device),
         sharding=axes.sharding,
-        features=FEATURES,
+        features=SHARDED_FEATURES,
         mesh=axes.mesh,
         split_sequences=context,
         shards=shards,
@@ -95,13 +92,3 @@ def _need_torch(version: str, what: str) -> None:
         raise UnsupportedError(
             f"{what}: it needs torch {version} or newer, and {torch.__version__} is installed."
         )
-
-
-def compose(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
-    """Compose functions of a model into one that calls them in order."""
-
-    def each(model: nn.Module) -> None:
-        for function in functions:
-            function(model)
-
-    return each

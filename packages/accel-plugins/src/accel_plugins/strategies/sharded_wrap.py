@@ -13,16 +13,20 @@ from accel_plugins.sharding.master_weights import dtype_to_train, warn_about_mas
 from accel_plugins.sharding.materialize import materialize_from_rank0, to_meta
 from accel_plugins.sharding.optimizers import ParamRemap, detach_params, reattach_params
 from accel_plugins.strategies.replicated import move_to_device
+from accel_plugins.strategy import PLAIN_FEATURES, Feature
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import nn
 
     from accel_plugins.bundle import Bundle
     from accel_state.runtime import Runtime
+
+SHARDED_FEATURES = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
+"""The features of strategies with sharded models."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +139,13 @@ def _check_quantised(model: nn.Module) -> None:
                 f"{type(model).__name__}: the parameter {name!r} is quantised ({type(parameter).__name__} of "
                 "bitsandbytes) and cannot be sharded. Train the model with DDP, or load it in its own dtype."
             )
+
+
+def compose(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
+    """Compose functions of a model into one that calls them in order."""
+
+    def each(model: nn.Module) -> None:
+        for function in functions:
+            function(model)
+
+    return each

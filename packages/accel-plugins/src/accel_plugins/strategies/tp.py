@@ -8,9 +8,8 @@ from accel_plugins.dcp.full_state import ShardsPersister
 from accel_plugins.dcp.tensors import TensorShards
 from accel_plugins.parallelism.axes import axes_of
 from accel_plugins.parallelism.tensor import TensorParallel
-from accel_plugins.strategies.fsdp2 import FEATURES
 from accel_plugins.strategies.sharded_step import sharded_stepper
-from accel_plugins.strategies.sharded_wrap import ShardedWrapper
+from accel_plugins.strategies.sharded_wrap import SHARDED_FEATURES, ShardedWrapper
 from accel_plugins.strategy import Strategy
 from accel_state.errors import SettingsError
 
@@ -42,6 +41,6 @@ def build(
         stepper=sharded_stepper(precision, "tp"),
         persister=ShardsPersister(shards=TensorShards(), device=runtime.device),
         sharding=axes.sharding,
-        features=FEATURES,
+        features=SHARDED_FEATURES,
         mesh=axes.mesh,
     )

@@ -206,7 +206,7 @@ class TorchCollectives:
 
 
 def _done() -> None:
-    """Do nothing: there is no transfer to wait for."""
+    """Do nothing: there is nothing to wait for."""
 
 
 def _sources(out: Tensor, target: Tensor, parts: Sequence[Tensor] | None) -> list[Tensor] | None:

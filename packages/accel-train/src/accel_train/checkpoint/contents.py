@@ -7,16 +7,34 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.encode import write_weights
+from accel_train.checkpoint.encode import write_object, write_weights
 from accel_train.checkpoint.rng import ENGINE_KEY, read_rng
-from accel_train.checkpoint.writer import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
     from accel_plugins.roles import Generators
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One file that this rank writes.
+
+    Args:
+        name: Inside the checkpoint.
+        read: Called once; returns the state tree that is written.
+        write: Called as `write(state, sink)`, with that tree or a copy of it.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any, Any], None] = write_object
+
+    def write_to(self, sink: Any) -> None:
+        """Write the state as it is now."""
+        self.write(self.read(), sink)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_plugins import dcp
 from accel_state.errors import CheckpointError, CheckpointWriteError
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.encode import write_object
+from accel_train.checkpoint.contents import Part
 from accel_train.checkpoint.files import make_folder, record_of, remove, sizes_in, write_file
 from accel_train.checkpoint.folder import complete_ones, delete, outdated, publish
 from accel_train.checkpoint.manifest import FileRecord, Manifest
@@ -24,25 +24,6 @@ if TYPE_CHECKING:
     from accel_train.checkpoint.store_gather import Agreement
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One file that this rank writes.
-
-    Args:
-        name: Inside the checkpoint.
-        read: Called once; returns the state tree that is written.
-        write: Called as `write(state, sink)`, with that tree or a copy of it.
-    """
-
-    name: str
-    read: Callable[[], Any]
-    write: Callable[[Any, Any], None] = write_object
-
-    def write_to(self, sink: Any) -> None:
-        """Write the state as it is now."""
-        self.write(self.read(), sink)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

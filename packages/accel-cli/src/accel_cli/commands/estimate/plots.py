@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
 from accel_bigmodel.device_map_plot import draw_device_map, label_bytes
 from accel_cli.commands.estimate.memory import ADAM, MASTER
 from accel_ops.weights.sizes import convert_bytes
@@ -30,6 +27,8 @@ def draw(
     path: Path, estimates: Sequence[Estimate], job: Job, memory: int | None, placement: Explanation | None
 ) -> None:
     """Write a picture: memory by strategy; over the passes, if they are known; and the device map, if any."""
+    from matplotlib.figure import Figure
+
     heights = [0.8 + 0.35 * len(estimates)]
     heights += [2.6] if job.moments else []
     heights += [0.8 + 0.4 * len(placement.rows)] if placement is not None else []
@@ -45,6 +44,8 @@ def draw(
 
 
 def _by_strategy(axes: Axes, estimates: Sequence[Estimate], memory: int | None) -> None:
+    from matplotlib.patches import Patch
+
     for height, one in enumerate(estimates):
         left = 0
         for kind in KINDS:
