@@ -18,8 +18,7 @@ import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
 
-from accel_compat.alias import REFERENCE
-from accel_compat.metadata import AliasDistribution, version_of_accel
+from accel_compat.alias import REFERENCE, AliasDistribution, version_of_accel
 
 MODULE = '''\
 """accel, under the name of the library whose interface it has."""

@@ -44,22 +44,22 @@ STREAM_ARGUMENT = {"record": 0, "wait_stream": 0, "on": 0, "record_stream": -1}
 STREAM_RECEIVER = {"wait_stream", "wait_event"}
 """Methods of streams."""
 TESTS: dict[str, tuple[str, ...]] = {
-    "packages/accel-train/src/accel_train/data/device_transfer.py": (
+    "packages/accel-train/src/accel_train/data/loader.py": (
         "packages/accel-train/tests/test_side_stream.py",
     ),
     "packages/accel-train/src/accel_train/data/scatter.py": (
         "packages/accel-train/tests/test_dispatcher_staging.py",
     ),
-    "packages/accel-bigmodel/src/accel_bigmodel/block_stream.py": (
+    "packages/accel-bigmodel/src/accel_bigmodel/offloaded_block.py": (
         "packages/accel-bigmodel/tests/test_block_stream.py",
     ),
     "packages/accel-bigmodel/src/accel_bigmodel/host_to_device.py": (
         "packages/accel-bigmodel/tests/test_block_stream.py",
     ),
-    "packages/accel-cli/src/accel_cli/commands/selftest/speed.py": (
+    "packages/accel-cli/src/accel_cli/commands/selftest_checks.py": (
         "packages/accel-cli/tests/test_speed.py",
     ),
-    "packages/accel-trackers/src/accel_trackers/copies.py": (
+    "packages/accel-trackers/src/accel_trackers/values.py": (
         "packages/accel-trackers/tests/test_device_values.py",
     ),
     "packages/accel-train/src/accel_train/checkpoint/staging.py": (

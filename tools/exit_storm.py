@@ -43,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
-from accel_state.ports import free_port
+from accel_state.topology import free_port
 from accel_train import Accelerator
 
 if TYPE_CHECKING:

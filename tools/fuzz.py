@@ -31,14 +31,14 @@ import torch
 
 from accel_bigmodel.offload import OffloadedWeightsLoader, offload_state_dict
 from accel_cli.config_file import read_config
-from accel_cli.launch.hostfile import read_hosts
+from accel_cli.launch.hosts import read_hosts
 from accel_ops.weights.read import find_checkpoint_files, load_state_dict
-from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_ops.weights.write import save_state_dict
-from accel_plugins import dcp
+from accel_plugins import sharding
 from accel_quant import BnbQuantizationConfig, load_and_quantize_model
 from accel_state.errors import CheckpointError, SettingsError
-from accel_train.checkpoint.manifest import FileRecord, Manifest
+from accel_train.checkpoint.layout import FileRecord, Manifest
 from mutations import mutate
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def read_manifest(path: Path) -> None:
 
 def read_sharded(path: Path) -> None:
     """A sharded state is read, or refused."""
-    dcp.read_all(path.parent, lambda entry: torch.empty(entry.shape or (), dtype=entry.dtype))
+    sharding.folder.read_all(path.parent, lambda entry: torch.empty(entry.shape or (), dtype=entry.dtype))
 
 
 KINDS = {

@@ -60,7 +60,7 @@ ABOUT = {
 }
 
 CALLABLE_MODULE = """
-class _CallableModule(Table):
+class _CallableModule(LazyModule):
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self.{name}(*arguments, **options)
 
@@ -244,7 +244,7 @@ def table_text(module: str, api: Api) -> str:
         *(["from typing import Any"] if is_callable else []),
         *([""] if is_callable or is_program else []),
         *(["from accel_cli.main import run"] if COMMANDS.get(module) else []),
-        f"from accel_state._lazy import {'Table, ' if is_callable else ''}attach",
+        f"from accel_state.lazy import {'LazyModule, ' if is_callable else ''}attach",
         "",
         *(['__version__ = "' + version() + '"', ""] if module == "accel" else []),
         "attach(__name__)",

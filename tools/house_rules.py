@@ -8,9 +8,13 @@ holds the types; the two conftest.py files hold that no test leaks. The rest is 
     environment       only accel_state/environ.py touches the environment
     environment-read  only the command and the places in the list of exceptions ask that module
     labels            only accel_state/labels.py compares a DistributedType
-    late-import       imports are at the top; laziness is in tables
+    late-import       imports are at the top; laziness is in tables, or in a function for what is OPTIONAL
     streams           only accel_state/streams.py touches streams, events and pinned memory, and makes copies
                       that nobody waits for; tests use accel_state.testing
+    type-checking     what is imported for types alone would be slow to import, or a circle
+    method-docstring  a public method has a docstring, unless a class or protocol that it implements has it
+    class-name        a public class is defined once in the workspace
+    hidden-export     no module has the name of something that its package exports
     module-name       no utils, helpers, misc or common inside the packages
     glossary          names and prose use the field's words (tools/glossary.toml), also in the docs' pages
     one-version       one version everywhere, and members pin each other to it
@@ -75,7 +79,18 @@ class Source:
 
 def main() -> int:
     """Print every breach that is no exception and every exception that is no breach; return 1 if any."""
-    breaches = sorted({*check_sources(sources()), *one_version(ROOT), *top_level(), *glossary(texts())})
+    files = [*sources()]
+    breaches = sorted(
+        {
+            *check_sources(files),
+            *class_name(files),
+            *method_docstring(files),
+            *hidden_export(ROOT),
+            *one_version(ROOT),
+            *top_level(),
+            *glossary(texts()),
+        }
+    )
     allowed = {
         (rule, subject)
         for rule, reasons in tomllib.loads(EXCEPTIONS.read_text()).items()
@@ -99,7 +114,7 @@ def sources() -> Iterator[Source]:
             yield Source(path.relative_to(ROOT).as_posix(), text.count("\n"), ast.parse(text))
 
 
-def check_sources(files: Iterator[Source]) -> Iterator[Breach]:
+def check_sources(files: Iterable[Source]) -> Iterator[Breach]:
     """Apply the rules about source files."""
     for source in files:
         for rule in RULES:
@@ -182,6 +197,18 @@ def labels(source: Source) -> Iterator[Breach]:
                     pass
 
 
+OPTIONAL = (
+    "matplotlib",
+    "plotly",
+    "prompt_toolkit",
+    "questionary",
+    "rich",
+    "torch.distributed.algorithms",
+    "tqdm",
+)
+"""Libraries that are slow to import, and modules of torch: a function that needs them imports them."""
+
+
 def late_import(source: Source) -> Iterator[Breach]:
     """Imports are at the top of the file."""
     if not source.packaged:
@@ -196,6 +223,8 @@ def late_import(source: Source) -> Iterator[Breach]:
                 case _:
                     continue
             for module in modules:
+                if any(module == name or module.startswith(f"{name}.") for name in OPTIONAL):
+                    continue
                 yield Breach(
                     "late-import", f"{source.path}::{module}", f"line {node.lineno}: move it to the top"
                 )
@@ -253,6 +282,90 @@ def module_name(source: Source) -> Iterator[Breach]:
         yield Breach("module-name", source.path, "say what is in it")
 
 
+def type_checking(source: Source) -> Iterator[Breach]:
+    """Imports for types alone are slow ones, or would make a circle: not those of the standard library."""
+    if not source.packaged:
+        return
+    for block in (node for node in source.tree.body if isinstance(node, ast.If)):
+        if ast.unparse(block.test) != "TYPE_CHECKING":
+            continue
+        for node in block.body:
+            if isinstance(node, ast.ImportFrom):
+                module = node.module or ""
+            elif isinstance(node, ast.Import):
+                module = node.names[0].name
+            else:
+                continue
+            if module.partition(".")[0] in sys.stdlib_module_names and module not in SLOW:
+                yield Breach(
+                    "type-checking", f"{source.path}::{module}", f"line {node.lineno}: import it plainly"
+                )
+
+
+SLOW = {"multiprocessing"}
+"""Modules of the standard library that only some runs need."""
+
+
+def class_name(files: Iterable[Source]) -> Iterator[Breach]:
+    """A public class is defined once, so that one name means one thing."""
+    owners: dict[str, str] = {}
+    for source in files:
+        for node in source.tree.body if source.packaged else ():
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                owner = owners.setdefault(node.name, source.path)
+                if owner != source.path:
+                    yield Breach("class-name", f"{source.path}::{node.name}", f"{owner} has this name, too")
+
+
+def method_docstring(files: Iterable[Source]) -> Iterator[Breach]:
+    """A public method has a docstring, unless a class or protocol that it implements has it."""
+    bases: dict[str, set[str]] = {}
+    documented: dict[str, set[str]] = {}
+    protocols: set[str] = set()
+    methods: list[tuple[Source, str, ast.FunctionDef | ast.AsyncFunctionDef]] = []
+    for source in files:
+        classes = (
+            node for node in ast.walk(source.tree) if source.packaged and isinstance(node, ast.ClassDef)
+        )
+        for node in classes:
+            names = {re.split(r"[\[.]", ast.unparse(base).removesuffix("]"))[-1] for base in node.bases}
+            names |= {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+            bases.setdefault(node.name, set()).update(names)
+            for method in (item for item in node.body if isinstance(item, FUNCTIONS)):
+                if ast.get_docstring(method) is None:
+                    methods.append((source, node.name, method))
+                    continue
+                documented.setdefault(node.name, set()).add(method.name)
+                if "Protocol" in names:
+                    protocols.add(method.name)
+    for source, owner, method in methods:
+        decorators = {ast.unparse(decorator) for decorator in method.decorator_list}
+        if method.name.startswith("_") or owner.startswith("_") or method.name in protocols:
+            continue
+        if any(name.endswith(("overload", ".setter", ".deleter")) for name in decorators):
+            continue
+        above, known = [owner], set[str]()
+        while above:
+            name = above.pop()
+            if name not in known:
+                known.add(name)
+                above += bases.get(name, ())
+        unknown = known - bases.keys() - {"object", "Protocol", "Generic"}  # a library's documents its own
+        if not unknown and not any(method.name in documented.get(name, ()) for name in known):
+            subject = f"{source.path}::{owner}.{method.name}"
+            yield Breach("method-docstring", subject, f"line {method.lineno}: say what it does")
+
+
+def hidden_export(root: Path) -> Iterator[Breach]:
+    """No module has the name of something that its package exports, which it would replace."""
+    for stub in sorted(root.glob("packages/*/src/**/__init__.pyi")):
+        package = ".".join(stub.parent.parts[stub.parent.parts.index("src") + 1 :])
+        modules = {path.stem for path in stub.parent.iterdir() if path.suffix == ".py" or path.is_dir()}
+        for module, name in re.findall(r"^from (\S+) import (\w+) as \2$", stub.read_text(), re.MULTILINE):
+            if name in modules and module != package and f"{package}.{name}" != "accel.utils.tqdm":
+                yield Breach("hidden-export", f"{package}.{name}", "name the module otherwise")
+
+
 RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
     module_length,
     function_length,
@@ -260,6 +373,7 @@ RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
     environment_read,
     labels,
     late_import,
+    type_checking,
     streams,
     module_name,
 )

@@ -20,16 +20,16 @@ SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
 handle_signals()
 
-STATES = {
-    "accel_state.gradient_state": "GradientState",
-    "accel_state.accelerator_state": "AcceleratorState",
-    "accel_state.partial_state": "PartialState",
-}
+STATES = (
+    ("accel_state.accelerator_state", "GradientState"),
+    ("accel_state.accelerator_state", "AcceleratorState"),
+    ("accel_state.partial_state", "PartialState"),
+)
 
 
 def reset_states() -> None:
     """Make this process forget its accel state; the process group stays. Imports nothing."""
-    for module, name in STATES.items():
+    for module, name in STATES:
         if module in sys.modules:
             getattr(sys.modules[module], name)._reset_state()
     if "accel_state.runtime" in sys.modules:

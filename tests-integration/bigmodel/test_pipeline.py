@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_bigmodel.device_map.stages import generate_device_map
+from accel_bigmodel.device_map import generate_device_map
 from accel_bigmodel.pipeline import find_pippy_batch_size, pippy_forward, prepare_pippy
 from accel_state.errors import SettingsError
 from accel_state.partial_state import PartialState

@@ -17,7 +17,7 @@ from accel_bigmodel import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from accel_ops.weights.tied import find_tied_parameters
+from accel_ops.weights.tensors import find_tied_parameters
 from accel_ops.weights.write import save_state_dict
 
 transformers.utils.logging.set_verbosity_error()

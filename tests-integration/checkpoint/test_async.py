@@ -14,8 +14,7 @@ from torch import nn
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
-from accel_state.accelerator_state import AcceleratorState
-from accel_state.gradient_state import GradientState
+from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.testing import late_device
 from accel_train import Accelerator
 from accel_train.checkpoint import files

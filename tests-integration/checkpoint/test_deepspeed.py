@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_plugins.deepspeed.folder import read_folder
+from accel_plugins.deepspeed.folder import load_file, read_folder
 from accel_plugins.deepspeed.library import start
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.deepspeed.unpickle import load_file
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.run import DataLoaderConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import CheckpointError
 from accel_state.partial_state import PartialState

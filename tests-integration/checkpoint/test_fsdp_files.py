@@ -10,7 +10,7 @@ from torch import nn
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train import Accelerator
-from accel_train.checkpoint.fsdp_files import (
+from accel_train.checkpoint.single_files import (
     load_fsdp_model,
     load_fsdp_optimizer,
     save_fsdp_model,

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_plugins.kwargs.run import ProjectConfiguration
+from accel_plugins.kwargs import ProjectConfiguration
 from accel_state.errors import CheckpointWriteError
 from accel_train import Accelerator
 from harness import distributed

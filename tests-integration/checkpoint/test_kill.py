@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.kwargs.run import DataLoaderConfiguration, ProjectConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_train import Accelerator
 from accel_train.checkpoint import files
 from harness.killing import Crowd, Killer, mortal

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from accel_plugins.kwargs.run import DataLoaderConfiguration, ProjectConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_train import Accelerator
 from accel_train.checkpoint import files
 from equality_alone import LENGTH, ROWS, batches_of, fresh

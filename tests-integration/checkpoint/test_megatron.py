@@ -11,15 +11,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from accel_plugins import dcp
+from accel_plugins import sharding as dcp
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.amp import GradScalerKwargs
-from accel_plugins.kwargs.run import DataLoaderConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration, GradScalerKwargs
 from accel_plugins.megatron.library import core
-from accel_plugins.megatron.optimizer_state import iter_masters, named_optimizer_state
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_state.accelerator_state import AcceleratorState
-from accel_state.gradient_state import GradientState
+from accel_plugins.megatron.state import iter_masters, named_optimizer_state
+from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_train import Accelerator
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
@@ -276,10 +274,10 @@ def test_the_state_of_the_optimizer_can_be_left_out(tmp_path):
             train(run, 0)
             run[0].save_state(tmp_path / "without")
             run[0].free_memory()
-    index = dcp.read_index(tmp_path / "with" / "optimizer_0")
-    assert "state" in {entry.path[1] for entry in dcp.entries(index)}
-    index = dcp.read_index(tmp_path / "without" / "optimizer_0")
-    assert {entry.path[1] for entry in dcp.entries(index)} == {"param_groups"}
+    index = dcp.folder.read_index(tmp_path / "with" / "optimizer_0")
+    assert "state" in {entry.path[1] for entry in dcp.folder.entries(index)}
+    index = dcp.folder.read_index(tmp_path / "without" / "optimizer_0")
+    assert {entry.path[1] for entry in dcp.folder.entries(index)} == {"param_groups"}
 
 
 @distributed(world_size=2)

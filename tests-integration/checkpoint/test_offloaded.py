@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from accel_bigmodel import cpu_offload, disk_offload, init_empty_weights, load_checkpoint_and_dispatch
-from accel_state.accelerator_state import AcceleratorState
-from accel_state.gradient_state import GradientState
+from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_train import Accelerator
-from accel_train.checkpoint.offloaded import get_state_dict_offloaded_model
+from accel_train.checkpoint.single_files import get_state_dict_offloaded_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from accel_plugins.kwargs.run import ProjectConfiguration
+from accel_plugins.kwargs import ProjectConfiguration
 from accel_train import Accelerator
 
 if TYPE_CHECKING:

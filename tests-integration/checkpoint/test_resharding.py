@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from contextlib import nullcontext
-from pathlib import Path  # noqa: TC003 - ranks read the fixtures
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,14 +16,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.run import DataLoaderConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration
 from accel_plugins.parallelism.config import ParallelismConfig
-from accel_state.accelerator_state import AcceleratorState
+from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.errors import CheckpointError, CheckpointWriteError
-from accel_state.gradient_state import GradientState
 from accel_train import Accelerator
 from accel_train.checkpoint import files
-from accel_train.checkpoint.merge import merge_fsdp_weights
+from accel_train.checkpoint.single_files import merge_fsdp_weights
 from harness import distributed
 from harness.engines import deepspeed_process
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_plugins.kwargs.run import DataLoaderConfiguration, ProjectConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_state.errors import CheckpointError, CheckpointWriteError, DistributedOperationException
 from accel_train import Accelerator
 from accel_train.checkpoint import files
@@ -201,7 +201,9 @@ class FullDisk:
     def __getattr__(self, name: str) -> object:
         return getattr(os, name)
 
-    def write(self, descriptor: int, data: memoryview) -> int:
+    def write(self, descriptor: int, data: memoryview | bytes) -> int:
+        if isinstance(data, bytes):  # the holder of a lock; files of a checkpoint come as views
+            return os.write(descriptor, data)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

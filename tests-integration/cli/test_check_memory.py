@@ -15,9 +15,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from accel import Accelerator
 from accel.utils import ParallelismConfig
-from accel_ops.dtensors import local_part
-from accel_plugins.megatron.sizes import stage_elements
-from accel_state.available import is_installed
+from accel_ops.tree import local_part
+from accel_plugins.megatron.checks import stage_elements
+from accel_state.libraries import is_installed
 from harness import distributed
 from harness.checks import run_checks
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.commands.selftest.results import CHECK_NAMES
+from accel_cli.commands.selftest import CHECK_NAMES
 from harness.checks import Checked, run_checks
 
 ROOT = Path(__file__).resolve().parents[2]

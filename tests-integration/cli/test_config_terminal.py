@@ -9,8 +9,7 @@ import pexpect
 import pytest
 import yaml
 
-from accel_cli.config.defaults import probe_host
-from accel_cli.config.interview import interview
+from accel_cli.interview import interview, probe_host
 from accel_state.settings import OPTIONS, to_content
 
 UP, DOWN, CLEAR, ENTER, ESCAPE = "\x1b[A", "\x1b[B", "\x15", "\r", "\x1b"

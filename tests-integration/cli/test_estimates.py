@@ -18,14 +18,13 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from accel import Accelerator
 from accel.utils import DeepSpeedPlugin
-from accel_cli.commands.check.memory_tracker import Meter
+from accel_cli.commands.check.recorder import RankMemoryTracker
 from accel_cli.commands.estimate.command import passes_of_batch
-from accel_cli.commands.estimate.memory import Buckets, Job, estimate
-from accel_cli.commands.estimate.meta_model import meta_model
+from accel_cli.commands.estimate.memory import Buckets, TrainingSetup, estimate
+from accel_cli.commands.estimate.meta_model import meta_model, sizes_of, weights_in
 from accel_cli.commands.estimate.trace import moments_of
-from accel_cli.commands.estimate.weights import sizes_of, weights_in
 from accel_cli.main import main
-from accel_ops.dtensors import local_part
+from accel_ops.tree import local_part
 from harness import distributed
 from harness.engines import deepspeed_process
 
@@ -91,7 +90,7 @@ def test_the_estimate_of_a_model_of_transformers_is_within_a_tenth_of_what_is_me
     path, make = described
     skeleton = meta_model(str(path))
     passes = passes_of_batch(4, 64)
-    job = Job(sizes=sizes_of(skeleton), moments=moments_of(skeleton.train(), passes), at_once=False)
+    job = TrainingSetup(sizes=sizes_of(skeleton), moments=moments_of(skeleton.train(), passes), at_once=False)
 
     def train():
         model = make().train()
@@ -170,7 +169,7 @@ def passes_on(rows, dtype=None):
 def estimate_of(strategy, rows, devices, dtype=torch.float32, buckets=None):
     with torch.device("meta"):
         plain, computing = Net(), Net().to(dtype)
-    job = Job(
+    job = TrainingSetup(
         sizes=sizes_of(plain),
         devices=devices,
         moments=moments_of(computing, passes_on(rows, dtype)),
@@ -232,7 +231,7 @@ def test_the_estimate_of_sharded_training_is_within_a_tenth_of_what_is_measured(
 def test_the_estimate_of_offloaded_shards_is_within_a_tenth_of_what_is_measured(alone_among_8, rows):
     """The device and the host are one memory here; what the optimizer keeps and changes is the host's."""
     away = CPUOffloadPolicy(pin_memory=False)
-    with Meter(None) as meter:
+    with RankMemoryTracker(None) as meter:
         with torch.device("meta"):
             model = Net()
         for block in model.blocks:
@@ -282,7 +281,7 @@ def test_the_estimate_of_an_engine_is_within_a_tenth_of_what_is_measured(strateg
     plugin = DeepSpeedPlugin(hf_ds_config={**config, "zero_force_ds_cpu_optimizer": False})
     with deepspeed_process():
         accelerator = Accelerator(cpu=True, mixed_precision=precision, deepspeed_plugin=plugin)
-        with Meter(None) as meter:
+        with RankMemoryTracker(None) as meter:
             model = Net()
             # Like DeepSpeed's own, the fused one takes nothing for itself.
             optimizer = torch.optim.AdamW(model.parameters(), fused=bool(away))

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accel_cli.launch.machine import VISIBLE_DEVICES
-from accel_state.devices.kinds import KINDS
+from accel_cli.launch.hosts import VISIBLE_DEVICES
+from accel_state.device_kinds import KINDS
 
 TELL = """\
 import json, os, sys

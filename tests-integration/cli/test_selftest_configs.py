@@ -9,17 +9,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel_cli.commands.selftest import checks
+from accel_cli.commands import selftest_checks
 from accel_state.environ import patch_environment
-from accel_state.settings.environ import to_environ
 from accel_state.settings.file import parse_file
-from accel_state.settings.merge import combine
+from accel_state.settings.model import merge_layers, to_environ
 from accel_train.accelerator import Accelerator
 from harness import distributed
 from harness.engines import deepspeed_process
 
 FOLDER = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/strategies/configs"
-CHECKS = (checks.data_loader, checks.training, checks.mixed_precision, checks.checkpoint)
+CHECKS = (
+    selftest_checks.data_loader,
+    selftest_checks.training,
+    selftest_checks.mixed_precision,
+    selftest_checks.checkpoint,
+)
 
 
 def check(config: str, folder: Path, accumulation: int) -> list[str]:
@@ -27,14 +31,14 @@ def check(config: str, folder: Path, accumulation: int) -> list[str]:
     content = yaml.safe_load(path.read_text())
     if "deepspeed_config" in content:
         content["deepspeed_config"]["gradient_accumulation_steps"] = accumulation
-    settings = combine(parse_file(content, str(path))).settings
+    settings = merge_layers(parse_file(content, str(path))).settings
     environ = to_environ(settings) | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(accumulation)}
     engine = deepspeed_process() if "deepspeed_config" in content else nullcontext()
     with engine, warnings.catch_warnings(), patch_environment(**environ):
         # Tensor-parallel layers return views; nothing changes them in place here.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         accelerator = Accelerator()
-        session = checks.Session(
+        session = selftest_checks.Session(
             accelerator=accelerator, precision=settings.precision.mixed_precision, folder=folder
         )
         said = [one(session) for one in CHECKS]
@@ -55,11 +59,11 @@ def test_a_configuration_passes(config: str, tmp_path: Path) -> None:
 def test_layers_are_converted_to_fp8_or_the_check_fails(features: int, tmp_path: Path) -> None:
     pytest.importorskip("torchao")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checks, "_FEATURES", features)
-        session = checks.Session(accelerator=Accelerator(), precision="fp8", folder=tmp_path)
-        refused = pytest.raises(checks.DiffersError, match="no layer has been converted to fp8")
+        patch.setattr(selftest_checks, "_FEATURES", features)
+        session = selftest_checks.Session(accelerator=Accelerator(), precision="fp8", folder=tmp_path)
+        refused = pytest.raises(selftest_checks.DiffersError, match="no layer has been converted to fp8")
         with nullcontext() if features == 32 else refused:
-            assert checks.mixed_precision(session) == "fp8 trains"
+            assert selftest_checks.mixed_precision(session) == "fp8 trains"
 
 
 @pytest.mark.parametrize("config", ["hsdp", "fsdp2_tp"])

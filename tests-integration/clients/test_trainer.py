@@ -49,7 +49,11 @@ def ends(
     }
     base = tmp_path_factory.mktemp("trained")
     # `import accelerate` is accel, as for a program that `python -m accel_compat` runs.
-    imports = ("transformers.trainer", "transformers.models.bert.modeling_bert", "accel_train.parts")
+    imports = (
+        "transformers.trainer",
+        "transformers.models.bert.modeling_bert",
+        "accel_train.accelerator.build",
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         return base, run_programs(programs, base, imports, run_by=("-m", "accel_compat"))

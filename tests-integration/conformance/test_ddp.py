@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_plugins.bundle import Bundle
-from accel_plugins.kwargs.amp import GradScalerKwargs
-from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins import ddp, unsharded
+from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs import GradScalerKwargs
 from accel_plugins.precision import build_precision
-from accel_plugins.strategies import ddp, single
-from accel_plugins.strategy import BatchSharding
+from accel_plugins.strategy import BatchSharding, Bundle
 from accel_plugins.testing import STRATEGY_CHECKS, ConformanceError, StrategySubject, check_strategy
 from accel_state.errors import SettingsError
 from accel_state.partial_state import PartialState
@@ -119,7 +118,7 @@ def test_a_strategy_that_does_not_synchronise_fails_the_suite(tmp_path):
     runtime = PartialState(cpu=True).runtime
 
     def make():
-        alone = single.build(None, runtime, build_precision("no", CPU), {})
+        alone = unsharded.build(None, runtime, build_precision("no", CPU), {})
         return replace(alone, sharding=BatchSharding(num_shards=2, shard_index=runtime.topology.rank))
 
     broken = replace(subject(tmp_path), make=make)

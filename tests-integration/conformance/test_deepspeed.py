@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_plugins.bundle import Bundle
-from accel_plugins.deepspeed.gathered import GatheredParameters
+from accel_plugins.deepspeed import strategy as deepspeed
+from accel_plugins.deepspeed.library import GatheredParameters
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.precision import build_precision
-from accel_plugins.strategies import deepspeed
-from accel_plugins.strategy import Feature
+from accel_plugins.strategy import Bundle, Feature
 from accel_plugins.testing import StrategySubject, check_strategy
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.partial_state import PartialState

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from accel_plugins.bundle import Bundle
+from accel_plugins.fsdp import fsdp1
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.precision import build_precision
-from accel_plugins.strategies import fsdp1
+from accel_plugins.strategy import Bundle
 from accel_plugins.testing import STRATEGY_CHECKS, StrategySubject
 from accel_state.environ import patch_environment
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from accel_ops.weights.read import load_state_dict
-from accel_plugins.kwargs.run import DataLoaderConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration
 from accel_plugins.strategy import Feature
 from accel_state.errors import UnsupportedError
 from accel_train import Accelerator

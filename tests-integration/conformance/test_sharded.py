@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import pytest
 from torch import nn
 
+from accel_plugins.fsdp import fsdp2
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.parallelism import tensor
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.precision import build_precision
-from accel_plugins.strategies import fsdp2, tp
 from accel_plugins.testing import StrategySubject, check_strategy
 from accel_state.environ import patch_environment
 from accel_state.partial_state import PartialState
@@ -82,7 +83,7 @@ def test_copies_of_shards_conform(tmp_path):
 @distributed(world_size=2)
 def test_tensor_parallel_layers_conform(tmp_path):
     with planned():
-        check_strategy(subject(tmp_path, tp.build, sizes={"tp_size": 2}))
+        check_strategy(subject(tmp_path, tensor.build, sizes={"tp_size": 2}))
 
 
 @pytest.mark.parametrize("data", ["dp_shard_size", "dp_replicate_size"])

@@ -11,12 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from accel_ops.collect import gather
-from accel_state.gradient_state import GradientState
+from accel_ops.collectives import gather
+from accel_state.accelerator_state import GradientState
 from accel_state.partial_state import PartialState
-from accel_train.data.prepare import prepare_data_loader
+from accel_train.data.prepare import prepare_data_loader, skip_first_batches
 from accel_train.data.scatter import MainProcessReadError
-from accel_train.data.skip import skip_first_batches
 from harness import distributed
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from accel_state.accelerator_state import AcceleratorState
-from accel_state.gradient_state import GradientState
+from accel_state.accelerator_state import AcceleratorState, GradientState
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
 from harness.engines import deepspeed_process

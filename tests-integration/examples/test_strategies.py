@@ -15,12 +15,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from accel_state.accelerator_state import AcceleratorState
+from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.environ import patch_environment
-from accel_state.gradient_state import GradientState
-from accel_state.settings.environ import to_environ
 from accel_state.settings.file import parse_file
-from accel_state.settings.merge import combine
+from accel_state.settings.model import merge_layers, to_environ
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
 from harness.engines import deepspeed_process
@@ -49,7 +47,7 @@ def loss_of(said: str) -> float:
 def run(config: str, *arguments: str) -> str:
     """Run the script on this rank, in the environment that the launcher would make of a file."""
     path = FOLDER / "configs" / f"{config}.yaml"
-    settings = combine(parse_file(yaml.safe_load(path.read_text()), str(path))).settings
+    settings = merge_layers(parse_file(yaml.safe_load(path.read_text()), str(path))).settings
     AcceleratorState._reset_state()
     GradientState._reset_state()
     said, before = io.StringIO(), sys.argv

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_plugins.fp8.recipe import Recipe, RecipeSpec
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
-from accel_plugins.recipe import Recipe, RecipeSpec
-from accel_state import registry as tables
+from accel_state import lazy as tables
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
 from accel_train import Accelerator
@@ -185,7 +185,7 @@ def test_a_recipe_that_loses_parameters_is_refused(monkeypatch):
     spec = RecipeSpec(name="lossy", build=lambda *_: Recipe(name="lossy", convert=convert, precision="no"))
     monkeypatch.setattr(AcceleratorState, "mixed_precision", "lossy")
     registry = tables.Registry(group="-", kind=RecipeSpec, noun="-", built_in={"lossy": spec})
-    monkeypatch.setattr("accel_plugins.recipe.RECIPES", registry)
+    monkeypatch.setattr("accel_plugins.fp8.recipe.RECIPES", registry)
     model = make_model()
     with pytest.raises(SettingsError, match=r"'lossy' has replaced 1 parameters.*'0.weight'.*not be trained"):
         Accelerator(cpu=True).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -16,28 +16,28 @@ from typing import TYPE_CHECKING, Any
 
 import transformers.modeling_utils  # noqa: F401  # pyright: ignore[reportUnusedImport] - for all checks
 
-from accel_cli.commands.check import rank_runner, rank_worker
+from accel_cli.commands.check import rank_worker, record
 from accel_cli.main import main as accel
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from accel_cli.commands.check.trace import Order
+    from accel_cli.commands.check.record import RankTask
 
 
 def conduct_forked(
-    orders: Sequence[Order], variables: Mapping[str, str], *, timeout: int, at_once: int
+    orders: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int, at_once: int
 ) -> str:
     """Fork the ranks from the current process, which has imported torch."""
     os.environ.update(variables)
     rank_worker.import_often_needed(Path(orders[0].script))
-    rank_worker.conduct(orders, timeout=timeout, at_once=at_once)
+    rank_worker.fork_ranks(orders, timeout=timeout, at_once=at_once)
     return "a rank has left no record"
 
 
 def main(jobs: dict[str, dict[str, Any]]) -> None:
     """Run all checks, one after the other."""
-    rank_runner._run = conduct_forked  # pyright: ignore[reportPrivateUsage] - in place of a process that imports torch
+    record._run = conduct_forked  # pyright: ignore[reportPrivateUsage] - in place of a process that imports torch
     for job in jobs.values():
         pid = os.fork()
         if pid == 0:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 16,
     "intermediate_size": 24,
     "num_hidden_layers": 2,

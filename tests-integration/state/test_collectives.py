@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from accel_state.backends.single import SingleCollectives
-from accel_state.backends.torch_dist import TorchCollectives
+from accel_state.collectives import SingleCollectives, TorchCollectives
 from accel_state.runtime import current
 from accel_state.testing import ThreadRanks
 from harness import distributed
 
 if TYPE_CHECKING:
-    from accel_state.backends.base import Collectives
+    from accel_state.collectives import Collectives
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]

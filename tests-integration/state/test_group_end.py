@@ -38,9 +38,9 @@ def last():
     print(dist.is_initialized(), gloo_threads())
 
 from accel_state import runtime
-atexit.unregister(runtime._leave)  # which the process has registered that forked this one
+atexit.unregister(runtime._shut_down)  # which the process has registered that forked this one
 atexit.register(last)  # before, and so run after
-atexit.register(runtime._leave)
+atexit.register(runtime._shut_down)
 """
 OURS = """\
 from accel_state import PartialState

@@ -122,7 +122,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
     """How the ranks of each program ended."""
     programs = {name: Program(BEGIN + source, world_size) for name, (world_size, source) in PROGRAMS.items()}
     # Imported before any rank's four seconds begin.
-    imports = ("accel_train.parts", "accel_plugins.strategies.ddp", "torch._dynamo")
+    imports = ("accel_train.accelerator.build", "accel_plugins.ddp", "torch._dynamo")
     return run_programs(programs, tmp_path_factory.mktemp("programs"), imports)
 
 

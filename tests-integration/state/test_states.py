@@ -21,7 +21,7 @@ from accel_state import (
     synchronize_rng_states,
     wait_for_everyone,
 )
-from accel_state.backends.torch_dist import group_timeout
+from accel_state.collectives import group_timeout
 from accel_state.environ import patch_environment
 from harness import distributed
 

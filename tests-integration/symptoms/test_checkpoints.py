@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.run import InitProcessGroupKwargs
+from accel_plugins.kwargs import InitProcessGroupKwargs
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import DistributedOperationException
 from accel_train import Accelerator
-from accel_train.checkpoint.fsdp_files import load_fsdp_optimizer, save_fsdp_optimizer
+from accel_train.checkpoint.single_files import load_fsdp_optimizer, save_fsdp_optimizer
 from harness import distributed
 
 MEGABYTE = 1_000_000

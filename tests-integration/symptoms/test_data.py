@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_plugins.kwargs.run import DataLoaderConfiguration
-from accel_state.accelerator_state import AcceleratorState
-from accel_state.gradient_state import GradientState
+from accel_plugins.kwargs import DataLoaderConfiguration
+from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_train import Accelerator
 from harness import distributed
 

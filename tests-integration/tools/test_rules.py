@@ -15,7 +15,7 @@ import check_surface
 import gen_exports
 import glossary
 import house_rules
-from accel_state._lazy import exports_of
+from accel_state.lazy import exports_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,7 +151,9 @@ def test_dependencies_are_compared_both_ways() -> None:
 def test_imports_of_stubs_count(tmp_path) -> None:
     (tmp_path / "src" / "a").mkdir(parents=True)
     (tmp_path / "src" / "a" / "__init__.py").write_text("import json\nimport b.c\n")
-    (tmp_path / "src" / "a" / "__init__.pyi").write_text("from accel_ops.collect import gather as gather\n")
+    (tmp_path / "src" / "a" / "__init__.pyi").write_text(
+        "from accel_ops.collectives import gather as gather\n"
+    )
     assert check_deps.imported(tmp_path, {"accel_ops": ["accel-ops"]}) == {"b", "accel-ops"}
 
 

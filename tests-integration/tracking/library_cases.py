@@ -366,7 +366,7 @@ def wait_for_writer(name):
 
 
 def start_accelerator(name, *, resumed=False):
-    from accel_plugins.kwargs.run import ProjectConfiguration
+    from accel_plugins.kwargs import ProjectConfiguration
     from accel_train import Accelerator
 
     project = ProjectConfiguration(project_dir=".", logging_dir="logs")
@@ -481,7 +481,7 @@ def check_all():
 
 def main(name, *checks):
     """Make checks in processes forked from one that has imported the library."""
-    from accel_trackers.vendor import import_vendor
+    from accel_trackers.general import import_vendor
 
     import_vendor(name)
     ends = {check.__name__: in_child(check, name) for check in checks}

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_ops.collect import broadcast_object_list, gather, gather_object, reduce
+from accel_ops.collectives import broadcast_object_list, gather, gather_object, reduce
 from accel_plugins.parallelism.config import mesh_of
 from accel_state import PartialState, environ, runtime
-from accel_state.backends.torch_dist import TorchCollectives, group_timeout, set_group_timeout
+from accel_state.collectives import TorchCollectives, group_timeout, set_group_timeout
 
 OPTIONS: dict[str, dict[str, Any]] = {"nccl": {}, "gloo": {"backend": "gloo"}, "cpu": {"cpu": True}}
 

@@ -11,8 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.parallelism.config import ParallelismConfig
-from accel_plugins.parallelism.handlers import TorchContextParallelConfig, TorchTensorParallelPlugin
+from accel_plugins.parallelism.config import (
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelPlugin,
+)
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
 from harness import distributed

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.engine import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
-from accel_plugins.kwargs.run import GradientAccumulationPlugin
+from accel_plugins.kwargs import GradientAccumulationPlugin
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
-from accel_train.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from harness import distributed
 from harness.engines import deepspeed_process
 

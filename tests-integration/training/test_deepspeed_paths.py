@@ -256,8 +256,7 @@ def test_a_disk_without_the_library_for_it_is_refused_on_every_rank(tmp_path):
 @distributed(world_size=WORLD)
 def test_plugins_beside_each_other_are_refused_on_every_rank():
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-    from accel_plugins.parallelism.config import ParallelismConfig
-    from accel_plugins.parallelism.handlers import TorchTensorParallelPlugin
+    from accel_plugins.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin
 
     with deepspeed_process():
         for more, story in (

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from accel_plugins.kwargs.amp import GradScalerKwargs
-from accel_plugins.kwargs.run import GradientAccumulationPlugin
+from accel_plugins.kwargs import GradientAccumulationPlugin, GradScalerKwargs
 from accel_state.errors import UnsupportedError
 from accel_train import Accelerator
 from harness import distributed

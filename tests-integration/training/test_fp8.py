@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fp8.ao import has_ao_layers
+from accel_plugins.fp8.recipe import AORecipeKwargs
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
-from accel_plugins.kwargs.fp8 import AORecipeKwargs
+from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState
 from accel_train import Accelerator

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_plugins.fp8.recipe import AORecipeKwargs, TERecipeKwargs
 from accel_plugins.fp8.te import convert_model, has_transformer_engine_layers
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.fp8 import AORecipeKwargs, TERecipeKwargs
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.devices.probes import check_cuda_fp8_capability
+from accel_state.devices import check_cuda_fp8_capability
 from accel_train import Accelerator
 
 pytestmark = pytest.mark.gpu

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from accel_plugins.kwargs.run import DataLoaderConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration
 from accel_state.errors import DistributedOperationException
 from accel_train import Accelerator
 from harness import distributed

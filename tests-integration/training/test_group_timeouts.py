@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from accel_plugins.parallelism.config import ParallelismConfig
-from accel_state.backends.torch_dist import group_timeout
+from accel_state.collectives import group_timeout
 from accel_state.partial_state import PartialState
 from harness import distributed
 

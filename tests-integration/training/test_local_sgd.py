@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
-from accel_plugins.kwargs.profile import ProfileKwargs
+from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs import ProfileKwargs
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_trackers.general import GeneralTracker, on_main_process
 from accel_train import Accelerator
-from accel_train.local_sgd import LocalSGD
+from accel_train.step import LocalSGD
 from harness import distributed
 
 RATE = 0.1
@@ -99,7 +99,7 @@ class Rows(GeneralTracker):
 def test_speeds_are_of_one_rank_within_the_context_and_of_all_after_it():
     rows, now = Rows(), [0.0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accel_train.step_meter.perf_counter", lambda: now[0])
+        patch.setattr("accel_train.profiling.perf_counter", lambda: now[0])
         accelerator = Accelerator(cpu=True, log_with=rows, log_system_metrics=True)
         accelerator.init_trackers("run")
         model = make_model()

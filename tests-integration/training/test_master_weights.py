@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.amp import GradScalerKwargs
+from accel_plugins.kwargs import GradScalerKwargs
 from accel_state.environ import patch_environment
 from accel_train import Accelerator
 from harness import distributed
@@ -110,7 +110,7 @@ def test_it_is_said_once_by_the_main_process(version):
     told: list[str] = []
     recorder = logging.Handler()
     recorder.emit = lambda record: told.append(record.getMessage())
-    logger = logging.getLogger("accel_plugins.sharding.master_weights")
+    logger = logging.getLogger("accel_plugins.sharding.wrap")
     logger.addHandler(recorder)
     try:
         accelerator, *_ = prepare(version, torch.bfloat16)

@@ -7,11 +7,11 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from accel_plugins.kwargs.run import DataLoaderConfiguration
-from accel_plugins.megatron.attention import CausalAttention
-from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_plugins.kwargs import DataLoaderConfiguration
+from accel_plugins.megatron.data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.stages import CausalAttention
 from accel_plugins.megatron.train_steps import GPTTrainStep, causal_mask
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError

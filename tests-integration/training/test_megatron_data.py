@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
-from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader
+from accel_plugins.megatron.data import MegatronLMDummyDataLoader
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_state.errors import SettingsError, UnsupportedError

@@ -20,16 +20,16 @@ from transformers import (
 
 from accel_cli.main import main
 from accel_ops.modules import extract_model_from_parallel
-from accel_plugins.megatron.attention import gather_chunks, own_chunks
-from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
-from accel_plugins.megatron.gpt2 import GPT2
-from accel_plugins.megatron.groups import groups_of
+from accel_plugins.megatron.arguments import add_model_config_to_megatron_parser
+from accel_plugins.megatron.checks import stage_elements
+from accel_plugins.megatron.data import MegatronLMDummyScheduler
+from accel_plugins.megatron.families import GPT2
 from accel_plugins.megatron.library import core
-from accel_plugins.megatron.model_args import add_model_config_to_megatron_parser
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.megatron.sizes import stage_elements
+from accel_plugins.megatron.stages import gather_chunks, own_chunks
+from accel_plugins.megatron.state import find_rows, load
+from accel_plugins.megatron.strategy import groups_of
 from accel_plugins.megatron.train_steps import causal_mask
-from accel_plugins.megatron.weights import find_rows, load
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_train import Accelerator
 from harness import distributed

@@ -12,8 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_state.accelerator_state import AcceleratorState
-from accel_state.gradient_state import GradientState
+from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_train import Accelerator
 
 pytestmark = pytest.mark.gpu

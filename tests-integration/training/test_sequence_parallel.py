@@ -11,9 +11,8 @@ from torch.utils.data import DataLoader, Dataset
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.kwargs.run import DataLoaderConfiguration
-from accel_plugins.parallelism.config import ParallelismConfig
-from accel_plugins.parallelism.handlers import DeepSpeedSequenceParallelConfig
+from accel_plugins.kwargs import DataLoaderConfiguration
+from accel_plugins.parallelism.config import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator

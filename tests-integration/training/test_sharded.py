@@ -14,11 +14,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_ops.dtensors import is_dtensor
+from accel_ops.tree import is_dtensor
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.amp import GradScalerKwargs
-from accel_plugins.parallelism.config import ParallelismConfig
-from accel_plugins.parallelism.handlers import TorchContextParallelConfig, TorchTensorParallelPlugin
+from accel_plugins.kwargs import GradScalerKwargs
+from accel_plugins.parallelism.config import (
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelPlugin,
+)
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
 from accel_train import Accelerator

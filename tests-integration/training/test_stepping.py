@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from accel_plugins.kwargs.amp import GradScalerKwargs
-from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
-from accel_plugins.kwargs.run import GradientAccumulationPlugin
+from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs import GradientAccumulationPlugin, GradScalerKwargs
 from accel_train import Accelerator
 from harness import distributed
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from accel_plugins.fp8.recipe import TERecipeKwargs
 from accel_plugins.fp8.te import RECIPE_CLASSES, recipe_options
-from accel_plugins.fsdp.recompute import FIRST_VERSION
-from accel_plugins.kwargs.fp8 import TERecipeKwargs
+from accel_plugins.fsdp.blocks import FIRST_VERSION
 
 VERSIONS = ("1.13.0", "2.2.0", "2.9.0", "2.20.2")
 WITHOUT = {"1.13.0": {"current", "mxfp8", "nvfp4"}, "2.2.0": {"nvfp4"}}

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, assert_type
 import torch
 from torch import Tensor, nn
 
-from accel_ops.collect import broadcast, gather, reduce
+from accel_ops.collectives import broadcast, gather, reduce
 from accel_ops.modules import extract_model_from_parallel
-from accel_ops.move import send_to_device
 from accel_ops.pad import pad_across_processes
+from accel_ops.tree import send_to_device
+from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_state.memory import find_executable_batch_size
-from accel_train.data.prepared import PreparedLoader
-from accel_train.optimizer import AcceleratedOptimizer
-from accel_train.scheduler import AcceleratedScheduler
+from accel_train.data.adapter import PreparedLoader
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

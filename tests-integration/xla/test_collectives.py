@@ -17,13 +17,11 @@ from accel.utils import (
     reduce,
     send_to_device,
 )
-from accel_state import runtime
-from accel_state.backends.recorded import RecordedCollectives
-from accel_state.backends.torch_dist import TorchCollectives
-from accel_state.devices import xla
+from accel_state import runtime, xla_devices
+from accel_state.collectives import RecordedCollectives, TorchCollectives
 from accel_state.errors import DistributedOperationException
-from accel_state.ports import free_port
 from accel_state.testing import ThreadRanks
+from accel_state.topology import free_port
 from xla.problems import counted
 
 XLA = torch.device("xla", 0)
@@ -147,7 +145,7 @@ SIXTEEN_BITS = {torch.bfloat16, torch.int16}
 def test_messages_of_every_type_arrive(joined, dtype, device):
     if device == XLA and dtype in SIXTEEN_BITS:
         pytest.skip("needs a TPU: XLA's compiler for the CPU crashes on sums of 16 bits over ranks")
-    collectives = RecordedCollectives(XLA, xla)
+    collectives = RecordedCollectives(XLA, xla_devices)
     sent = (torch.arange(6) % 3).to(dtype)
     wide = torch.complex64 if dtype.is_complex else torch.float32  # float8 and bool cannot be compared
     tensor = sent.to(device)
@@ -169,12 +167,14 @@ def test_messages_of_every_type_arrive(joined, dtype, device):
 
 def test_only_the_source_adds_to_a_broadcast(joined):
     tensor = torch.tensor([1.0, float("inf"), float("nan")], device=XLA)
-    assert xla.broadcast(tensor, is_source=False).tolist() == [0, 0, 0]
-    torch.testing.assert_close(xla.broadcast(tensor, is_source=True).cpu(), tensor.cpu(), equal_nan=True)
+    assert xla_devices.broadcast(tensor, is_source=False).tolist() == [0, 0, 0]
+    torch.testing.assert_close(
+        xla_devices.broadcast(tensor, is_source=True).cpu(), tensor.cpu(), equal_nan=True
+    )
 
 
 def test_messages_wait_for_nothing_and_need_no_program_of_their_own(joined):
-    collectives = RecordedCollectives(XLA, xla)
+    collectives = RecordedCollectives(XLA, xla_devices)
 
     def counts():
         return counted("ExecuteTime", "TransferFromDeviceTime")
@@ -193,7 +193,7 @@ def test_messages_wait_for_nothing_and_need_no_program_of_their_own(joined):
 
 
 def test_where_the_compiler_shards_messages_go_over_the_host(joined):
-    assert not xla.is_replicated(), "torch_xla has not launched this process"
+    assert not xla_devices.is_replicated(), "torch_xla has not launched this process"
     assert type(joined.collectives) is TorchCollectives
     tensor = torch.arange(4.0, device=XLA)
     joined.collectives.all_reduce(tensor)

@@ -36,12 +36,11 @@ from accel.utils import (
     set_seed,
     synchronize_rng_states,
 )
-from accel_plugins.strategies.xla import build
-from accel_state import runtime
-from accel_state.devices import xla
+from accel_plugins.xla import build_replicated
+from accel_state import runtime, xla_devices
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
-from accel_train.data.device_transfer import warn_of_padding, warn_of_shapes
+from accel_train.data.loader import warn_of_padding, warn_of_shapes
 from xla.problems import (
     CHECKS,
     Problem,
@@ -115,9 +114,9 @@ def test_seeds_reach_the_device_also_those_set_before():
     first = torch.rand(4, device=accelerator.device).cpu()
     set_seed(11)
     torch.testing.assert_close(torch.rand(4, device=accelerator.device).cpu(), first)
-    state = xla.get_rng_state()
+    state = xla_devices.get_rng_state()
     drawn = torch.rand(4, device=accelerator.device).cpu()
-    xla.set_rng_state(state)
+    xla_devices.set_rng_state(state)
     torch.testing.assert_close(torch.rand(4, device=accelerator.device).cpu(), drawn)
     synchronize_rng_states(["torch", "xla"])
 
@@ -133,7 +132,7 @@ def test_losses_and_weights_are_those_of_plain_pytorch(accumulation, max_norm):
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_strategy_conforms(name, tmp_path):
-    check_conformance(name, build, {}, tmp_path)
+    check_conformance(name, build_replicated, {}, tmp_path)
 
 
 def test_nothing_is_compiled_after_the_second_step_and_a_step_is_one_execution():
@@ -415,10 +414,10 @@ def test_versions_that_do_not_belong_together_are_named_with_the_right_pair():
     with pytest.raises(
         MissingDependencyError, match=r"torch 2\.15\.0 and torch_xla 2\.9\.0.*torch==2\.9\.\*"
     ):
-        xla.check_versions("2.15.0", "2.9.0")
-    xla.check_versions("2.9.1+cu128", "2.9.0")
+        xla_devices.check_versions("2.15.0", "2.9.0")
+    xla_devices.check_versions("2.9.1+cu128", "2.9.0")
 
 
 def test_processes_that_torch_xla_has_not_started_are_refused():
     with pytest.raises(SettingsError, match=r"torchrun started 4 processes.*accel launch --tpu"):
-        xla.topology(Topology(rank=1, world_size=4, launcher="torchrun"))
+        xla_devices.topology(Topology(rank=1, world_size=4, launcher="torchrun"))

@@ -23,9 +23,9 @@ from accel import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accel.errors import UnsupportedError
 from accel.state import AcceleratorState
 from accel.utils import load_fsdp_model, save_fsdp_model
-from accel_plugins.dcp import read_index
-from accel_plugins.strategies.xla_fsdp import build
-from accel_state.devices import xla
+from accel_plugins.sharding.folder import read_index
+from accel_plugins.xla import build_spmd
+from accel_state import xla_devices
 from accel_state.errors import CheckpointError, SettingsError
 from xla.problems import (
     CHECKS,
@@ -48,7 +48,7 @@ NEAR = {"rtol": 0, "atol": 1e-5}
 @pytest.fixture(autouse=True, scope="module")
 def sharding_compiler():
     """Begin with SPMD: for good, and with a variable that torch_xla sets."""
-    xla.start(spmd=True)
+    xla_devices.start(spmd=True)
     yield
     os.environ.pop("XLA_USE_SPMD")
 
@@ -111,7 +111,7 @@ def test_blocks_are_selected_by_size_and_recompute_their_activations():
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_strategy_conforms(name, tmp_path):
     plugin = FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)
-    check_conformance(name, build, {FullyShardedDataParallelPlugin: plugin}, tmp_path)
+    check_conformance(name, build_spmd, {FullyShardedDataParallelPlugin: plugin}, tmp_path)
 
 
 def test_parameters_states_and_batches_are_sharded_over_all_devices():

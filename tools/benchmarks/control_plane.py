@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel_state.hang_monitor import HangMonitor
-from accel_train.checkpoint.store_gather import StoreAgreement
+from accel_train.checkpoint.agreement import StoreAllGather
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -91,7 +91,7 @@ class Rank:
         if self.baseline:
             self._agree_as_earlier()
             return
-        agreement = StoreAgreement(
+        agreement = StoreAllGather(
             self.store,
             rank=self.rank,
             world_size=self.world_size,

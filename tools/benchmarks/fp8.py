@@ -29,9 +29,9 @@ import torch
 
 from accel_plugins.fp8 import te
 from accel_plugins.fp8.ao import convert_model_to_fp8_ao
-from accel_plugins.kwargs.fp8 import AORecipeKwargs, TERecipeKwargs
+from accel_plugins.fp8.recipe import AORecipeKwargs, TERecipeKwargs
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.available import is_installed
+from accel_state.libraries import is_installed
 from accel_train import Accelerator
 
 if TYPE_CHECKING:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.available import is_installed
+from accel_state.libraries import is_installed
 from accel_train import Accelerator
 
 if TYPE_CHECKING:

@@ -31,12 +31,12 @@ from accel_bigmodel import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
-from accel_bigmodel.block_stream import StreamedBlocks
 from accel_bigmodel.host_to_device import SLOTS, HostToDevice, upload
+from accel_bigmodel.offload import StoredTensor
+from accel_bigmodel.offloaded_block import StreamedBlocks
 from accel_bigmodel.sources import SafetensorsSource, open_checkpoint
-from accel_bigmodel.stored_tensor import StoredTensor
 from accel_ops.weights.read import load_state_dict
-from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_ops.weights.write import save_state_dict
 from accel_state.errors import CheckpointError
 from accel_state.testing import late_device
@@ -591,8 +591,8 @@ def test_all_files_of_a_load_share_one_pipeline(tmp_path, schedule):
 def test_uploads_are_bounded_in_the_types_of_the_file(tmp_path, monkeypatch):
     tensors = {f"p{i}": torch.randn(256) for i in range(8)}
     save_file(tensors, tmp_path / "model.safetensors")
-    monkeypatch.setattr("accel_bigmodel.assign.UPLOAD_BATCH", 2048)
-    monkeypatch.setattr("accel_bigmodel.assign._HOST_TYPES", ("meta",))
+    monkeypatch.setattr("accel_bigmodel.load.UPLOAD_BATCH", 2048)
+    monkeypatch.setattr("accel_bigmodel.load._HOST_TYPES", ("meta",))
     batches = []
     original = SafetensorsSource.upload
 
@@ -614,8 +614,8 @@ def test_uploads_are_bounded_in_the_types_of_the_file(tmp_path, monkeypatch):
 def test_pinned_memory_stays_within_its_budget(monkeypatch, schedule):
     model, x = Scaled(6, width=32).eval(), torch.randn(2, 32)  # blocks of 4608 bytes
     expected = model(x)
-    monkeypatch.setattr("accel_bigmodel.block_stream.available_host_memory", lambda: 40_000)
-    monkeypatch.setattr("accel_bigmodel.block_stream._PINNED_CHUNK", 1)
+    monkeypatch.setattr("accel_bigmodel.offloaded_block.available_host_memory", lambda: 40_000)
+    monkeypatch.setattr("accel_bigmodel.offloaded_block._PINNED_CHUNK", 1)
     with late_device(schedule) as device, torch.no_grad():
         pinned = []
         original = device.pinned

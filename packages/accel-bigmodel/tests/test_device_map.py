@@ -27,13 +27,16 @@ from accel_bigmodel import (
     load_checkpoint_in_model,
     measure_activations,
 )
-from accel_bigmodel.device_map.budget import smallest_bound
-from accel_bigmodel.device_map.infer import automatic_device_map
-from accel_bigmodel.device_map.plan import fill, units_of
+from accel_bigmodel.device_map import automatic_device_map, smallest_bound
+from accel_bigmodel.device_plan import fill, units_of
 from accel_bigmodel.dispatch import _warn_of_peer_access
-from accel_bigmodel.host_memory import cgroup_headroom
-from accel_bigmodel.layers import Layers, read_layers
-from accel_bigmodel.sizes import compute_module_total_buffer_size, get_module_size_with_ties
+from accel_bigmodel.host_to_device import cgroup_headroom
+from accel_bigmodel.sizes import (
+    Layers,
+    compute_module_total_buffer_size,
+    get_module_size_with_ties,
+    read_layers,
+)
 from accel_bigmodel.sources import stored_dtypes
 from accel_ops.weights.read import device_of
 from accel_ops.weights.write import save_state_dict

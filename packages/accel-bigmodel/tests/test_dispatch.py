@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.module import _global_module_registration_hooks as registration_hooks
 
 from accel_bigmodel import AlignDevicesHook, cpu_offload, disk_offload, dispatch_model
-from accel_ops.weights.tied import find_tied_parameters
+from accel_ops.weights.tensors import find_tied_parameters
 
 
 def hooks_of(model):

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from accel_bigmodel import explain
-from accel_bigmodel.report import FileReport, LoadReport
+from accel_bigmodel.load import FileReport, LoadReport
 
 
 class Model(nn.Module):

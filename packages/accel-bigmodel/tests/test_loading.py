@@ -19,7 +19,7 @@ from accel_bigmodel import (
     load_checkpoint_in_model,
 )
 from accel_bigmodel.sources import is_network, local_checkpoint
-from accel_ops.weights.tied import find_tied_parameters
+from accel_ops.weights.tensors import find_tied_parameters
 from accel_ops.weights.write import save_state_dict
 from accel_state.errors import CheckpointError, CheckpointMismatchError, SettingsError, UnsupportedError
 from accel_state.testing import late_device
@@ -313,7 +313,7 @@ def test_the_disk_needs_a_place(toy, toy_class, tmp_path):
 
 
 def test_what_a_bin_file_gives_an_accelerator_is_reported_as_copied(toy, toy_class, tmp_path, monkeypatch):
-    monkeypatch.setattr("accel_bigmodel.assign._HOST_TYPES", ("meta",))
+    monkeypatch.setattr("accel_bigmodel.load._HOST_TYPES", ("meta",))
     save_state_dict(toy.state_dict(), tmp_path, safe_serialization=False)
     model = load_checkpoint_and_dispatch(skeleton(toy_class), tmp_path, device_map={"": "cpu"}, report=True)
     assert {name for file in model.load_report.files for name in file.strategies} == {"copy"}

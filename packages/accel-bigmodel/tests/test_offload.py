@@ -26,8 +26,8 @@ from accel_bigmodel import (
     offload_weight,
     save_offload_index,
 )
-from accel_bigmodel.block_weights import MappedBlocks
-from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_bigmodel.offloaded_block import MappedBlocks
+from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError, SettingsError
 
 SMAPS = Path("/proc/self/smaps")

@@ -6,16 +6,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
-from accel_cli.commands.check.parts import ELEMENTWISE, on_parts
 from accel_cli.commands.check.patches import Chunks
-from accel_cli.commands.check.recorder import CollectiveRecorder
-from accel_cli.commands.check.values import MadeUpValues
-from accel_cli.commands.estimate.trace import Ledger
+from accel_cli.commands.check.recorder import CollectiveRecorder, FakeValueMode
+from accel_cli.commands.check.strategy import ELEMENTWISE, step_on_local_shards
+from accel_cli.commands.estimate.trace import LiveStorageTracker
 
 
 @pytest.fixture
 def without_values():
-    with FakeTensorMode(allow_non_fake_inputs=True), MadeUpValues(lambda _: None):
+    with FakeTensorMode(allow_non_fake_inputs=True), FakeValueMode(lambda _: None):
         yield
 
 
@@ -58,7 +57,7 @@ def test_what_a_dataset_takes_from_a_tensor_that_was_made_before_is_answered_too
 def test_an_optimizer_of_plain_tensors_steps_as_ever(kind):
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     other.load_state_dict(model.state_dict())
-    for one, context in ((model, on_parts), (other, None)):
+    for one, context in ((model, step_on_local_shards), (other, None)):
         optimizer = kind(one.parameters(), lr=0.1)
         for _ in range(2):
             one(torch.ones(1, 3)).sum().backward()
@@ -82,7 +81,7 @@ def test_what_is_moved_to_the_host_and_what_comes_of_it_is_not_on_the_device():
     recorder = CollectiveRecorder()
     with recorder.watching():
         model = nn.Linear(1, 1)
-        recorder.ledger = Ledger(model)
+        recorder.ledger = LiveStorageTracker(model)
         with recorder.ledger:
             x = torch.zeros(1000)
             there = recorder.moved(x, to_host=True)

@@ -8,21 +8,21 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.launch.args import FLAGS, help_text, read_arguments
-from accel_cli.launch.machine import Machine
-from accel_cli.launch.plan import make_plan
+from accel_cli.arguments import FLAGS, help_text, read_arguments
+from accel_cli.launch.command import make_plan
+from accel_cli.launch.hosts import HostDevices
 from accel_state.errors import AccelError, SettingsError
-from accel_state.settings import OPTIONS, combine, from_environ, merge_sources, parse_environ, parse_file
+from accel_state.settings import OPTIONS, from_environ, merge_layers, merge_sources, parse_environ, parse_file
+from accel_state.settings.engines import MegatronSettings
 from accel_state.settings.file import to_content
 from accel_state.settings.model import BY_KEY, BY_VARIABLE
-from accel_state.settings.sections.megatron import MegatronSettings
 
 
 def plan(*line, environ=None, file=None, gpus=4, **machine):
     read = read_arguments([*line, "train.py"])
     merged = merge_sources(read.sourced, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
     return make_plan(
-        merged, read.script, read.script_arguments, environ or {}, Machine(gpus=gpus, cores=8, **machine)
+        merged, read.script, read.script_arguments, environ or {}, HostDevices(gpus=gpus, cores=8, **machine)
     )
 
 
@@ -194,7 +194,7 @@ def test_every_setting_is_in_the_parser_the_file_the_environment_the_questions_a
         assert option.variable is None or f"[{option.variable}" in text
     if option.key and option.name:
         value = VALUES[option.path]
-        merged = combine(parse_file(nested(option.key, value), "run.yaml"))
+        merged = merge_layers(parse_file(nested(option.key, value), "run.yaml"))
         content = to_content(merged.settings)
         engine = option.section in {"fsdp", "deepspeed", "megatron"}
         assert engine or read_back(content, option.key) is not None

@@ -19,35 +19,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.config.defaults import HostInfo, suggestion
-from accel_cli.launch import (
-    deepspeed_hosts,
-    run_deepspeed,
-    run_mpi,
-    run_pod,
-    run_sagemaker,
-    run_xla,
-    sagemaker_job,
-    xla_workers,
-)
-from accel_cli.launch.args import read_arguments
-from accel_cli.launch.command import parse_slurm, probe_host
-from accel_cli.launch.exit_codes import run_program
-from accel_cli.launch.machine import Machine
-from accel_cli.launch.plan import make_plan
-from accel_cli.launch.run_sagemaker import hyperparameters
+from accel_cli.arguments import read_arguments
+from accel_cli.interview import HostInfo, suggestion
+from accel_cli.launch import deepspeed_hosts, launchers, sagemaker, xla_workers
+from accel_cli.launch.command import make_plan, parse_slurm, probe_host
+from accel_cli.launch.hosts import HostDevices
+from accel_cli.launch.launchers import run_program
+from accel_cli.launch.sagemaker import hyperparameters
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
-from accel_state.settings import Settings, combine, from_environ, parse_environ, parse_file
+from accel_state.settings import Settings, from_environ, merge_layers, parse_environ, parse_file
 from accel_state.settings.model import BY_PATH
-from accel_state.settings.sections.remote import TpuSettings
+from accel_state.settings.run import TpuSettings
 
-EIGHT = Machine(gpus=8, cores=64)
+EIGHT = HostDevices(gpus=8, cores=64)
 
 
 def plan(*line, environ=None, file=None, machine=EIGHT, script="train.py"):
     read = read_arguments([*line, script, "--lr", "1"])
     outside = environ or {}
-    merged = combine(
+    merged = merge_layers(
         read.sourced, parse_environ(outside), parse_slurm(outside), parse_file(file or {}, "run.yaml")
     )
     return make_plan(merged, read.script, read.script_arguments, outside, machine)
@@ -89,7 +79,7 @@ def test_each_kind_of_mpirun_gets_its_own_flags(version, expected, script):
     made = plan(*line, file={"distributed_type": "MULTI_CPU"}, script=script)
     assert made.runner == "mpirun"
     environ = {**made.environ, "MASTER_ADDR": "n1"}
-    words = run_mpi.arguments(made, run_mpi.make_of(version), environ)
+    words = launchers.mpi_arguments(made, launchers.make_of(version), environ)
     end = words.index(sys.executable)
     assert words[:end] == expected
     assert words[end:] == [sys.executable, "-m", "accel_cli.launch.worker", "--aloud", script, "--lr", "1"]
@@ -97,12 +87,14 @@ def test_each_kind_of_mpirun_gets_its_own_flags(version, expected, script):
 
 def test_an_unknown_mpirun_is_named():
     with pytest.raises(SettingsError, match=r"'something else'.*Open MPI, Intel MPI, MVAPICH, MPICH"):
-        run_mpi.make_of("something else")
+        launchers.make_of("something else")
 
 
 def test_without_mpirun_the_message_names_it(script):
     with pytest.raises(MissingDependencyError, match="mpirun_hostfile asks for mpirun"):
-        run_mpi.job(plan("--mpirun_hostfile", "hosts", "--cpu", script=script, environ={"PATH": ""}))
+        launchers.mpi_command(
+            plan("--mpirun_hostfile", "hosts", "--cpu", script=script, environ={"PATH": ""})
+        )
 
 
 HOSTS = ["--use_deepspeed", "--deepspeed_hostfile", "hosts", "--num_machines", "2"]
@@ -123,7 +115,7 @@ HOSTS = ["--use_deepspeed", "--deepspeed_hostfile", "hosts", "--num_machines", "
 def test_a_hostfile_is_handed_to_deepspeeds_launcher(line, expected):
     made = plan(*HOSTS, *line, "--zero_stage", "3", machine=replace(EIGHT, hosts={"a": 8, "b": 4}))
     assert (made.runner, made.launch.num_processes) == ("deepspeed", 12)
-    words = run_deepspeed.arguments(made, 1234)
+    words = launchers.deepspeed_arguments(made, 1234)
     assert words[-3:] == ["train.py", "--lr", "1"]
     assert {*expected, ("--hostfile", "hosts")} <= {*pairs(words)}
     assert {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"} <= {
@@ -265,7 +257,7 @@ POD = {
 
 def test_a_pod_runs_the_command_on_every_machine():
     made = plan(file=POD)
-    words = run_pod.arguments(made)
+    words = launchers.pod_arguments(made)
     assert made.runner == "pod"
     assert words[:6] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone=us-central1-a"]
     assert words[-1] == "--worker=all"
@@ -279,7 +271,7 @@ def test_a_pod_runs_the_command_on_every_machine():
 
 def test_every_machine_of_a_pod_shards_as_the_file_says():
     made = plan(file={**POD, "tpu_env": [], "fsdp_config": {"xla": True, "xla_fsdp_v2": True}})
-    _, line = run_pod.arguments(made)[-2].removeprefix("--command=").split("; ")
+    _, line = launchers.pod_arguments(made)[-2].removeprefix("--command=").split("; ")
     words = shlex.split(line)
     start = words.index("accel")
     variables = dict(word.split("=", 1) for word in words[1:start])
@@ -291,7 +283,7 @@ def test_every_machine_of_a_pod_shards_as_the_file_says():
 
 def test_a_pod_takes_some_machines_root_and_a_file_of_commands():
     file = {**POD, "tpu_vm": ["vm-1", "vm-2"], "tpu_use_sudo": True}
-    words = run_pod.arguments(plan(file=file, machine=replace(EIGHT, commands=("ls", "pwd"))))
+    words = launchers.pod_arguments(plan(file=file, machine=replace(EIGHT, commands=("ls", "pwd"))))
     assert words[-1] == "--worker=vm-1,vm-2"
     assert words[-2].startswith("--command=ls; pwd; sudo env ")
 
@@ -305,9 +297,9 @@ def test_a_comment_in_the_file_of_commands_leaves_the_command_that_follows(tmp_p
 
 def test_no_word_of_a_config_file_becomes_an_option_of_gcloud():
     with pytest.raises(SettingsError, match="tpu_name is '--impersonate-service-account=x'"):
-        run_pod.arguments(plan(file={**POD, "tpu_name": "--impersonate-service-account=x"}))
+        launchers.pod_arguments(plan(file={**POD, "tpu_name": "--impersonate-service-account=x"}))
     evil = {"tpu_zone": "--zone", "tpu_vm": ["--impersonate-service-account=x"], "commands": ["--quiet"]}
-    words = run_pod.arguments(plan(file={**POD, **evil}))
+    words = launchers.pod_arguments(plan(file={**POD, **evil}))
     assert [word.partition("=")[0] for word in words if word.startswith("-")] == [
         "--zone", "--command", "--worker",
     ]  # fmt: skip
@@ -315,7 +307,7 @@ def test_no_word_of_a_config_file_becomes_an_option_of_gcloud():
 
 @pytest.mark.skipif(which("gcloud") is None, reason="gcloud is not installed")
 def test_gcloud_reads_the_command_line_of_a_pod(tmp_path):
-    line = ["gcloud", *run_pod.arguments(plan(file=POD))]
+    line = ["gcloud", *launchers.pod_arguments(plan(file=POD))]
     environ = {**os.environ, "CLOUDSDK_CONFIG": str(tmp_path), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
     told = [
         subprocess.run([*line, *more], env=environ, capture_output=True, text=True, check=False)
@@ -356,7 +348,12 @@ def test_one_process_drives_a_tpu_machine_where_the_compiler_shards(tmp_path):
     made = plan(file=file, script=str(tmp_path / "train.py"))
     assert made.runner == "xla_spmd"
     assert made.launcher.explain.startswith("one process drives all chips")
-    assert run_xla.job_of_one(made).command[1:5] == ("-m", "accel_cli.launch.xla_workers", "one", "main")
+    assert launchers.xla_spmd_command(made).command[1:5] == (
+        "-m",
+        "accel_cli.launch.xla_workers",
+        "one",
+        "main",
+    )
 
 
 CLOUD = {
@@ -372,7 +369,7 @@ def test_a_job_of_sagemaker_has_the_arguments_of_the_estimator(script, tmp_path)
     metrics.write_text("metric_name\tmetric_regex\nloss\tloss=([0-9.]+)\n")
     file = {**CLOUD, "sagemaker_inputs_file": str(inputs), "sagemaker_metrics_file": str(metrics)}
     made = plan("--aws_access_key_id", "id", "--aws_secret_access_key", "hush", file=file, script=script)
-    job = run_sagemaker.job(made)
+    job = sagemaker.sagemaker_command(made)
     told = json.loads(job.command[-1])
     assert told["inputs"] == {"train": "s3://bucket/train"}
     estimator = told["estimator"]
@@ -400,7 +397,7 @@ def test_a_job_of_sagemaker_is_started_with_what_was_planned():
         def fit(self, inputs):
             seen.append(inputs)
 
-    sagemaker_job.main(
+    sagemaker.main(
         [json.dumps({"estimator": {"role": "r"}, "inputs": None})],
         {"sagemaker.huggingface": SimpleNamespace(HuggingFace=HuggingFace)}.__getitem__,
     )
@@ -427,7 +424,7 @@ def test_the_sdk_of_sagemaker_accepts_the_arguments(script):
     role = {"iam_role_name": "arn:aws:iam::123456789012:role/trainer"}
     cases = [("NO", {}), ("DATA_PARALLEL", {}), ("MODEL_PARALLEL", {}), ("NO", SUGGESTED)]
     files = [{**CLOUD, **software, "distributed_type": kind, **role} for kind, software in cases]
-    told = json.dumps([run_sagemaker.estimator_arguments(plan(file=file, script=script)) for file in files])
+    told = json.dumps([sagemaker.estimator_arguments(plan(file=file, script=script)) for file in files])
     environ = {"AWS_DEFAULT_REGION": "us-east-1", "HOME": str(Path(script).parent)}
     done = subprocess.run([sys.executable, "-c", CHECK, told], env=environ, capture_output=True, check=True)
     found = [
@@ -469,7 +466,7 @@ def test_a_program_of_ours_ends_with_a_sentence(capsys):
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        (sagemaker_job, ["{}"]),
+        (sagemaker, ["{}"]),
         (deepspeed_hosts, ["--export="]),
         (xla_workers, ["main", "train.py"]),
     ],

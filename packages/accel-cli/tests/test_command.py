@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import accel_cli
 from accel_cli import config_file as file
-from accel_cli import env_report
+from accel_cli.arguments import FLAGS
+from accel_cli.commands import env
 from accel_cli.launch import command
-from accel_cli.launch.args import FLAGS
 from accel_cli.main import COMMANDS, main
 from accel_state.errors import SettingsError
 
@@ -193,7 +193,7 @@ def test_a_config_file_of_an_older_format_is_used_and_says_so(became, tmp_path, 
 @pytest.fixture
 def without_torch(monkeypatch):
     """The report without the facts that need torch, which takes seconds to import."""
-    monkeypatch.setattr(env_report, "_LATE", {"late fact": ("json", lambda module: module.__name__)})
+    monkeypatch.setattr(env, "_LATE", {"late fact": ("json", lambda module: module.__name__)})
 
 
 def test_the_report_is_text_or_json_of_the_same_facts(without_torch, capsys):
@@ -204,13 +204,13 @@ def test_the_report_is_text_or_json_of_the_same_facts(without_torch, capsys):
     has_megatron = "megatron-core" in facts["libraries"]
     assert facts["experimental"] == ["training by Megatron has not run on a GPU yet"] * has_megatron
     assert main(["env"]) == 0
-    assert capsys.readouterr().out == env_report.as_text(facts)
+    assert capsys.readouterr().out == env.as_text(facts)
 
 
 def test_the_report_tells_settings_and_who_made_them_but_no_other_variable(without_torch, tmp_path):
     (tmp_path / "run.yaml").write_text("debug: true\n")
     environ = {"ACCELERATE_MIXED_PRECISION": "bf16", "HF_TOKEN": "secret", "HF_HOME": str(tmp_path)}
-    facts = env_report.report(environ, str(tmp_path / "run.yaml"))
+    facts = env.report(environ, str(tmp_path / "run.yaml"))
     assert facts["settings"] == {
         "precision.mixed_precision": "bf16 (variable ACCELERATE_MIXED_PRECISION)",
         "process.debug": f"True (key debug of {tmp_path / 'run.yaml'})",
@@ -222,10 +222,10 @@ def test_what_is_broken_is_reported_and_does_not_end_the_report(monkeypatch, tmp
     def fail(module):
         raise OSError("libcudart.so.13: cannot open shared object file")
 
-    monkeypatch.setattr(env_report, "_LATE", {"torch": ("json", fail)})
+    monkeypatch.setattr(env, "_LATE", {"torch": ("json", fail)})
     (tmp_path / "run.yaml").write_text("num_proceses: 2\n")
     environ = {"RANK": "one", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "HF_HOME": "/nowhere"}
-    facts = env_report.report(environ, str(tmp_path / "run.yaml"))
+    facts = env.report(environ, str(tmp_path / "run.yaml"))
     assert facts["torch"] == "cannot be asked: OSError: libcudart.so.13: cannot open shared object file"
     assert "key num_proceses" in facts["settings"]
     assert "'one'" in facts["launcher"]
@@ -238,10 +238,10 @@ def test_every_device_is_reported_with_its_memory():
         get_device_properties = staticmethod(lambda index: SimpleNamespace(name="H200", total_memory=150e9))
 
     kind = SimpleNamespace(module=Module, name="cuda", backend="nccl", least_torch="2.11")
-    facts = env_report._devices(SimpleNamespace(available_kind=lambda: kind))
+    facts = env._devices(SimpleNamespace(available_kind=lambda: kind))
     assert (facts["count"], facts["names"]) == (2, ["H200, 150.0 GB"] * 2)
 
 
 def test_the_report_tells_the_launcher(without_torch):
-    facts = env_report.report({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "HF_HOME": "/nowhere"})
+    facts = env.report({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "HF_HOME": "/nowhere"})
     assert facts["launcher"] == "torchrun, rank 1 of 4"

@@ -10,7 +10,7 @@ import pytest
 from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.config_file import WRITTEN_BY, read, read_config, text_of
 from accel_state.errors import SettingsError
-from accel_state.regular_file import CONFIG_LIMIT
+from accel_state.files import CONFIG_LIMIT
 
 BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
     f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n  k{i}: 1\n" for i in range(1, 10)

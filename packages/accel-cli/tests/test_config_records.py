@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import yaml
 
-from accel_cli import config_records
-from accel_cli.config_records import ClusterConfig, SageMakerConfig, load_config_from_file
+from accel_cli import programs
+from accel_cli.programs import ClusterConfig, SageMakerConfig, load_config_from_file
 from accel_state.errors import SettingsError
 from accel_state.labels import ComputeEnvironment, DistributedType
 from accel_state.settings.model import BY_KEY
@@ -75,4 +75,4 @@ def test_keys_that_only_accel_has_are_kept(tmp_path):
 def test_the_fields_are_keys_that_a_file_can_have():
     fields = {field.name for kind in (ClusterConfig, SageMakerConfig) for field in dataclasses.fields(kind)}
     assert fields - {"further"} <= {key.partition(".")[0] for key in BY_KEY}
-    assert config_records.default_config_file.startswith(config_records.cache_dir)
+    assert programs.default_config_file.startswith(programs.cache_dir)

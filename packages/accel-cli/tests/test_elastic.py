@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from accel_cli.launch import elastic, signals
-from accel_cli.launch.worker_errors import stood_file, worker_error
+from accel_cli.launch import elastic
+from accel_train.worker_errors import stack_file, worker_error
 
 NOBODY = 2**22 + 1  # more than there are process ids
 
@@ -146,7 +146,7 @@ def interrupted(folder):
                 stack = (
                     'Stack:\n  File "a.py", line 2 in f\n  File "a.py", line 3 in <module>\nStack:\n  File'
                 )
-                stood_file(str(error), rank).write_text(stack)
+                stack_file(str(error), rank).write_text(stack)
     raise SignalException
 
 
@@ -170,10 +170,10 @@ def test_an_interrupt_before_anything_runs_is_no_traceback():
 
 
 def test_signals_that_nohup_or_a_shell_has_turned_off_stay_so(monkeypatch):
-    monkeypatch.setattr(signals, "children", list)
+    monkeypatch.setattr(elastic, "children", list)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        relay = signals.Relay(lambda message, number: OSError(message))
+        relay = elastic.SignalForwarder(lambda message, number: OSError(message))
         with relay.listening():
             signal.raise_signal(signal.SIGHUP)
             with pytest.raises(OSError, match="got SIGTERM"):
@@ -185,15 +185,15 @@ def test_signals_that_nohup_or_a_shell_has_turned_off_stay_so(monkeypatch):
 
 
 def test_a_signal_that_asks_for_no_end_is_passed_on_and_a_second_interrupt_kills(monkeypatch):
-    monkeypatch.setattr(signals, "_SAME", 0)
+    monkeypatch.setattr(elastic, "_SAME", 0)
     source = "import signal; signal.sigwait([signal.SIGUSR1]); print('told', flush=True); signal.pause()"
     block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGTERM]); "
-    relay = signals.Relay(lambda message, number: OSError(message))
+    relay = elastic.SignalForwarder(lambda message, number: OSError(message))
     with relay.listening(), subprocess.Popen(
         [sys.executable, "-c", block + "print('here', flush=True); " + source],
         stdout=subprocess.PIPE, text=True, start_new_session=True,
     ) as worker:  # fmt: skip
-        monkeypatch.setattr(signals, "children", lambda: [worker.pid])
+        monkeypatch.setattr(elastic, "children", lambda: [worker.pid])
         assert worker.stdout.readline() == "here\n"
         signal.raise_signal(signal.SIGUSR1)
         assert worker.stdout.readline() == "told\n"

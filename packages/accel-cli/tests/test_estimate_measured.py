@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from accel_cli.commands.estimate.memory import Job, estimate
+from accel_cli.commands.estimate.memory import TrainingSetup, estimate
+from accel_cli.commands.estimate.meta_model import sizes_of, weights_in
 from accel_cli.commands.estimate.trace import moments_of
-from accel_cli.commands.estimate.weights import sizes_of, weights_in
 
 WIDTH = 128
 
@@ -80,7 +80,9 @@ def test_the_estimate_of_one_process_is_within_a_tenth_of_what_is_measured(batch
         model = Net()
         model.head.weight = model.embed.weight
     moments = moments_of(model, passes(batch, length), dtype=dtype)
-    job = Job(sizes=sizes_of(model), width=4 if dtype is None else 2, moments=moments, at_once=False)
+    job = TrainingSetup(
+        sizes=sizes_of(model), width=4 if dtype is None else 2, moments=moments, at_once=False
+    )
     assert estimate("one device", job).device == pytest.approx(measured(batch, length, dtype), rel=0.1)
 
 

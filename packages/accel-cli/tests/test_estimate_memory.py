@@ -6,18 +6,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.commands.estimate.memory import STRATEGIES, Estimate, Job, Moment, Sizes, estimate
-from accel_cli.commands.estimate.suggest import HEADROOM, candidates, config_of, devices_needed, fits, suggest
+from accel_cli.commands.estimate.memory import (
+    HEADROOM,
+    STRATEGIES,
+    Estimate,
+    MemoryPeak,
+    ModelSizes,
+    TrainingSetup,
+    candidates,
+    config_of,
+    devices_needed,
+    estimate,
+    fits,
+    suggest,
+)
 
 GB = 10**9
-BILLION = Sizes(parameters=GB, trainable=GB, blocks=(GB // 10,) * 9, largest=GB // 10)
+BILLION = ModelSizes(parameters=GB, trainable=GB, blocks=(GB // 10,) * 9, largest=GB // 10)
 
 
 def jobs():
     block = st.integers(1, 10**7)
     return st.builds(
-        lambda blocks, rest, devices, width, activations: Job(
-            sizes=Sizes(
+        lambda blocks, rest, devices, width, activations: TrainingSetup(
+            sizes=ModelSizes(
                 parameters=sum(blocks) + rest,
                 trainable=sum(blocks) + rest,
                 blocks=tuple(blocks),
@@ -26,9 +38,9 @@ def jobs():
             devices=devices,
             width=width,
             moments=(
-                Moment(activations=activations, casts=activations // 3),
-                Moment(activations=activations // 4, gradients=(sum(blocks) + rest) // 2),
-                Moment(gradients=sum(blocks) + rest),
+                MemoryPeak(activations=activations, casts=activations // 3),
+                MemoryPeak(activations=activations // 4, gradients=(sum(blocks) + rest) // 2),
+                MemoryPeak(gradients=sum(blocks) + rest),
             ),
         ),
         st.lists(block, max_size=6),
@@ -41,7 +53,7 @@ def jobs():
 
 def test_the_bytes_of_each_element_are_those_of_the_textbook():
     """Adam in float32: 4 for the weight, 4 for the gradient, 8 for the moments, and what the step takes."""
-    parts = estimate("one device", Job(sizes=BILLION)).parts
+    parts = estimate("one device", TrainingSetup(sizes=BILLION)).parts
     assert parts == {
         "parameters": 4 * GB, "gradients": 4 * GB, "optimizer": 8 * GB, "communication": 0, "working": 4 * GB,
     }  # fmt: skip
@@ -53,7 +65,7 @@ def test_zero_takes_what_its_authors_say():
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
     DeepSpeed has the gradients of the shard twice at times.
     """
-    job = Job(sizes=BILLION, devices=64, width=2)
+    job = TrainingSetup(sizes=BILLION, devices=64, width=2)
 
     def states(strategy):
         parts = estimate(strategy, job).parts
@@ -130,7 +142,9 @@ def test_what_is_offloaded_has_to_fit_into_the_host_that_several_devices_share()
 
 
 def test_a_suggested_config_has_the_documented_keys():
-    config = config_of("FSDP2, offloaded", Job(sizes=BILLION, devices=8, width=2), checkpointing=True)
+    config = config_of(
+        "FSDP2, offloaded", TrainingSetup(sizes=BILLION, devices=8, width=2), checkpointing=True
+    )
     assert config == {
         "distributed_type": "FSDP",
         "mixed_precision": "bf16",
@@ -147,7 +161,9 @@ def test_a_suggested_config_has_the_documented_keys():
 
 def test_ranks_of_megatron_that_share_sequences_have_a_part_of_the_activations_each():
     """And the same weights; the distributed optimizer shards its state over them, too."""
-    job = Job(sizes=BILLION, devices=8, moments=(Moment(activations=80 * GB),), tensor=2, at_once=False)
+    job = TrainingSetup(
+        sizes=BILLION, devices=8, moments=(MemoryPeak(activations=80 * GB),), tensor=2, at_once=False
+    )
     shared = replace(job, context=4)
     for name in ("Megatron", "Megatron, distributed optimizer"):
         alone, found = estimate(name, job).parts, estimate(name, shared).parts

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from accel_cli.launch import command, machine
+from accel_cli.launch import command, hosts
 from accel_cli.main import main
 
 
@@ -73,7 +73,7 @@ def test_the_number_of_processes_that_nobody_gave_is_reported(explained):
 
 
 def test_what_is_not_used_says_so(explained, monkeypatch):
-    monkeypatch.setattr(machine, "_present", lambda: 1)
+    monkeypatch.setattr(hosts, "_present", lambda: 1)
     text = explained(
         "--multi_gpu", "--num_processes", "1",
         environ={"CUDA_VISIBLE_DEVICES": "0"},

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from accel_cli import env_report
-from accel_cli.commands.arguments import Parser
+from accel_cli.arguments import Parser
+from accel_cli.commands import env
 from accel_cli.main import COMMANDS, main
 from accel_state.errors import SettingsError
 
@@ -50,7 +50,7 @@ def as_json(value):
 @pytest.fixture
 def quick(monkeypatch):
     """The report without the facts that need torch."""
-    monkeypatch.setattr(env_report, "_LATE", {})
+    monkeypatch.setattr(env, "_LATE", {})
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.launch.hostfile import filtered, first_machine, parse_hosts, read_hosts
+from accel_cli.launch.hosts import filtered, first_machine, parse_hosts, read_hosts
 from accel_state.errors import SettingsError
 
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from accel_cli.commands.estimate.meta_model import meta_model
-from accel_cli.commands.estimate.weights import sizes_of
+from accel_cli.commands.estimate.meta_model import meta_model, sizes_of
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:

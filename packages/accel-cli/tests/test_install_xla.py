@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from accel_cli import install_xla as place
-from accel_cli.install_xla import InstallationError, commands, has_tpu, install_xla
+from accel_cli.commands import tpu as place
+from accel_cli.commands.tpu import InstallationError, commands, has_tpu, install_xla
 from accel_state.errors import UnsupportedError
 
 

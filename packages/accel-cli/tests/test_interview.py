@@ -5,15 +5,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.config import basic, command
-from accel_cli.config.command import commands, find_conflicts, summary
-from accel_cli.config.defaults import HostInfo, probe_host, suggestion
-from accel_cli.config.interview import Back, interview, question_about
+from accel_cli.commands import config
+from accel_cli.commands.config import commands, find_conflicts, summary
 from accel_cli.config_file import read_config, text_of, write
+from accel_cli.interview import HostInfo, PreviousQuestion, interview, probe_host, question_about, suggestion
 from accel_cli.main import main
 from accel_cli.output import as_text
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, Settings, combine, parse_file, to_content
+from accel_state.settings import OPTIONS, Settings, merge_layers, parse_file, to_content
 from accel_state.settings.model import value_at
 
 LAPTOP = HostInfo(cores=8)
@@ -53,7 +52,7 @@ def test_who_goes_back_is_asked_again_with_the_earlier_answer():
         asked.append((question.path, question.default))
         if question.path == "launch.num_processes" and ("back", "yes") not in asked:
             asked.append(("back", "yes"))
-            raise Back
+            raise PreviousQuestion
         return first.pop(question.path, question.default)
 
     settings = interview(ask, LAPTOP)
@@ -69,13 +68,13 @@ def test_who_goes_back_is_asked_again_with_the_earlier_answer():
 
 
 def test_going_back_forgets_what_only_followed_from_the_answer():
-    steps = iter(["MULTI_GPU", "3", Back, Back, "NO"])
+    steps = iter(["MULTI_GPU", "3", PreviousQuestion, PreviousQuestion, "NO"])
 
     def ask(question):
         if question.path in {"launch.distributed_type", "launch.num_machines", "launch.num_processes"}:
             step = next(steps)
-            if step is Back:
-                raise Back
+            if step is PreviousQuestion:
+                raise PreviousQuestion
             return step
         return question.default
 
@@ -90,7 +89,7 @@ def test_at_the_first_question_back_asks_it_again():
     def ask(question):
         asked.append(question.path)
         if len(asked) == 1:
-            raise Back
+            raise PreviousQuestion
         return question.default
 
     interview(ask, LAPTOP)
@@ -228,7 +227,9 @@ def test_any_answers_make_a_file_that_is_read_back(data, found):
         return question.default or "1"
 
     settings = interview(ask, found)
-    again = combine(parse_file(yaml.safe_load(yaml.safe_dump(to_content(settings))), "run.yaml")).settings
+    again = merge_layers(
+        parse_file(yaml.safe_load(yaml.safe_dump(to_content(settings))), "run.yaml")
+    ).settings
     assert to_content(again) == to_content(settings)
     find_conflicts(settings, found)
     assert commands(settings, None)
@@ -265,7 +266,7 @@ def test_several_machines_get_a_command_each():
 @pytest.fixture
 def environ(monkeypatch, tmp_path):
     outside = {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    for module in (basic, command):
+    for module in (config, config):
         monkeypatch.setattr(module, "read", lambda: outside)
     return outside
 
@@ -274,7 +275,7 @@ def test_a_file_for_this_machine_is_written_once(environ, tmp_path, capsys):
     path = tmp_path / "accelerate/default_config.yaml"
     assert main(["config", "default", "--mixed_precision", "bf16"]) == 0
     assert str(path) in capsys.readouterr().out
-    settings = combine(read_config(None, environ).sourced).settings
+    settings = merge_layers(read_config(None, environ).sourced).settings
     assert settings.precision.mixed_precision == "bf16"
     assert settings.process.use_cpu
     before = path.read_text()
@@ -297,12 +298,12 @@ def test_a_file_of_an_older_format_is_rewritten(environ, tmp_path, capsys, suffi
 
 def test_there_must_be_a_file_to_update(environ):
     with pytest.raises(SettingsError, match="no config file"):
-        basic.update(None)
+        config.update(None)
 
 
 def test_no_precision_but_a_known_one_is_written(environ):
     with pytest.raises(SettingsError, match=r"mixed_precision='bf61'"):
-        basic.write_basic_config("bf61")
+        config.write_basic_config("bf61")
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.launch import args
-from accel_cli.launch.args import FLAGS, help_text, read_arguments
+from accel_cli import arguments
+from accel_cli.arguments import FLAGS, help_text, read_arguments
 from accel_state.errors import AccelError, SettingsError
 from accel_state.settings import OPTIONS, Layer
 
@@ -156,4 +156,4 @@ def test_help_tells_every_flag_its_variable_and_its_key():
             assert ", ".join(option.flags) in text
             assert all(place in text for place in (option.variable, option.key) if place)
     assert max(map(len, help_text().splitlines())) <= 100
-    assert args.USAGE in text
+    assert arguments.USAGE in text

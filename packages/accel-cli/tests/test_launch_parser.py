@@ -8,11 +8,17 @@ from argparse import ArgumentParser, Namespace
 
 import pytest
 
-from accel_cli import command_functions
-from accel_cli.command_functions import env_command, merge_command
-from accel_cli.launch.args import FLAGS, read_arguments
-from accel_cli.launch.namespace import attribute_of, parse_namespace
-from accel_cli.launch.parser import _validate_launch_command, launch_command, launch_command_parser
+from accel_cli import programs
+from accel_cli.arguments import FLAGS, read_arguments
+from accel_cli.programs import (
+    _validate_launch_command,
+    attribute_of,
+    env_command,
+    launch_command,
+    launch_command_parser,
+    merge_command,
+    parse_namespace,
+)
 from accel_state.errors import SettingsError
 
 WORDS = {"word": "1", "list": "a=1", "table": '{"a": 1}'}
@@ -100,13 +106,13 @@ COMMANDS = {
 def test_every_command_can_be_that_of_another_program():
     parser = ArgumentParser("mine")
     subparsers = parser.add_subparsers(required=True)
-    for make in (*(getattr(command_functions, name) for name in COMMANDS.values()), launch_command_parser):
+    for make in (*(getattr(programs, name) for name in COMMANDS.values()), launch_command_parser):
         make(subparsers)
     args = parser.parse_args(["env", "--json"])
     assert (args.func, args.json) == (env_command, True)
     assert parser.parse_args(["launch", "--cpu", "train.py"]).func is launch_command
     for name in COMMANDS.values():
-        assert getattr(command_functions, name)().prog.startswith("accel ")
+        assert getattr(programs, name)().prog.startswith("accel ")
 
 
 def test_a_command_takes_the_namespace_of_another_parser(tmp_path):
@@ -115,9 +121,7 @@ def test_a_command_takes_the_namespace_of_another_parser(tmp_path):
 
 
 def test_the_parser_imports_no_torch():
-    program = (
-        "import sys, accel_cli.launch.parser as p; p.launch_command_parser(); print('torch' in sys.modules)"
-    )
+    program = "import sys, accel_cli.programs as p; p.launch_command_parser(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
 

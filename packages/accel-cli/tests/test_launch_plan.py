@@ -7,23 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.launch import run_simple, run_torchrun
-from accel_cli.launch.args import read_arguments
-from accel_cli.launch.machine import Machine, _nvidia
-from accel_cli.launch.plan import make_plan
+from accel_cli.arguments import read_arguments
+from accel_cli.launch import launchers
+from accel_cli.launch.command import make_plan
+from accel_cli.launch.hosts import HostDevices, _nvidia
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
-from accel_state.settings import combine, from_environ, parse_environ, parse_file
+from accel_state.settings import from_environ, merge_layers, parse_environ, parse_file
 
 WORKER = ("--module", "accel_cli.launch.worker")
-NO_GPU = Machine(gpus=0, cores=8)
-FOUR_GPUS = Machine(gpus=4, cores=8)
+NO_GPU = HostDevices(gpus=0, cores=8)
+FOUR_GPUS = HostDevices(gpus=4, cores=8)
 
 
 def plan(*line, environ=None, file=None, machine=NO_GPU):
     read = read_arguments([*line, "train.py", "--lr", "1"])
-    merged = combine(read.sourced, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
+    merged = merge_layers(read.sourced, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
     return make_plan(merged, read.script, read.script_arguments, environ or {}, machine)
 
 
@@ -33,7 +33,7 @@ def uses_cpu(made):
 
 def torchrun(made, port=29500):
     """The arguments of torchrun as a mapping, and what comes after them."""
-    line = run_torchrun.torchrun_arguments(made, port)
+    line = launchers.torchrun_arguments(made, port)
     end = line.index("train.py")
     own = [word for word in line[:end] if word not in WORKER]
     return dict(word.removeprefix("--").partition("=")[::2] for word in own), line[end:]
@@ -137,7 +137,7 @@ def test_processes_are_spread_evenly_over_nodes_or_refused(processes, machines):
 
 @given(st.integers(2, 32), st.integers(1, 64))
 def test_several_processes_share_the_cores(processes, cores):
-    machine = Machine(gpus=0, cores=cores)
+    machine = HostDevices(gpus=0, cores=cores)
     threads = int(
         plan("--cpu", "--num_processes", str(processes), machine=machine).environ["OMP_NUM_THREADS"]
     )
@@ -178,18 +178,22 @@ def test_chosen_devices_are_the_only_visible_ones():
 
 
 def test_one_process_is_the_same_interpreter_with_the_script():
-    assert run_simple.job(plan()).command == (sys.executable, "train.py", "--lr", "1")
-    assert run_simple.job(plan("-m")).command == (sys.executable, "-m", "train.py", "--lr", "1")
+    assert launchers.simple_command(plan()).command == (sys.executable, "train.py", "--lr", "1")
+    assert launchers.simple_command(plan("-m")).command == (sys.executable, "-m", "train.py", "--lr", "1")
 
 
 def test_a_program_is_looked_up_on_the_path_of_the_worker(tmp_path):
     program = tmp_path / "train.py"
     environ = {"PATH": str(tmp_path)}
     with pytest.raises(SettingsError, match=r"'train\.py'"):
-        run_simple.job(plan("--no_python", environ=environ))
+        launchers.simple_command(plan("--no_python", environ=environ))
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    assert run_simple.job(plan("--no_python", environ=environ)).command == (str(program), "--lr", "1")
+    assert launchers.simple_command(plan("--no_python", environ=environ)).command == (
+        str(program),
+        "--lr",
+        "1",
+    )
 
 
 def test_one_process_gets_the_rendezvous_of_the_arguments():
@@ -239,21 +243,21 @@ def test_every_machine_knows_the_address_under_which_the_others_reach_it():
     line = ["--num_processes", "2", "--num_machines", "2", "--rdzv_backend", "c10d",
             "--main_process_ip", "127.0.0.1", "--main_process_port", "29400"]  # fmt: skip
     made = plan(*line, "--machine_rank", "1")
-    assert run_torchrun.local_address(made.launch) == "127.0.0.1", "the interface of the route to there"
-    assert run_torchrun.local_address(replace(made.launch, machine_rank=0, main_process_ip="gpu1")) == "gpu1"
-    assert run_torchrun.local_address(replace(made.launch, main_process_ip="no.such.host.invalid")) is None
-    assert "--local_addr=10.0.0.7" in run_torchrun.torchrun_arguments(made, 29400, "10.0.0.7")
-    assert not any("local_addr" in one for one in run_torchrun.torchrun_arguments(made, 29400))
+    assert launchers.local_address(made.launch) == "127.0.0.1", "the interface of the route to there"
+    assert launchers.local_address(replace(made.launch, machine_rank=0, main_process_ip="gpu1")) == "gpu1"
+    assert launchers.local_address(replace(made.launch, main_process_ip="no.such.host.invalid")) is None
+    assert "--local_addr=10.0.0.7" in launchers.torchrun_arguments(made, 29400, "10.0.0.7")
+    assert not any("local_addr" in one for one in launchers.torchrun_arguments(made, 29400))
 
 
 def test_a_script_that_is_not_there_starts_nothing():
     with pytest.raises(SettingsError, match=r"'train\.py'"):
-        run_torchrun.job(plan("--num_processes", "2"))
+        launchers.torchrun_command(plan("--num_processes", "2"))
 
 
 def requested_port(asked, free, **kwargs):
     launch = replace(plan("--num_processes", "2").launch, main_process_port=asked, **kwargs)
-    return run_torchrun.requested_port(launch, is_in_use=lambda port: not free)
+    return launchers.requested_port(launch, is_in_use=lambda port: not free)
 
 
 def test_a_port_that_was_asked_for_must_be_free_on_the_first_machine():
@@ -266,7 +270,7 @@ def test_a_port_that_was_asked_for_must_be_free_on_the_first_machine():
 @pytest.mark.parametrize("line", [[], ["--main_process_port", "0"], ["--rdzv_backend", "c10d"]])
 def test_without_a_wish_the_port_is_chosen_as_it_is_bound(line):
     made = plan("--num_processes", "2", *line)
-    assert run_torchrun.requested_port(made.launch) is None
+    assert launchers.requested_port(made.launch) is None
     options, _ = torchrun(made, None)
     assert options["rdzv_backend"] == "c10d"
     assert options["rdzv_endpoint"] == "127.0.0.1:0"
@@ -275,8 +279,8 @@ def test_without_a_wish_the_port_is_chosen_as_it_is_bound(line):
 
 def test_launchers_that_choose_no_port_get_one_that_is_free():
     launch = plan("--num_processes", "2").launch
-    assert run_torchrun.choose_port(launch) not in {0, 29500}
-    assert run_torchrun.choose_port(replace(launch, main_process_port=29400)) == 29400
+    assert launchers.choose_port(launch) not in {0, 29500}
+    assert launchers.choose_port(replace(launch, main_process_port=29400)) == 29400
 
 
 @pytest.mark.parametrize(
@@ -288,7 +292,7 @@ def test_launchers_that_choose_no_port_get_one_that_is_free():
         (["--gpu_ids", "0,4,7"], FOUR_GPUS, ["--gpu_ids", "GPU 4, 7", "has 4"]),
         (["--num_processes", "5"], FOUR_GPUS, ["--num_processes asks for 5", "4 GPUs", "--cpu"]),
         (["--multi_gpu", "--num_processes", "5"], FOUR_GPUS, ["--num_processes asks for 5", "4 GPUs"]),
-        (["--num_processes", "3"], Machine(gpus=2, cores=8, installed=8), ["3 processes", "2 GPUs"]),
+        (["--num_processes", "3"], HostDevices(gpus=2, cores=8, installed=8), ["3 processes", "2 GPUs"]),
     ],
 )
 def test_devices_that_were_asked_for_and_are_absent_are_an_error(line, machine, said):
@@ -308,7 +312,7 @@ def test_devices_that_were_asked_for_and_are_absent_are_an_error(line, machine, 
     ],
 )
 def test_what_may_be_there_is_no_error(line, environ):
-    machine = Machine(gpus=2, cores=8, installed=8) if "--gpu_ids" in line else NO_GPU
+    machine = HostDevices(gpus=2, cores=8, installed=8) if "--gpu_ids" in line else NO_GPU
     assert plan(*line, machine=machine, environ=environ).launch.num_processes in {2, 8}
 
 
@@ -326,7 +330,7 @@ def test_quiet_reaches_the_launcher_of_the_workers(tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     loud, quiet = (
-        run_torchrun.job(plan("--num_processes", "2", *line)).command for line in ([], ["--quiet"])
+        launchers.torchrun_command(plan("--num_processes", "2", *line)).command for line in ([], ["--quiet"])
     )
     assert loud[:3] == (sys.executable, "-m", "accel_cli.launch.elastic")
     assert (loud[3].startswith("--nproc"), quiet[3]) == (True, "--quiet")

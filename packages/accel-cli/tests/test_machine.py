@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from accel_cli.launch import machine
+from accel_cli.launch import hosts
 
 
 @pytest.mark.parametrize(
@@ -21,17 +21,17 @@ from accel_cli.launch import machine
     ],
 )
 def test_the_environment_narrows_the_choice_of_gpus(environ, expected):
-    assert machine.count_gpus(environ, 8) == expected
+    assert hosts.count_gpus(environ, 8) == expected
 
 
 def test_this_machine_has_cores_and_no_hidden_gpus():
-    found = machine.this_machine({"CUDA_VISIBLE_DEVICES": ""})
+    found = hosts.probe_devices({"CUDA_VISIBLE_DEVICES": ""})
     assert found.cores >= 1
     assert found.gpus == 0
 
 
 def test_each_label_of_several_devices_restricts_them_by_its_own_variable():
-    assert machine.VISIBLE_DEVICES == {
+    assert hosts.VISIBLE_DEVICES == {
         "MULTI_GPU": "CUDA_VISIBLE_DEVICES",
         "MULTI_XPU": "ZE_AFFINITY_MASK",
         "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_cli.commands.estimate.meta_model import meta_model
-from accel_cli.commands.estimate.weights import sizes_of, weights_in
+from accel_cli.commands.estimate.meta_model import meta_model, sizes_of, weights_in
 from accel_cli.main import main
 from accel_ops.weights.write import save_state_dict
 from accel_state.errors import SettingsError

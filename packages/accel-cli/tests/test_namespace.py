@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from accel_cli.launch import namespace
-from accel_cli.launch.namespace import (
+from accel_cli import programs
+from accel_cli.programs import (
     prepare_deepspeed_cmd_env,
     prepare_multi_gpu_env,
     prepare_sagemager_args_inputs,
@@ -22,7 +22,7 @@ from accel_state.settings import from_environ
 @pytest.fixture
 def args(tmp_path, monkeypatch):
     """Flags as a parser leaves them, most of them not said."""
-    monkeypatch.setattr(namespace, "read", lambda: {"CUDA_VISIBLE_DEVICES": "", "PATH": "/bin"})
+    monkeypatch.setattr(programs, "read", lambda: {"CUDA_VISIBLE_DEVICES": "", "PATH": "/bin"})
     (tmp_path / "train.py").touch()
     nothing = {"cpu": False, "num_processes": None, "gpu_ids": "", "vm": None, "fsdp_version": None}
     return lambda **said: Namespace(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.commands.arguments import Parser, count
+from accel_cli.arguments import Parser, count
 from accel_cli.main import COMMANDS
 from accel_state.errors import SettingsError
 

@@ -10,31 +10,40 @@ import pytest
 pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 
+from accel_cli.commands import selftest
 from accel_cli.commands.check.command import find_problems, write_html
-from accel_cli.commands.check.trace import Chosen, Event, Record
-from accel_cli.commands.estimate.memory import Job, Moment, Sizes, estimate
-from accel_cli.commands.selftest import command as selftest
-from accel_cli.commands.selftest.results import Outcome, Report
+from accel_cli.commands.check.record import RankRecord, RecordedCollective, SelectedStrategy
+from accel_cli.commands.estimate.memory import MemoryPeak, ModelSizes, TrainingSetup, estimate
+from accel_cli.commands.selftest import Outcome, RankReport
 from accel_cli.html_report import timeline
 from accel_cli.main import main
-from accel_state.settings import combine
+from accel_state.settings import merge_layers
 
 LOADED = re.compile(r"""<(?:script|link|img)[^>]+(?:src|href)=["']?https?:""")
-SIZES = Sizes(parameters=10**6, trainable=10**6)
+SIZES = ModelSizes(parameters=10**6, trainable=10**6)
 
 
 def calls(*kinds):
     return tuple(
-        Event(kind=kind, where=f"train.py:{line}", nbytes=line * 10**9) for line, kind in enumerate(kinds, 1)
+        RecordedCollective(kind=kind, where=f"train.py:{line}", nbytes=line * 10**9)
+        for line, kind in enumerate(kinds, 1)
     )
 
 
 def records():
     return [
-        Record(
-            rank=0, strategy=Chosen(name="DDP"), sizes=SIZES, events=calls("prepare", "gather", "save_state")
+        RankRecord(
+            rank=0,
+            strategy=SelectedStrategy(name="DDP"),
+            sizes=SIZES,
+            events=calls("prepare", "gather", "save_state"),
         ),
-        Record(rank=1, strategy=Chosen(name="DDP"), sizes=SIZES, events=calls("prepare", "gather", "<b>")),
+        RankRecord(
+            rank=1,
+            strategy=SelectedStrategy(name="DDP"),
+            sizes=SIZES,
+            events=calls("prepare", "gather", "<b>"),
+        ),
     ]
 
 
@@ -49,7 +58,7 @@ def test_a_timeline_marks_the_call_at_which_a_rank_differs():
 
 
 def test_the_report_of_a_check_has_its_problems_and_opens_offline(tmp_path):
-    found = find_problems(records(), combine(), 2, None)
+    found = find_problems(records(), merge_layers(), 2, None)
     write_html(tmp_path / "check.html", found, "train.py", None)
     page = (tmp_path / "check.html").read_text()
     assert "rank 0 calls save_state at train.py:3, while rank 1 calls &lt;b&gt; at train.py:3" in page
@@ -58,7 +67,7 @@ def test_the_report_of_a_check_has_its_problems_and_opens_offline(tmp_path):
 
 
 def test_memory_at_a_call_does_not_make_ranks_differ():
-    one, other = (Event(kind="gather", where="train.py:1", nbytes=size) for size in (1, 2))
+    one, other = (RecordedCollective(kind="gather", where="train.py:1", nbytes=size) for size in (1, 2))
     assert one == other
 
 
@@ -67,7 +76,7 @@ def test_the_report_of_a_test_has_failures_first(tmp_path):
         Outcome(name="collectives", state="passed"),
         Outcome(name="training", state="failed", detail="5 != 4"),
     ]
-    report = Report(rank=0, world_size=2, facts={"device type": "cpu"}, speeds={"all-reduce": 2e9})
+    report = RankReport(rank=0, world_size=2, facts={"device type": "cpu"}, speeds={"all-reduce": 2e9})
     selftest.write_html(tmp_path / "test.html", outcomes, [report], ["Buy a faster one."])
     page = (tmp_path / "test.html").read_text()
     assert page.index("training: 5 != 4") < page.index("plotly.js v")
@@ -76,11 +85,11 @@ def test_the_report_of_a_test_has_failures_first(tmp_path):
 
 
 def test_estimates_are_drawn_by_strategy_and_over_the_backward_pass(tmp_path):
-    from accel_cli.commands.estimate import plots
+    from accel_cli.commands.estimate import command
 
-    moments = (Moment(activations=4 * 10**6), Moment(activations=10**6, gradients=10**6))
-    job = Job(sizes=SIZES, moments=moments, devices=2)
-    plots.draw(tmp_path / "one.png", [estimate("DDP", job), estimate("FSDP2", job)], job, 10**8, None)
+    moments = (MemoryPeak(activations=4 * 10**6), MemoryPeak(activations=10**6, gradients=10**6))
+    job = TrainingSetup(sizes=SIZES, moments=moments, devices=2)
+    command.draw(tmp_path / "one.png", [estimate("DDP", job), estimate("FSDP2", job)], job, 10**8, None)
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
 
 

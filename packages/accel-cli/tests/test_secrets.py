@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from accel_cli import env_report
-from accel_cli.redact import REDACTED, redact
+from accel_cli.commands import env
+from accel_cli.output import REDACTED, redact
 
 HUB = "hf_" + "a1B2" * 8
 AMAZON = "AKIA" + "ABCD1234" * 2
@@ -49,17 +49,17 @@ def test_what_is_no_secret_is_shown_as_it_is(name, value):
 
 
 def test_the_report_shows_the_variables_that_matter_without_their_secrets(monkeypatch, tmp_path):
-    monkeypatch.setattr(env_report, "_LATE", {})
+    monkeypatch.setattr(env, "_LATE", {})
     config = tmp_path / "run.yaml"
     config.write_text("debug: true\n")
     environ = {
         "HF_TOKEN": "plain", "ACCELERATE_LOG_LEVEL": HUB, "NCCL_DEBUG": "INFO", "HF_HOME": str(tmp_path),
         "WANDB_API_KEY": "plain", "PATH": "", "HOME": "/home/ada",
     }  # fmt: skip
-    facts = env_report.report(environ, str(config))
+    facts = env.report(environ, str(config))
     assert facts["variables"] == {
         "ACCELERATE_LOG_LEVEL": REDACTED, "HF_HOME": str(tmp_path), "HF_TOKEN": REDACTED,
         "NCCL_DEBUG": "INFO",
     }  # fmt: skip
-    for text in (json.dumps(facts), env_report.as_text(facts)):
+    for text in (json.dumps(facts), env.as_text(facts)):
         assert [secret for secret in ("plain", HUB) if secret in text] == []

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.commands.selftest import command
-from accel_cli.commands.selftest.checks import CHECKS
-from accel_cli.commands.selftest.results import (
+from accel_cli.commands import selftest
+from accel_cli.commands.selftest import (
     ABOUT,
     CHECK_NAMES,
     FAILED,
@@ -20,10 +19,11 @@ from accel_cli.commands.selftest.results import (
     RUNNING,
     SKIPPED,
     Outcome,
-    Report,
+    RankReport,
     advice,
     combine,
 )
+from accel_cli.commands.selftest_checks import CHECKS
 
 STATES = (PASSED, FAILED, SKIPPED, RUNNING)
 
@@ -32,7 +32,7 @@ def report(rank, world_size, **states):
     outcomes = tuple(
         Outcome(name=name, state=state, detail=f"{name} {rank}") for name, state in states.items()
     )
-    return Report(rank=rank, world_size=world_size, outcomes=outcomes)
+    return RankReport(rank=rank, world_size=world_size, outcomes=outcomes)
 
 
 def test_the_names_are_those_of_the_checks_and_each_has_its_advice():
@@ -81,21 +81,21 @@ def facts(**changes):
     ],
 )
 def test_advice_is_given_for_what_is_slow_or_unused(changes, speeds, part):
-    lines = advice([], [Report(rank=0, world_size=1, facts=facts(**changes), speeds=speeds)], cores=8)
+    lines = advice([], [RankReport(rank=0, world_size=1, facts=facts(**changes), speeds=speeds)], cores=8)
     assert [part in line for line in lines] == ([True] if part else [])
 
 
 def test_the_checks_are_launched_as_a_script_would_be():
     options = Namespace(config_file="c.yaml", num_processes=2, mixed_precision=None, cpu=True, timeout=60)
-    line = command.launch_line(options, Path("folder"))
+    line = selftest.launch_line(options, Path("folder"))
     assert line == [
         sys.executable, "-m", "accel_cli", "launch", "--quiet", "--config_file", "c.yaml",
-        "--num_processes", "2", "--cpu", "-m", command.WORKER, "folder", "20.0",
+        "--num_processes", "2", "--cpu", "-m", selftest.WORKER, "folder", "20.0",
     ]  # fmt: skip
 
 
 def test_a_program_that_does_not_end_is_ended():
-    code, said = command.launch([sys.executable, "-uc", "import time; print('here'); time.sleep(600)"], 2.0)
+    code, said = selftest.launch([sys.executable, "-uc", "import time; print('here'); time.sleep(600)"], 2.0)
     assert code < 0
     assert said == "here\n"
 
@@ -111,7 +111,7 @@ def launched(monkeypatch):
                 (Path(line[-2]) / f"rank{one.rank}.json").write_text(json.dumps(asdict(one)))
             return code, "what it said\n"
 
-        monkeypatch.setattr(command, "launch", launch)
+        monkeypatch.setattr(selftest, "launch", launch)
 
     return prepare
 
@@ -129,14 +129,14 @@ FACTS = facts(**{"device type": "cpu", "accelerators": "", "strategy": "NO", "mi
 
 def passed(rank=0, world_size=1, **changes):
     states = dict.fromkeys(CHECK_NAMES, PASSED) | changes
-    return Report(
+    return RankReport(
         rank=rank, world_size=world_size, facts=FACTS, outcomes=report(rank, world_size, **states).outcomes
     )
 
 
 def test_all_checks_that_pass_make_exit_code_0(launched, capsys):
     launched(passed())
-    assert command.run(Namespace(**OPTIONS, json=False, quiet=False)) == 0
+    assert selftest.run(Namespace(**OPTIONS, json=False, quiet=False)) == 0
     shown = capsys.readouterr()
     assert [name for name in CHECK_NAMES if name not in shown.out] == []
     assert "trains correctly" in shown.out
@@ -145,7 +145,7 @@ def test_all_checks_that_pass_make_exit_code_0(launched, capsys):
 
 def test_one_that_fails_makes_exit_code_1_with_advice_and_what_was_said(launched, capsys):
     launched(passed(0, 2), passed(1, 2, collectives=FAILED), code=1)
-    assert command.run(Namespace(**OPTIONS, json=False, quiet=True)) == 1
+    assert selftest.run(Namespace(**OPTIONS, json=False, quiet=True)) == 1
     shown = capsys.readouterr()
     assert "collectives" in shown.out
     assert "data loader" not in shown.out
@@ -155,12 +155,12 @@ def test_one_that_fails_makes_exit_code_1_with_advice_and_what_was_said(launched
 
 def test_the_results_come_as_json_too(launched, capsys):
     launched(passed())
-    assert command.run(Namespace(**OPTIONS, json=True, quiet=False)) == 0
+    assert selftest.run(Namespace(**OPTIONS, json=True, quiet=False)) == 0
     found = json.loads(capsys.readouterr().out)
     assert {one["result"] for one in found["checks"].values()} == {PASSED}
 
 
 def test_what_could_not_be_started_keeps_its_exit_code(launched, capsys):
     launched(code=2)
-    assert command.run(Namespace(**OPTIONS, json=False, quiet=False)) == 2
+    assert selftest.run(Namespace(**OPTIONS, json=False, quiet=False)) == 2
     assert capsys.readouterr().err == "what it said\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accel_cli.commands.selftest import speed
+from accel_cli.commands import selftest_checks
 from accel_state.testing import late_device
 
 
@@ -18,6 +18,6 @@ def test_a_measurement_begins_and_ends_with_a_device_that_has_nothing_to_do():
             before.append(device.pending)
             device.copy_(target, host)
 
-        assert speed._median(copy, torch.device("cpu")) > 0
+        assert selftest_checks._median(copy, torch.device("cpu")) > 0
         assert before == [0] * 6
         assert device.pending == 0

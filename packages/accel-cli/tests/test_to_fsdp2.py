@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from accel_cli.commands.to_fsdp2 import REMOVED, RESHARD, UNCHANGED, to_fsdp2
+from accel_cli.commands.config import REMOVED, RESHARD, UNCHANGED, to_fsdp2
 from accel_cli.main import main
 from accel_state.errors import SettingsError
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from accel_cli.launch.script_runner import ERROR_FILE
+from accel_cli.launch.worker import ERROR_FILE
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ import contextlib
 from types import SimpleNamespace
 from unittest import mock
 import accel, accelerate, accel_ops, accelerate.utils
-from accel_ops.collect import broadcast
+from accel_ops.collectives import broadcast
 from accel_state.memory import find_executable_batch_size as original
 from pytest import MonkeyPatch
 

@@ -81,7 +81,7 @@ def test_the_wheel_requires_this_version_of_accel(tmp_path: Path, monkeypatch: p
 
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import build_accelerate_alias
-    from accel_compat.metadata import version_of_accel
+    from accel_compat.alias import version_of_accel
 
     with zipfile.ZipFile(build_accelerate_alias.build(tmp_path)) as archive:
         metadata = archive.read("accelerate-1.15.0.dist-info/METADATA").decode()

@@ -14,7 +14,7 @@ from accel_ops import (
     pad_across_processes,
     reduce,
 )
-from accel_state.calls import Call, explain
+from accel_state.rank_status import Call, explain
 
 HERE = Path(__file__).name
 X = torch.ones(2, 3)

@@ -12,12 +12,11 @@ from accel_ops import (
     DistributedOperationException,
     broadcast,
     broadcast_object_list,
-    exchange,
     gather,
     gather_object,
     packing,
     reduce,
-    size_prediction,
+    uneven_gather,
 )
 
 Pair = namedtuple("Pair", "left right")
@@ -159,7 +158,7 @@ def test_any_sizes_of_dimension_0_come_out_in_rank_order(world, kinds, world_siz
 
 @pytest.mark.parametrize("pieces", ["index", "slices"])
 def test_both_ways_of_cutting_the_leaves_out_agree(world, monkeypatch, pieces: str) -> None:
-    monkeypatch.setattr(exchange, "FEW", 0 if pieces == "index" else 10**9)
+    monkeypatch.setattr(uneven_gather, "FEW", 0 if pieces == "index" else 10**9)
     packing._plans.clear()
 
     def data(rank: int) -> list[torch.Tensor]:
@@ -464,8 +463,8 @@ def test_broadcast_is_one_message_whatever_the_types(world) -> None:
 
 
 def test_in_a_loop_of_different_gathers_the_guesses_become_right() -> None:
-    guess = size_prediction.Guess()
-    assert guess.capacity() == size_prediction.SMALLEST
+    guess = uneven_gather.ChunkSizePredictor()
+    assert guess.capacity() == uneven_gather.SMALLEST
     rounds: list[tuple[int, int]] = []
     for _ in range(3):
         first = guess.capacity()
@@ -476,14 +475,14 @@ def test_in_a_loop_of_different_gathers_the_guesses_become_right() -> None:
 
 
 def test_a_guess_is_large_enough_for_either_of_two_successors_and_forgets() -> None:
-    guess = size_prediction.Guess(last=1)
+    guess = uneven_gather.ChunkSizePredictor(last=1)
     needs = [5000, 16, 5000, 16]
     for need in needs:
         guess.learn(1, need)
     assert guess.capacity() == 8192
-    for need in (size_prediction.LARGEST + 1, 16):  # what is too large for any first chunk counts as small
+    for need in (uneven_gather.LARGEST + 1, 16):  # what is too large for any first chunk counts as small
         guess.learn(1, need)
-    assert guess.capacity() == size_prediction.SMALLEST
+    assert guess.capacity() == uneven_gather.SMALLEST
 
 
 @pytest.mark.gpu

@@ -10,8 +10,13 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from accel_ops.compile import compile_regions, compile_regions_deepspeed, regions
-from accel_ops.modules import extract_model_from_parallel, has_compiled_regions
+from accel_ops.modules import (
+    compile_regions,
+    compile_regions_deepspeed,
+    extract_model_from_parallel,
+    has_compiled_regions,
+    regions,
+)
 
 # torch's compiler looks at `.grad` of the inputs of a region, which are results of the region before.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

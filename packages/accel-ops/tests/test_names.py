@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_ops.names import (
+from accel_ops.modules import (
     get_module_children_bottom_up,
     get_pretty_name,
     is_peft_model,

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_ops import plan
-from accel_ops.plan import Leaf
+from accel_ops import packing
+from accel_ops.packing import Leaf
 
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
 
@@ -30,7 +30,7 @@ def with_rows(found: list[Leaf], rows: list[int]) -> list[Leaf]:
 
 @given(leaves)
 def test_every_leaf_lies_once_and_aligned_and_nothing_lies_between(found: list[Leaf]) -> None:
-    buckets = plan.lay_out(found)
+    buckets = packing.lay_out(found)
     position = 0
     for bucket in buckets:
         assert bucket.start == position
@@ -47,9 +47,9 @@ def test_every_leaf_lies_once_and_aligned_and_nothing_lies_between(found: list[L
 @given(leaves, st.randoms())
 def test_the_order_of_the_leaves_changes_neither_the_layout_nor_the_signature(found, random) -> None:
     shuffled = random.sample(found, len(found))
-    lying = [[found[i].path for i in bucket.members] for bucket in plan.lay_out(found)]
-    assert lying == [[shuffled[i].path for i in bucket.members] for bucket in plan.lay_out(shuffled)]
-    assert plan.signature(found) == plan.signature(shuffled)
+    lying = [[found[i].path for i in bucket.members] for bucket in packing.lay_out(found)]
+    assert lying == [[shuffled[i].path for i in bucket.members] for bucket in packing.lay_out(shuffled)]
+    assert packing.signature(found) == packing.signature(shuffled)
 
 
 def test_the_signature_sees_everything_but_dimension_0() -> None:
@@ -62,12 +62,12 @@ def test_the_signature_sees_everything_but_dimension_0() -> None:
         Leaf(path="['x']", dtype=torch.float32, shape=(2,)),
         Leaf(path="['x']", dtype=torch.float32, shape=()),
     ]
-    assert plan.signature([base]) == plan.signature([same])
-    assert len({plan.signature([leaf]) for leaf in [base, *others]}) == 6
+    assert packing.signature([base]) == packing.signature([same])
+    assert len({packing.signature([leaf]) for leaf in [base, *others]}) == 6
 
 
 def test_the_signature_is_the_same_in_every_process() -> None:
-    code = "from accel_ops.plan import digest; print(digest('accel'))"
+    code = "from accel_ops.packing import digest; print(digest('accel'))"
     seeds = ("1", "2")
     found = [
         subprocess.run(
@@ -78,15 +78,15 @@ def test_the_signature_is_the_same_in_every_process() -> None:
         ).stdout
         for seed in seeds
     ]
-    assert {int(answer) for answer in found} == {plan.digest("accel")}
+    assert {int(answer) for answer in found} == {packing.digest("accel")}
 
 
 @given(leaves, st.data())
 def test_placing_equals_laying_out_the_other_ranks_leaves(found: list[Leaf], data: st.DataObject) -> None:
     rows = [data.draw(st.integers(0, 3)) if leaf.shape else 1 for leaf in found]
-    buckets = plan.lay_out(found)
+    buckets = packing.lay_out(found)
     in_order = [rows[index] for bucket in buckets for index in bucket.members]
-    assert plan.at_rows(buckets, in_order) == plan.lay_out(with_rows(found, rows))
+    assert packing.at_rows(buckets, in_order) == packing.lay_out(with_rows(found, rows))
 
 
 @given(leaves, st.integers(1, 3), st.data())
@@ -94,7 +94,7 @@ def test_interleaving_equals_brute_force(found: list[Leaf], world_size: int, dat
     ranks = []
     for _ in range(world_size):
         rows = [data.draw(st.integers(0, 3)) if leaf.shape else 1 for leaf in found]
-        ranks.append(plan.lay_out(with_rows(found, rows)))
+        ranks.append(packing.lay_out(with_rows(found, rows)))
     start = 64
     stride = start + max([buckets[-1].stop for buckets in ranks if buckets], default=0) + 16
     memory = list(range(stride * world_size))
@@ -111,18 +111,18 @@ def test_interleaving_equals_brute_force(found: list[Leaf], world_size: int, dat
         )
     for of_leaf in zip(*by_rank, strict=True):
         wanted += [address for part in of_leaf for address in part]
-    pieces = plan.interleave(ranks, start, stride)
+    pieces = packing.interleave(ranks, start, stride)
     assert [address for first, length in pieces for address in memory[first : first + length]] == wanted
-    unit = plan.unit_of([*pieces, (0, stride)])
+    unit = packing.unit_of([*pieces, (0, stride)])
     assert stride % unit == 0
     units = [memory[first : first + unit] for first in range(0, len(memory), unit)]
-    assert [address for index in plan.index_of(pieces, unit) for address in units[index]] == wanted
+    assert [address for index in packing.index_of(pieces, unit) for address in units[index]] == wanted
 
 
 def test_large_leaves_travel_alone() -> None:
     found = [
-        Leaf(path="['b']", dtype=torch.uint8, shape=(plan.LARGE,)),
-        Leaf(path="['a']", dtype=torch.uint8, shape=(plan.LARGE - 1,)),
-        Leaf(path="['0']", dtype=torch.float32, shape=(plan.LARGE,)),
+        Leaf(path="['b']", dtype=torch.uint8, shape=(packing.LARGE,)),
+        Leaf(path="['a']", dtype=torch.uint8, shape=(packing.LARGE - 1,)),
+        Leaf(path="['0']", dtype=torch.float32, shape=(packing.LARGE,)),
     ]
-    assert plan.split_large(found) == ((1,), (2, 0))
+    assert packing.split_large(found) == ((1,), (2, 0))

@@ -10,7 +10,7 @@ import safetensors
 import torch
 
 from accel_ops.weights.read import find_checkpoint_files, load_state_dict
-from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError
 
 DATA = torch.arange(4, dtype=torch.float32).numpy().tobytes()

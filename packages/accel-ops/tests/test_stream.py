@@ -10,9 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_ops.weights.safetensors_file import SafetensorsFile
-from accel_ops.weights.safetensors_header import DTYPES
-from accel_ops.weights.stream import as_bytes, write_safetensors
+from accel_ops.weights.safetensors_io import DTYPES, SafetensorsFile, as_bytes, write_safetensors
 from accel_state.errors import CheckpointError
 
 KNOWN = sorted(

@@ -20,19 +20,27 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accel_ops.weights.names import (
+from accel_ops.weights.layout import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
     WEIGHTS_NAME,
+    convert_bytes,
+    convert_file_size_to_int,
+    dtype_byte_size,
+    fill_shards,
+    groups_of,
+    numbered,
 )
 from accel_ops.weights.read import device_of, find_checkpoint_files, load, load_state_dict
-from accel_ops.weights.safetensors_file import SafetensorsFile
-from accel_ops.weights.shards import filled, groups_of, numbered
-from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int, dtype_byte_size
-from accel_ops.weights.stream import clean_state_dict_for_safetensors
-from accel_ops.weights.tensors import get_non_persistent_buffers, named_module_tensors
-from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
+from accel_ops.weights.safetensors_io import SafetensorsFile, clean_state_dict_for_safetensors
+from accel_ops.weights.tensors import (
+    check_tied_parameters_in_config,
+    find_tied_parameters,
+    get_non_persistent_buffers,
+    named_module_tensors,
+    retie_parameters,
+)
 from accel_ops.weights.write import save, save_state_dict, save_state_parts
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.labels import CustomDtype
@@ -91,7 +99,7 @@ def test_an_element_takes_what_torch_says():
 
 
 def planned(tensors, limit):
-    shards = [*filled(groups_of(tensors), limit)]
+    shards = [*fill_shards(groups_of(tensors), limit)]
     names = [[name for group in groups for name in group] for groups, _ in shards]
     return numbered(names, total_size=sum(size for _, size in shards), pattern=SAFE_WEIGHTS_PATTERN_NAME)
 
@@ -467,7 +475,7 @@ def test_safetensors_do_not_go_into_an_open_file(tmp_path):
 FOREIGN = """
 import os, sys
 from pathlib import Path
-from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_ops.weights.safetensors_io import SafetensorsFile
 os.setgid(65534), os.setuid(65534)
 file = SafetensorsFile(sys.argv[1])
 file.read_ahead(file.entries)

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import pytest
 import torch
 
+from accel_plugins import unsharded
 from accel_plugins.precision import build_precision
-from accel_plugins.strategies import single
-from accel_plugins.strategies.single import SingleWrapper
-from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.testing import (
     PRECISION_CHECKS,
     STRATEGY_CHECKS,
@@ -21,20 +19,20 @@ from accel_plugins.testing import (
     check_precision,
     check_strategy,
 )
+from accel_plugins.unsharded import SingleWrapper, TorchStepper
 from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from accel_plugins.bundle import Bundle
-    from accel_plugins.strategy import Strategy
+    from accel_plugins.strategy import Bundle, Strategy
 
 CPU = torch.device("cpu")
 
 
 def make_single() -> Strategy:
-    return single.build(cast("Any", None), Runtime(), build_precision("no", CPU), {})
+    return unsharded.build(cast("Any", None), Runtime(), build_precision("no", CPU), {})
 
 
 def subject(directory: Path, make: Callable[[], Strategy] = make_single) -> StrategySubject:

@@ -17,10 +17,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from accel_plugins.dcp import ShardWriter, entries, read_all, read_index, read_into, write_index
-from accel_plugins.dcp.layout import INDEX_NAME, is_sharded_folder, local_metadata_file, shard_file
-from accel_plugins.dcp.local import load_local, save_local
-from accel_plugins.dcp.tensors import TensorShards, named_state, numbered_state, parameter_names, plain_name
+from accel_plugins.sharding.folder import (
+    ShardWriter,
+    entries,
+    load_local,
+    read_all,
+    read_index,
+    read_into,
+    save_local,
+    write_index,
+)
+from accel_plugins.sharding.state import (
+    INDEX_NAME,
+    TensorShards,
+    is_sharded_folder,
+    local_metadata_file,
+    parameter_names,
+    shard_file,
+    state_by_index,
+    state_by_name,
+    strip_wrapper_prefixes,
+)
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -203,7 +220,7 @@ def test_a_file_of_one_rank_is_read_by_the_same_rank_of_as_many(tmp_path: Path):
     ],
 )
 def test_names_are_those_of_the_model_itself(name: str, plain: str):
-    assert plain_name(name) == plain
+    assert strip_wrapper_prefixes(name) == plain
 
 
 def test_parameters_of_several_models_carry_the_number_of_theirs():
@@ -221,20 +238,20 @@ def test_names_and_numbers_of_an_optimizer_are_inverse(order: list[int], first: 
         "state": {number: {"step": number} for number in range(4)},
         "param_groups": [{"lr": 0.1, "params": [*range(first)]}, {"lr": 0.2, "params": [*range(first, 4)]}],
     }
-    named = named_state(state, groups)
+    named = state_by_name(state, groups)
     assert named["state"] == {name: {"step": number} for number, name in enumerate(names)}
-    assert numbered_state(named, groups) == state
+    assert state_by_index(named, groups) == state
     shuffled = [sorted(group, key=lambda name: order[int(name[1])]) for group in groups]
-    again = named_state(numbered_state(named, shuffled), shuffled)
+    again = state_by_name(state_by_index(named, shuffled), shuffled)
     assert again["state"] == named["state"]
 
 
 def test_the_state_of_other_parameters_is_refused():
     state = {"state": {}, "param_groups": [{"params": ["a", "b"]}]}
     with pytest.raises(CheckpointError, match=r"only in the checkpoint \['b'\]"):
-        numbered_state(state, [["a", "c"]])
+        state_by_index(state, [["a", "c"]])
     with pytest.raises(CheckpointError, match=r"1 parameter group\(s\), this run's has 2"):
-        numbered_state(state, [["a"], ["b"]])
+        state_by_index(state, [["a"], ["b"]])
 
 
 def test_an_optimizer_goes_on_from_what_its_tensors_were():

@@ -17,20 +17,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_plugins.bundle import Bundle
-from accel_plugins.deepspeed.autofill import RunFacts, autofill, batch_size_of, hidden_size_of
-from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
-from accel_plugins.deepspeed.fill import KnownValue, fill, leaves, put, refuse_misspelt
-from accel_plugins.deepspeed.gathered import find_classes
-from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig, read_config
-from accel_plugins.deepspeed.library import load_library
+from accel_plugins.deepspeed.config import (
+    DummyOptim,
+    DummyScheduler,
+    HfDeepSpeedConfig,
+    KnownValue,
+    RunFacts,
+    autofill,
+    batch_size_of,
+    fill,
+    hidden_size_of,
+    leaves,
+    put,
+    read_config,
+    refuse_misspelt,
+)
+from accel_plugins.deepspeed.library import find_classes, load_library
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
-from accel_plugins.deepspeed.validate import check_request
-from accel_state.available import is_deepspeed_available
+from accel_plugins.deepspeed.strategy import check_request
+from accel_plugins.strategy import Bundle
 from accel_state.environ import clear_environment, patch_environment
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
-from accel_state.regular_file import CONFIG_LIMIT
-from accel_state.versions import installed_version
+from accel_state.files import CONFIG_LIMIT
+from accel_state.libraries import installed_version, is_deepspeed_available
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,9 +9,9 @@ from types import ModuleType
 import pytest
 
 import accel_plugins
-from accel_plugins import precision, testing
+from accel_plugins import testing
 
-TABLES = [accel_plugins, precision, testing]
+TABLES = [accel_plugins, testing]
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel_plugins.bundle import Bundle
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.fp8 import ao, msamp, te
+from accel_plugins.fp8 import ao, te
+from accel_plugins.fp8 import build as msamp
 from accel_plugins.fp8.ao import (
     convert_model_to_fp8_ao,
     filter_first_and_last_linear_layers,
@@ -18,16 +18,26 @@ from accel_plugins.fp8.ao import (
     has_ao_layers,
 )
 from accel_plugins.fp8.build import build
+from accel_plugins.fp8.recipe import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    Recipe,
+    TERecipeKwargs,
+    build_recipe,
+    check_converted,
+    parameter_ids,
+    plain_tensor,
+    tied_layers,
+)
 from accel_plugins.fp8.te import has_transformer_engine_layers, recipe_options
-from accel_plugins.fp8.weights import plain_tensor, tied_layers
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.amp import AutocastKwargs
-from accel_plugins.kwargs.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel_plugins.kwargs import AutocastKwargs
 from accel_plugins.parallelism.config import ParallelismConfig
-from accel_plugins.recipe import Recipe, build_recipe, check_converted, parameter_ids
-from accel_plugins.sharding.optimizers import switch_parameters
-from accel_state.available import is_installed
+from accel_plugins.sharding.wrap import switch_parameters
+from accel_plugins.strategy import Bundle
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+from accel_state.libraries import is_installed
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -160,11 +170,11 @@ def test_what_cannot_run_here_names_what_can():
         build(Settings(), Runtime(), {MSAMPRecipeKwargs: MSAMPRecipeKwargs()})
     if not is_installed("msamp"):
         with pytest.raises(MissingDependencyError, match=r"MS-AMP cannot be imported.*AORecipeKwargs\(\)"):
-            msamp.build(MSAMPRecipeKwargs(), sharded=False, world_size=1)
+            msamp.build_msamp(MSAMPRecipeKwargs(), sharded=False, world_size=1)
     with pytest.raises(
         UnsupportedError, match=r"MS-AMP trains in one process or under DDP.*AORecipeKwargs\(\)"
     ):
-        msamp.build(MSAMPRecipeKwargs(), sharded=True, world_size=2)
+        msamp.build_msamp(MSAMPRecipeKwargs(), sharded=True, world_size=2)
     if not is_installed("torchao"):
         with pytest.raises(MissingDependencyError, match=r"pip install 'accel-plugins\[torchao\]'"):
             build(Settings(), Runtime(), {})

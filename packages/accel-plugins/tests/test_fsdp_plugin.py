@@ -21,10 +21,8 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
-from accel_plugins.fsdp.env_flags import disable_fsdp_ram_efficient_loading
-from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.recompute import checkpoint_activations
+from accel_plugins.fsdp.blocks import blocks, checkpoint_activations, fsdp2_prepare_auto_wrap_policy
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, disable_fsdp_ram_efficient_loading
 from accel_state.environ import patch_environment, read
 from accel_state.errors import SettingsError
 from accel_state.settings import Settings

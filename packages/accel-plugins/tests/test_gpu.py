@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_plugins.bundle import Bundle
+from accel_plugins import ddp, unsharded
 from accel_plugins.precision import build_precision
-from accel_plugins.strategies import ddp, single
+from accel_plugins.strategy import Bundle
 from accel_plugins.testing import PrecisionSubject, StrategySubject, check_precision, check_strategy
-from accel_state.backends.torch_dist import TorchCollectives
+from accel_state.collectives import TorchCollectives
 from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def subject(directory: Path, module: Any, runtime: Runtime) -> StrategySubject:
 
 
 def test_one_process_conforms_on_the_accelerator(tmp_path: Path):
-    check_strategy(subject(tmp_path, single, make_runtime()))
+    check_strategy(subject(tmp_path, unsharded, make_runtime()))
 
 
 def test_ddp_conforms_on_the_accelerator(tmp_path: Path):

@@ -11,16 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.kwargs.base import KwargsHandler
-from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
-from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
-from accel_plugins.kwargs.profile import ProfileKwargs
-from accel_plugins.kwargs.run import (
+from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from accel_state.environ import clear_environment, patch_environment
 from accel_state.errors import SettingsError

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from accel_plugins.megatron.choices import check_options, choice_of
+from accel_plugins.megatron.generate import check_options, choice_of
 from accel_state.errors import SettingsError, UnsupportedError
 
 

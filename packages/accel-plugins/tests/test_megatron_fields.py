@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import accel_plugins.megatron as package
-from accel_plugins.megatron.check import (
+from accel_plugins.megatron.arguments import scheduler_arguments
+from accel_plugins.megatron.checks import (
     check_attention,
     check_context,
     check_data_options,
@@ -21,23 +22,21 @@ from accel_plugins.megatron.check import (
     check_sequence_lengths,
     check_token_loss,
 )
-from accel_plugins.megatron.configs import (
+from accel_plugins.megatron.data import MegatronLMDummyScheduler
+from accel_plugins.megatron.optimizer import (
     check_other_args,
     ddp_config,
     optimizer_config,
     optimizer_values,
+    parameter_factors,
     transformer_config,
 )
-from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
-from accel_plugins.megatron.groups import groups_of
-from accel_plugins.megatron.megatron_args import scheduler_arguments
-from accel_plugins.megatron.optimizer import parameter_factors
-from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.megatron.rules import UNSUPPORTED
+from accel_plugins.megatron.plugin import UNSUPPORTED, MegatronLMPlugin
 from accel_plugins.megatron.stages import virtual_stages
-from accel_state.available import is_installed
+from accel_plugins.megatron.strategy import groups_of
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.settings.sections.megatron import MegatronSettings
+from accel_state.libraries import is_installed
+from accel_state.settings.engines import MegatronSettings
 
 FIELDS = [one.name for one in fields(MegatronLMPlugin)]
 FOLDER = Path(package.__file__).parent

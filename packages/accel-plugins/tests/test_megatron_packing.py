@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accel_plugins.megatron.engine import MegatronEngine
-from accel_plugins.megatron.packing import (
+from accel_plugins.megatron.families import (
     attention,
     attention_in_one,
     gated,
@@ -15,7 +15,7 @@ from accel_plugins.megatron.packing import (
     transposed,
     vocabulary,
 )
-from accel_plugins.megatron.sharded_state import MegatronShards
+from accel_plugins.megatron.state import MegatronShards
 from accel_state.errors import UnsupportedError
 
 HEADS, GROUPS, SIZE, HIDDEN = 8, 4, 3, 5

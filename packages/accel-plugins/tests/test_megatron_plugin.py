@@ -11,22 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.megatron.check import check_model, data_parallel_size
-from accel_plugins.megatron.dummy import (
+from accel_plugins.megatron.arguments import Sizes, add_model_config_to_megatron_parser, scheduler_arguments
+from accel_plugins.megatron.checks import check_model, data_parallel_size
+from accel_plugins.megatron.data import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
     indexed_loaders,
     num_samples,
 )
 from accel_plugins.megatron.library import core
-from accel_plugins.megatron.megatron_args import scheduler_arguments
-from accel_plugins.megatron.model_args import Sizes, add_model_config_to_megatron_parser
-from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.megatron.rules import DEFAULTS
+from accel_plugins.megatron.plugin import DEFAULTS, MegatronLMPlugin
 from accel_plugins.megatron.train_steps import avg_losses_across_data_parallel_group
-from accel_state.available import is_installed
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
-from accel_state.settings.sections.megatron import MegatronSettings
+from accel_state.libraries import is_installed
+from accel_state.settings.engines import MegatronSettings
 
 needs_megatron = pytest.mark.skipif(not is_installed("megatron_lm"), reason="needs megatron-core")
 

@@ -14,20 +14,21 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from accel_plugins import ddp, unsharded
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.parallelism import context
-from accel_plugins.parallelism.config import AXES, ParallelismConfig
-from accel_plugins.parallelism.context import ContextParallel
-from accel_plugins.parallelism.handlers import (
+from accel_plugins.parallelism.attention import partial_layers
+from accel_plugins.parallelism.config import (
+    AXES,
     DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
-from accel_plugins.parallelism.sequences import partial_layers
+from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import get_model_tp_size, plan_of
 from accel_plugins.registry import choose
-from accel_plugins.strategies import ddp, single
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
@@ -156,7 +157,7 @@ def test_sequences_are_sharded_by_deepspeed_only():
     assert choose(with_engine, topology, torch.device("cpu")) == "deepspeed"
 
 
-@pytest.mark.parametrize("module", [single, ddp])
+@pytest.mark.parametrize("module", [unsharded, ddp])
 def test_a_strategy_without_axes_wants_as_many_processes_as_the_sizes_say(module: Any):
     runtime: Any = SimpleNamespace(topology=SimpleNamespace(world_size=1, rank=0, is_main=True), device=None)
     config = ParallelismConfig(dp_replicate_size=3)

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ops.modules import extract_model_from_parallel
-from accel_plugins.bundle import Bundle
-from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
+from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
 from accel_plugins.precision import LossScaling, build_precision, step_unscaled
-from accel_plugins.strategies.torch_step import TorchStepper
+from accel_plugins.strategy import Bundle
+from accel_plugins.unsharded import TorchStepper
 from accel_state.errors import SettingsError, UnsupportedError
 
 CPU = torch.device("cpu")

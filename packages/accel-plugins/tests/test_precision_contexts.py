@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel_plugins.kwargs.amp import AutocastKwargs
-from accel_plugins.precision.build import get_grad_scaler, get_mixed_precision_context_manager
-from accel_plugins.precision.scaling import ShardedGradScaler
+from accel_plugins.kwargs import AutocastKwargs
+from accel_plugins.precision import ShardedGradScaler, get_grad_scaler, get_mixed_precision_context_manager
 from accel_state.accelerator_state import AcceleratorState
 
 

@@ -14,15 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_plugins import registry
-from accel_plugins.bundle import Bundle
 from accel_plugins.registry import choose
-from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpec
-from accel_state import registry as tables
+from accel_plugins.strategy import BatchSharding, Bundle, Feature, Strategy, StrategySpec
+from accel_state import lazy as tables
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
-from accel_state.settings.sections.fsdp import FsdpSettings
-from accel_state.settings.sections.parallelism import ParallelismSettings
-from accel_state.settings.sections.training import TrainingSettings
+from accel_state.settings.engines import FsdpSettings, ParallelismSettings
+from accel_state.settings.run import TrainingSettings
 
 CPU = torch.device("cpu")
 

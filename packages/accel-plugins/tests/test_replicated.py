@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.bundle import Bundle
+from accel_plugins import ddp, unsharded
 from accel_plugins.precision import build_precision
-from accel_plugins.strategies import ddp, single
+from accel_plugins.strategy import Bundle
 from accel_state.errors import SettingsError
 from accel_state.runtime import Runtime
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 
 
-def make(module: Any = single) -> Strategy:
+def make(module: Any = unsharded) -> Strategy:
     return module.build(cast("Any", None), Runtime(), build_precision("no", CPU), {})
 
 
-@pytest.mark.parametrize("module", [single, ddp])
+@pytest.mark.parametrize("module", [unsharded, ddp])
 def test_a_meta_model_is_refused_by_the_name_of_its_parameter(module: Any):
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(1, 1))

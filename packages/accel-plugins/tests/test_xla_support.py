@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from accel_plugins.kwargs.amp import GradScalerKwargs
-from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
-from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
+from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs import GradScalerKwargs, TorchDynamoPlugin
 from accel_plugins.precision import build_precision
-from accel_plugins.xla.support import refuse_unsupported
+from accel_plugins.xla import refuse_unsupported
 from accel_state.errors import UnsupportedError
 from accel_state.runtime import Runtime
+from accel_state.settings.engines import DeepSpeedSettings, MegatronSettings, ParallelismSettings
 from accel_state.settings.model import Settings
-from accel_state.settings.sections.deepspeed import DeepSpeedSettings
-from accel_state.settings.sections.megatron import MegatronSettings
-from accel_state.settings.sections.parallelism import ParallelismSettings
 
 HOOKS = ("fp16", "bf16", "power_sgd", "batched_power_sgd")
 

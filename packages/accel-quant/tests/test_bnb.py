@@ -13,7 +13,7 @@ from torch import nn
 from accel_bigmodel import dispatch_model, init_empty_weights
 from accel_ops.weights.write import save_state_dict
 from accel_quant import BnbQuantizationConfig, has_4bit_bnb_layers, load_and_quantize_model
-from accel_quant.bnb.convert import Quantizer, default_skipped, is_listed
+from accel_quant.layers import Quantizer, default_skipped, is_listed
 from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -262,6 +262,6 @@ def test_what_cannot_work_is_said(net, tmp_path, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
         load_and_quantize_model(net, settings("nf4", skip_modules=["layers", "head"]))
     assert "No linear layer was quantised" in caplog.text
-    monkeypatch.setattr("accel_state.available._is_installed", lambda library: False)
+    monkeypatch.setattr("accel_state.libraries._is_installed", lambda library: False)
     with pytest.raises(MissingDependencyError, match="accel-quant"):
         load_and_quantize_model(Net(), settings("nf4"))

@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from accel_state import runtime, versions
-from accel_state.devices import affinity, info, kinds, probes, select
-from accel_state.devices.kinds import BY_NAME, CPU, KINDS, available_kind, kind_of
+from accel_state import device_kinds, libraries, runtime
+from accel_state import devices as affinity
+from accel_state import devices as probes
+from accel_state import devices as select
+from accel_state.device_kinds import BY_NAME, CPU, KINDS, available_kind, kind_of
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.labels import DistributedType, RNGType
-from accel_state.settings.sections.launch import DEVICE_TYPES
+from accel_state.settings.run import DEVICE_TYPES
 
 
 class FakeNamespace:
@@ -73,7 +75,7 @@ def test_a_row_is_pickled_by_its_name():
 
 
 def test_the_table_is_read_without_torch():
-    code = "import sys, accel_state.devices.kinds as k; print(len(k.KINDS), 'torch' in sys.modules)"
+    code = "import sys, accel_state.device_kinds as k; print(len(k.KINDS), 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(len(KINDS)), "False"]
 
@@ -90,7 +92,7 @@ def test_a_family_on_this_machine_is_found_with_its_own_device():
 
 
 def test_the_first_family_that_answers_is_taken(monkeypatch):
-    monkeypatch.setattr(kinds, "KINDS", (dataclasses.replace(BY_NAME["xpu"], probe=lambda: True), CPU))
+    monkeypatch.setattr(device_kinds, "KINDS", (dataclasses.replace(BY_NAME["xpu"], probe=lambda: True), CPU))
     assert available_kind().name == "xpu"
 
 
@@ -151,7 +153,7 @@ def test_an_accelerator_that_no_family_has_is_named_once(monkeypatch, caplog, de
     ],
 )
 def test_a_torch_that_is_too_old_for_a_device_is_named_once(monkeypatch, caplog, name, installed, warned):
-    monkeypatch.setattr(versions, "installed_version", lambda _: Version(installed))
+    monkeypatch.setattr(libraries, "installed_version", lambda _: Version(installed))
     monkeypatch.setattr(select, "available_kind", lambda: BY_NAME[name])
     monkeypatch.setattr(torch, name, FakeNamespace(1))
     select._warn_of_old_torch.cache_clear()
@@ -313,7 +315,7 @@ def nvidia_smi(monkeypatch):
                 raise FileNotFoundError("nvidia-smi")
             return subprocess.CompletedProcess(command, 0, stdout=fields[field])
 
-        monkeypatch.setattr(info.subprocess, "run", run)
+        monkeypatch.setattr(device_kinds.subprocess, "run", run)
 
     return answer
 
@@ -329,7 +331,7 @@ def nvidia_smi(monkeypatch):
 )
 def test_cards_without_peer_access_are_known(nvidia_smi, names, driver, supported):
     nvidia_smi(name=names, driver_version=driver)
-    assert info.check_cuda_p2p_ib_support() is supported
+    assert device_kinds.check_cuda_p2p_ib_support() is supported
 
 
 def test_several_cards_without_peer_access_are_refused_until_nccl_knows(nvidia_smi):
@@ -337,7 +339,7 @@ def test_several_cards_without_peer_access_are_refused_until_nccl_knows(nvidia_s
     cuda, known = BY_NAME["cuda"], {"NCCL_P2P_DISABLE": "1"}
     with pytest.raises(NotImplementedError, match=r"RTX 4090, driver 545.*set NCCL_IB_DISABLE=1, as"):
         runtime._check_peer_access(cuda, known)
-    runtime._check_peer_access(cuda, {**known, **info.peer_variables(known)})
+    runtime._check_peer_access(cuda, {**known, **device_kinds.peer_variables(known)})
     runtime._check_peer_access(BY_NAME["rocm"], {})
     nvidia_smi(name="NVIDIA A100\nNVIDIA A100\n")
     runtime._check_peer_access(cuda, {})
@@ -345,25 +347,25 @@ def test_several_cards_without_peer_access_are_refused_until_nccl_knows(nvidia_s
 
 def test_gpus_are_counted_without_torch(nvidia_smi):
     nvidia_smi(name="NVIDIA A100\nNVIDIA A100\n", driver_version="550.54.14\n550.54.14\n")
-    assert info.get_gpu_info() == (["NVIDIA A100", "NVIDIA A100"], 2)
-    assert info.get_driver_version() == "550.54.14"
+    assert device_kinds.get_gpu_info() == (["NVIDIA A100", "NVIDIA A100"], 2)
+    assert device_kinds.get_driver_version() == "550.54.14"
 
 
 def test_a_machine_without_a_driver_has_no_gpus_and_no_driver_version(nvidia_smi):
     nvidia_smi()
-    assert info.get_gpu_info() == ([], 0)
-    assert info.check_cuda_p2p_ib_support()
+    assert device_kinds.get_gpu_info() == ([], 0)
+    assert device_kinds.check_cuda_p2p_ib_support()
     with pytest.raises(MissingDependencyError, match="nvidia-smi"):
-        info.get_driver_version()
+        device_kinds.get_driver_version()
 
 
 @pytest.mark.parametrize(
     ("release", "warned"), [("5.4.0-42-generic", True), ("5.5.0", False), ("6.1+", False)]
 )
 def test_old_kernels_are_warned_about(monkeypatch, caplog, release, warned):
-    monkeypatch.setattr(info.platform, "system", lambda: "Linux")
-    monkeypatch.setattr(info.platform, "release", lambda: release)
-    info.check_os_kernel()
+    monkeypatch.setattr(device_kinds.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(device_kinds.platform, "release", lambda: release)
+    device_kinds.check_os_kernel()
     assert ("Processes may hang" in caplog.text) == warned
 
 

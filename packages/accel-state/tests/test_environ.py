@@ -6,7 +6,7 @@ import unittest
 import pytest
 
 from accel_state import environ
-from accel_state.environ_purge import purge_accelerate_environment
+from accel_state.environ import purge_accelerate_environment
 from accel_state.errors import SettingsError
 
 accelerate_variables = environ.accelerate_variables

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from accel_state import group_end, runtime, versions
-from accel_state.devices.kinds import BY_NAME
+from accel_state import libraries, process_group, runtime
+from accel_state.device_kinds import BY_NAME
 from accel_state.runtime import Runtime
 from accel_state.topology import Topology
 
@@ -34,7 +34,7 @@ def test_nccl_beside_gloo_has_the_limit_of_nccl_alone():
 def test_a_group_with_two_backends_is_bound_to_its_device_where_its_subgroups_then_work(
     monkeypatch, installed, bound
 ):
-    monkeypatch.setattr(versions, "installed_version", lambda _: Version(installed))
+    monkeypatch.setattr(libraries, "installed_version", lambda _: Version(installed))
     assert options_of("cuda", CUDA).get("device_id") == (CUDA if bound else None)
     assert options_of("cuda", CUDA, backend="nccl").get("device_id") == CUDA  # as asked for by the user
 
@@ -42,16 +42,16 @@ def test_a_group_with_two_backends_is_bound_to_its_device_where_its_subgroups_th
 def test_a_group_of_one_process_is_bound_to_the_device_of_the_run(monkeypatch):
     made: list[dict[str, object]] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append(options))
-    monkeypatch.setattr(group_end, "joined", lambda: None)
-    group_end.join_alone("nccl", CUDA)
-    group_end.join_alone(None, torch.device("cpu"))
+    monkeypatch.setattr(process_group, "joined", lambda: None)
+    process_group.join_single("nccl", CUDA)
+    process_group.join_single(None, torch.device("cpu"))
     assert [options.get("device_id") for options in made] == [CUDA, None]
 
 
 LEAVE = """\
 import threading
 import torch.distributed as dist
-from accel_state import group_end, runtime
+from accel_state import process_group as group_end, runtime
 
 def refuse(self):
     raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -59,7 +59,7 @@ def refuse(self):
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group_end.joined()
 threading.Thread.start = refuse
-runtime._leave()
+runtime._shut_down()
 assert not dist.is_initialized()
 """
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_state.testing import late_device
-from accel_state.testing.storages import storage_id
+from accel_state.testing.async_memory import storage_id
 
 STREAMS = BUFFERS = EVENTS = 3
 

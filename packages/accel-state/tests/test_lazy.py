@@ -15,7 +15,7 @@ def zoo(tmp_path, monkeypatch):
     """The package `accel_zoo`: its `feed` is defined in one module and called in another."""
     package = tmp_path / "accel_zoo"
     (package / "inner").mkdir(parents=True)
-    attach = "from accel_state._lazy import attach\nattach(__name__)\n"
+    attach = "from accel_state.lazy import attach\nattach(__name__)\n"
     (package / "__init__.py").write_text(attach)
     (package / "__init__.pyi").write_text(
         "from accel_zoo.keeper import feed as feed\nfrom accel_zoo import inner as inner\n"

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from accel_state import runtime
 from accel_state.environ import patch_environment
+from accel_state.logging import tqdm
 from accel_state.memory import (
     clear_device_cache,
     find_executable_batch_size,
     release_memory,
     should_reduce_batch_size,
 )
-from accel_state.progress import tqdm
 
 OUT_OF_MEMORY = RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-from accel_state.ports import free_port, is_port_in_use, reserved_port
+from accel_state.topology import free_port, is_port_in_use, reserved_port
 
 
 def test_a_port_that_somebody_listens_on_is_in_use_until_they_stop():
@@ -60,7 +60,7 @@ def test_a_reserved_port_is_never_the_one_that_somebody_gets_who_asks_for_any(re
 @LINUX
 def test_a_program_that_a_process_becomes_keeps_its_reserved_port():
     begin = (
-        "import os, sys; from accel_state.ports import reserved_port; port = str(reserved_port()); "
+        "import os, sys; from accel_state.topology import reserved_port; port = str(reserved_port()); "
         "os.execv(sys.executable, [sys.executable, '-c', sys.argv[1], port])"
     )
     after = "import socket, sys; socket.socket().bind(('', int(sys.argv[1])))"

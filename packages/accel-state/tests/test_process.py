@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.rank_methods import goes_first, only_if, shard_bounds, shard_inputs
+from accel_state.partial_state import goes_first, only_if, shard_bounds, shard_inputs
 
 SHARES = st.integers(1, 7)
 

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from accel_state.errors import CheckpointError, SettingsError
-from accel_state.regular_file import open_regular, parse_json, read_json, read_regular
+from accel_state.files import open_regular, parse_json, read_json, read_regular
 
 
 def test_a_fifo_is_refused_without_waiting(tmp_path):

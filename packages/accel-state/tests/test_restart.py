@@ -6,24 +6,28 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from accel_state import group_end, runtime
+from accel_state import process_group, runtime
 from accel_state.topology import Topology
 
 
 def test_only_a_process_that_was_started_again_needs_a_store_of_its_own():
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert runtime._life({}) == runtime._life(agent | {"TORCHELASTIC_RESTART_COUNT": "0"}) == ""
-    assert runtime._life(agent | {"TORCHELASTIC_RESTART_COUNT": "2"}) == "2"
-    assert runtime._life({"TORCHELASTIC_RESTART_COUNT": "2"}) == "", "its own store is new anyway"
+    assert (
+        runtime._restart_prefix({})
+        == runtime._restart_prefix(agent | {"TORCHELASTIC_RESTART_COUNT": "0"})
+        == ""
+    )
+    assert runtime._restart_prefix(agent | {"TORCHELASTIC_RESTART_COUNT": "2"}) == "2"
+    assert runtime._restart_prefix({"TORCHELASTIC_RESTART_COUNT": "2"}) == "", "its own store is new anyway"
 
 
 def test_a_group_after_another_one_has_a_life_of_its_own(monkeypatch):
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     again = agent | {"TORCHELASTIC_RESTART_COUNT": "2"}
-    assert (runtime._life(agent), runtime._life(again)) == ("", "2")
-    monkeypatch.setattr(group_end, "groups_joined", lambda: 1)
-    assert (runtime._life(agent), runtime._life(again)) == ("0.1", "2.1")
-    assert runtime._life({}) == "", "its own store is new anyway"
+    assert (runtime._restart_prefix(agent), runtime._restart_prefix(again)) == ("", "2")
+    monkeypatch.setattr(process_group, "groups_joined", lambda: 1)
+    assert (runtime._restart_prefix(agent), runtime._restart_prefix(again)) == ("0.1", "2.1")
+    assert runtime._restart_prefix({}) == "", "its own store is new anyway"
 
 
 def test_every_life_has_keys_of_its_own_in_the_store_of_the_agent():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from accel_state import runtime
-from accel_state.devices.kinds import KINDS
+from accel_state.device_kinds import KINDS
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
 from accel_state.labels import RNGType

@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from accel_state import settings as exported
 from accel_state.errors import SettingsError
-from accel_state.settings.environ import from_environ, parse_environ, to_environ, worker_environ
-from accel_state.settings.file import default_config_file, parse_file, to_content
-from accel_state.settings.legacy import translate
-from accel_state.settings.merge import Layer, SourcedValue, combine
+from accel_state.settings.engines import DeepSpeedSettings, Fp8Settings, FsdpSettings
+from accel_state.settings.file import default_config_file, parse_file, to_content, translate
 from accel_state.settings.model import (
     BY_KEY,
     BY_PATH,
@@ -21,14 +19,23 @@ from accel_state.settings.model import (
     IMPLICIT_SECTIONS,
     OPTIONAL_SECTIONS,
     OPTIONS,
+    Layer,
     Settings,
+    SourcedValue,
+    from_environ,
+    merge_layers,
+    parse_environ,
+    to_environ,
     value_at,
+    worker_environ,
 )
-from accel_state.settings.sections.deepspeed import DeepSpeedSettings
-from accel_state.settings.sections.fp8 import Fp8Settings
-from accel_state.settings.sections.fsdp import FsdpSettings
-from accel_state.settings.sections.launch import ENGINE_TYPES, LaunchSettings
-from accel_state.settings.sections.training import DynamoSettings, PrecisionSettings, TrainingSettings
+from accel_state.settings.run import (
+    ENGINE_TYPES,
+    DynamoSettings,
+    LaunchSettings,
+    PrecisionSettings,
+    TrainingSettings,
+)
 
 WORDS = ("true", "false", "0", "1", "2", "0.5", "word", "a,b", "false,true,no")
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)
@@ -62,7 +69,7 @@ def settings_of(draw, rows):
     }
     for switch in draw(st.sets(st.sampled_from([draw(st.sampled_from(ENGINES)), "parallelism"]))):
         given[switch] = SourcedValue(value=True, layer=Layer.ARGUMENT, origin="argument")
-    return combine(given).settings
+    return merge_layers(given).settings
 
 
 all_settings = settings_of([option.path for option in OPTIONS if option.variable])
@@ -198,20 +205,20 @@ def test_two_engines_at_once_are_refused_by_name():
 
 def test_of_two_engines_the_stronger_source_decides():
     file = parse_file({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "run.yaml")
-    assert combine(file).settings.fsdp == FsdpSettings(fsdp_version=2)
-    both = combine(file, parse_environ({"ACCELERATE_USE_DEEPSPEED": "true"})).settings
+    assert merge_layers(file).settings.fsdp == FsdpSettings(fsdp_version=2)
+    both = merge_layers(file, parse_environ({"ACCELERATE_USE_DEEPSPEED": "true"})).settings
     assert (both.fsdp, both.deepspeed) == (None, DeepSpeedSettings())
     plain = {
         "launch.distributed_type": SourcedValue(value="MULTI_GPU", layer=Layer.ARGUMENT, origin="--multi_gpu")
     }
-    assert combine(file, plain).settings.fsdp is None
+    assert merge_layers(file, plain).settings.fsdp is None
     off = {"fsdp": SourcedValue(value=False, layer=Layer.ARGUMENT, origin="--no_use_fsdp")}
-    assert combine(file, off).settings.fsdp is None
+    assert merge_layers(file, off).settings.fsdp is None
 
 
 @given(settings_of([option.path for option in OPTIONS if option.key]))
 def test_what_is_written_as_a_file_is_read_back(settings):
-    read = combine(parse_file(yaml_like(to_content(settings)), "run.yaml")).settings
+    read = merge_layers(parse_file(yaml_like(to_content(settings)), "run.yaml")).settings
     kind = next((kind for kind, name in ENGINE_TYPES.items() if value_at(settings, name)), None)
     sizes = settings.parallelism and replace(settings.parallelism, dp_replicate_size=1)
     expected = replace(settings, launch=replace(settings.launch, distributed_type=kind))
@@ -220,11 +227,11 @@ def test_what_is_written_as_a_file_is_read_back(settings):
 
 def test_a_file_for_tpus_shards_where_its_fsdp_section_asks_for_xla():
     content = {"distributed_type": "XLA", "fsdp_config": {"xla": True, "xla_fsdp_v2": True}}
-    settings = combine(parse_file(content, "run.yaml")).settings
+    settings = merge_layers(parse_file(content, "run.yaml")).settings
     assert (settings.launch.on_tpu, settings.fsdp) == (True, FsdpSettings(xla=True, xla_fsdp_v2=True))
-    assert combine(parse_file(yaml_like(to_content(settings)), "run.yaml")).settings == settings
+    assert merge_layers(parse_file(yaml_like(to_content(settings)), "run.yaml")).settings == settings
     content["fsdp_config"]["xla"] = False
-    assert combine(parse_file(content, "run.yaml")).settings.fsdp is None
+    assert merge_layers(parse_file(content, "run.yaml")).settings.fsdp is None
 
 
 def yaml_like(content):
@@ -239,14 +246,14 @@ def test_argument_beats_environment_beats_file_beats_default_in_whatever_order_t
     sources = [
         {path: SourcedValue(value=int(y) + 2, layer=y, origin=y.name)} if y in speaking else {} for y in order
     ]
-    merged = combine(*sources)
+    merged = merge_layers(*sources)
     winner = min(speaking, default=Layer.DEFAULT)
     assert merged.source_of(path).layer == winner
     assert merged.settings.training.gradient_accumulation_steps == (int(winner) + 2 if speaking else 1)
 
 
 def test_the_origin_of_a_value_is_reported_in_words():
-    merged = combine(
+    merged = merge_layers(
         parse_file({"mixed_precision": "fp16", "debug": True}, "run.yaml"),
         parse_environ({"ACCELERATE_MIXED_PRECISION": "bf16"}),
     )
@@ -281,7 +288,7 @@ DOCUMENTED_FILE = {
 
 
 def test_a_documented_config_file_is_read_as_it_is():
-    settings = combine(parse_file(DOCUMENTED_FILE, "default_config.yaml")).settings
+    settings = merge_layers(parse_file(DOCUMENTED_FILE, "default_config.yaml")).settings
     assert settings == Settings(
         precision=PrecisionSettings(mixed_precision="bf16"),
         dynamo=DynamoSettings(backend="INDUCTOR", use_fullgraph=True),
@@ -301,9 +308,9 @@ def test_the_recipe_of_fp8_is_read_in_the_spellings_of_files():
         amax_compute_algo="max", amax_history_len=512, backend="TE", fp8_format="E4M3", interval=1, margin=0,
         override_linear_precision=(False, False, True), use_autocast_during_eval=False,
     )  # fmt: skip
-    assert combine(parse_file({"fp8_config": recipe}, "run.yaml")).settings.fp8 == expected
+    assert merge_layers(parse_file({"fp8_config": recipe}, "run.yaml")).settings.fp8 == expected
     written = {"amax_compute_algo": "MAX", "fp8_amax_history_len": "512", "backend": "te"}
-    short = combine(parse_file({"fp8_config": written}, "run.yaml")).settings.fp8
+    short = merge_layers(parse_file({"fp8_config": written}, "run.yaml")).settings.fp8
     assert short == Fp8Settings(amax_compute_algo="max", amax_history_len=512, backend="TE")
 
 
@@ -319,14 +326,14 @@ def test_other_launchers_hand_over_a_setting_in_parts():
 def test_auto_leaves_a_number_to_deepspeed_or_the_script():
     table = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_stage": 3}
     content = {"distributed_type": "DEEPSPEED", "deepspeed_config": table}
-    settings = combine(parse_file(content, "run.yaml")).settings
+    settings = merge_layers(parse_file(content, "run.yaml")).settings
     assert settings == Settings(
         deepspeed=DeepSpeedSettings(zero_stage=3), launch=LaunchSettings(distributed_type="DEEPSPEED")
     )
 
 
 def test_a_bare_no_in_yaml_is_a_word_where_a_word_is_expected():
-    merged = combine(parse_file({"mixed_precision": False, "distributed_type": False}, "run.yaml"))
+    merged = merge_layers(parse_file({"mixed_precision": False, "distributed_type": False}, "run.yaml"))
     assert merged.settings.precision.mixed_precision == "no"
     assert merged.settings.launch.distributed_type == "NO"
 
@@ -422,7 +429,7 @@ def test_the_present_format_needs_no_translation():
 )
 def test_any_content_of_a_file_is_read_or_refused_with_a_sentence(content):
     with contextlib.suppress(SettingsError):
-        combine(parse_file(content, "run.yaml"))
+        merge_layers(parse_file(content, "run.yaml"))
 
 
 def test_the_default_config_file_is_found_in_the_documented_places(tmp_path):

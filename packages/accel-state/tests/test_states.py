@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from accel_state import runtime
-from accel_state.accelerator_state import AcceleratorState, ThreadLocalSharedDict, do_nothing, is_initialized
+from accel_state.accelerator_state import (
+    AcceleratorState,
+    GradientState,
+    ThreadLocalSharedDict,
+    do_nothing,
+    is_initialized,
+)
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
-from accel_state.gradient_state import GradientState
 from accel_state.labels import DistributedType
 from accel_state.partial_state import PartialState, wait_for_everyone
 

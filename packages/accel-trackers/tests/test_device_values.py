@@ -51,7 +51,7 @@ def test_the_end_writes_everything(memory):
 
 
 def test_no_more_than_a_limit_waits(memory, monkeypatch):
-    monkeypatch.setattr("accel_trackers.copies.Reading.is_ready", lambda reading: False)
+    monkeypatch.setattr("accel_trackers.values.PendingValues.is_ready", lambda reading: False)
     monkeypatch.setattr("accel_trackers.session._MOST_WAITING", 2)
     session = TrackerSession(memory)
     session.start("project")

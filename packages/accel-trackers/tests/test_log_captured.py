@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from accel_trackers import TrackerSession
-from accel_trackers.libraries.project_run import ProjectRunTracker
-from accel_trackers.libraries.swanlab import SwanLabTracker
+from accel_trackers.project_runs import ProjectRunTracker, SwanLabTracker
 
 VALUES = {"loss": {"train": torch.tensor(0.5)}, "lr": np.float32(2), 3: "a", "epoch": 4}
 PLAIN = {"loss": {"train": 0.5}, "lr": 2.0, "3": "a", "epoch": 4}

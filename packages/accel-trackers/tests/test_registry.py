@@ -6,19 +6,18 @@ import sys
 
 import pytest
 
-from accel_state import available
-from accel_state.available import LIBRARIES, is_installed
+from accel_state import libraries
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_state.labels import LoggerType
+from accel_state.libraries import LIBRARIES, is_installed
 from accel_trackers import (
     LOGGER_TYPE_TO_CLASS,
     filter_trackers,
     get_available_trackers,
     register_tracker_class,
 )
-from accel_trackers.general import GeneralTracker
+from accel_trackers.general import VENDORS, GeneralTracker
 from accel_trackers.registry import tracker_class
-from accel_trackers.vendor import VENDORS
 
 ABSENT = [name for name in VENDORS if not is_installed(name)]
 PRESENT = [name for name in VENDORS if name not in ABSENT]
@@ -46,9 +45,9 @@ def no_library(monkeypatch):
     for name in VENDORS:
         for module in LIBRARIES[name].modules:
             monkeypatch.setitem(sys.modules, module, None)
-    available._is_installed.cache_clear()
+    libraries._is_installed.cache_clear()
     yield
-    available._is_installed.cache_clear()
+    libraries._is_installed.cache_clear()
 
 
 @pytest.mark.parametrize("name", VENDORS)

@@ -320,7 +320,7 @@ def test_forked_children_leave_the_trackers_alone(shared_session, tmp_path):
     for _ in range(3):
         with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends its workers by SIGTERM
             answers = pool.map(use_shared, range(4))
-        assert answers == [[ANY, "Inert"]] * 4
+        assert answers == [[ANY, "NullObject"]] * 4
         assert "forked from the one that started the trackers" in answers[0][0]
     shared_session.log({"loss": 1.0})
     shared_session.finish()

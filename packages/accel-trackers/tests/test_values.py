@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_state.errors import UnsupportedError
-from accel_trackers.images import to_images
-from accel_trackers.values import join_keys, split, to_finite, to_flat, to_number, to_plain
+from accel_trackers.values import join_keys, split, to_finite, to_flat, to_images, to_number, to_plain
 
 
 class Colour(enum.Enum):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, settings
 
-from accel_state.accelerator_state import AcceleratorState
-from accel_state.gradient_state import GradientState
+from accel_state.accelerator_state import AcceleratorState, GradientState
 
 # How long a machine takes says nothing about what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

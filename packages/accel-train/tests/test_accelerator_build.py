@@ -12,29 +12,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel_plugins import registry
+from accel_plugins import registry, unsharded
+from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
-from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
-from accel_plugins.kwargs.run import (
+from accel_plugins.kwargs import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    TorchDynamoPlugin,
 )
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.precision.scaling import ShardedGradScaler
-from accel_plugins.strategies import single
+from accel_plugins.precision import ShardedGradScaler
 from accel_plugins.strategy import StrategySpec
-from accel_state import registry as tables
+from accel_state import lazy as tables
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
 from accel_state.labels import DistributedType, RNGType
-from accel_state.settings.environ import from_environ
+from accel_state.settings.model import from_environ
 from accel_train import Accelerator
-from accel_train.arguments import Arguments, accumulation_plugin, sort_handlers
+from accel_train.accelerator.build import AcceleratorConfig, accumulation_plugin, sort_handlers
 
 
 def test_alone_it_is_the_main_the_local_main_and_the_last_process():
@@ -157,7 +157,7 @@ def test_accumulation_of_a_deepspeed_configuration_wins_with_a_warning(said, env
     variables = {} if environment is None else {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": environment}
     configuration = {"gradient_accumulation_steps": 37, "zero_optimization": {"stage": 2}}
     plugins = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=configuration)}
-    found = accumulation_plugin(Arguments(**said), from_environ(variables), plugins)
+    found = accumulation_plugin(AcceleratorConfig(**said), from_environ(variables), plugins)
     assert found.num_steps == 37
     steps = said.get("gradient_accumulation_steps", int(environment or 1))
     (message,) = caplog.messages
@@ -169,7 +169,7 @@ def test_accumulation_that_a_deepspeed_configuration_does_not_contradict_is_no_w
     settings = from_environ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "5"})
     configuration = {"gradient_accumulation_steps": configured, "zero_optimization": {"stage": 2}}
     plugins = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=configuration)}
-    assert accumulation_plugin(Arguments(), settings, plugins).num_steps == 5
+    assert accumulation_plugin(AcceleratorConfig(), settings, plugins).num_steps == 5
     assert not caplog.messages
 
 
@@ -270,7 +270,7 @@ def test_the_constructor_keeps_the_documented_order_of_arguments():
 def test_an_installed_strategy_that_applies_trains_the_run(monkeypatch):
     def build(settings, runtime, precision, handlers):
         assert isinstance(precision.scaler, ShardedGradScaler)
-        return replace(single.build(settings, runtime, precision, handlers), name="mine")
+        return replace(unsharded.build(settings, runtime, precision, handlers), name="mine")
 
     spec = StrategySpec(name="mine", applies=lambda *_: True, build=build, shards_gradients=True)
     monkeypatch.setitem(sys.modules, "my_package", SimpleNamespace(SPEC=spec))
@@ -285,7 +285,7 @@ def lazy(events):
 
     def build(settings, runtime, precision, handlers):
         assert settings.training.strategy == "lazy"
-        made = single.build(settings, runtime, precision, handlers)
+        made = unsharded.build(settings, runtime, precision, handlers)
         return replace(
             made,
             name="lazy",

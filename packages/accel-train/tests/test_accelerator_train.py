@@ -15,8 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ops.modules import has_compiled_regions
-from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.kwargs.run import GradientAccumulationPlugin
+from accel_plugins.kwargs import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from accel_state.errors import SettingsError
 from accel_train import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
 

@@ -9,13 +9,12 @@ from torch.distributed import HashStore, PrefixStore, Store
 from accel_state.errors import DistributedOperationException
 from accel_state.hang_monitor import HangMonitor
 from accel_state.rank_status import RankStatus
-from accel_train.checkpoint import stragglers
-from accel_train.checkpoint.store_gather import StoreAgreement
-from accel_train.checkpoint.stragglers import StragglerMonitor
+from accel_train.checkpoint import agreement as stragglers
+from accel_train.checkpoint.agreement import StoreAllGather, StragglerMonitor
 
 
 def agreement(store, rank, world_size, monitor=None):
-    return StoreAgreement(
+    return StoreAllGather(
         store,
         rank=rank,
         world_size=world_size,

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.folder import complete_everywhere, outdated
-from accel_train.checkpoint.manifest import FileRecord, Manifest, shares
+from accel_train.checkpoint.folder import complete_everywhere, to_prune
+from accel_train.checkpoint.layout import FileRecord, Manifest, shares
 
 CHARACTERS = st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters="./")
 NAMES = st.text(CHARACTERS, min_size=1, max_size=12)
@@ -96,7 +96,7 @@ def test_no_rank_verifies_much_more_than_another(files, parts):
 
 @given(NUMBERS, st.integers(0, 30), st.integers(1, 6))
 def test_rotation_keeps_the_newest_up_to_the_limit(complete, newest, limit):
-    doomed = outdated(complete, newest=newest, limit=limit)
+    doomed = to_prune(complete, newest=newest, limit=limit)
     kept = (complete | {newest}) - set(doomed)
     assert newest in kept
     assert len(kept) == min(limit, len(complete | {newest}))
@@ -105,7 +105,7 @@ def test_rotation_keeps_the_newest_up_to_the_limit(complete, newest, limit):
 
 @given(NUMBERS, st.integers(0, 30))
 def test_without_a_limit_nothing_is_deleted(complete, newest):
-    assert outdated(complete, newest=newest, limit=None) == []
+    assert to_prune(complete, newest=newest, limit=None) == []
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=4))

@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.kwargs.run import ProjectConfiguration
+from accel_plugins.kwargs import ProjectConfiguration
 from accel_state.errors import CheckpointError, CheckpointWriteError
 from accel_train import Accelerator
-from accel_train.checkpoint import apply, folder, layout, opening
-from accel_train.checkpoint import lock as locks
-from accel_train.checkpoint.apply import shortened
+from accel_train.checkpoint import files as locks
+from accel_train.checkpoint import folder, layout, load
+from accel_train.checkpoint.load import shortened
 
 
 class Value:
@@ -145,10 +145,10 @@ def test_weights_are_hashed_where_they_are_mapped_and_read_no_second_time(tmp_pa
     run.set(1.0)
     run.accelerator.save_state(tmp_path / "c")
     read, mapped = [], []
-    record_of, record_of_mapping = apply.record_of, apply.record_of_mapping
-    monkeypatch.setattr(apply, "record_of", lambda path: read.append(path.name) or record_of(path))
+    record_of, record_of_mapping = load.record_of, load.record_of_mapping
+    monkeypatch.setattr(load, "record_of", lambda path: read.append(path.name) or record_of(path))
     monkeypatch.setattr(
-        apply, "record_of_mapping", lambda file: mapped.append(file.path.name) or record_of_mapping(file)
+        load, "record_of_mapping", lambda file: mapped.append(file.path.name) or record_of_mapping(file)
     )
     run.set(9.0)
     run.accelerator.load_state(tmp_path / "c")
@@ -236,7 +236,7 @@ def other_process(script, *arguments):
 HOLD = """
     import sys
     from pathlib import Path
-    from accel_train.checkpoint import lock
+    from accel_train.checkpoint import files as lock
     held = lock.try_lock(Path(sys.argv[1]))
     print(held is not None, flush=True)
     sys.stdin.read()
@@ -368,7 +368,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(tmp_pa
     run.accelerator.save_state(path)
     run.set(2.0)
     run.accelerator.save_state(tmp_path / "next")
-    original = opening._open_others
+    original = load._open_others
     todo = [1]
 
     def replace_in_the_middle(run, source):
@@ -379,7 +379,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(tmp_pa
                 os.replace(entry, path / entry.name)  # noqa: PTH105
         return original(run, source)
 
-    monkeypatch.setattr(opening, "_open_others", replace_in_the_middle)
+    monkeypatch.setattr(load, "_open_others", replace_in_the_middle)
     run.set(9.0)
     run.accelerator.load_state(path)
     assert run.values() == {2.0}

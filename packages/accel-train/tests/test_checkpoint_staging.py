@@ -16,8 +16,7 @@ from torch import nn
 
 from accel_state.testing import late_device
 from accel_train.checkpoint import staging as staging_module
-from accel_train.checkpoint.encode import write_object
-from accel_train.checkpoint.staging import HostStaging, copied_tree
+from accel_train.checkpoint.staging import HostStaging, copied_tree, write_object
 
 
 def saved(tree):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
 
-from accel_train.data.batch_shard import BatchSamplerShard
 from accel_train.data.samplers import SeedableRandomSampler
+from accel_train.data.shards import BatchSamplerShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

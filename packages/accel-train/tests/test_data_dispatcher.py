@@ -15,12 +15,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from accel_train.data.batch_spec import BatchSpec
-from accel_train.data.dispatcher import DataLoaderDispatcher
-from accel_train.data.iterable_shard import BatchWithMeta
-from accel_train.data.message import Next, Slot, flatten_batch, read
-from accel_train.data.row_split import RowSplit, count_rows, join_rows, select_rows
-from accel_train.data.scatter import MainProcessReadError, Receiver, Sender
+from accel_train.data.dispatcher import DataLoaderDispatcher, RowSplit, count_rows, join_rows, select_rows
+from accel_train.data.scatter import (
+    BatchSpec,
+    MainProcessReadError,
+    NextMessage,
+    Receiver,
+    ReceiverBuffer,
+    Sender,
+    flatten_batch,
+    read,
+)
+from accel_train.data.shards import BatchWithMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -215,12 +221,12 @@ def same(one: Any, other: Any) -> bool:
 def test_any_batch_is_read_as_it_was_written(batch: Any) -> None:
     parcel = flatten_batch(BatchWithMeta(batch, 2, 7))
     buffer = torch.empty(parcel.nbytes + 5, dtype=torch.uint8)
-    Slot(buffer).write(parcel, Next.SAME, 99, is_last=True)
+    ReceiverBuffer(buffer).write(parcel, NextMessage.SAME, 99, is_last=True)
     letter = read(buffer, BatchSpec(parcel.template.layout))
     assert letter.loaded is not None
     assert same(letter.loaded.batch, batch)
     assert (letter.loaded.real, letter.loaded.real_in_step) == (2, 7)
-    assert (letter.following, letter.following_bytes, letter.is_last) == (Next.SAME, 99, True)
+    assert (letter.following, letter.following_bytes, letter.is_last) == (NextMessage.SAME, 99, True)
 
 
 @pytest.mark.parametrize("other", BATCHES)
@@ -233,12 +239,12 @@ def test_a_template_takes_only_batches_of_its_structure(batch: Any, other: Any) 
 
 
 def test_a_slot_is_written_again_in_other_shapes() -> None:
-    slot, template = Slot(torch.empty(4096, dtype=torch.uint8)), None
+    slot, template = ReceiverBuffer(torch.empty(4096, dtype=torch.uint8)), None
     for rows in (3, 3, 5, 1, 0):
         parcel = flatten_batch(BatchWithMeta({"ids": torch.arange(rows), "text": "x" * rows}), template)
         assert template in {None, parcel.template}
         template = parcel.template
-        slot.write(parcel, Next.SAME, 1, is_last=False)
+        slot.write(parcel, NextMessage.SAME, 1, is_last=False)
         letter = read(slot.buffer, template)
         assert letter.loaded is not None
         assert same(letter.loaded.batch, {"ids": torch.arange(rows), "text": "x" * rows})
@@ -247,7 +253,7 @@ def test_a_slot_is_written_again_in_other_shapes() -> None:
 def test_changing_a_received_tensor_in_place_leaves_graphs_of_the_others_alone() -> None:
     parcel = flatten_batch(BatchWithMeta([torch.ones(2), torch.ones(2)]))
     buffer = torch.empty(parcel.nbytes, dtype=torch.uint8)
-    Slot(buffer).write(parcel, Next.END, 0, is_last=True)
+    ReceiverBuffer(buffer).write(parcel, NextMessage.END, 0, is_last=True)
     letter = read(buffer, parcel.template)
     assert letter.loaded is not None
     first, second = letter.loaded.batch

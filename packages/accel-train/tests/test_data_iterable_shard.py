@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, default_collate
 
-from accel_train.data.iterable_shard import BatchWithMeta, IterableDatasetShard, MetaCollate
+from accel_train.data.shards import BatchWithMeta, IterableDatasetShard, MetaCollate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,13 +13,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from accel_plugins.deepspeed.sequence import SequenceShard
-from accel_state.gradient_state import GradientState
-from accel_train.data.batch_shard import BatchSamplerShard
+from accel_state.accelerator_state import GradientState
 from accel_train.data.dispatcher import shard_of_ranks
-from accel_train.data.iterable_shard import IterableDatasetShard
 from accel_train.data.loader import DataLoaderShard
-from accel_train.data.prepare import prepare_data_loader
-from accel_train.data.skip import skip_first_batches
+from accel_train.data.prepare import prepare_data_loader, skip_first_batches
+from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

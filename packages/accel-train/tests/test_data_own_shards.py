@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_train.data.iterable_shard import IterableDatasetShard
 from accel_train.data.prepare import prepare_data_loader
+from accel_train.data.shards import IterableDatasetShard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, Sampler, SubsetRandomSampler, get_worker_info
 
-from accel_train.data.prepare import prepare_data_loader
-from accel_train.data.skip import SkipBatchSampler, SkipDataLoader, skip_first_batches
+from accel_train.data.prepare import SkipBatchSampler, SkipDataLoader, prepare_data_loader, skip_first_batches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

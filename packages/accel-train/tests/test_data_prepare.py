@@ -22,11 +22,11 @@ from torch.utils.data import (
 from accel_state.errors import MissingDependencyError
 from accel_state.labels import RNGType
 from accel_train.data.dispatcher import DataLoaderDispatcher
-from accel_train.data.iterable_shard import IterableDatasetShard
 from accel_train.data.loader import DataLoaderShard
 from accel_train.data.prepare import get_sampler, prepare_data_loader
+from accel_train.data.reading import stateful_class
 from accel_train.data.samplers import SeedableRandomSampler
-from accel_train.data.stateful import stateful_class
+from accel_train.data.shards import IterableDatasetShard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from accel_train.data.batch_shard import BatchSamplerShard
 from accel_train.data.samplers import SeedableRandomSampler, innermost_sampler, record_order, replay_order
+from accel_train.data.shards import BatchSamplerShard
 
 
 @given(

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from accel_train.data.loader import DataLoaderShard
-from accel_train.data.prepare import prepare_data_loader
-from accel_train.data.skip import skip_first_batches
+from accel_train.data.prepare import prepare_data_loader, skip_first_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_state.testing import late_device
-from accel_train.data.device_transfer import CopyStream
-from accel_train.data.iterable_shard import BatchWithMeta
+from accel_train.data.loader import CopyStream
 from accel_train.data.scatter import Receiver, Sender
+from accel_train.data.shards import BatchWithMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable

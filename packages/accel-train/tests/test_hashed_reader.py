@@ -13,8 +13,8 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accel_train.checkpoint import hashed_reader
-from accel_train.checkpoint.hashed_reader import HashedBytes, HashedReader
+from accel_train.checkpoint import files
+from accel_train.checkpoint.files import HashedBytes, HashedReader
 
 SIZE = 5_000_000
 STEPS = st.lists(st.tuples(st.integers(0, SIZE + 10), st.integers(0, SIZE)), max_size=8)
@@ -31,7 +31,7 @@ def path(tmp_path_factory):
 def _way_of_reading(request, monkeypatch):
     if request.param and not hasattr(os, "preadv"):
         pytest.skip("this system reads no file at a position")
-    monkeypatch.setattr(hashed_reader, "_CAN_READ_AT", request.param)
+    monkeypatch.setattr(files, "_CAN_READ_AT", request.param)
 
 
 @pytest.mark.usefixtures("_way_of_reading")

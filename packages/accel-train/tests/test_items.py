@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accel_state.runtime import Runtime
 from accel_train import Accelerator
-from accel_train.token_normalizer import ItemWindow
+from accel_train.step import ItemWindow
 
 
 def make_training(**options):

@@ -13,15 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_state import environ
-from accel_state.devices import info
-from accel_state.devices.kinds import BY_NAME, KINDS
+from accel_state import device_kinds, environ
+from accel_state.device_kinds import BY_NAME, KINDS
 from accel_state.errors import SettingsError
-from accel_state.ports import is_port_in_use
-from accel_state.progress import tqdm
-from accel_train import Accelerator, forking, launchers
+from accel_state.logging import tqdm
+from accel_state.topology import is_port_in_use
+from accel_train import Accelerator, forking, launching
 from accel_train.forking import WorkerFailedError, launch_config
-from accel_train.launchers import PrepareForLaunch, debug_launcher, notebook_launcher
+from accel_train.launching import PrepareForLaunch, debug_launcher, notebook_launcher
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
 
@@ -71,7 +70,7 @@ def test_notebook_launcher_does_so_with_a_precision_and_shows_lines_with_a_prefi
 
 
 def test_bars_of_launched_processes_are_text_where_those_of_a_notebook_are_widgets(monkeypatch, capfd):
-    monkeypatch.setattr("accel_state.progress.progress_bar", Widget)
+    monkeypatch.setattr("tqdm.auto.tqdm", Widget)
     assert isinstance(tqdm(range(3)), Widget)
 
     def count():
@@ -89,9 +88,9 @@ class Widget:
 def test_nccl_gets_its_variables_for_cards_that_cannot_reach_each_others_memory(monkeypatch):
     answers = {"name": ["NVIDIA GeForce RTX 4090"] * 2, "driver_version": ["545.23.08"]}
     monkeypatch.setenv("ACCELERATE_USE_CPU", "0")
-    monkeypatch.setattr(info, "nvidia_smi", answers.__getitem__)
-    monkeypatch.setattr(launchers, "available_kind", lambda: BY_NAME["cuda"])
-    monkeypatch.setattr(launchers, "refuse_initialised_devices", lambda: None)
+    monkeypatch.setattr(device_kinds, "nvidia_smi", answers.__getitem__)
+    monkeypatch.setattr(launching, "available_kind", lambda: BY_NAME["cuda"])
+    monkeypatch.setattr(launching, "refuse_initialised_devices", lambda: None)
     names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
     seen = notebook_launcher(lambda: [os.environ.get(name) for name in names], (), 2, use_port=0)
     assert seen == {0: ["1", "1"], 1: ["1", "1"]}
@@ -175,9 +174,9 @@ def test_two_launches_at_the_same_time_do_not_meet_at_one_port(monkeypatch):
         if len(endpoints) < 4:
             again = debug_launcher if len(endpoints) == 1 else notebook_launcher
             assert again(sum_of_ranks, (1,), num_processes=2) == dict.fromkeys((0, 1), (2, 3, "no", True))
-        return forking.launch(function, args, config)
+        return forking.launch_forked(function, args, config)
 
-    monkeypatch.setattr(launchers, "launch", launch_while_another_is)
+    monkeypatch.setattr(launching, "launch_forked", launch_while_another_is)
     assert notebook_launcher(sum_of_ranks, (0,), 2) == dict.fromkeys((0, 1), (2, 1, "no", True))
     assert len(set(endpoints)) == 4
 
@@ -212,7 +211,7 @@ def test_a_device_that_was_initialised_before_forking_is_said(monkeypatch):
     """#940, #3524, #3833, #3925: the child would fail in the driver, far from the cause."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "0")
     gpu = next(kind for kind in KINDS if kind.type == "cuda")
-    monkeypatch.setattr(launchers, "available_kind", lambda: gpu)
+    monkeypatch.setattr(launching, "available_kind", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(SettingsError, match=r"has initialised .*Restart the notebook"):
         notebook_launcher(print, (), 2)
@@ -261,7 +260,7 @@ def test_torch_starts_functions_that_are_prepared(tmp_path, monkeypatch):
 
 
 def test_nobody_passes_the_gate_before_all_are_there():
-    gate = forking.Gate(2)
+    gate = forking.ForkBarrier(2)
     with contextlib.closing(gate):
         for earlier in range(2):  # as often as processes are started again
             first = threading.Thread(target=gate.wait, args=(earlier,))
@@ -275,5 +274,5 @@ def test_nobody_passes_the_gate_before_all_are_there():
 
 def test_the_gate_opens_in_the_end_for_those_who_came(monkeypatch):
     monkeypatch.setattr(forking, "_FORK_TIMEOUT", 0.05)
-    with contextlib.closing(forking.Gate(2)) as gate:
+    with contextlib.closing(forking.ForkBarrier(2)) as gate:
         gate.wait()

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.kwargs.profile import ProfileKwargs
-from accel_state import available
+from accel_plugins.kwargs import ProfileKwargs
+from accel_state import libraries
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_train import Accelerator
-from accel_train.accelerator.facet import INSTEAD
+from accel_train.accelerator.run import INSTEAD
 
 
 def names_in(trace):
@@ -46,7 +46,7 @@ def test_a_flame_graph_is_written_and_loads_nothing(tmp_path):
 
 def test_a_flame_graph_adds_up_equal_call_paths_of_each_thread():
     pytest.importorskip("plotly")
-    from accel_train.flame import read_frames
+    from accel_train.profiling import read_frames
 
     def call(name, start, end, thread=1):
         span = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": thread}
@@ -140,7 +140,7 @@ def lomo(monkeypatch):
     Lomo.__module__ = "lomo_optim.lomo"
     module.Lomo = Lomo
     monkeypatch.setitem(sys.modules, "lomo_optim", module)
-    monkeypatch.setattr(available, "_is_installed", lambda library: True)
+    monkeypatch.setattr(libraries, "_is_installed", lambda library: True)
     return module
 
 

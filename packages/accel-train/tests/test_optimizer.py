@@ -9,8 +9,8 @@ import warnings
 import pytest
 import torch
 
-from accel_state.gradient_state import GradientState
-from accel_train.optimizer import AcceleratedOptimizer, move_to_device
+from accel_plugins.optimizer import AcceleratedOptimizer, move_to_device
+from accel_state.accelerator_state import GradientState
 
 
 def make(cls=torch.optim.SGD, **options):

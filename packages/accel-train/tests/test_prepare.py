@@ -7,12 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_train.accelerator import Accelerator
-from accel_train.optimizer import AcceleratedOptimizer
-from accel_train.prepare import STAGE_NAMES
-from accel_train.prepare.sort import kind_of, sort_arguments, sort_one
-from accel_train.prepare.stages import STAGES
-from accel_train.scheduler import AcceleratedScheduler
+from accel_train.accelerator.prepare import STAGE_NAMES, STAGES, kind_of, sort_arguments, sort_one
 
 
 def make(kind):

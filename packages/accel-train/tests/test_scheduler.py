@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from accel_plugins.optimizer import AcceleratedScheduler
 from accel_state import runtime
+from accel_state.accelerator_state import GradientState
 from accel_state.errors import SettingsError
-from accel_state.gradient_state import GradientState
 from accel_state.topology import Topology
 from accel_train import Accelerator
-from accel_train.scheduler import AcceleratedScheduler
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_it_advances_once_per_update_if_told_so(four_processes, caplog):
 def test_the_default_clock_is_explained_to_who_reads_the_log(four_processes, caplog):
     make()
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
-    caplog.set_level(logging.INFO, "accel_train.scheduler")
+    caplog.set_level(logging.INFO, "accel_plugins.optimizer")
     make()
     (record,) = caplog.records
     assert "4 steps per optimizer step" in record.message

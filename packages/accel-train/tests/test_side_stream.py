@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_ops.tree import walk
 from accel_state.streams import device_streams
 from accel_state.testing import late_device
-from accel_train.data.device_transfer import CopyStream, _pinned
+from accel_train.data.loader import CopyStream, _pinned
 from accel_train.data.prepare import prepare_data_loader
 
 CPU = torch.device("cpu")

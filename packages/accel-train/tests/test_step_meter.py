@@ -27,7 +27,7 @@ class Memory(GeneralTracker):
 def clock(monkeypatch):
     """Time that passes when a test says so."""
     now = [100.0]
-    monkeypatch.setattr("accel_train.step_meter.perf_counter", lambda: now[0])
+    monkeypatch.setattr("accel_train.profiling.perf_counter", lambda: now[0])
 
     def passes(seconds):
         now[0] += seconds

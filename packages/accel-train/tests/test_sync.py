@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.sync import Accumulation, Synchronizer, next_micro_batch
+from accel_train.step import Accumulation, Synchronizer, next_micro_batch
 
 
 def make_state(**changes):

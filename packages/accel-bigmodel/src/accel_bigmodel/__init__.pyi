@@ -1,13 +1,16 @@
-from accel_bigmodel.device_map.budget import get_balanced_memory as get_balanced_memory
-from accel_bigmodel.device_map.budget import get_max_memory as get_max_memory
-from accel_bigmodel.device_map.check import check_device_map as check_device_map
-from accel_bigmodel.device_map.check import (
+from accel_bigmodel.align import AlignDevicesHook as AlignDevicesHook
+from accel_bigmodel.align import align_module_device as align_module_device
+from accel_bigmodel.align import attach_align_device_hook as attach_align_device_hook
+from accel_bigmodel.align import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
+from accel_bigmodel.align import attach_execution_device_hook as attach_execution_device_hook
+from accel_bigmodel.align import has_offloaded_params as has_offloaded_params
+from accel_bigmodel.device_map import check_device_map as check_device_map
+from accel_bigmodel.device_map import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
 )
-from accel_bigmodel.device_map.infer import infer_auto_device_map as infer_auto_device_map
-from accel_bigmodel.device_map.workload import Workload as Workload
-from accel_bigmodel.device_map.workload import kv_cache as kv_cache
-from accel_bigmodel.device_map.workload import measure_activations as measure_activations
+from accel_bigmodel.device_map import get_balanced_memory as get_balanced_memory
+from accel_bigmodel.device_map import get_max_memory as get_max_memory
+from accel_bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.dispatch import cpu_offload as cpu_offload
 from accel_bigmodel.dispatch import cpu_offload_with_hook as cpu_offload_with_hook
 from accel_bigmodel.dispatch import disk_offload as disk_offload
@@ -17,28 +20,22 @@ from accel_bigmodel.empty import init_on_device as init_on_device
 from accel_bigmodel.explanation import DeviceUsage as DeviceUsage
 from accel_bigmodel.explanation import Explanation as Explanation
 from accel_bigmodel.explanation import explain as explain
-from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook
-from accel_bigmodel.hooks.align import align_module_device as align_module_device
-from accel_bigmodel.hooks.align import has_offloaded_params as has_offloaded_params
-from accel_bigmodel.hooks.attach import attach_align_device_hook as attach_align_device_hook
-from accel_bigmodel.hooks.attach import (
-    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
-)
-from accel_bigmodel.hooks.attach import attach_execution_device_hook as attach_execution_device_hook
-from accel_bigmodel.hooks.base import ModelHook as ModelHook
-from accel_bigmodel.hooks.base import SequentialHook as SequentialHook
-from accel_bigmodel.hooks.base import add_hook_to_module as add_hook_to_module
-from accel_bigmodel.hooks.base import remove_hook_from_module as remove_hook_from_module
-from accel_bigmodel.hooks.base import remove_hook_from_submodules as remove_hook_from_submodules
-from accel_bigmodel.hooks.layerwise import (
+from accel_bigmodel.hooks import (
     SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
 )
-from accel_bigmodel.hooks.layerwise import LayerwiseCastingHook as LayerwiseCastingHook
-from accel_bigmodel.hooks.layerwise import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
-from accel_bigmodel.hooks.offload import CpuOffload as CpuOffload
-from accel_bigmodel.hooks.offload import UserCpuOffloadHook as UserCpuOffloadHook
-from accel_bigmodel.loading import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
-from accel_bigmodel.loading import load_checkpoint_in_model as load_checkpoint_in_model
+from accel_bigmodel.hooks import CpuOffload as CpuOffload
+from accel_bigmodel.hooks import LayerwiseCastingHook as LayerwiseCastingHook
+from accel_bigmodel.hooks import ModelHook as ModelHook
+from accel_bigmodel.hooks import SequentialHook as SequentialHook
+from accel_bigmodel.hooks import UserCpuOffloadHook as UserCpuOffloadHook
+from accel_bigmodel.hooks import add_hook_to_module as add_hook_to_module
+from accel_bigmodel.hooks import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+from accel_bigmodel.hooks import remove_hook_from_module as remove_hook_from_module
+from accel_bigmodel.hooks import remove_hook_from_submodules as remove_hook_from_submodules
+from accel_bigmodel.load import FileReport as FileReport
+from accel_bigmodel.load import LoadReport as LoadReport
+from accel_bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accel_bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.offload import OffloadedWeightsLoader as OffloadedWeightsLoader
 from accel_bigmodel.offload import PrefixedDataset as PrefixedDataset
 from accel_bigmodel.offload import extract_submodules_state_dict as extract_submodules_state_dict
@@ -46,10 +43,11 @@ from accel_bigmodel.offload import load_offloaded_weight as load_offloaded_weigh
 from accel_bigmodel.offload import load_offloaded_weights as load_offloaded_weights
 from accel_bigmodel.offload import offload_state_dict as offload_state_dict
 from accel_bigmodel.offload import offload_weight as offload_weight
-from accel_bigmodel.offload_index import save_offload_index as save_offload_index
+from accel_bigmodel.offload import save_offload_index as save_offload_index
 from accel_bigmodel.placement import set_module_tensor_to_device as set_module_tensor_to_device
-from accel_bigmodel.report import FileReport as FileReport
-from accel_bigmodel.report import LoadReport as LoadReport
+from accel_bigmodel.sizes import Workload as Workload
 from accel_bigmodel.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from accel_bigmodel.sizes import compute_module_sizes as compute_module_sizes
 from accel_bigmodel.sizes import get_max_layer_size as get_max_layer_size
+from accel_bigmodel.sizes import kv_cache as kv_cache
+from accel_bigmodel.sizes import measure_activations as measure_activations

@@ -4,42 +4,41 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
-from accel_bigmodel.device_map.check import (
-    check_device_map,
-    check_tied_parameters_on_same_device,
-    known_entries,
+from accel_bigmodel.align import (
+    AlignDevicesHook,
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    hook_replaced_modules,
 )
-from accel_bigmodel.device_map.flat import flatten_map
-from accel_bigmodel.hooks.align import AlignDevicesHook
-from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
-from accel_bigmodel.hooks.base import add_hook_to_module, hook_of
-from accel_bigmodel.hooks.keep import hook_replaced_modules
-from accel_bigmodel.hooks.layerwise import attach_layerwise_casting_hooks
-from accel_bigmodel.hooks.offload import CpuOffload, UserCpuOffloadHook, default_device
-from accel_bigmodel.offload import OffloadedWeightsLoader, offload_state_dict
-from accel_bigmodel.offload_collect import collect_weights
+from accel_bigmodel.device_map import check_device_map, check_tied_parameters_on_same_device, known_entries
+from accel_bigmodel.device_plan import flatten_map
+from accel_bigmodel.hooks import (
+    CpuOffload,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    attach_layerwise_casting_hooks,
+    default_device,
+    hook_of,
+)
+from accel_bigmodel.offload import OffloadedWeightsLoader, collect_weights, offload_state_dict
 from accel_bigmodel.offloaded_block import make_blocks
 from accel_bigmodel.placement import sites_of
-from accel_ops.weights.names import OFFLOAD_INDEX_NAME
+from accel_ops.weights.layout import OFFLOAD_INDEX_NAME
 from accel_ops.weights.read import device_of
-from accel_ops.weights.tensors import child_table
-from accel_ops.weights.tied import find_tied_parameters, retie_parameters
-from accel_state.devices.info import PEER_ACCESS_DRIVER, check_cuda_p2p_ib_support
-from accel_state.devices.kinds import CPU, KINDS
+from accel_ops.weights.tensors import child_table, find_tied_parameters, retie_parameters
+from accel_state.device_kinds import CPU, KINDS, PEER_ACCESS_DRIVER, check_cuda_p2p_ib_support
 from accel_state.errors import SettingsError, some_of
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor, nn
-
-    from accel_bigmodel.hooks.align import TiedMap
+    from accel_bigmodel.align import TiedMap
 
     Device = int | str | torch.device
 

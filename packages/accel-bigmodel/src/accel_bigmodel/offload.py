@@ -1,30 +1,185 @@
-"""Weights that stay on disk: the folder format, and a mapping that reads them in place."""
+"""Tensors on disk: index, StoredTensor, mapping."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
-from accel_bigmodel.offload_index import check_offload_index, read_offload_index, save_offload_index
-from accel_bigmodel.placement import set_module_tensor_to_device, torch_dtype
-from accel_bigmodel.stored_tensor import StoredTensor, file_identity
-from accel_ops.weights.safetensors_file import SafetensorsFile
-from accel_ops.weights.stream import as_bytes
+from accel_bigmodel.placement import set_module_tensor_to_device, sites_of, torch_dtype
+from accel_ops.weights.layout import OFFLOAD_INDEX_NAME
+from accel_ops.weights.safetensors_io import HeaderEntry, SafetensorsFile, as_bytes, fill_from
 from accel_ops.weights.tensors import tensor_memory
-from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
+from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError, some_of
+from accel_state.files import read_json
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    Index = dict[str, dict[str, Any]]
 
-    from accel_bigmodel.offload_index import Index
-    from accel_bigmodel.stored_tensor import FileIdentity
-    from accel_ops.weights.safetensors_header import Entry
+
+def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
+    """Add entries to a folder's `index.json`."""
+    if not index:
+        return
+    path = Path(offload_folder) / OFFLOAD_INDEX_NAME
+    known = read_offload_index(offload_folder) if path.is_file() else {}
+    path.write_text(json.dumps({**known, **index}, indent=2) + "\n", encoding="utf-8")
+
+
+def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
+    """Read a folder's `index.json`.
+
+    Raises:
+        CheckpointError: It is no index, or an entry is damaged.
+        FileNotFoundError: There is none.
+    """
+    path = Path(offload_folder) / OFFLOAD_INDEX_NAME
+    found = read_json(path, what="index of offloaded weights")
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{str(path)!r} is no index of offloaded weights: it holds no table of names")
+    check_offload_index(found, str(path))
+    return found
+
+
+def check_offload_index(index: Mapping[str, Any], source: str) -> None:
+    """Refuse an index with an entry that describes no tensor.
+
+    Example:
+        >>> check_offload_index({"w": {"dtype": "float32", "shape": [2]}}, "offload_index")
+    """
+    for name, entry in index.items():
+        if not _is_sound(entry) or not _is_text(name):
+            raise CheckpointError(
+                f"the entry of {name!r} in {source} describes no offloaded weight: {str(entry)[:200]!r}; it "
+                "needs a 'dtype' and a list of whole numbers as 'shape', or a 'safetensors_file'. Offload "
+                "the weights again"
+            )
+
+
+def _is_sound(entry: Any) -> bool:
+    if not isinstance(entry, dict):
+        return False
+    dtype = entry.get("dtype")
+    try:
+        found = torch_dtype(dtype)
+    except ValueError:
+        return False
+    # "float" and "int" have 64 bits in numpy, whose names an index has, and 32 in torch.
+    if found is not None and str(found).removeprefix("torch.") != str(dtype).removeprefix("torch."):
+        return False
+    if entry.get("safetensors_file"):
+        return isinstance(entry["safetensors_file"], str) and isinstance(entry.get("weight_name", ""), str)
+    shape = entry.get("shape")
+    return (
+        isinstance(shape, list | tuple)
+        and all(type(length) is int and length >= 0 for length in shape)
+        and math.prod(max(length, 1) for length in shape[:64]) < 2**59  # what torch can count
+        and dtype is not None
+    )
+
+
+def _is_text(name: str) -> bool:
+    """Half of a surrogate pair and a null, which JSON may hold, are in no file's name."""
+    return not any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in name)
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """A file as it was when it was opened: the path may later name another one."""
+
+    path: Path
+    device: int
+    inode: int
+
+
+def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
+    """Note which file a path names now."""
+    found = Path(path).stat()
+    return FileIdentity(Path(path), found.st_dev, found.st_ino)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """An offloaded tensor where it is stored.
+
+    Attributes:
+        dtype: The type that it is used in.
+        memory: The tensor itself: in memory, or mapped.
+        file: The file that is mapped, if its bytes can be read there.
+        begin: Where they begin in the file.
+    """
+
+    shape: tuple[int, ...]
+    stored: torch.dtype
+    dtype: torch.dtype
+    memory: Tensor
+    file: FileIdentity | None = None
+    begin: int = 0
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it is used in another type than it is stored in."""
+        return self.stored != self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes as they are stored."""
+        return math.prod(self.shape) * self.stored.itemsize
+
+    @property
+    def cast_nbytes(self) -> int:
+        """Its bytes in the type that it is used in."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What tied weights have in common: the same bytes, used as the same type."""
+        memory, file = self.memory, self.file
+        if not memory.numel():
+            return (id(memory),)
+        if file is not None:
+            return (file.device, file.inode, self.begin, self.shape, self.stored, self.dtype)
+        where = (memory.device, memory.data_ptr())
+        return (*where, self.shape, memory.stride(), self.stored, self.dtype)
+
+    def load(self) -> Tensor:
+        """Read it into memory of its own, in the type that it is used in."""
+        tensor = torch.empty(self.shape, dtype=self.stored)
+        if self.nbytes:
+            self.read_into(tensor.view(-1).view(torch.uint8), 0)
+        return tensor.to(self.dtype)
+
+    def read_into(self, target: Tensor, begin: int) -> None:
+        """Fill a flat uint8 tensor on the CPU with the bytes from `begin` on.
+
+        With large plain reads if the file still has its name; from memory or the mapping otherwise, since a
+        file that was replaced is whole there.
+        """
+        if self.file is None or not _read(self.file, target, self.begin + begin):
+            flat = self.memory.detach().contiguous().view(-1).view(torch.uint8)
+            target.copy_(flat[begin : begin + target.numel()])
+
+
+def _read(identity: FileIdentity, target: Tensor, begin: int) -> bool:
+    try:
+        file = identity.path.open("rb", buffering=0)
+    except FileNotFoundError:
+        return False
+    with file:
+        found = os.fstat(file.fileno())
+        if (found.st_dev, found.st_ino) != (identity.device, identity.inode):
+            return False
+        fill_from(file, target, begin, identity.path)
+    return True
+
 
 SUFFIX = ".dat"
 
@@ -263,7 +418,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         return self._mapped[key]
 
 
-def _entry(file: SafetensorsFile, name: str) -> Entry:
+def _entry(file: SafetensorsFile, name: str) -> HeaderEntry:
     if name not in file.entries:
         raise CheckpointError(f"{str(file.path)!r} has no tensor {name!r}, which the offload index names")
     return file.entries[name]
@@ -287,3 +442,102 @@ def _tensor_file(folder: Path, name: str) -> Path:
     if os.sep in name or name in {"", ".", ".."} or (os.altsep and os.altsep in name):
         raise CheckpointError(f"the weight {name!r} cannot be the name of a file in {str(folder)!r}")
     return folder / f"{name}{SUFFIX}"
+
+
+if TYPE_CHECKING:
+    Device = int | str | torch.device
+
+
+def collect_weights(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    offload: Mapping[str, bool],
+    tied: Sequence[Sequence[str]],
+    *,
+    state_dict: Mapping[str, Tensor] | None,
+    offload_dir: str | os.PathLike[str] | None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None,
+    offload_buffers: bool,
+) -> OffloadedWeightsLoader | None:
+    """Collect the offloaded weights, writing to the disk what is not there yet.
+
+    Raises:
+        SettingsError: Weights are to go to the disk, and there is no folder for them.
+    """
+    on_cpu = [name for name, device in device_map.items() if offload[name] and device != "disk"]
+    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    if not on_cpu and not on_disk:
+        return None
+    resident = _resident_tensors(model, buffers=offload_buffers)
+    candidates = extract_submodules_state_dict(resident, on_cpu) if state_dict is None else state_dict
+    held = {name: tensor for name, tensor in candidates.items() if not tensor.is_meta}
+    index: dict[str, Mapping[str, Any]] = _read_index(offload_dir)
+    index.update(offload_index or {})
+    _resolve_prefixes(tied, on_disk, held, index)
+    to_write = {
+        name: tensor
+        for name, tensor in extract_submodules_state_dict(resident, on_disk).items()
+        if name not in index and name not in held and not tensor.is_meta
+    }
+    if to_write and offload_dir is None:
+        raise SettingsError(
+            f"the device_map sends {some_of(map(repr, on_disk))} to the disk: pass offload_dir, "
+            "the folder for their weights, or offload_index, where they lie"
+        )
+    if to_write and offload_dir is not None:
+        offload_state_dict(offload_dir, to_write)
+        index = {**_read_index(offload_dir), **index}
+    _resolve_tied(tied, resident, held, index)
+    return OffloadedWeightsLoader(state_dict=held, save_folder=offload_dir, index=index)
+
+
+def _resident_tensors(model: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
+    sites = sites_of(model).items()
+    return {
+        name: site.table[site.leaf].data
+        for name, site in sites
+        if not site.is_buffer or (buffers and site.persistent)
+    }
+
+
+def _read_index(folder: str | os.PathLike[str] | None) -> dict[str, Mapping[str, Any]]:
+    if folder is None or not (Path(folder) / OFFLOAD_INDEX_NAME).is_file():
+        return {}
+    return dict(read_offload_index(folder))
+
+
+def _resolve_prefixes(
+    tied: Sequence[Sequence[str]],
+    on_disk: Sequence[str],
+    held: Mapping[str, Tensor],
+    index: dict[str, Mapping[str, Any]],
+) -> None:
+    """Read a tied weight that goes to the disk where the checkpoint has it under another name."""
+    prefixes = tuple(f"{name}." if name else "" for name in on_disk)
+    for group in tied:
+        source = next((name for name in group if index.get(name, {}).get("safetensors_file")), None)
+        for name in group:
+            moves = name in on_disk or name.startswith(prefixes)
+            if moves and source is not None and name not in held and name not in index:
+                index[name] = {"weight_name": source, **index[source]}
+
+
+def _resolve_tied(
+    tied: Sequence[Sequence[str]],
+    resident: Mapping[str, Tensor],
+    held: dict[str, Tensor],
+    index: dict[str, Mapping[str, Any]],
+) -> None:
+    for group in tied:
+        unresolved = [name for name in group if name not in held and name not in index]
+        source = next((name for name in group if name in held or name in index), None)
+        real = next(
+            (resident[name] for name in group if name in resident and not resident[name].is_meta), None
+        )
+        for name in unresolved:
+            if real is not None:
+                held[name] = real
+            elif source in held:
+                held[name] = held[source]
+            elif source is not None and index[source].get("safetensors_file"):
+                index[name] = {"weight_name": source, **index[source]}

@@ -1,27 +1,384 @@
-"""Offloaded blocks of a model: acquired whole before a block's forward, released after it."""
+"""Acquire, prefetch, release whole blocks.
+
+A block's tensors lie in one flat buffer, which belongs to the copy stream and lives as long as somebody uses
+it: until the block is released, or longer where autograd or an output holds a part of it. The copy of a block
+waits until the computation has reached the end of the one before the present one: two are on the device.
+Where the device has memory for one alone, the copy waits until the present block has run.
+
+What is acquired may be used by what the thread does next, and acquired again; it is released after its last
+use was issued by this thread.
+"""
 
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from accel_bigmodel.block_stream import StreamedBlocks
-from accel_bigmodel.block_weights import MappedBlocks
-from accel_bigmodel.hooks.align import AlignDevicesHook, align_hooks_of
-from accel_bigmodel.hooks.base import add_hook_to_module
-from accel_bigmodel.layers import CONTAINERS
+import torch
+from torch import Tensor, nn
+
+from accel_bigmodel.align import AlignDevicesHook, OffloadedTensor, align_hooks_of
+from accel_bigmodel.hooks import add_hook_to_module
+from accel_bigmodel.host_to_device import SLOT_BYTES, HostToDevice, Span, available_host_memory, power_of_two
+from accel_bigmodel.offload import OffloadedWeightsLoader, StoredTensor
+from accel_bigmodel.sizes import CONTAINERS
 from accel_ops.weights.read import entry_of
+from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
-from accel_state.streams import device_streams
+from accel_state.errors import SettingsError
+from accel_state.streams import DeviceStreams, Event, device_streams, pinned_if_possible
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+_ALIGNMENT = 512
+"""Bytes; what CUDA's own allocations are aligned to."""
 
-    import torch
-    from torch import nn
+_PINNED_SHARE = 0.5
+"""The part of the available host memory that blocks may keep pinned."""
 
-    from accel_bigmodel.hooks.slot import Slot
-    from accel_bigmodel.offload import OffloadedWeightsLoader
+_PINNED_CHUNK = 64 << 20
+"""Bytes pinned at a time; torch rounds up to powers of two."""
+
+
+@dataclass(slots=True, eq=False)
+class _Unit:
+    """Tensors that are copied together: those of one block alone, or one that several blocks share.
+
+    Attributes:
+        tensors: Names of each tensor, where it is stored, and where it begins in the buffer.
+        nbytes: Bytes of the buffer.
+        pinned: All its bytes in pinned memory, if they are kept there.
+        users: How often it is acquired.
+        transfer: Its copy, once it was started.
+        values: The tensors on the device, while it is acquired.
+        memory: The buffer, and what was cast from it.
+    """
+
+    tensors: list[tuple[list[str], StoredTensor, int]] = field(
+        default_factory=list[tuple[list[str], "StoredTensor", int]]
+    )
+    nbytes: int = 0
+    pinned: Tensor | None = None
+    users: int = 0
+    transfer: Future[tuple[Tensor, Event]] | None = None
+    values: dict[str, Tensor] | None = None
+    memory: list[Tensor] = field(default_factory=list["Tensor"])
+
+    def add(self, names: list[str], stored: StoredTensor) -> None:
+        """Append a tensor to the buffer."""
+        self.tensors.append((names, stored, self.nbytes))
+        self.nbytes += max(1, -(-stored.nbytes // _ALIGNMENT)) * _ALIGNMENT
+
+    def spans(self, buffer: Tensor) -> list[Span]:
+        """Return the spans to copy."""
+        return [
+            Span(source=stored, begin=0, target=buffer[begin : begin + stored.nbytes])
+            for _, stored, begin in self.tensors
+            if stored.nbytes
+        ]
+
+    def views(self, buffer: Tensor) -> dict[str, Tensor]:
+        """See the tensors in a buffer, in the types that they are used in."""
+        found: dict[str, Tensor] = {}
+        for names, stored, begin in self.tensors:
+            flat = buffer[begin : begin + stored.nbytes]
+            value = flat.view(stored.stored).view(stored.shape).to(stored.dtype)
+            found.update(dict.fromkeys(names, value))
+        return found
+
+
+class StreamedBlocks:
+    """Streams blocks to a device.
+
+    Weights that several blocks share are copied once while any of them is acquired or prefetched: an
+    embedding that is tied to the head comes once per token.
+    """
+
+    def __init__(
+        self,
+        weights: OffloadedWeightsLoader,
+        blocks: Mapping[str, Iterable[str]],
+        streams: DeviceStreams,
+    ) -> None:
+        self._streams = streams
+        self._lock = threading.RLock()
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="accel-prefetch", initializer=streams.set_current
+        )
+        self._on_device: dict[str, dict[str, Tensor]] = {}
+        self._units = self._make_units(weights, blocks)
+        self._prefetched: list[_Unit] = []
+        self._released: list[Event] = []
+        self._all = list(dict.fromkeys(unit for units in self._units.values() for unit in units))
+        largest = max((stored.nbytes for unit in self._all for _, stored, _ in unit.tensors), default=0)
+        slot_bytes = min(SLOT_BYTES, power_of_two(max(_ALIGNMENT, largest)))
+        self._pipeline = HostToDevice(streams, slot_bytes=slot_bytes)
+        self._pin(weights)
+
+    def acquire(self, block: str) -> Mapping[str, Tensor]:
+        """Let the current stream wait, on the device, until the block is copied."""
+        with self._lock:
+            units, before = self._units[block], self._prefetched
+            self._prefetched = []
+            for unit in units:
+                unit.users += 1
+            for unit in before:
+                self._drop(unit)
+            try:
+                for unit in units:
+                    self._start(unit)
+                values = dict(self._on_device[block])
+                for unit in units:
+                    values.update(self._receive(unit))
+            except BaseException:
+                for unit in units:
+                    unit.users -= 1
+                    self._drop(unit)
+                raise
+            return values
+
+    def release(self, block: str) -> None:
+        """Let the memory be used again when this thread's current stream has done its work so far."""
+        with self._lock:
+            current = self._streams.current_stream()
+            for unit in self._units[block]:
+                unit.users -= 1
+                for tensor in unit.memory:
+                    self._streams.record_stream(tensor, current)
+            done = self._streams.new_event()
+            done.record(current)
+            self._released.append(done)
+            for unit in self._units[block]:
+                self._drop(unit)
+
+    def prefetch(self, block: str) -> None:
+        """Start to copy a block in a thread."""
+        with self._lock:
+            self._prefetched = list(self._units[block])
+            for unit in self._prefetched:
+                self._start(unit)
+
+    def _start(self, unit: _Unit) -> Future[tuple[Tensor, Event]]:
+        if unit.transfer is None:
+            after, self._released = self._released, []
+            unit.transfer = self._worker.submit(_transfer, self._pipeline, unit, after)
+        return unit.transfer
+
+    def _receive(self, unit: _Unit) -> dict[str, Tensor]:
+        try:
+            buffer, ready = self._start(unit).result()
+        except torch.OutOfMemoryError:
+            # It was prefetched beside a block that is released by now: copy it when that one has run.
+            unit.transfer = None
+            buffer, ready = self._start(unit).result()
+        current = self._streams.current_stream()
+        current.wait_event(ready)
+        if unit.values is None:
+            unit.values = unit.views(buffer)
+            casts = [unit.values[names[0]] for names, stored, _ in unit.tensors if stored.is_cast]
+            unit.memory = [buffer, *casts]
+            if casts:
+                ready.record(current)  # the stream of another thread waits for the casts, too
+        return unit.values
+
+    def _drop(self, unit: _Unit) -> None:
+        if not unit.users and unit not in self._prefetched:
+            unit.transfer = unit.values = None
+            unit.memory = []
+
+    def _make_units(
+        self, weights: OffloadedWeightsLoader, blocks: Mapping[str, Iterable[str]]
+    ) -> dict[str, list[_Unit]]:
+        names: dict[tuple[object, ...], list[str]] = {}
+        users: dict[tuple[object, ...], list[str]] = {}
+        stored: dict[tuple[object, ...], StoredTensor] = {}
+        for block, members in blocks.items():
+            self._on_device[block] = {}
+            for name in members:
+                found = weights.stored(name)
+                if found.memory.device.type != "cpu":  # tied to a weight that stays on the device
+                    self._on_device[block][name] = weights[name]
+                    continue
+                stored.setdefault(found.key, found)
+                names.setdefault(found.key, []).append(name)
+                if block not in users.setdefault(found.key, []):
+                    users[found.key].append(block)
+        units: dict[str, _Unit] = {block: _Unit() for block in blocks}
+        shared: dict[str, list[_Unit]] = {block: [] for block in blocks}
+        for key, tensor in stored.items():
+            unit = units[users[key][0]] if len(users[key]) == 1 else _Unit()
+            unit.add(names[key], tensor)
+            if len(users[key]) > 1:
+                for block in users[key]:
+                    shared[block].append(unit)
+        return {
+            block: [*([units[block]] if units[block].tensors else []), *shared[block]] for block in blocks
+        }
+
+    def _pin(self, weights: OffloadedWeightsLoader) -> None:
+        """Keep blocks that are in memory anyway in pinned memory instead, as far as the budget goes."""
+        budget = int(available_host_memory() * _PINNED_SHARE)
+        smallest = min(_PINNED_CHUNK, power_of_two(sum(unit.nbytes for unit in self._all)))
+        chunk, used = None, 0
+        weights.state_dict = state = dict(weights.state_dict)
+        for unit in self._all:
+            names = {name for held, _, _ in unit.tensors for name in held}
+            if not unit.nbytes or not names <= weights.state_dict.keys():
+                continue
+            if chunk is None or used + unit.nbytes > chunk.numel():
+                size = max(smallest, power_of_two(unit.nbytes))
+                if size > budget:
+                    continue
+                chunk, used, budget = pinned_if_possible(self._streams, size), 0, budget - size
+                if chunk is None:
+                    break
+            unit.pinned = chunk[used : used + unit.nbytes]
+            used += unit.nbytes
+            for index, (names, stored, begin) in enumerate(unit.tensors):
+                view = unit.pinned[begin : begin + stored.nbytes].view(stored.stored).view(stored.shape)
+                view.copy_(stored.memory)
+                # The first copies go as soon as nobody else has them.
+                unit.tensors[index] = (names, replace(stored, memory=view), begin)
+                state.update(dict.fromkeys(names, view))
+
+
+def _transfer(pipeline: HostToDevice, unit: _Unit, after: Sequence[Event]) -> tuple[Tensor, Event]:
+    """Run in the worker: wait until the memory of earlier blocks is free, and copy the unit."""
+    for event in after:
+        event.synchronize()
+    streams = pipeline.streams
+    with streams.on(pipeline.stream):
+        buffer = streams.empty(unit.nbytes)
+    if unit.pinned is not None:
+        pipeline.copy_pinned(unit.pinned, buffer)
+    else:
+        pipeline.copy(unit.spans(buffer))
+    ready = streams.new_event()
+    ready.record(pipeline.stream)
+    return buffer, ready
+
+
+class MappedBlocks:
+    """Weights of blocks that execute on the CPU (or on a device without streams).
+
+    A weight in its own type is the mapped file itself; a thread reads the next block ahead. One that is cast
+    is read and cast ahead, and dropped when its block is released.
+
+    Args:
+        limit: Bytes of offloaded weights that may be in memory; by default as many as the kernel keeps.
+
+    Raises:
+        SettingsError: A block does not fit in the limit.
+    """
+
+    def __init__(
+        self,
+        weights: OffloadedWeightsLoader,
+        blocks: Mapping[str, Iterable[str]],
+        device: torch.device,
+        limit: int | None = None,
+    ) -> None:
+        self._weights = weights
+        self._device = device
+        self._limit = limit
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="accel-read-ahead")
+        self._lock = threading.RLock()
+        self._holds: dict[str, int] = {}
+        self._pending: dict[str, Future[dict[str, Tensor]]] = {}
+        self._mapped: dict[str, list[str]] = {}
+        self._cast: dict[str, list[str]] = {}
+        self._resident: dict[str, int] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        for block, names in blocks.items():
+            stored = {name: weights.stored(name) for name in names}
+            self._mapped[block] = [name for name, tensor in stored.items() if not tensor.is_cast]
+            self._cast[block] = [name for name, tensor in stored.items() if tensor.is_cast]
+            mapped = sum(stored[name].nbytes for name in self._mapped[block] if weights.file_of(name))
+            cast = [t for t in stored.values() if t.is_cast]
+            # Each is read before it is cast, one at a time.
+            extra = sum(t.cast_nbytes for t in cast) + max((t.nbytes for t in cast), default=0)
+            self._sizes[block] = (mapped, mapped + extra)
+        largest = max(self._sizes, key=lambda block: self._sizes[block][1], default=None)
+        if limit is not None and largest is not None and self._sizes[largest][1] > limit:
+            raise SettingsError(
+                f"the memory limit of {limit} bytes is less than block {largest!r} takes, which is "
+                f"{self._sizes[largest][1]}: raise the limit, or split the block in the device_map"
+            )
+
+    def acquire(self, block: str) -> Mapping[str, Tensor]:
+        """Return mapped tensors, and those that were cast."""
+        with self._lock:
+            self._holds[block] = self._holds.get(block, 0) + 1
+            pending = self._pending.pop(block, None)
+            try:
+                self._evict_until_fits(block)
+                cast = self._load(block) if pending is None else pending.result()
+            except BaseException:
+                self.release(block)
+                raise
+        values = {**{name: self._weights[name] for name in self._mapped[block]}, **cast}
+        return {name: value.to(self._device) for name, value in values.items()}
+
+    def release(self, block: str) -> None:
+        """Keep what is mapped as long as the limit allows; cast tensors go with their last user."""
+        with self._lock:
+            self._holds[block] -= 1
+            if not self._holds[block]:
+                del self._holds[block]
+                if block in self._resident:
+                    self._resident[block] = self._sizes[block][0]
+
+    def prefetch(self, block: str) -> None:
+        """Read a block in a thread, if it fits beside those in use."""
+        with self._lock:
+            if block in self._pending or block in self._holds:
+                return
+            used = sum(self._sizes[held][1] for held in {*self._holds, *self._pending})
+            if self._limit is not None and used + self._sizes[block][1] > self._limit:
+                return
+            self._evict_until_fits(block)
+            self._pending[block] = self._reader.submit(self._load, block)
+
+    def _load(self, block: str) -> dict[str, Tensor]:
+        for file, names in self._files(block):
+            file.read_ahead(names)
+        return {name: self._weights[name] for name in self._cast[block]}
+
+    def _evict_until_fits(self, block: str) -> None:
+        """Evict blocks that are not in use, those first that were used longest ago."""
+        if self._limit is None:
+            return
+        self._resident.pop(block, None)
+        free = self._limit - self._sizes[block][1]
+        for old in list(self._resident):
+            if sum(self._resident.values()) <= free:
+                break
+            if old not in self._holds:
+                self._evict(old)
+        taken = sum(self._resident.values())
+        if taken > free:
+            raise SettingsError(
+                f"the memory limit of {self._limit} bytes has no room for block {block!r} beside "
+                f"{', '.join(map(repr, self._resident))}, which run at the same time: raise the limit"
+            )
+        self._resident[block] = self._sizes[block][1]
+
+    def _evict(self, block: str) -> None:
+        pending = self._pending.pop(block, None)
+        if pending is not None:
+            pending.result()
+        del self._resident[block]
+        for file, names in self._files(block):
+            file.evict(names)
+
+    def _files(self, block: str) -> list[tuple[SafetensorsFile, list[str]]]:
+        found: dict[int, tuple[SafetensorsFile, list[str]]] = {}
+        for name in self._mapped[block]:
+            located = self._weights.file_of(name)
+            if located is not None:
+                found.setdefault(id(located[0]), (located[0], []))[1].append(located[1])
+        return list(found.values())
 
 
 class OffloadedBlock:
@@ -36,14 +393,14 @@ class OffloadedBlock:
         self._order = order
         self._lock = threading.RLock()
         self._holds: dict[int, int] = {}
-        self._members: list[tuple[AlignDevicesHook, Mapping[str, Any], str, list[Slot]]] = []
+        self._members: list[tuple[AlignDevicesHook, Mapping[str, Any], str, list[OffloadedTensor]]] = []
 
     @property
     def is_held(self) -> bool:
         """Whether the weights are there."""
         return bool(self._holds)
 
-    def add(self, hook: AlignDevicesHook, module_name: str, slots: Iterable[Slot]) -> None:
+    def add(self, hook: AlignDevicesHook, module_name: str, slots: Iterable[OffloadedTensor]) -> None:
         """Let a hook's tensors come with the block."""
         prefix = f"{module_name}." if module_name else ""
         self._members.append((hook, hook.weights_map or {}, prefix, list(slots)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,8 +14,8 @@ from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
-from accel_bigmodel.device_map.stages import generate_device_map, split_points_of
-from accel_ops.collect import broadcast, broadcast_object_list
+from accel_bigmodel.device_map import generate_device_map, split_points_of
+from accel_ops.collectives import broadcast, broadcast_object_list
 from accel_ops.tree import (
     concatenate,
     get_data_structure,
@@ -26,9 +27,6 @@ from accel_ops.tree import (
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
 from accel_state.partial_state import PartialState
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping, Sequence
 
 
 def prepare_pippy(

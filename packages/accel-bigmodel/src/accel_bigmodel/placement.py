@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_ops.weights.tensors import buffer_table, child_table, non_persistent_buffers, parameter_table
 from accel_state.errors import CheckpointError, some_of
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
-
-    from torch import Tensor
-
     TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
 
 _HOST = ("cpu", "meta")
@@ -92,7 +89,7 @@ def set_module_tensor_to_device(
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class TensorOwner:
     """Where a module holds a tensor: the table, the name in it, and whether it is one of buffers."""
 
     table: dict[str, Any]
@@ -101,26 +98,28 @@ class Site:
     persistent: bool = True
 
 
-def sites_of(model: nn.Module) -> dict[str, Site]:
+def sites_of(model: nn.Module) -> dict[str, TensorOwner]:
     """Find every place where a model holds a tensor, by full name, in one pass.
 
     Example:
         >>> sorted(sites_of(nn.Sequential(nn.Linear(1, 1))))
         ['0.bias', '0.weight']
     """
-    found: dict[str, Site] = {}
+    found: dict[str, TensorOwner] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
         parameters: dict[str, Any] = parameter_table(module)
         for leaf, tensor in parameters.items():
             if tensor is not None:
-                found[prefix + leaf] = Site(parameters, leaf, is_buffer=False)
+                found[prefix + leaf] = TensorOwner(parameters, leaf, is_buffer=False)
         buffers: dict[str, Any] = buffer_table(module)
         if buffers:
             passing = non_persistent_buffers(module)
             for leaf, tensor in buffers.items():
                 if tensor is not None:
-                    found[prefix + leaf] = Site(buffers, leaf, is_buffer=True, persistent=leaf not in passing)
+                    found[prefix + leaf] = TensorOwner(
+                        buffers, leaf, is_buffer=True, persistent=leaf not in passing
+                    )
         for leaf, child in child_table(module).items():
             if child is not None:
                 visit(child, f"{prefix}{leaf}.")

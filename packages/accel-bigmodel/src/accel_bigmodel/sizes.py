@@ -1,24 +1,180 @@
-"""The bytes of a model, module by module."""
+"""Layers, their bytes, activations, KV cache."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_map
 
-from accel_bigmodel.layers import class_names
 from accel_bigmodel.placement import torch_dtype
-from accel_ops.weights.sizes import dtype_byte_size
-from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
+from accel_ops.weights.layout import dtype_byte_size
+from accel_ops.weights.tensors import buffer_table, child_table, parameter_table, tables_of
+from accel_state.errors import SettingsError
 from accel_state.labels import CustomDtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    ByteCount = Callable[[str, str, Tensor], int]
 
-    from torch import Tensor, nn
+if TYPE_CHECKING:
+    """Bytes of a tensor by the prefix of its module (with a trailing dot), its own name there, and itself."""
 
-    from accel_bigmodel.layers import ByteCount
+if TYPE_CHECKING:
+    _Table = tuple[str, Mapping[str, Tensor | None], int]
 
+if TYPE_CHECKING:
+    """Tensors of one module: the prefix of their names, themselves, and 1 for buffers."""
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Modules of these classes, and those above them, are no blocks that are streamed: their children are."""
+
+
+def class_names(classes: str | Iterable[str] | None) -> frozenset[str]:
+    """Read the documented argument: one class name, several, or none.
+
+    Example:
+        >>> class_names("Block") == class_names(["Block"])
+        True
+    """
+    return frozenset([classes] if isinstance(classes, str) else classes or ())
+
+
+@dataclass(slots=True)
+class Layers:
+    """The layers of a model in order of registration, as columns; tensors beside children come before them.
+
+    A layer is a module of a class that stays whole, a module without children, or a tensor beside children.
+
+    Attributes:
+        names: Full names.
+        sizes: Bytes, each tied tensor counted in the first layer that has it.
+        totals: Bytes with tied tensors: what running a layer alone takes.
+        buffers: How many of `sizes` belong to buffers.
+        blocks: Bytes of the largest module that begins with a layer and is streamed as one block, or that is
+            in it: a module without containers below it.
+        ties: Pairs of layers that share a tensor.
+        modules: The modules above the layers, in preorder: name, first layer, end of layers, index of the
+            next module that is not below.
+    """
+
+    names: list[str] = field(default_factory=list[str])
+    sizes: list[int] = field(default_factory=list[int])
+    totals: list[int] = field(default_factory=list[int])
+    buffers: list[int] = field(default_factory=list[int])
+    blocks: list[int] = field(default_factory=list[int])
+    ties: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    modules: list[tuple[str, int, int, int]] = field(default_factory=list[tuple[str, int, int, int]])
+
+
+def read_layers(model: nn.Module, unsplit: frozenset[str], count: ByteCount | None) -> Layers:
+    """Read a model once, in time linear in its modules and tensors."""
+    reader = _Reader(unsplit, count)
+    reader.visit(model, "", "")
+    return reader.layers
+
+
+class _Reader:
+    """The one pass; written for speed, since models of 200,000 tensors come by."""
+
+    def __init__(self, unsplit: frozenset[str], count: ByteCount | None) -> None:
+        self.layers = Layers()
+        self._unsplit = unsplit
+        self._count = count
+        self._owner: dict[int, int] = {}
+        self._total = 0
+        self._has_containers = False
+
+    def visit(self, module: nn.Module, name: str, prefix: str) -> bool:
+        """Read a module; return whether there are containers with tensors in it, so that it is no block."""
+        parameters, buffers, children = tables_of(module)
+        if not children:
+            self._add_layer(name, ((prefix, parameters, 0), (prefix, buffers, 1)))
+            return False
+        layers = self.layers
+        if type(module).__name__ in self._unsplit:
+            self._has_containers = False
+            self._add_layer(name, self._tables_below(module, prefix))
+            if self._has_containers:
+                layers.blocks[-1] = self._block_below(module, prefix)[1]
+            return self._has_containers
+        index, first, before = len(layers.modules), len(layers.names), self._total
+        layers.modules.append((name, 0, 0, 0))
+        for is_buffer, table in enumerate((parameters, buffers)):
+            for leaf, tensor in table.items():
+                if tensor is not None:
+                    self._add_layer(prefix + leaf, [(prefix, {leaf: tensor}, is_buffer)])
+        has_containers = isinstance(module, CONTAINERS)
+        for leaf, child in children.items():
+            if child is not None:
+                path = prefix + leaf
+                has_containers |= self.visit(child, path, path + ".")
+        total = self._total - before
+        if total and not has_containers:
+            layers.blocks[first] = max(layers.blocks[first], total)
+        layers.modules[index] = (name, first, len(layers.names), len(layers.modules))
+        return has_containers and total > 0
+
+    def _add_layer(self, name: str, tables: Iterable[_Table]) -> None:
+        layers, owners, count = self.layers, self._owner, self._count
+        layer = len(layers.names)
+        size = total = buffers = 0
+        for prefix, table, is_buffer in tables:
+            for leaf, tensor in table.items():
+                if tensor is None:
+                    continue
+                identity = id(tensor)
+                owner = owners.get(identity)
+                if owner == layer:
+                    continue
+                taken = tensor.nbytes if count is None else count(prefix, leaf, tensor)
+                total += taken
+                if owner is None:
+                    owners[identity] = layer
+                    size += taken
+                    if is_buffer:
+                        buffers += taken
+                else:
+                    layers.ties.append((owner, layer))
+        layers.names.append(name)
+        layers.sizes.append(size)
+        layers.totals.append(total)
+        layers.buffers.append(buffers)
+        layers.blocks.append(total)
+        self._total += total
+
+    def _tables_below(self, module: nn.Module, prefix: str) -> Iterator[_Table]:
+        """The tables of tensors of a module and of all below it."""
+        parameters, buffers, children = tables_of(module)
+        self._has_containers |= isinstance(module, CONTAINERS)
+        yield prefix, parameters, 0
+        yield prefix, buffers, 1
+        for leaf, child in children.items():
+            if child is not None:
+                yield from self._tables_below(child, f"{prefix}{leaf}.")
+
+    def _block_below(self, module: nn.Module, prefix: str) -> tuple[int, int, bool]:
+        """Return the bytes of a module, those of the largest block in it, and whether it has containers."""
+        parameters, buffers, children = tables_of(module)
+        tensors = ((leaf, tensor) for table in (parameters, buffers) for leaf, tensor in table.items())
+        count = self._count
+        total = sum(
+            tensor.nbytes if count is None else count(prefix, leaf, tensor)
+            for leaf, tensor in tensors
+            if tensor is not None
+        )
+        largest, has_containers = 0, isinstance(module, CONTAINERS)
+        for leaf, child in children.items():
+            if child is not None:
+                size, inside, split = self._block_below(child, f"{prefix}{leaf}.")
+                total, largest, has_containers = total + size, max(largest, inside), has_containers or split
+        return total, largest if has_containers else total, has_containers and total > 0
+
+
+if TYPE_CHECKING:
     ElementType = str | torch.dtype | CustomDtype
 
 
@@ -211,3 +367,126 @@ def _layers(name: str, module: nn.Module, unsplit: frozenset[str]) -> Iterable[s
         return
     for child_name, child in children:
         yield from _layers(f"{name}.{child_name}" if name else child_name, child, unsplit)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Bytes that a declared batch and length take, by module.
+
+    Attributes:
+        activations: Module name to the bytes in use while it runs; a device needs the largest of its modules.
+        cache: Module name to the bytes that stay as long as the generation lasts; a device needs their sum.
+
+    Example:
+        >>> Workload(cache={"layers.0": 100}).per_layer(["embed", "layers.0.attention", "layers.0.mlp"])
+        ([0, 100, 0], [0, 0, 0])
+    """
+
+    activations: Mapping[str, int] = field(default_factory=dict[str, int])
+    cache: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def per_layer(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
+        """Give each layer its cache, and its activations; what a module has goes to its first layer.
+
+        Raises:
+            SettingsError: The workload names no module of the model.
+        """
+        cache, active = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+        first: dict[str, str] = {}
+        for name in names:
+            prefix = name
+            while prefix:
+                first.setdefault(prefix, name)
+                prefix = prefix.rpartition(".")[0]
+            first.setdefault("", name)
+        for table, source in ((cache, self.cache), (active, self.activations)):
+            for module, size in source.items():
+                layer = _layer_above(module, table) or first.get(module)
+                if layer is None:
+                    raise SettingsError(f"the workload names {module!r}, which is no module of the model")
+                table[layer] = table[layer] + size if table is cache else max(table[layer], size)
+        return list(cache.values()), list(active.values())
+
+
+def measure_activations(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, int]:
+    """Run a model on the meta device, and note what each module receives and gives.
+
+    Nothing is computed and no weight is touched. An operation without a rule for the meta device fails; its
+    error is passed on.
+
+    Args:
+        model: The model, on any device.
+        *args: Inputs of its forward; tensors count by shape and type alone.
+        **kwargs: More of them.
+
+    Returns:
+        Module name to the bytes of its inputs and outputs together.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Linear(8, 1))
+        >>> measure_activations(model, torch.empty(3, 2))
+        {'0': 120, '1': 108, '': 36}
+    """
+    sizes: dict[str, int] = {}
+    handles: list[Any] = []
+    for name, module in model.named_modules():
+
+        def record(_: nn.Module, arguments: Any, keywords: Any, output: Any, name: str = name) -> None:
+            size = _bytes_of((arguments, keywords)) + _bytes_of(output)
+            sizes[name] = max(sizes.get(name, 0), size)
+
+        handles.append(module.register_forward_hook(record, with_kwargs=True))
+    tensors = {
+        name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+    try:
+        with torch.no_grad():
+            functional_call(model, tensors, tree_map(_to_meta, args), tree_map(_to_meta, kwargs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sizes
+
+
+def kv_cache(
+    layers: Sequence[str],
+    *,
+    batch_size: int,
+    sequence_length: int,
+    num_key_value_heads: int,
+    head_dim: int,
+    dtype: torch.dtype = torch.float16,
+) -> dict[str, int]:
+    """Return the bytes of a key-value cache: 2 x batch x length x heads x head size.
+
+    Args:
+        layers: Names of the layers that have one.
+        batch_size: Sequences at a time.
+        sequence_length: Prompt and generated tokens together.
+        num_key_value_heads: Heads that are cached (fewer than query heads with grouped attention).
+        head_dim: Elements per head.
+        dtype: The cache's element type.
+
+    Example:
+        >>> kv_cache(["layers.0"], batch_size=1, sequence_length=10, num_key_value_heads=2, head_dim=4)
+        {'layers.0': 320}
+    """
+    size = 2 * batch_size * sequence_length * num_key_value_heads * head_dim * dtype.itemsize
+    return dict.fromkeys(layers, size)
+
+
+def _layer_above(module: str, layers: Mapping[str, int]) -> str | None:
+    prefix = module
+    while prefix:
+        if prefix in layers:
+            return prefix
+        prefix = prefix.rpartition(".")[0]
+    return "" if "" in layers else None
+
+
+def _bytes_of(data: Any) -> int:
+    return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(data) if isinstance(leaf, torch.Tensor))
+
+
+def _to_meta(leaf: Any) -> Any:
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf

@@ -1,2 +1,2 @@
 from accel_cli.main import COMMANDS as COMMANDS
-from accel_cli.main import Command as Command
+from accel_cli.main import Subcommand as Subcommand

@@ -1,25 +1,21 @@
-"""Read a config file, YAML or JSON, whoever wrote it; and write one."""
+"""Read and write config files."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from accel_state.errors import SettingsError
-from accel_state.regular_file import CONFIG_LIMIT, parse_json, read_regular
+from accel_state.files import CONFIG_LIMIT, parse_json, read_regular
+from accel_state.libraries import compare_versions
 from accel_state.settings import SourcedValue, default_config_file, parse_file
-from accel_state.settings.file import FILE_NAMES, default_config_folder
-from accel_state.settings.legacy import translate
-from accel_state.versions import compare_versions
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+from accel_state.settings.file import FILE_NAMES, default_config_folder, translate
 
 WRITTEN_BY = "# Written by accel "
 """The beginning of a config file's first line; the version follows."""

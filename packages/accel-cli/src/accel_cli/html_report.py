@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plotly.graph_objects import Bar, Figure, Scatter
@@ -12,12 +14,9 @@ from accel_cli.output import Table
 from accel_state.html_table import html_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
-    from accel_cli.commands.check.trace import Record
+    from accel_cli.commands.check.record import RankRecord
     from accel_cli.commands.estimate.memory import Estimate
-    from accel_cli.commands.selftest.results import Outcome
+    from accel_cli.commands.selftest import Outcome
 
 _COLORS = ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7", "#6d6875", "#457b9d", "#bc6c25")
 _STATES = {"passed": "#8fb996", "failed": "#b03a2e", "skipped": "#c9c9c9", "running": "#e0a458"}
@@ -52,7 +51,7 @@ def write_report(
     path.write_text(f"<!doctype html><html lang='en'>{head}{content}</html>\n", encoding="utf-8")
 
 
-def timeline(records: Sequence[Record]) -> Figure:
+def timeline(records: Sequence[RankRecord]) -> Figure:
     """Draw the collectives of each rank in their order, with the memory that it held at each.
 
     A rank that calls something else than the first one is marked by a red cross from there on.
@@ -84,7 +83,7 @@ def timeline(records: Sequence[Record]) -> Figure:
     return figure
 
 
-def _calls(record: Record, first: Record, colors: Mapping[str, str]) -> Scatter:
+def _calls(record: RankRecord, first: RankRecord, colors: Mapping[str, str]) -> Scatter:
     """Draw the collectives of a rank; red crosses from where they differ from those of the first."""
     pairs = zip(record.events, first.events, strict=False)
     shorter = min(len(record.events), len(first.events))
@@ -106,7 +105,7 @@ def _calls(record: Record, first: Record, colors: Mapping[str, str]) -> Scatter:
     )
 
 
-def _memory(record: Record) -> Scatter:
+def _memory(record: RankRecord) -> Scatter:
     return Scatter(
         x=[*range(len(record.events))],
         y=[event.nbytes / _GB for event in record.events],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -11,13 +12,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.output import working
-from accel_state.did_you_mean import did_you_mean
-from accel_state.errors import AccelError
+from accel_state.errors import AccelError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from accel_cli.commands.arguments import Parser
+    from accel_cli.arguments import Parser
 
 ERROR = 2
 """The exit code of a command line that cannot be carried out; nothing was started."""
@@ -27,14 +25,14 @@ INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class Subcommand:
     """A subcommand.
 
     Args:
-        target: The module whose function `run` takes what the parser reads, or without a parser the words
-            after the subcommand, and returns the exit code.
+        target: The module whose function `run`, or `"module:function"`, takes what the parser reads, or
+            without a parser the words after the subcommand, and returns the exit code.
         help: One line for the overview.
-        parser: The function of `accel_cli.commands.arguments` that makes the parser, without the
+        parser: The function of `accel_cli.arguments` that makes the parser, without the
             target: help and mistakes are answered before that is imported.
         imports_torch: Whether the target does, which takes seconds.
     """
@@ -47,7 +45,7 @@ class Command:
     def make_parser(self) -> Parser:
         """Make the parser; there has to be one."""
         assert self.parser is not None  # noqa: S101 - for ourselves
-        return getattr(import_module("accel_cli.commands.arguments"), self.parser)()
+        return getattr(import_module("accel_cli.arguments"), self.parser)()
 
     def run(self, words: Sequence[str]) -> int:
         """Read the words after the subcommand, and run it."""
@@ -56,55 +54,56 @@ class Command:
     def call(self, options: Any) -> int:
         """Run it with what the parser has read."""
         with working("importing torch") if self.imports_torch else nullcontext():
-            module = import_module(self.target)
-        return module.run(options)
+            module, _, function = self.target.partition(":")
+            run = getattr(import_module(module), function or "run")
+        return run(options)
 
 
-COMMANDS: Mapping[str, Command] = {
-    "config": Command(
-        target="accel_cli.config.command",
+COMMANDS: Mapping[str, Subcommand] = {
+    "config": Subcommand(
+        target="accel_cli.commands.config",
         help="Ask how scripts are to be run on this machine, and write it to a file.",
         parser="config",
     ),
-    "launch": Command(target="accel_cli.launch.command", help="Run a script in one process or in many."),
-    "test": Command(
-        target="accel_cli.commands.selftest.command",
+    "launch": Subcommand(target="accel_cli.launch.command", help="Run a script in one process or in many."),
+    "test": Subcommand(
+        target="accel_cli.commands.selftest",
         help="Tell whether this machine trains correctly with a config.",
         parser="selftest",
     ),
-    "env": Command(
-        target="accel_cli.env_report",
+    "env": Subcommand(
+        target="accel_cli.commands.env",
         help="Tell what a bug report should say about this machine.",
         parser="env",
     ),
-    "estimate-memory": Command(
+    "estimate-memory": Subcommand(
         target="accel_cli.commands.estimate.command",
         help="Tell how much memory a model takes, at rest and in training.",
         parser="estimate",
         imports_torch=True,
     ),
-    "check": Command(
+    "check": Subcommand(
         target="accel_cli.commands.check.command",
         help="Try a script as ranks of a large run, without devices.",
         parser="check",
     ),
-    "merge-weights": Command(
+    "merge-weights": Subcommand(
         target="accel_cli.commands.merge",
         help="Turn a sharded checkpoint into plain weights.",
         parser="merge",
         imports_torch=True,
     ),
-    "to-fsdp2": Command(
-        target="accel_cli.commands.to_fsdp2",
+    "to-fsdp2": Subcommand(
+        target="accel_cli.commands.config:run_to_fsdp2",
         help="Rewrite a config file for FSDP as one for FSDP2.",
         parser="to_fsdp2",
     ),
-    "tpu-config": Command(
+    "tpu-config": Subcommand(
         target="accel_cli.commands.tpu",
         help="Run commands on all machines of a TPU pod.",
         parser="tpu",
     ),
-    "completion": Command(
+    "completion": Subcommand(
         target="accel_cli.commands.completion",
         help="Write the completion of a shell.",
         parser="completion",

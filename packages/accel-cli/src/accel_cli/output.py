@@ -1,18 +1,19 @@
-"""What commands show: tables and lines, plain in a file or pipe, rich on a terminal."""
+"""Plain and rich output; redaction."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from accel_state.environ import read
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from rich.live import Live
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ def show(*items: Table | str, stream: TextIO | None = None) -> None:
     """Write tables and lines to the standard output."""
     target = sys.stdout if stream is None else stream
     if is_rich(target, read()):
-        import_module("accel_cli.rich_output").write(items, target)
+        _write_rich(items, target)
         return
     target.write("\n".join(as_text(item) if isinstance(item, Table) else item for item in items) + "\n")
 
@@ -38,7 +39,7 @@ def working(what: str) -> Generator[None]:
     """Show on a terminal that the command works, until the block ends; nothing in a file or pipe."""
     with contextlib.ExitStack() as stack:
         if is_rich(sys.stderr, read()):
-            stack.enter_context(import_module("accel_cli.rich_output").spinner(what, sys.stderr))
+            stack.enter_context(_spinner(what, sys.stderr))
         yield
 
 
@@ -67,3 +68,93 @@ def as_text(table: Table) -> str:
         for line in lines
     ]
     return "\n".join([table.title, *body] if table.title else body)
+
+
+STYLES: Mapping[str, str] = {
+    "passed": "green",
+    "fits": "green",
+    "failed": "bold red",
+    "too large": "red",
+    "skipped": "yellow",
+}
+"""Cells that have a colour of their own."""
+
+
+def _write_rich(items: Iterable[Table | str], stream: TextIO) -> None:
+    """Write tables and lines."""
+    from rich.console import Console
+    from rich.table import Table as Frame
+    from rich.text import Text
+
+    console = Console(file=stream, highlight=False)
+    for item in items:
+        if isinstance(item, str):
+            console.print(Text(item), soft_wrap=True)  # a command line is copied as it is
+            continue
+        frame = Frame(title=item.title or None, title_justify="left")
+        for name in item.head:
+            frame.add_column(name, overflow="fold")
+        for row in item.rows:
+            frame.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+        console.print(frame)
+
+
+def _spinner(what: str, stream: TextIO) -> Live:
+    """Return a context that shows a spinner, and removes it at its end."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
+    console = Console(file=stream)
+    text = Text(f"{what} …")
+    text.truncate(console.width - len("⠋ "), overflow="ellipsis")
+    # The standard output may go elsewhere, and is left alone.
+    return Live(Spinner("dots", text=text), console=console, transient=True, redirect_stdout=False)
+
+
+REDACTED = "<redacted>"
+"""What stands in the place of a secret."""
+
+# A word of a name, between underscores, dots or dashes.
+_NAMES = frozenset(
+    {
+        "token", "tokens", "secret", "secrets", "password", "passwd", "key", "keys", "apikey", "credential",
+        "credentials", "auth", "cookie",
+    }
+)  # fmt: skip
+_VALUES = re.compile(
+    r"""
+      \bhf_[A-Za-z0-9]{16,}                           # Hugging Face
+    | \b(?:AKIA|ASIA)[A-Z0-9]{16}\b                   # AWS
+    | \bgh[pousr]_[A-Za-z0-9]{20,} | \bgithub_pat_\w+ # GitHub
+    | \bsk-[A-Za-z0-9_-]{16,}                         # several model providers
+    | \beyJ[\w-]+\.[\w-]+\.[\w-]+                     # a JSON web token
+    """,
+    re.VERBOSE,
+)
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_ASSIGNED = re.compile(
+    r"(\b\w*(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)\w*\s*[=:]\s*)([^\s,;]+)", re.IGNORECASE
+)
+
+
+def redact(name: str, value: Any) -> Any:
+    """Give a value as it may be shown: what its name or its form tells to be secret is replaced.
+
+    Example:
+        >>> redact("WANDB_API_KEY", "0123"), redact("TOKENIZERS_PARALLELISM", "false")
+        ('<redacted>', 'false')
+        >>> redact("proxy", "http://ada:pass@proxy:80")
+        'http://<redacted>@proxy:80'
+    """
+    if isinstance(value, dict):
+        return {key: redact(str(key), item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact(name, item) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    if _NAMES & set(re.split(r"[^a-z0-9]+", name.lower())):
+        return REDACTED
+    text = _IN_URL.sub(REDACTED, _VALUES.sub(REDACTED, value))
+    return _ASSIGNED.sub(rf"\g<1>{REDACTED}", text)

@@ -10,6 +10,6 @@ Example::
     import accelerate  # is accel
 """
 
-from accel_state._lazy import attach
+from accel_state.lazy import attach
 
 attach(__name__)

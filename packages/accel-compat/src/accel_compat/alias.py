@@ -1,4 +1,4 @@
-"""The alias: a finder that answers imports of `accelerate` and questions for its metadata.
+"""Finder, absent names, metadata.
 
 Every Python process that a program starts imports this module, so it imports next to nothing itself.
 """
@@ -7,22 +7,53 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from email.message import EmailMessage
 from importlib import import_module
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder, version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, cast
+from os import PathLike
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, cast
 
 import accel
 import accel_compat
-from accel_compat.absent import instead_of
-from accel_state._lazy import Table
 from accel_state.environ import publish, read
+from accel_state.lazy import LazyModule
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from importlib.abc import Loader
-    from importlib.metadata import Distribution, DistributionFinder
-    from types import CodeType, ModuleType
+REPORT = "Please report it to the developers of accel-compat, with the library that imports it, and for what."
+
+INSTEAD: Mapping[str, str] = {
+    "accelerate.commands.estimate.gather_data": "`accel estimate-memory --json` prints the numbers.",
+    "accelerate.commands.menu": "It was private; `questionary` asks such questions.",
+    "accelerate.test_utils": "It is for Accelerate's own tests; `accel test` checks a machine.",
+    "accelerate.utils.megatron_lm": "prepare() makes it; accel.utils has the documented names.",
+    "accelerate.utils.modeling.get_state_dict_from_offload": (
+        "It was private; accelerate.utils.modeling.get_state_dict_offloaded_model gives all weights."
+    ),
+}
+"""By name, or by that of its module, what is there instead."""
+
+
+def instead_of(name: str) -> str:
+    """Say what to do without a name.
+
+    Args:
+        name: The name, from `accelerate.` on.
+
+    Example:
+        >>> instead_of("accelerate.utils.megatron_lm.MegatronEngine")
+        'prepare() makes it; accel.utils has the documented names.'
+    """
+    while name:
+        if name in INSTEAD:
+            return INSTEAD[name]
+        name = name.rpartition(".")[0]
+    return REPORT
+
 
 REFERENCE = "accelerate"
 """The import and distribution name that is answered."""
@@ -136,7 +167,7 @@ class TopLevelLoader:
         )
 
 
-class TopLevel(Table):
+class TopLevel(LazyModule):
     """The module `accelerate`: what is assigned to its names replaces them in accel, too."""
 
     def __getattr__(self, name: str) -> Any:
@@ -189,3 +220,45 @@ class SubmoduleLoader:
         """Read a file beside accel's module, as its table of names does."""
         loader: Any = self._ours.loader
         return loader.get_data(path)
+
+
+HOME_PAGE = "https://github.com/huggingface/accelerate"
+"""What dependants, such as sentence-transformers, look for in the metadata to tell the distribution."""
+
+
+def version_of_accel() -> str:
+    """The version of accel, which is that of all its packages."""
+    return version("accel-compat")
+
+
+class AliasDistribution(Distribution):
+    """The metadata of a distribution called `accelerate`."""
+
+    @property
+    def metadata(self) -> Any:
+        """Name, version and home page, as dependants check them."""
+        message = EmailMessage()
+        for key, value in {
+            "Metadata-Version": "2.1",
+            "Name": REFERENCE,
+            "Version": REFERENCE_VERSION,
+            "Summary": "accel, under the name of the library whose interface it has",
+            "Home-page": HOME_PAGE,
+        }.items():
+            message[key] = value
+        return message
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the text of METADATA or `top_level.txt`; there are no other files."""
+        if filename == "top_level.txt":  # from which `packages_distributions` learns whose module it is
+            return f"{REFERENCE}\n"
+        return str(self.metadata) if filename == "METADATA" else None
+
+    def locate_file(self, path: str | PathLike[str]) -> Any:
+        """Locate a file of the distribution, which is accel's."""
+        return Path(__file__).parents[1] / path
+
+    @property
+    def files(self) -> Iterable[Any] | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """None: the distribution has no files of its own."""
+        return None

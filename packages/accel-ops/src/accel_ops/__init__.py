@@ -1,5 +1,5 @@
 """Collectives, moves and conversions of nested data: the export table."""
 
-from accel_state._lazy import attach
+from accel_state.lazy import attach
 
 attach(__name__)

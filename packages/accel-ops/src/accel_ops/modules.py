@@ -1,20 +1,18 @@
-"""Wrap and unwrap models: distributed wrappers, compilers, replaced forward methods."""
+"""Unwrap models, compile regions, names."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import singledispatch
+from operator import attrgetter
 from types import MethodType
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, overload
 
+from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accel_ops.dtensors import is_dtensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
+from accel_ops.tree import is_dtensor
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -218,3 +216,169 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
         <class 'torch.nn.modules.activation.ReLU'>
     """
     return next((type(found) for found in module.modules() if type(found).__name__ == name), None)
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """Return an attribute by its dotted name.
+
+    Raises:
+        AttributeError: One of them does not exist.
+
+    Example:
+        >>> import torch
+        >>> recursive_getattr(torch.nn.Sequential(torch.nn.Linear(1, 2)), "0.out_features")
+        2
+    """
+    return attrgetter(attr)(obj)
+
+
+def get_pretty_name(obj: Any) -> str:
+    """Return the name of an object: its own, else that of its class.
+
+    Example:
+        >>> get_pretty_name(dict.get), get_pretty_name({})
+        ('dict.get', 'dict')
+    """
+    for attribute in ("__qualname__", "__name__"):
+        name = getattr(obj, attribute, None)
+        if isinstance(name, str):
+            return name
+    return type(obj).__qualname__
+
+
+def merge_dicts(source: Mapping[Any, Any], destination: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Merge one mapping into another, in place; mappings in both are merged recursively.
+
+    Args:
+        source: The mapping whose entries take precedence.
+        destination: The mapping that is changed.
+
+    Example:
+        >>> merge_dicts({"a": {"y": 2}, "b": 3}, {"a": {"x": 1}})
+        {'a': {'x': 1, 'y': 2}, 'b': 3}
+    """
+    for key, value in source.items():
+        if isinstance(value, dict):
+            inside = destination.get(key)
+            destination[key] = merge_dicts(value, inside if isinstance(inside, dict) else {})
+        else:
+            destination[key] = value
+    return destination
+
+
+@overload
+def get_module_children_bottom_up(model: nn.Module, return_fqns: Literal[False] = ...) -> list[nn.Module]: ...
+@overload
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: Literal[True]
+) -> list[tuple[str, nn.Module]]: ...
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: bool = False
+) -> list[nn.Module] | list[tuple[str, nn.Module]]:
+    """List all modules of a model, children before their parents, the model itself last.
+
+    Args:
+        model: The model. A module that is used in two places comes twice.
+        return_fqns: Return pairs of a module's full name, `""` for the model, and the module.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.ReLU()), torch.nn.Tanh())
+        >>> [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)]
+        ['0.0', '0', '1', '']
+    """
+    named = list(_bottom_up(model, ""))
+    return named if return_fqns else [module for _, module in named]
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether a model is one of the library `peft`, also in a distributed wrapper.
+
+    Example:
+        >>> import torch
+        >>> is_peft_model(torch.nn.Linear(1, 1))
+        False
+    """
+    peft = sys.modules.get("peft")  # nobody has made one without importing it
+    return peft is not None and isinstance(
+        extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
+    )
+
+
+def _bottom_up(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _bottom_up(child, f"{name}.{child_name}" if name else child_name)
+    yield name, module
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
+    """Compile the repeated blocks of a model, and the parts between them, instead of the model as one.
+
+    Blocks of one class are compiled for the first of them; the others run the same code. Regions are compiled
+    in place, so that names of parameters, classes and references between modules stay what they are. A model
+    without repeated blocks is one region.
+
+    Example:
+        >>> blocks = [nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(3)]
+        >>> model = compile_regions(nn.Sequential(nn.Linear(4, 8), *blocks), backend="eager")
+        >>> [name for name, _ in model.named_parameters()][:2]
+        ['0.weight', '0.bias']
+    """
+    for region in regions(module):
+        region.compile(**compile_kwargs)
+    return module
+
+
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile the regions of a model that DeepSpeed's engine holds; the same as `compile_regions`."""
+    compile_regions(module, **compile_kwargs)
+
+
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile the regions of a model that `fully_shard` shards; the same as `compile_regions`."""
+    compile_regions(module, **compile_kwargs)
+
+
+def regions(module: nn.Module) -> list[nn.Module]:
+    """Find the regions to compile, in the order of `module.modules()`.
+
+    Those are the outermost modules that are repeated, that is, of whose class a container holds several; and
+    of what is around these, the largest parts without repeated blocks. Single layers of `torch.nn` are left
+    out: alone they gain nothing, and use up the compiler's limit of variants.
+
+    Example:
+        >>> class Block(nn.Module): ...
+        >>> model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "blocks": nn.ModuleList([Block(), Block()])})
+        >>> [type(region).__name__ for region in regions(model)]
+        ['Block', 'Block']
+    """
+    blocks = {id(block) for container in module.modules() for block in _repeated(container)}
+    if not blocks:
+        return [module]
+    around = {id(one) for one in module.modules() if any(id(part) in blocks for part in one.modules())}
+    return [*_walk(module, around - blocks)]
+
+
+def _walk(module: nn.Module, around: set[int]) -> Iterator[nn.Module]:
+    if id(module) in around:
+        for child in dict.fromkeys(module.children()):
+            yield from _walk(child, around)
+    elif not _is_single_layer(module) and type(module) not in _CONTAINERS[:2]:
+        yield module
+
+
+def _repeated(container: nn.Module) -> list[nn.Module]:
+    if not isinstance(container, _CONTAINERS):
+        return []
+    candidates = [child for child in container.children() if not _is_single_layer(child)]
+    kinds = [type(child) for child in candidates]
+    return [child for child in candidates if kinds.count(type(child)) > 1]
+
+
+def _is_single_layer(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())

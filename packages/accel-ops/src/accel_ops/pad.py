@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from accel_ops import exchange
-from accel_ops.packing import flatten
-from accel_ops.plan import digest
-from accel_ops.recorded import HOST, is_recorded
-from accel_ops.same_call import compare_in_debug_mode, mismatch
+from accel_ops import uneven_gather
+from accel_ops.collectives import HOST, is_recorded
+from accel_ops.packing import digest, flatten
 from accel_ops.tree import recursively_apply, stray_leaf, walk
+from accel_ops.uneven_gather import call_mismatch, compare_in_debug_mode
 from accel_state.errors import DistributedOperationException
-from accel_state.runtime import current_or_single
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from accel_state.runtime import Runtime
+from accel_state.runtime import Runtime, current_or_single
 
 T = TypeVar("T")
 
@@ -124,13 +119,13 @@ def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: 
     try:
         # The name is a hash of the structure: a gather refuses to join structures that differ.
         named = flatten({str(digest(repr(facts))): mine}, "pad_across_processes")
-        sizes = exchange.gather(runtime.collectives, named, device)
+        sizes = uneven_gather.gather(runtime.collectives, named, device)
     except DistributedOperationException:
         mine_shown = {
             path: ((leaf.dim(), leaf.dtype), f"{leaf.dim()} dimensions of {leaf.dtype}")
             for path, leaf in leaves
         }
-        raise mismatch("pad_across_processes", runtime.collectives, mine_shown) from None
+        raise call_mismatch("pad_across_processes", runtime.collectives, mine_shown) from None
     ((table),) = sizes.values()
     by_path: list[int] = table.amax(0).tolist() if leaves else []
     largest = [0] * len(leaves)

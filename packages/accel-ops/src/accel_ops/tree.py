@@ -1,17 +1,20 @@
-"""Nested data: tensors in lists, tuples, named tuples, mappings and dataclasses, walked and rebuilt."""
+"""Walk, move and convert nested data."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from accel_state.errors import DistributedOperationException
+from accel_state.runtime import current_or_single
 
 
 @dataclass
@@ -310,3 +313,201 @@ def _stable(key: Any, position: int) -> str:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+T = TypeVar("T")
+
+
+def send_to_device(
+    tensor: T,
+    device: str | int | torch.device,
+    non_blocking: bool = False,
+    skip_keys: str | Collection[str] | None = None,
+) -> T:
+    """Move everything in nested data that has a `to` method to a device; the rest stays as it is.
+
+    Args:
+        tensor: Tensors, or objects with a `to` method of their own (a batch of a tokenizer), nested in
+            lists, tuples, named tuples, mappings and dataclasses.
+        device: The target device.
+        non_blocking: Do not wait for copies from pinned memory.
+        skip_keys: Keys of mappings (and fields of dataclasses) whose values are left where they are.
+
+    Returns:
+        The same structure on the device. A tensor that is there already is not copied.
+
+    Example:
+        >>> send_to_device({"x": torch.ones(1), "label": "cat"}, "cpu")
+        {'x': tensor([1.]), 'label': 'cat'}
+    """
+    skipped = () if skip_keys is None else (skip_keys,) if isinstance(skip_keys, str) else skip_keys
+    # `npu` and `xpu` as bare names are not understood by every `to` method: they mean the first device.
+    where = f"{device}:0" if device in {"npu", "xpu"} else device
+    return _send(tensor, where, non_blocking, skipped)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Broadcast a tensor of one rank to all, which need not know its shape.
+
+    Args:
+        tensor: The tensor on one process, None on the others.
+
+    Raises:
+        DistributedOperationException: No process has a tensor, or several have; every process raises it.
+
+    Example:
+        >>> copy_tensor_to_devices(torch.ones(1))
+        tensor([1.])
+    """
+    runtime = current_or_single()
+    collectives = runtime.collectives
+    mine = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+    calls = collectives.all_gather_object(mine)
+    owners = [rank for rank, facts in enumerate(calls) if facts is not None]
+    if len(owners) != 1:
+        found = f"ranks {owners} have one" if owners else "no rank has one"
+        raise DistributedOperationException(
+            f"copy_tensor_to_devices needs a tensor on exactly one rank; {found}."
+        )
+    if tensor is None:
+        dtype, shape = calls[owners[0]]
+        tensor = torch.empty(shape, dtype=dtype)
+    copy = tensor.detach().to(runtime.device, copy=True).contiguous()
+    collectives.broadcast(copy, owners[0])
+    return copy
+
+
+def _send(data: Any, device: str | int | torch.device, non_blocking: bool, skipped: Collection[str]) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.to(device, non_blocking=non_blocking)
+    if type(data) is dict:
+        return {
+            key: value if key in skipped else _send(value, device, non_blocking, skipped)
+            for key, value in data.items()
+        }
+    if callable(to := getattr(data, "to", None)) and not isinstance(data, type):
+        return _call_to(to, device, non_blocking)
+    if isinstance(data, (list, tuple)):
+        return rebuild(data, [_send(value, device, non_blocking, skipped) for value in data])
+    if isinstance(data, Mapping) or is_dataclass_instance(data):
+        values = [
+            value if key in skipped else _send(value, device, non_blocking, skipped)
+            for key, value in children(data) or ()
+        ]
+        return rebuild(data, values)
+    return data
+
+
+def _call_to(to: Any, device: str | int | torch.device, non_blocking: bool) -> Any:
+    """Call an object's own `to`, which may not know `non_blocking`."""
+    if not non_blocking:
+        return to(device)
+    try:
+        return to(device, non_blocking=True)
+    except TypeError as error:
+        if "non_blocking" not in str(error):
+            raise
+        return to(device)
+
+
+_LOW = frozenset({torch.float16, torch.bfloat16})
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Convert the float16 and bfloat16 tensors in nested data to float32; the rest stays as it is.
+
+    Example:
+        >>> convert_to_fp32([torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int64)])
+        [tensor([1.]), tensor([1])]
+    """
+    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_low)
+
+
+class ConvertOutputsToFp32:
+    """A function whose float16 and bfloat16 outputs are converted to float32.
+
+    It can be pickled and copied wherever the function can, and shows the function's name and signature.
+
+    Example:
+        >>> half = ConvertOutputsToFp32(lambda x: x.half())
+        >>> half(torch.ones(1))
+        tensor([1.])
+    """
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function and convert what it returns."""
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> Callable[..., Any]:
+        return self.model_forward
+
+    def __setstate__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> ConvertOutputsToFp32:
+    """Decorate a function so that its low-precision outputs become float32."""
+    return ConvertOutputsToFp32(model_forward)
+
+
+def _is_low(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype in _LOW
+
+
+def is_dtensor(value: object) -> bool:
+    """Return whether a value is a `DTensor`.
+
+    Example:
+        >>> import torch
+        >>> is_dtensor(torch.zeros(1))
+        False
+    """
+    module = sys.modules.get("torch.distributed.tensor")  # nobody has made one without importing this
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a `DTensor`, sharing its memory; any other tensor as it is.
+
+    Example:
+        >>> import torch
+        >>> whole = torch.zeros(2)
+        >>> local_part(whole) is whole
+        True
+    """
+    return local_parts([tensor])[0]
+
+
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's shards of many tensors, as `local_part`.
+
+    Example:
+        >>> import torch
+        >>> local_parts([torch.zeros(2)])
+        [tensor([0., 0.])]
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    each: Iterable[Any] = tensors
+    # `to_local()` would wait for, and record, more.
+    return [
+        one._local_tensor if module is not None and isinstance(one, module.DTensor) else one for one in each
+    ]
+
+
+def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return this rank's shards of tensors, those of each device together, for operations on many at once."""
+    groups: dict[torch.device, list[Tensor]] = {}
+    for part in local_parts(tensors):
+        groups.setdefault(part.device, []).append(part)
+    return [*groups.values()]
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor, detached; a collective over all ranks of a `DTensor`'s mesh."""
+    sharded: Any = tensor.detach()
+    return sharded.full_tensor() if is_dtensor(sharded) else sharded

@@ -1,5 +1,5 @@
 """Strategies, precision policies, and what configures them. Names are imported when asked for."""
 
-from accel_state._lazy import attach
+from accel_state.lazy import attach
 
 attach(__name__)

@@ -1,21 +1,22 @@
-"""The table of strategies, the entry points that extend it, and the choice of one: pure, made once."""
+"""Tables of strategies, plugins; choose."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any, cast
 
-from accel_plugins.strategy import StrategySpec
+from accel_plugins.strategy import StrategyFactory, StrategySpec
 from accel_state.errors import SettingsError
-from accel_state.registry import Registry
+from accel_state.lazy import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-    from accel_plugins.strategy import StrategyFactory
     from accel_state.settings.model import Settings
     from accel_state.topology import Topology
+
 
 ENTRY_POINT_GROUP = "accel.strategies"
 """A distribution adds a strategy with `[project.entry-points."accel.strategies"] name = "module:SPEC"`."""
@@ -33,8 +34,6 @@ def _shards_models(settings: Settings, topology: Topology, device: torch.device)
     return (sizes.dp_shard_size or 1) > 1 or (sizes.cp_size or 1) > 1 or copies
 
 
-_STRATEGIES = "accel_plugins.strategies"
-
 BUILT_IN: Mapping[str, StrategySpec] = {
     spec.name: spec
     for spec in (
@@ -43,22 +42,24 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             applies=lambda settings, _, device: (
                 settings.fsdp is not None and (bool(settings.fsdp.xla) or device.type == "xla")
             ),
-            build=f"{_STRATEGIES}.xla_fsdp:build",
+            build="accel_plugins.xla:build_spmd",
             sections={"fsdp": {"xla": True, "xla_fsdp_v2": True}},
         ),
         StrategySpec(
-            name="xla", applies=lambda _, __, device: device.type == "xla", build=f"{_STRATEGIES}.xla:build"
+            name="xla",
+            applies=lambda _, __, device: device.type == "xla",
+            build="accel_plugins.xla:build_replicated",
         ),
         StrategySpec(
             name="deepspeed",
             applies=lambda settings, *_: settings.deepspeed is not None,
-            build=f"{_STRATEGIES}.deepspeed:build",
+            build="accel_plugins.deepspeed.strategy:build",
             sections={"deepspeed": {}, "parallelism": None},
         ),
         StrategySpec(
             name="megatron",
             applies=lambda settings, *_: settings.megatron is not None,
-            build=f"{_STRATEGIES}.megatron:build",
+            build="accel_plugins.megatron.strategy:build",
             sections={"megatron": {}},
         ),
         StrategySpec(
@@ -66,7 +67,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             applies=lambda settings, *_: (
                 settings.fsdp is not None and settings.fsdp.fsdp_version == 1 and settings.parallelism is None
             ),
-            build=f"{_STRATEGIES}.fsdp1:build",
+            build="accel_plugins.fsdp.fsdp1:build",
             sections={"fsdp": {"fsdp_version": 1}},
             shards_gradients=True,
             master_weights=True,
@@ -74,7 +75,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
         StrategySpec(
             name="fsdp2",
             applies=_shards_models,
-            build=f"{_STRATEGIES}.fsdp2:build",
+            build="accel_plugins.fsdp.fsdp2:build",
             sections={"fsdp": {"fsdp_version": 2}, "parallelism": None},
             shards_gradients=True,
             master_weights=True,
@@ -84,17 +85,17 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             applies=lambda settings, *_: (
                 settings.parallelism is not None and (settings.parallelism.tp_size or 1) > 1
             ),
-            build=f"{_STRATEGIES}.tp:build",
+            build="accel_plugins.parallelism.tensor:build",
             sections={"parallelism": None},
             shards_gradients=True,
         ),
         StrategySpec(
             name="ddp",
             applies=lambda _, topology, __: topology.world_size > 1,
-            build=f"{_STRATEGIES}.ddp:build",
+            build="accel_plugins.ddp:build",
         ),
         StrategySpec(
-            name="single", applies=lambda *_: True, build=f"{_STRATEGIES}.single:build", max_processes=1
+            name="single", applies=lambda *_: True, build="accel_plugins.unsharded:build", max_processes=1
         ),
     )
 }
@@ -160,3 +161,116 @@ def _check_selected(settings: Settings, selected: StrategySpec, fitting: Strateg
             found = getattr(value, name)
             if found != needed:
                 raise SettingsError(f"{about}: {name} is {found!r}, and {selected.name!r} needs {needed!r}.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A plugin that `Accelerator` takes.
+
+    Its class has a method `to_settings(settings)`, which returns settings that say as much of what the plugin
+    says as `accel_plugins.registry.choose` needs, and refuses what contradicts them.
+
+    Args:
+        section: The field of `Settings` that, if it is not `None`, stands for a plugin made without
+            arguments.
+        several: Whether the argument may also be a dictionary of plugins by name.
+    """
+
+    argument: str
+    section: str | None
+    plugin: str
+    several: bool = False
+
+    def plugin_type(self) -> type[Any]:
+        """Import the class."""
+        return cast("type[Any]", EntryPoint(self.argument, self.plugin, "accel.plugins").load())
+
+
+ENGINES: tuple[Engine, ...] = (
+    Engine(
+        argument="deepspeed_plugin",
+        section="deepspeed",
+        plugin="accel_plugins.deepspeed.plugin:DeepSpeedPlugin",
+        several=True,
+    ),
+    Engine(
+        argument="fsdp_plugin",
+        section="fsdp",
+        plugin="accel_plugins.fsdp.plugin:FullyShardedDataParallelPlugin",
+    ),
+    Engine(
+        argument="torch_tp_plugin",
+        section=None,
+        plugin="accel_plugins.parallelism.config:TorchTensorParallelPlugin",
+    ),
+    Engine(
+        argument="parallelism_config",
+        section="parallelism",
+        plugin="accel_plugins.parallelism.config:ParallelismConfig",
+    ),
+    Engine(
+        argument="megatron_lm_plugin",
+        section="megatron",
+        plugin="accel_plugins.megatron.plugin:MegatronLMPlugin",
+    ),
+)
+"""Every plugin that there is. In this order each changes the settings from which the strategy is chosen."""
+
+
+def find_plugins(
+    requested: Mapping[str, Any],
+    known: Mapping[str, Any],
+    settings: Settings,
+    needed: Mapping[str, Mapping[str, Any] | None] | None = None,
+) -> dict[str, Any]:
+    """Resolve the plugins of a run: an argument wins over an earlier `Accelerator`, and that over settings.
+
+    Args:
+        requested: Values by argument of `Accelerator`; `None` if absent.
+        known: The same, of an earlier one.
+        settings: The settings of the run.
+        needed: Sections that need a plugin even if the settings have none, each with the plugin's arguments;
+            `None` for sections that do not.
+
+    Returns:
+        Plugins by argument, or by argument and name if there may be `several`; in the order of `ENGINES`.
+    """
+    found: dict[str, Any] = {}
+    for engine in ENGINES:
+        value = requested.get(engine.argument)
+        if value is None:
+            value = known.get(engine.argument)
+        if value is None and engine.section is not None:
+            arguments = (needed or {}).get(engine.section)
+            if getattr(settings, engine.section) is not None:
+                value = engine.plugin_type()()
+            elif arguments is not None:
+                value = engine.plugin_type()(**arguments)
+        if value is not None:
+            found[engine.argument] = _checked(engine, value)
+    return found
+
+
+def with_plugin_fields(settings: Settings, plugins: Mapping[str, Any]) -> Settings:
+    """Settings that say what plugins say, for the choice of a strategy."""
+    for value in plugins.values():
+        first = next(iter(cast("Mapping[str, Any]", value).values())) if isinstance(value, dict) else value
+        settings = first.to_settings(settings)
+    return settings
+
+
+def as_handlers(plugins: Mapping[str, Any]) -> dict[type, Any]:
+    """Plugins as `build` of a strategy finds them: by type; several as the dictionary that they are."""
+    return {
+        engine.plugin_type(): plugins[engine.argument] for engine in ENGINES if engine.argument in plugins
+    }
+
+
+def _checked(engine: Engine, value: Any) -> Any:
+    kind = engine.plugin_type()
+    several = cast("Mapping[str, Any]", value) if engine.several and isinstance(value, dict) else None
+    each = [value] if several is None else [*several.values()]
+    if not each or any(not isinstance(one, kind) for one in each):
+        more = f", or a dictionary of several by name, {kind.__name__}s" if engine.several else ""
+        raise SettingsError(f"Accelerator({engine.argument}={value!r}): expected a {kind.__name__}{more}.")
+    return value

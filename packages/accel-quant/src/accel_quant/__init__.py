@@ -1,5 +1,5 @@
 """Models with 8-bit and 4-bit weights."""
 
-from accel_state._lazy import attach
+from accel_state.lazy import attach
 
 attach(__name__)

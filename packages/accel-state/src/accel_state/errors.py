@@ -1,4 +1,4 @@
-"""The errors of every accel package, and how they are related. Imports nothing.
+"""Error classes; nearest known name.
 
 AccelError
 ├── SettingsError                   (ValueError)           arguments, variables or file keys are unusable
@@ -13,10 +13,8 @@ AccelError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class AccelError(Exception):
@@ -87,3 +85,24 @@ def some_of(names: Iterable[str], *, most: int = 10, width: int = 100) -> str:
     listed = [*names]
     shown = [name if len(name) <= width else f"{name[: width - 1]}…" for name in listed[:most]]
     return ", ".join(shown) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name that is most similar to another; `None` if none is similar.
+
+    Example:
+        >>> nearest("colour", ["color", "size"])
+        'color'
+    """
+    return next(iter(get_close_matches(str(name), [*known], n=1, cutoff=cutoff)), None)
+
+
+def did_you_mean(name: object, known: Iterable[str], otherwise: str, *, cutoff: float = 0.6) -> str:
+    """Return a sentence that suggests the nearest known name, or `otherwise` if none is near.
+
+    Example:
+        >>> did_you_mean("colour", ["color", "size"], "there are 'color' and 'size'.")
+        "did you mean 'color'?"
+    """
+    near = nearest(name, known, cutoff=cutoff)
+    return otherwise if near is None else f"did you mean {near!r}?"

@@ -14,22 +14,21 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from types import CodeType, TracebackType
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage] - documented
+    Store,  # pyright: ignore[reportPrivateImportUsage] - documented
+)
 
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
+from accel_state.process_group import absent_keys, clone_store, get_all
 from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
-from accel_state.stores import absent_keys, clone_store, get_all
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
-    from datetime import timedelta
-    from types import CodeType, TracebackType
-
-    from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
 _RING = 16  # collectives of this rank that are remembered
 WARN_AFTER_S = 60.0  # seconds after which a wait is worth a warning

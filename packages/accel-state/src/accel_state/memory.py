@@ -6,15 +6,14 @@ import functools
 import gc
 import inspect
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
-from accel_state.devices.kinds import available_kind
+from accel_state.device_kinds import available_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     P = ParamSpec("P")
     R = TypeVar("R")
 

@@ -1,29 +1,305 @@
-"""`PartialState`: the documented face of the runtime, shared by all its instances."""
+"""PartialState and its rank methods."""
 
 from __future__ import annotations
 
+import builtins
+import functools
 import logging
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, ParamSpec, TypeVar, overload
+
+import numpy as np
+import torch
 
 from accel_state import environ, runtime
-from accel_state.available import require
-from accel_state.devices.affinity import set_numa_affinity
-from accel_state.devices.kinds import available_kind
-from accel_state.devices.select import default_device, set_current_device
+from accel_state.device_kinds import available_kind
+from accel_state.devices import default_device, set_current_device, set_numa_affinity
 from accel_state.errors import SettingsError
-from accel_state.labels import distributed_type_of
-from accel_state.rank_methods import RankMethods
-from accel_state.settings.environ import from_environ
+from accel_state.labels import DistributedType, distributed_type_of
+from accel_state.libraries import require
+from accel_state.runtime import Runtime
+from accel_state.settings.model import Settings, from_environ
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+P = ParamSpec("P")
+R = TypeVar("R")
 
-    import torch
 
-    from accel_state.labels import DistributedType
-    from accel_state.runtime import Runtime
-    from accel_state.settings.model import Settings
+class RankMethods:
+    """The methods that `PartialState`, `AcceleratorState` and `Accelerator` have in common."""
+
+    __slots__ = ()
+
+    @property
+    def _process(self) -> PartialState:
+        """The state of this process, as each of them finds it."""
+        raise NotImplementedError
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self._process.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self._process.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self._process.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all processes."""
+        return self._process.process_index == self._process.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait for all ranks (a barrier).
+
+        Raises:
+            DistributedOperationException: In debug mode, another rank calls another collective.
+        """
+        self._process.runtime.barrier()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run a block on the main process first, then on the others.
+
+        Example:
+            >>> from accel_state import PartialState
+            >>> with PartialState(cpu=True).main_process_first():
+            ...     _ = "download on one process, find it in the cache on the others"
+        """
+        return goes_first(self.is_main_process, self.wait_for_everyone)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run a block on the first process of each node first, then on the others."""
+        return goes_first(self.is_local_main_process, self.wait_for_everyone)
+
+    @overload
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_main_process(self, function: Any = None) -> Any:
+        """Decorate a function so that only the main process runs it; the others get `None`.
+
+        Example:
+            >>> from accel_state import PartialState
+            >>> @PartialState(cpu=True).on_main_process
+            ... def answer():
+            ...     return 42
+            >>> answer()
+            42
+        """
+        return _run_if(self.is_main_process, function)
+
+    @overload
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_main_process(
+        self, function: None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """Decorate a function so that only the first process of each node runs it."""
+        return _run_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function so that only the last process runs it."""
+        return only_if(self.is_last_process, function)
+
+    @overload
+    def on_process(
+        self, function: Callable[P, R], process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_process(
+        self, function: None = None, process_index: int | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Decorate a function so that only one process runs it.
+
+        Args:
+            function: The function; leave it out to decorate with arguments.
+            process_index: The rank. With one process, every rank is this one.
+
+        Raises:
+            ValueError: `process_index` is missing.
+
+        Example:
+            >>> from accel_state import PartialState
+            >>> @PartialState(cpu=True).on_process(process_index=0)
+            ... def answer():
+            ...     return 42
+            >>> answer()
+            42
+        """
+        return self._on(function, "process_index", self._process.process_index, process_index)
+
+    @overload
+    def on_local_process(
+        self, function: Callable[P, R], local_process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_process(
+        self, function: None = None, local_process_index: int | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Decorate a function so that only one process of each node runs it.
+
+        Args:
+            function: The function; leave it out to decorate with arguments.
+            local_process_index: The local rank. With one process, every local rank is this one.
+
+        Raises:
+            ValueError: `local_process_index` is missing.
+        """
+        return self._on(
+            function, "local_process_index", self._process.local_process_index, local_process_index
+        )
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Yield this rank's shard of some data.
+
+        Args:
+            inputs: A list, tuple, tensor, numpy array or `datasets.Dataset`, or a dict of such, equally long.
+            apply_padding: Repeat the last item of `inputs` so that all shards are equally long, as a
+                following `gather` of tensors may need.
+
+        Raises:
+            ValueError: The values of a dict are not equally long.
+            TypeError: `inputs` has another type.
+
+        Example:
+            >>> from accel_state import PartialState
+            >>> with PartialState(cpu=True).split_between_processes(["a", "b"]) as shard:
+            ...     shard
+            ['a', 'b']
+        """
+        shard = shard_inputs(
+            inputs, self._process.num_processes, self._process.process_index, apply_padding=apply_padding
+        )
+        return nullcontext(shard)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per node, as the built-in `print` does."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)  # noqa: T201 - it is what was asked for
+
+    def _on(self, function: Any, name: str, mine: int, wanted: int | None) -> Any:
+        if wanted is None:
+            raise ValueError(f"Say which process shall run the function: {name}=0, for example.")
+        return _run_if(mine == wanted or not self.use_distributed, function)
+
+
+def _run_if(condition: bool, function: Any) -> Any:
+    run = functools.partial(only_if, condition)
+    return run if function is None else run(function)
+
+
+def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
+    """Return the function itself, or one of the same name that does nothing.
+
+    Example:
+        >>> only_if(False, len)([1, 2]) is None
+        True
+    """
+    if condition:
+        return function
+
+    @functools.wraps(function)
+    def noop(*args: P.args, **kwargs: P.kwargs) -> None:
+        del args, kwargs
+
+    return noop
+
+
+@contextmanager
+def goes_first(first: bool, barrier: Callable[[], None]) -> Generator[None]:
+    """Run the block on some ranks first, then on the others.
+
+    Args:
+        first: Whether this rank is one of the first.
+        barrier: Waits for all ranks. Called exactly once on each, also when the block raises, so that
+            an error in the first does not leave the others waiting.
+    """
+    if not first:
+        barrier()
+    try:
+        yield
+    finally:
+        if first:
+            barrier()
+
+
+def shard_bounds(length: int, num_shards: int, index: int) -> tuple[int, int]:
+    """Return where one shard of a sequence begins and ends; the first shards may be one longer.
+
+    Example:
+        >>> [shard_bounds(5, 3, i) for i in range(3)]
+        [(0, 2), (2, 4), (4, 5)]
+    """
+    size, longer = divmod(length, num_shards)
+    begin = index * size + min(index, longer)
+    return begin, begin + size + (index < longer)
+
+
+def shard_inputs(inputs: Any, num_shards: int, index: int, *, apply_padding: bool = False) -> Any:
+    """Return one rank's shard of some data.
+
+    Raises:
+        ValueError: The values of a dict are not equally long.
+        TypeError: `inputs` has another type.
+
+    Example:
+        >>> shard_inputs({"a": [1, 2, 3], "b": (4, 5, 6)}, 2, 1, apply_padding=True)
+        {'a': [3, 3], 'b': (6, 6)}
+    """
+    if isinstance(inputs, dict):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"The values of a dict that is split between processes must be equally long; found {lengths}."
+            )
+        return {
+            key: shard_inputs(value, num_shards, index, apply_padding=apply_padding)
+            for key, value in inputs.items()
+        }
+    if not isinstance(inputs, (list, tuple, torch.Tensor, np.ndarray)) and not _is_dataset(inputs):
+        raise TypeError(
+            f"Cannot split a {type(inputs).__name__} between processes: give a list, a tuple, a tensor, a "
+            "numpy array, a datasets.Dataset, or a dict of these."
+        )
+    length = len(inputs)
+    begin, end = shard_bounds(length, num_shards, index)
+    missing = -(-length // num_shards) - (end - begin) if apply_padding and length else 0
+    return _slice_padded(inputs, begin, end, missing)
+
+
+def _slice_padded(inputs: Any, begin: int, end: int, missing: int) -> Any:
+    """Return items `begin` to `end`, padded with `missing` copies of the last item of all."""
+    if _is_dataset(inputs):
+        return inputs.select([*range(begin, end), *[len(inputs) - 1] * missing])
+    shard, last = inputs[begin:end], inputs[-1:]
+    if missing == 0:
+        return shard
+    if isinstance(inputs, torch.Tensor):
+        return torch.cat([shard, *[last] * missing])
+    if isinstance(inputs, np.ndarray):
+        return np.concatenate([shard, *[last] * missing])
+    return shard + last * missing
+
+
+def _is_dataset(inputs: Any) -> bool:
+    """Return whether this is a `datasets.Dataset`, without importing that package."""
+    return any(
+        base.__name__ == "Dataset" and base.__module__.partition(".")[0] == "datasets"
+        for base in type(inputs).__mro__
+    )
+
 
 logger = logging.getLogger(__name__)
 

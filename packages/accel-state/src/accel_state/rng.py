@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from accel_state import runtime
-from accel_state.devices.kinds import KINDS, DeviceKind, available_kind
+from accel_state.device_kinds import KINDS, DeviceKind, available_kind
 from accel_state.errors import SettingsError
 from accel_state.labels import RNGType
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,20 +13,22 @@ import torch
 import torch.distributed as dist
 
 from accel_state import environ as process_environment
-from accel_state import group_end, hang_monitor
-from accel_state.backends.single import SingleCollectives
-from accel_state.backends.torch_dist import TorchCollectives, default_store, group_timeout, set_group_timeout
-from accel_state.calls import compare_calls
-from accel_state.devices.info import get_driver_version, get_gpu_info, peer_variables
-from accel_state.devices.kinds import CPU, KINDS, DeviceKind
-from accel_state.devices.select import choose_device, set_current_device
+from accel_state import hang_monitor, process_group
+from accel_state.collectives import (
+    Collectives,
+    SingleCollectives,
+    TorchCollectives,
+    default_store,
+    group_timeout,
+    set_group_timeout,
+)
+from accel_state.device_kinds import CPU, KINDS, DeviceKind, get_driver_version, get_gpu_info, peer_variables
+from accel_state.devices import choose_device, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
+from accel_state.rank_status import compare_calls
 from accel_state.topology import Topology, check_first_host, detect, rendezvous
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from accel_state.backends.base import Collectives
     from accel_state.settings.model import Settings
 
 
@@ -165,7 +168,7 @@ def destroy_process_group(group: Any = None) -> None:
     if dist.is_initialized():
         if group is None:
             hang_monitor.end(closing=True)
-        group_end.destroy(group)
+        process_group.destroy(group)
 
 
 def _check_timeout(timeout: object) -> None:
@@ -211,7 +214,7 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
     timeout = options.get("timeout")
     if not dist.is_initialized():
         dist.init_process_group(**_group_options(runtime, variables, options))
-        group_end.joined()
+        process_group.joined()
     elif timeout is not None:
         set_group_timeout(timeout)
     own, device = runtime.kind.own_runtime, runtime.device
@@ -243,10 +246,10 @@ def _group_options(
     topology, kind = runtime.topology, runtime.kind
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen["backend"] = _check_backend(kind, options.get("backend"))
-    if "store" not in chosen and "init_method" not in chosen and (life := _life(variables)):
+    if "store" not in chosen and "init_method" not in chosen and (life := _restart_prefix(variables)):
         chosen["store"] = _restart_store(life, variables, topology, chosen.get("timeout"))
     if kind.own_runtime is not None and not {"store", "init_method"} & chosen.keys():
-        return {**kind.own_runtime.group_options(group_end.groups_joined()), **chosen}
+        return {**kind.own_runtime.group_options(process_group.groups_joined()), **chosen}
     if "store" not in chosen and "init_method" not in chosen and topology.launcher != "torchrun":
         endpoint = rendezvous(variables, topology)
         check_first_host(variables, topology)
@@ -255,14 +258,14 @@ def _group_options(
         chosen |= {"rank": topology.rank, "world_size": topology.world_size}
     if chosen["backend"] == kind.group_backend and kind.backend == "nccl":
         chosen.setdefault("timeout", NCCL_TIMEOUT)
-    return {**group_end.bound_device(chosen["backend"], runtime.device), **chosen}
+    return {**process_group.bound_device(chosen["backend"], runtime.device), **chosen}
 
 
-def _life(variables: Mapping[str, str]) -> str:
+def _restart_prefix(variables: Mapping[str, str]) -> str:
     """Tell this group from earlier ones that have left keys in the agent's store; empty for the first."""
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
-    restarts, earlier = int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0), group_end.groups_joined()
+    restarts, earlier = int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0), process_group.groups_joined()
     return f"{restarts}.{earlier}" if earlier else str(restarts or "")
 
 
@@ -313,12 +316,12 @@ def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
     torch.set_num_threads(max(1, cores // runtime.topology.local_world_size))
 
 
-def _leave() -> None:
+def _shut_down() -> None:
     """End in order: the monitor's thread, the process group, and gloo's threads."""
     hang_monitor.end(closing=True)
     has_gloo = dist.is_available() and dist.is_initialized() and "gloo" in str(dist.get_backend_config())
-    group_end.leave()
-    group_end.wait_for_gloo_threads(or_unnamed=has_gloo)
+    process_group.destroy_at_exit()
+    process_group.wait_for_gloo_threads(or_unnamed=has_gloo)
 
 
-atexit.register(_leave)
+atexit.register(_shut_down)

@@ -7,18 +7,14 @@ that does not, such as the CPU. Tests run on the late device of `accel_state.tes
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-from accel_state.devices.kinds import own_runtime_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
+from accel_state.device_kinds import runtime_module
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +206,7 @@ def synchronize(device: torch.device) -> None:
     if streams is not None:
         streams.synchronize()
     elif device.type != "cpu":
-        (own_runtime_of(device) or torch.accelerator).synchronize(device)
+        (runtime_module(device) or torch.accelerator).synchronize(device)
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """Training in which processes agree only now and then. Written by tools/gen_exports.py."""
 
-from accel_state._lazy import attach
+from accel_state.lazy import attach
 
 attach(__name__)

@@ -1,2 +1,2 @@
 # fmt: off
-from accel_train.local_sgd import LocalSGD as LocalSGD
+from accel_train.step import LocalSGD as LocalSGD

@@ -1,2 +1,2 @@
 # fmt: off
-from accel_train.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from accel_plugins.optimizer import AcceleratedScheduler as AcceleratedScheduler

@@ -1,19 +1,19 @@
-"""`GeneralTracker`: the interface of every experiment tracker, and what stands for one on other ranks."""
+"""GeneralTracker, vendor import."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from accel_state import runtime
 from accel_state.errors import UnsupportedError
+from accel_state.libraries import require
 from accel_trackers.values import to_finite, warn_skipped
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -292,32 +292,32 @@ def check_attributes(tracker: type[GeneralTracker] | GeneralTracker) -> None:
         )
 
 
-class Inert:
+class NullObject:
     """What stands for a library's object where it is not: everything in it can be called and does nothing.
 
     Example:
-        >>> run = Inert()
+        >>> run = NullObject()
         >>> run.summary["best"] = run.log_figure("a", size=3).url
         >>> bool(run), list(run)
         (False, [])
     """
 
-    def __getattr__(self, name: str) -> Inert:
+    def __getattr__(self, name: str) -> NullObject:
         if name.startswith("__"):
             raise AttributeError(name)
         return self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Inert:
+    def __call__(self, *args: Any, **kwargs: Any) -> NullObject:
         """Do nothing."""
         del args, kwargs
         return self
 
-    def __enter__(self) -> Inert:
+    def __enter__(self) -> NullObject:
         return self
 
     def __exit__(self, *error: object) -> None: ...
 
-    def __getitem__(self, key: object) -> Inert:
+    def __getitem__(self, key: object) -> NullObject:
         return self
 
     def __setitem__(self, key: object, value: object) -> None: ...
@@ -329,7 +329,7 @@ class Inert:
         return False
 
 
-class InertTracker(GeneralTracker):
+class NullTracker(GeneralTracker):
     """What stands for a tracker on ranks where it does nothing: it has every method there could be."""
 
     requires_logging_directory = False
@@ -341,7 +341,22 @@ class InertTracker(GeneralTracker):
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("__") or name in _STATED:
             return super().__getattribute__(name)
-        return Inert()
+        return NullObject()
 
 
 _STATED = frozenset({"name", "requires_logging_directory", "main_process_only"})
+
+
+VENDORS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
+"""The names of the trackers, which are those of the libraries in `accel_state.libraries.LIBRARIES`."""
+
+
+def require_vendor(name: str, what: str) -> None:
+    """Raise if the library of a tracker, which `what` needs, is absent."""
+    require(name, what, install=f"accel-trackers[{name.replace('_', '-')}]")
+
+
+def import_vendor(name: str, module: str | None = None) -> Any:
+    """Import a module of a tracker's library, by default the one that has the tracker's name."""
+    require_vendor(name, f"The tracker {name!r}")
+    return import_module(module or name)

@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
+from collections.abc import Iterable
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from accel_state.available import is_installed
-from accel_state.did_you_mean import did_you_mean
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, did_you_mean
 from accel_state.labels import LoggerType
-from accel_trackers.general import GeneralTracker, check_attributes
-from accel_trackers.libraries.aim import AimTracker
-from accel_trackers.libraries.clearml import ClearMLTracker
-from accel_trackers.libraries.comet import CometMLTracker
-from accel_trackers.libraries.dvclive import DVCLiveTracker
-from accel_trackers.libraries.mlflow import MLflowTracker
-from accel_trackers.libraries.swanlab import SwanLabTracker
-from accel_trackers.libraries.tensorboard import TensorBoardTracker
-from accel_trackers.libraries.trackio import TrackioTracker
-from accel_trackers.libraries.wandb import WandBTracker
-from accel_trackers.vendor import VENDORS, require_vendor
-
-if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable
+from accel_state.libraries import is_installed
+from accel_trackers.aim import AimTracker
+from accel_trackers.clearml import ClearMLTracker
+from accel_trackers.dvclive import DVCLiveTracker
+from accel_trackers.general import VENDORS, GeneralTracker, check_attributes, require_vendor
+from accel_trackers.mlflow import MLflowTracker
+from accel_trackers.project_runs import CometMLTracker, SwanLabTracker, TrackioTracker, WandBTracker
+from accel_trackers.tensorboard import TensorBoardTracker
 
 logger = logging.getLogger(__name__)
 

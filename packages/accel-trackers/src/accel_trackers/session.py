@@ -6,22 +6,18 @@ import atexit
 import logging
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from weakref import WeakSet
 
 import accel_trackers
 from accel_state import runtime
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
-from accel_trackers.copies import Reading, Waiting, capture
-from accel_trackers.general import GeneralTracker, InertTracker
-from accel_trackers.values import to_plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from accel_trackers.general import GeneralTracker, NullTracker
+from accel_trackers.values import PendingValues, Waiting, capture, to_plain
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +36,7 @@ _MOST_WAITING = 256
 class _Call:
     """One call of `log`."""
 
-    reading: Reading
+    reading: PendingValues
     step: int | None
     options: Mapping[str, Any]
     has_vectors: bool
@@ -136,7 +132,7 @@ class TrackerSession:
             options = {str(name): dict(more) for name, more in (log_kwargs or {}).items()}
             if not options.keys() <= self._checked_options:
                 self._check_options("log(log_kwargs=…)", options)
-            self._waiting.append(_Call(Reading(captured, tensors), step, options, bool(vectors)))
+            self._waiting.append(_Call(PendingValues(captured, tensors), step, options, bool(vectors)))
             self._write_waiting(wait=False)
         else:
             self._hand_over(captured, step)
@@ -146,7 +142,7 @@ class TrackerSession:
     def get(self, name: str, *, unwrap: bool = False) -> Any:
         """Find a tracker, as `Accelerator.get_tracker`."""
         if not self.log_with:
-            found: GeneralTracker = InertTracker(name)
+            found: GeneralTracker = NullTracker(name)
         else:
             by_name = {tracker.name: tracker for tracker in self.trackers}
             if name not in by_name:
@@ -202,7 +198,7 @@ class TrackerSession:
         self._write_waiting(wait=True)
         for index, tracker in enumerate(self.trackers):
             run_id = run_ids.get(tracker.name)
-            is_ours = tracker.name in self.log_with and not isinstance(tracker, InertTracker)
+            is_ours = tracker.name in self.log_with and not isinstance(tracker, NullTracker)
             if not is_ours or run_id in (None, tracker.run_id):
                 continue
             if accel_trackers.tracker_class(tracker.name).resume_arguments(str(run_id)):
@@ -217,7 +213,7 @@ class TrackerSession:
         """Construct and start a tracker; return an inert one on other ranks, or if that failed."""
         kind: Any = chosen if isinstance(chosen, GeneralTracker) else accel_trackers.tracker_class(chosen)
         if kind.main_process_only and not runtime.current_topology().is_main:
-            return InertTracker(kind.name)
+            return NullTracker(kind.name)
         try:
             tracker = kind
             if not isinstance(chosen, GeneralTracker):
@@ -228,12 +224,12 @@ class TrackerSession:
             tracker.start()
         except Exception as error:  # noqa: BLE001 - raised, or said in one line
             self._failed(kind.name, "start", error)
-            return InertTracker(kind.name)
+            return NullTracker(kind.name)
         return tracker
 
     def _find_active(self) -> None:
         """Find the trackers that log on this rank, and their methods that do, without asking for it again."""
-        self._active = [tracker for tracker in self.trackers if not isinstance(tracker, InertTracker)]
+        self._active = [tracker for tracker in self.trackers if not isinstance(tracker, NullTracker)]
         self._logs = [
             (tracker, vars(tracker), tracker.log_captured(), tracker is self._active[-1])
             for tracker in self._active
@@ -320,7 +316,7 @@ class TrackerSession:
     def leave_to_parent(self) -> None:
         """Forget the runs in a forked child: neither a call nor the garbage collector may write to them."""
         _inherited.append((self.trackers, self._active, self._logs, self._waiting))
-        self.trackers = [InertTracker(tracker.name) for tracker in self.trackers]
+        self.trackers = [NullTracker(tracker.name) for tracker in self.trackers]
         self._active, self._logs, self._waiting = [], [], deque()
         self._stage = "forked"
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+from collections.abc import Callable, Collection
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +23,6 @@ from accel_state.environ import patch_environment
 from accel_state.errors import UnsupportedError
 from accel_trackers.general import GeneralTracker, check_attributes
 from accel_trackers.values import to_flat, to_plain
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
 
 MEDIA = ("images", "tables", "histograms", "text", "artifacts")
 """What a tracker may log besides numbers."""

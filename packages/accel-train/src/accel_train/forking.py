@@ -14,34 +14,29 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from accel_state import environ
-from accel_state.accelerator_state import AcceleratorState
-from accel_state.devices.kinds import KINDS
+from accel_state.accelerator_state import AcceleratorState, GradientState
+from accel_state.device_kinds import KINDS
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
-from accel_state.gradient_state import GradientState
-from accel_state.regular_file import read_json
+from accel_state.files import read_json
 from accel_state.topology import detect
 
 if sys.platform != "win32":  # which cannot fork
     import fcntl
     import termios
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
-
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _FORK_TIMEOUT = 20.0  # seconds that a process waits until the last of its siblings is forked
 # Variables that torch's launcher leaves behind in this process, with its own defaults.
@@ -96,7 +91,7 @@ def launch_config(
 
 
 @contextlib.contextmanager
-def listening(port: int, option: str, *, or_any: bool = False) -> Generator[int]:
+def reserve_port(port: int, option: str, *, or_any: bool = False) -> Generator[int]:
     """Listen on the port of torch's launcher, so that no other process takes it until the launcher does.
 
     The launcher's own store, made in this process for the same port, shares what listens here. Port 0 stands
@@ -133,7 +128,7 @@ def _server(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-class Gate:
+class ForkBarrier:
     """Gate that holds forked processes until all of them are forked.
 
     A thread of the parent keeps the store that they connect to. Locks that it holds during a fork, such as
@@ -160,7 +155,7 @@ class Gate:
         os.close(self._arrived)
 
 
-def launch(function: Callable[..., Any], args: Sequence[Any], config: LaunchConfig) -> dict[int, Any]:
+def launch_forked(function: Callable[..., Any], args: Sequence[Any], config: LaunchConfig) -> dict[int, Any]:
     """Run a function in forked processes.
 
     Returns:
@@ -184,12 +179,16 @@ def launch(function: Callable[..., Any], args: Sequence[Any], config: LaunchConf
         raise SettingsError(
             "This process is one of several already; a launcher starts processes from a single one."
         )
-    gate = Gate(config.nproc_per_node)
-    entry: Any = partial(_run_behind, gate, _handlers(), function)
+    gate = ForkBarrier(config.nproc_per_node)
+    entry: Any = partial(_run_after_barrier, gate, _handlers(), function)
     # torch asks for both.
     entry.__name__ = entry.__qualname__ = getattr(function, "__name__", type(function).__name__)
     try:
-        with contextlib.closing(gate), _left_as_found(config), environ.patch_environment(**_SET_BY_TORCH):
+        with (
+            contextlib.closing(gate),
+            _restore_process_state(config),
+            environ.patch_environment(**_SET_BY_TORCH),
+        ):
             results = _launched(config, entry, args)
     except SignalException as error:
         signal.raise_signal(error.sigval)  # now that the processes have ended, as if nobody had listened
@@ -212,34 +211,37 @@ def _failed_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[
     Torch reports one of them, which is any that it finds dead, with a time in whole seconds. Each process
     that raised has left an error file.
     """
-    stories = {rank: (float(failure.timestamp), _story(rank, failure)) for rank, failure in failures.items()}
+    stories = {
+        rank: (float(failure.timestamp), _describe_failure(rank, failure))
+        for rank, failure in failures.items()
+    }
     first = next(rank - failure.local_rank for rank, failure in failures.items())  # of this machine
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     for file in attempts[-1].glob("*/error.json") if attempts else ():
         rank = first + int(file.parent.name)
         with contextlib.suppress(ValueError):  # one that was ended as it wrote
             error = read_json(file, error=ValueError)["message"]
-            stories[rank] = file.stat().st_mtime, _story_of_error(rank, error)
+            stories[rank] = file.stat().st_mtime, _describe_error(rank, error)
     return {rank: story for rank, (_, story) in sorted(stories.items(), key=lambda item: item[1][0])}
 
 
-def _story(rank: int, failure: ProcessFailure) -> str:
+def _describe_failure(rank: int, failure: ProcessFailure) -> str:
     """Describe a failed process."""
     stories: Any = failure.message
     if isinstance(stories, dict):
-        return _story_of_error(rank, stories)
+        return _describe_error(rank, stories)
     if failure.exitcode < 0:  # it was killed, and could not write down anything
         return f"Rank {rank} failed: {stories}"
     return f"Rank {rank} failed: it ended with exit code {failure.exitcode}."
 
 
-def _story_of_error(rank: int, error: Any) -> str:
+def _describe_error(rank: int, error: Any) -> str:
     """Describe a process by its error file."""
     return f"Rank {rank} failed: {error['message']}\n{_OURS.sub('', error['extraInfo']['py_callstack'])}"
 
 
 @contextlib.contextmanager
-def _left_as_found(config: LaunchConfig) -> Generator[None]:
+def _restore_process_state(config: LaunchConfig) -> Generator[None]:
     """Undo what torch's launcher does to this process, and does not undo."""
     handlers = _handlers()
     _TORCHS_LOG.addFilter(_drops_traceback)
@@ -301,15 +303,18 @@ class _Pickled:
         return pickle.loads, (self._data,)
 
 
-def _run_behind(
-    gate: Gate, handlers: Mapping[signal.Signals, Any], function: Callable[..., Any], *args: Any
+def _run_after_barrier(
+    gate: ForkBarrier, handlers: Mapping[signal.Signals, Any], function: Callable[..., Any], *args: Any
 ) -> Any:
     """Run as `run_forked` does, once all siblings are forked."""
     # Ctrl-C is for the launcher, which hands it on; twice it would break off a clean-up.
     os.setpgrp()
     heard: list[int] = []
     _restore(
-        {number: partial(_hear, heard, old) if callable(old) else old for number, old in handlers.items()}
+        {
+            number: partial(_record_signal, heard, old) if callable(old) else old
+            for number, old in handlers.items()
+        }
     )
     gate.wait(int(environ.read().get("TORCHELASTIC_RESTART_COUNT", "0")))
     result = run_forked(function, *args)
@@ -318,7 +323,7 @@ def _run_behind(
     return _Pickled(result)
 
 
-def _hear(heard: list[int], handler: Callable[..., Any], number: int, frame: Any) -> None:
+def _record_signal(heard: list[int], handler: Callable[..., Any], number: int, frame: Any) -> None:
     """Record a signal, then handle it as before."""
     heard.append(number)
     handler(number, frame)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from accel_ops.dtensors import local_part
-from accel_plugins.bundle import Bundle
-from accel_plugins.dcp.tensors import plain_name
-from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
-from accel_plugins.fsdp.recompute import checkpoint_activations
-from accel_plugins.sharding.materialize import load_from_main
-from accel_plugins.sharding.optimizers import switch_parameters
+from accel_ops.tree import local_part
+from accel_plugins.fsdp.blocks import blocks, checkpoint_activations, fsdp2_prepare_auto_wrap_policy
+from accel_plugins.sharding.state import strip_wrapper_prefixes
+from accel_plugins.sharding.wrap import load_from_rank0, switch_parameters
+from accel_plugins.strategy import Bundle
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from torch.optim import Optimizer
 
     from accel_train.accelerator import Accelerator
@@ -64,7 +61,10 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any] | Iterable[tuple[st
         >>> fsdp2_canonicalize_names({"layer._checkpoint_wrapped_module.weight": 1})
         {'layer.weight': 1}
     """
-    return {plain_name(name).removeprefix("module."): value for name, value in dict(named_params).items()}
+    return {
+        strip_wrapper_prefixes(name).removeprefix("module."): value
+        for name, value in dict(named_params).items()
+    }
 
 
 def fsdp2_load_full_state_dict(
@@ -79,7 +79,7 @@ def fsdp2_load_full_state_dict(
         cpu_offload: Whether parameters stay on the CPU.
     """
     runtime = accelerator.state.runtime
-    load_from_main(model, full_sd, runtime, on_cpu=cpu_offload)
+    load_from_rank0(model, full_sd, runtime, on_cpu=cpu_offload)
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any, Tensor]) -> None:

@@ -1,24 +1,28 @@
-"""Profile a block of a training script, with one Chrome trace per rank."""
+"""Traces, flame graph, step meter."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from dataclasses import replace
-from importlib import import_module
+import json
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
 
-from accel_state.available import require
+from accel_state.libraries import require
 from accel_state.logging import get_logger
+from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
+    import torch
     from torch.profiler import profile
 
-    from accel_plugins.kwargs.profile import ProfileKwargs
-    from accel_state.runtime import Runtime
+    from accel_plugins.kwargs import ProfileKwargs
+    from accel_plugins.optimizer import AcceleratedOptimizer
+    from accel_state.accelerator_state import GradientState
+
 
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
 """The name of a trace; the suffix is the rank, and the number of the cycle after the first one."""
@@ -47,7 +51,7 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
         path = directory / PROFILE_PATTERN_NAME.format(suffix=suffix)
         profiler.export_chrome_trace(str(path))
         if handler.flame_graph:
-            import_module("accel_train.flame").write_flame_graph(path, path.with_suffix(".html"))
+            write_flame_graph(path, path.with_suffix(".html"))
 
     with replace(handler, on_trace_ready=write).build() as profiler:
         yield profiler
@@ -61,3 +65,185 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
             main_process_only=False,
         )
     runtime.barrier()
+
+
+CATEGORIES = frozenset({"cpu_op", "user_annotation", "python_function", "cuda_runtime"})
+"""The categories of events that nest on a thread of the host."""
+_LEAST = 0.001
+
+
+@dataclass(slots=True)
+class Frame:
+    """A call path, over all its calls."""
+
+    name: str
+    microseconds: float = 0.0
+    calls: int = 0
+    children: dict[str, Frame] = field(default_factory=dict[str, "Frame"])
+
+
+def read_frames(events: Iterable[dict[str, Any]]) -> Frame:
+    """Nest the events of a trace by time, on each thread, and add up equal call paths.
+
+    Example:
+        >>> outer = {"ph": "X", "cat": "cpu_op", "name": "outer", "ts": 0, "dur": 10, "pid": 1, "tid": 1}
+        >>> inner = {**outer, "name": "inner", "ts": 2, "dur": 4}
+        >>> read_frames([inner, outer]).children["outer"].children["inner"].microseconds
+        4.0
+    """
+    spans = [event for event in events if event.get("ph") == "X" and event.get("cat") in CATEGORIES]
+    root = Frame("all threads")
+    threads: dict[Any, list[tuple[float, Frame]]] = {}
+    for event in sorted(spans, key=lambda event: (event["ts"], -event["dur"])):
+        open_frames = threads.setdefault((event["pid"], event["tid"]), [])
+        while open_frames and open_frames[-1][0] <= event["ts"]:
+            open_frames.pop()
+        parent = open_frames[-1][1] if open_frames else root
+        frame = parent.children.setdefault(event["name"], Frame(event["name"]))
+        frame.microseconds += float(event["dur"])
+        frame.calls += 1
+        open_frames.append((event["ts"] + event["dur"], frame))
+    root.microseconds = sum(frame.microseconds for frame in root.children.values())
+    return root
+
+
+def write_flame_graph(trace: Path, page: Path) -> None:
+    """Write the flame graph of a trace."""
+    from plotly.graph_objects import Figure, Icicle
+
+    root = read_frames(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
+    rows: list[tuple[str, str, Frame]] = []
+
+    def shown(frame: Frame) -> list[Frame]:
+        return [one for one in frame.children.values() if one.microseconds >= _LEAST * root.microseconds]
+
+    def own(frame: Frame) -> float:
+        return max(0.0, frame.microseconds - sum(child.microseconds for child in shown(frame)))
+
+    def add(frame: Frame, path: str, parent: str) -> None:
+        rows.append((path, parent, frame))
+        for child in shown(frame):
+            add(child, f"{path}\n{child.name}", path)
+
+    add(root, root.name, "")
+    figure = Figure(
+        Icicle(
+            ids=[path for path, _, _ in rows],
+            parents=[parent for _, parent, _ in rows],
+            labels=[frame.name for _, _, frame in rows],
+            values=[own(frame) for _, _, frame in rows],
+            customdata=[(frame.microseconds / 1000, frame.calls) for _, _, frame in rows],
+            branchvalues="remainder",  # a parent's value is its own time: rounding cannot contradict it
+            tiling={"orientation": "v"},
+            hovertemplate="%{label}<br>%{customdata[0]:.3f} ms, %{customdata[1]} call(s)<extra></extra>",
+        )
+    )
+    figure.update_layout(
+        title=f"{trace.name}: time on the host by call; click to enlarge",
+        margin={"t": 50, "l": 5, "r": 5, "b": 5},
+    )
+    figure.write_html(page, include_plotlyjs=True)
+
+
+_GIB = 2**30
+_MEMORY_SECONDS = 1.0
+"""The allocator's statistics take up to a tenth of a millisecond, so that they are not read at every step."""
+
+
+class StepMeter:
+    """Meter of steps, samples, items and waits between two calls of `log`.
+
+    Nothing waits for a device: time is the host's, and counted items stay tensors.
+    """
+
+    def __init__(
+        self, gradient_state: GradientState, optimizers: Sequence[AcceleratedOptimizer], runtime: Runtime
+    ) -> None:
+        self._gradient_state = gradient_state
+        self._optimizers = optimizers
+        self._runtime = runtime
+        self._waits: dict[int, float] = {}  # by the loader's id; taken when its batch is trained on
+        self._samples_per_batch: dict[int, int | None] = {}  # as above; None: counted batch by batch
+        self._since: float | None = None
+        self._memory: float | None = None
+        self._memory_read = float("-inf")
+        self._steps = 0
+        self._restart()
+
+    def timed(self, loader: Any, batches: Generator[Any]) -> Generator[Any]:
+        """Yield the batches of one pass, and measure how long they let the loop wait."""
+        waits, key = self._waits, id(loader)
+        self._samples_per_batch[key] = loader.total_batch_size if loader.counts_samples else None
+        with closing(batches):
+            begin = perf_counter()
+            if self._since is None:
+                self._since = begin
+            for batch in batches:
+                waits[key] = waits.get(key, 0.0) + perf_counter() - begin
+                yield batch
+                begin = perf_counter()
+
+    def count_batch(self) -> None:
+        """Count the batch at hand, of which a backward pass begins; harmless if it is counted already."""
+        self._has_trained = True
+        loader: Any = self._gradient_state.active_dataloader
+        waited = self._waits.pop(id(loader), None)
+        if waited is not None:
+            self._waited += waited
+            self._samples += _samples_of(loader, self._samples_per_batch[id(loader)])
+
+    def count_items(self, total: torch.Tensor, *, of_all_ranks: bool) -> None:
+        """Count the items of an optimizer step."""
+        name = "system/tokens_per_second" if of_all_ranks else "system/tokens_per_second_per_rank"
+        before = self._items.get(name)
+        self._items[name] = total if before is None else before + total
+
+    def read(self) -> dict[str, Any]:
+        """Return what was measured since the last time; nothing if no optimizer has stepped since then.
+
+        Time in which nothing was trained, such as that of an evaluation, is left out if `read` is called
+        before it and after it.
+        """
+        now = perf_counter()
+        num_steps = max((optimizer.num_steps for optimizer in self._optimizers), default=0)
+        taken, elapsed = num_steps - self._steps, now - (now if self._since is None else self._since)
+        if taken <= 0 or elapsed <= 0:
+            if not self._has_trained and self._since is not None:
+                self._since = now
+            return {}
+        values: dict[str, Any] = {
+            "system/step_seconds": elapsed / taken,
+            "system/data_wait_share": self._waited / elapsed,
+        }
+        if self._samples:
+            values["system/samples_per_second"] = self._samples / elapsed
+        values |= {name: items / elapsed for name, items in self._items.items()}
+        memory = self._device_memory(now)
+        if memory is not None:
+            values["system/device_memory_gib"] = memory
+        self._since, self._steps = now, num_steps
+        self._restart()
+        return values
+
+    def _restart(self) -> None:
+        self._has_trained = False
+        self._waited = 0.0
+        self._samples = 0
+        self._items: dict[str, torch.Tensor] = {}  # by the name of their speed
+
+    def _device_memory(self, now: float) -> float | None:
+        """Return the peak memory of tensors on this process's device; `None` if unknown."""
+        if now - self._memory_read > _MEMORY_SECONDS:
+            self._memory_read = now
+            peak = getattr(self._runtime.kind.module, "max_memory_allocated", None)
+            self._memory = None if peak is None else peak(self._runtime.device) / _GIB
+        return self._memory
+
+
+def _samples_of(loader: Any, per_batch: int | None) -> int:
+    """Return the number of samples in the current batches of all ranks, without padding."""
+    if loader.end_of_dataloader and loader.remainder > 0:
+        return loader.remainder
+    if per_batch is not None:
+        return per_batch
+    return (loader.batch_size_seen or 0) * loader.total_batch_size  # which counts batches

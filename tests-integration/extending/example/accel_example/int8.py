@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from accel_plugins.kwargs.base import KwargsHandler
-from accel_plugins.recipe import Recipe, RecipeSpec
+from accel_plugins.fp8.recipe import Recipe, RecipeSpec
+from accel_plugins.kwargs import KwargsHandler
 
 
 @dataclass(kw_only=True)

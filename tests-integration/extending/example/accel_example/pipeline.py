@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from accel_plugins.strategies.replicated import ReplicatedPersister, move_to_device
-from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpec
+from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, move_to_device
 from accel_state.errors import SettingsError
 
 MICRO_BATCHES = 2

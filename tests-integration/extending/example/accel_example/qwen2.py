@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from accel_plugins.megatron.llama import LLAMA
-from accel_plugins.megatron.model_family import ModelFamily, Weight
-from accel_plugins.megatron.packing import attention
+from accel_plugins.megatron.families import LLAMA, ModelFamily, Weight, attention
 from accel_state.errors import UnsupportedError
 
 _LAYER, _OURS = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."

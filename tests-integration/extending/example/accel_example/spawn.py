@@ -6,14 +6,13 @@ import os
 import subprocess
 import sys
 
-from accel_cli.launch.job import Job
-from accel_cli.launch.launcher import Launcher
+from accel_cli.launch.launchers import Command, Launcher
 from accel_state.errors import SettingsError
 
 
 def job(plan):
     line = (sys.executable, "-m", "accel_example.spawn", str(plan.local_processes), plan.script)
-    return Job(command=(*line, *plan.script_arguments), environ=plan.environ)
+    return Command(command=(*line, *plan.script_arguments), environ=plan.environ)
 
 
 def check(plan):

@@ -6,7 +6,8 @@ The commands, flags and values come from the parsers and the settings table.
 from __future__ import annotations
 
 import sys
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Action, Namespace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from shlex import quote
@@ -15,12 +16,9 @@ from typing import TYPE_CHECKING
 from accel_state.settings import OPTIONS
 
 if TYPE_CHECKING:
-    from argparse import Action, Namespace
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from accel_cli.arguments import Parser
 
-    from accel_cli.commands.arguments import Parser
-
-    Grammar = Mapping[str, "Arguments"]
+    Grammar = Mapping[str, "CommandFlags"]
 
 _BASH = """\
 # Completion of `accel` for bash: eval "$(accel completion bash)"
@@ -99,7 +97,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
+class CommandFlags:
     """The arguments of a subcommand.
 
     Args:
@@ -114,7 +112,7 @@ class Arguments:
 HELP = Flag(names=("-h", "--help"), help="show the options")
 
 
-def grammar(commands: Mapping[str, str], parsers: Mapping[str, Parser]) -> dict[str, Arguments]:
+def grammar(commands: Mapping[str, str], parsers: Mapping[str, Parser]) -> dict[str, CommandFlags]:
     """Collect the arguments of all subcommands.
 
     Example:
@@ -126,16 +124,16 @@ def grammar(commands: Mapping[str, str], parsers: Mapping[str, Parser]) -> dict[
         if name == "launch"
         else _of_parser(help_line, parsers[name])
         if name in parsers
-        else Arguments(help=help_line, flags=(HELP,))
+        else CommandFlags(help=help_line, flags=(HELP,))
         for name, help_line in commands.items()
     }
 
 
-def _of_parser(help_line: str, parser: Parser) -> Arguments:
+def _of_parser(help_line: str, parser: Parser) -> CommandFlags:
     flags = [_flag(action) for action in parser.actions if action.option_strings and action.help != SUPPRESS]
     first = next((action for action in parser.actions if not action.option_strings), None)
     choices = () if first is None else tuple(map(str, first.choices or ()))
-    return Arguments(help=help_line, flags=tuple(flags), choices=choices)
+    return CommandFlags(help=help_line, flags=tuple(flags), choices=choices)
 
 
 def _flag(action: Action) -> Flag:
@@ -147,7 +145,7 @@ def _flag(action: Action) -> Flag:
     )
 
 
-def _of_launch(help_line: str) -> Arguments:
+def _of_launch(help_line: str) -> CommandFlags:
     config = Flag(names=("--config_file",), help="settings in YAML or JSON", takes_value=True)
     flags = [
         Flag(
@@ -159,7 +157,7 @@ def _of_launch(help_line: str) -> Arguments:
         for option in OPTIONS
         if option.flags
     ]
-    return Arguments(help=help_line, flags=(HELP, config, *flags))
+    return CommandFlags(help=help_line, flags=(HELP, config, *flags))
 
 
 def _line(text: str) -> str:
@@ -246,7 +244,7 @@ def _with_choices(grammar: Grammar) -> Iterator[tuple[str, Flag, str]]:
                 yield from ((name, flag, spelling) for spelling in flag.names)
 
 
-def _long(words: Arguments) -> Iterator[str]:
+def _long(words: CommandFlags) -> Iterator[str]:
     return (spelling for flag in words.flags for spelling in flag.names if spelling.startswith("--"))
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from argparse import Namespace
+from pathlib import Path
 
 from accel_cli.output import show, working
-from accel_ops.weights.sizes import convert_bytes
+from accel_ops.weights.layout import convert_bytes
 from accel_state.errors import SettingsError
-from accel_state.local_path import local_path
-from accel_train.checkpoint.merge import merge_fsdp_weights
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from pathlib import Path
+from accel_state.files import local_path
+from accel_train.checkpoint.single_files import merge_fsdp_weights
 
 
 def run(options: Namespace) -> int:

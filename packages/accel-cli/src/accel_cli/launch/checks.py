@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from accel_cli.launch.machine import VISIBLE_DEVICES
+from accel_cli.launch.hosts import VISIBLE_DEVICES, HostDevices
 from accel_state.errors import AccelError
-from accel_state.fp8_backends import Fp8Device, choose_backend
-from accel_state.settings import Layer
-from accel_state.settings.merge import TITLES
-from accel_state.settings.model import value_at
+from accel_state.libraries import Fp8Device, choose_backend
+from accel_state.settings import Layer, Merged, Settings, SourcedValue
+from accel_state.settings.model import TITLES, value_at
 from accel_state.topology import detect
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
-    from accel_cli.launch.machine import Machine
-    from accel_state.settings import Merged, Settings, SourcedValue
-
 
 _IN_DEEPSPEED_FILES = [
     "zero_stage", "gradient_clipping", "offload_optimizer_device", "offload_param_device",
@@ -32,11 +24,11 @@ _MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class LaunchFacts:
     """The inputs of the checks."""
 
     merged: Merged
-    machine: Machine
+    machine: HostDevices
     environ: Mapping[str, str]
 
     @property
@@ -82,7 +74,7 @@ class Facts:
         )
 
 
-def problems(facts: Facts) -> list[str]:
+def problems(facts: LaunchFacts) -> list[str]:
     """Return all problems, a sentence for each."""
     found = [problem for check in CHECKS for problem in check(facts)]
     return list(dict.fromkeys(found))
@@ -99,7 +91,7 @@ def uses_cpu(merged: Merged) -> bool:
     return value
 
 
-def processes_wanted(facts: Facts) -> int:
+def processes_wanted(facts: LaunchFacts) -> int:
     """Return the world size: as asked for, else one process per device."""
     launch, kind = facts.settings.launch, facts.source_of("launch.distributed_type")
     if facts.is_worker:
@@ -111,20 +103,20 @@ def processes_wanted(facts: Facts) -> int:
     return launch.num_machines * _devices(facts) if kind.value != "NO" else 1
 
 
-def _devices(facts: Facts) -> int:
+def _devices(facts: LaunchFacts) -> int:
     """Return the default number of processes of this machine: one per device, at least one."""
     if uses_cpu(facts.merged):
         return 1
     return len(facts.settings.launch.device_ids) or max(1, facts.machine.gpus)
 
 
-def _device_contradicts(facts: Facts) -> Iterator[str]:
+def _device_contradicts(facts: LaunchFacts) -> Iterator[str]:
     switch, kind = facts.source_of("process.use_cpu"), facts.source_of("launch.distributed_type")
     if facts.settings.process.use_cpu and kind.value in VISIBLE_DEVICES and kind.layer == switch.layer:
         yield f"{switch.origin} asks for the CPU and {kind.origin} for {kind.value}: leave one out."
 
 
-def _devices_are_missing(facts: Facts) -> Iterator[str]:
+def _devices_are_missing(facts: LaunchFacts) -> Iterator[str]:
     launch, kind = facts.settings.launch, facts.source_of("launch.distributed_type")
     by_others = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
     if uses_cpu(facts.merged) or not facts.is_local or by_others:
@@ -143,7 +135,7 @@ def _devices_are_missing(facts: Facts) -> Iterator[str]:
     yield from _too_few_devices(facts)
 
 
-def _too_few_devices(facts: Facts) -> Iterator[str]:
+def _too_few_devices(facts: LaunchFacts) -> Iterator[str]:
     launch, machine = facts.settings.launch, facts.machine
     absent = [id_ for id_ in launch.device_ids if id_.isdecimal() and int(id_) >= machine.installed]
     if absent:
@@ -161,7 +153,7 @@ def _too_few_devices(facts: Facts) -> Iterator[str]:
         )
 
 
-def _number_contradicts(facts: Facts) -> Iterator[str]:
+def _number_contradicts(facts: LaunchFacts) -> Iterator[str]:
     number, kind = facts.source_of("launch.num_processes"), facts.source_of("launch.distributed_type")
     asked = facts.settings.launch.num_processes
     if (
@@ -177,7 +169,7 @@ def _number_contradicts(facts: Facts) -> Iterator[str]:
         )
 
 
-def _machines_do_not_fit(facts: Facts) -> Iterator[str]:
+def _machines_do_not_fit(facts: LaunchFacts) -> Iterator[str]:
     launch, processes, machines = facts.settings.launch, processes_wanted(facts), facts.machines
     if not facts.is_local or facts.is_worker:
         return
@@ -205,7 +197,7 @@ def _machines_do_not_fit(facts: Facts) -> Iterator[str]:
         )
 
 
-def _elasticity_does_not_fit(facts: Facts) -> Iterator[str]:
+def _elasticity_does_not_fit(facts: LaunchFacts) -> Iterator[str]:
     launch, least = facts.settings.launch, facts.source_of("launch.min_machines")
     if launch.min_machines is None:
         return
@@ -218,7 +210,7 @@ def _elasticity_does_not_fit(facts: Facts) -> Iterator[str]:
         )
 
 
-def _engine_is_off(facts: Facts) -> Iterator[str]:
+def _engine_is_off(facts: LaunchFacts) -> Iterator[str]:
     for section, title in TITLES.items():
         if value_at(facts.settings, section):
             continue
@@ -235,7 +227,7 @@ def _engine_is_off(facts: Facts) -> Iterator[str]:
             yield f"{', '.join(names)} {is_one} about {title}, which is not used{why}: add --use_{switch}."
 
 
-def _megatron_cannot_run(facts: Facts) -> Iterator[str]:
+def _megatron_cannot_run(facts: LaunchFacts) -> Iterator[str]:
     section = facts.settings.megatron
     if section is None:
         return
@@ -251,7 +243,7 @@ def _megatron_cannot_run(facts: Facts) -> Iterator[str]:
         yield f"{value} make groups of {one} processes, into which {about}."
 
 
-def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
+def _fp8_cannot_run(facts: LaunchFacts) -> Iterator[str]:
     """Check FP8 as the worker does, for the devices of this machine."""
     if facts.settings.precision.mixed_precision != "fp8" or not facts.is_local:
         return
@@ -271,7 +263,7 @@ def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
         )
 
 
-def why_no_fp8(merged: Merged, machine: Machine) -> str | None:
+def why_no_fp8(merged: Merged, machine: HostDevices) -> str | None:
     """Explain why a machine cannot train in the FP8 that settings ask for; `None` if it can."""
     fp8, on_cpu = merged.settings.fp8, uses_cpu(merged) or not machine.gpus
     device = Fp8Device(type="cpu") if on_cpu else Fp8Device(type="cuda", capability=machine.capability())
@@ -282,13 +274,13 @@ def why_no_fp8(merged: Merged, machine: Machine) -> str | None:
     return None
 
 
-def _alias_is_absent(facts: Facts) -> Iterator[str]:
+def _alias_is_absent(facts: LaunchFacts) -> Iterator[str]:
     if facts.settings.process.as_accelerate and facts.machine.alias is None:
         origin = facts.origin("process.as_accelerate")
         yield f"{origin} asks for accel-compat, which is not installed: `pip install accel-compat`."
 
 
-def _conflicting_deepspeed_settings(facts: Facts) -> Iterator[str]:
+def _conflicting_deepspeed_settings(facts: LaunchFacts) -> Iterator[str]:
     section = facts.settings.deepspeed
     if section is None or section.hf_ds_config is None:
         return
@@ -306,7 +298,7 @@ def _conflicting_deepspeed_settings(facts: Facts) -> Iterator[str]:
         )
 
 
-def _fp8_options_do_nothing(facts: Facts) -> Iterator[str]:
+def _fp8_options_do_nothing(facts: LaunchFacts) -> Iterator[str]:
     asked = {
         path.removeprefix("fp8."): one.origin
         for path, one in facts.merged.sourced.items()
@@ -327,7 +319,7 @@ def _fp8_options_do_nothing(facts: Facts) -> Iterator[str]:
             yield f"{', '.join(unread)} would not be read: {origin} is {backend!r}, so leave that out."
 
 
-def _sizes_do_not_fit(facts: Facts) -> Iterator[str]:
+def _sizes_do_not_fit(facts: LaunchFacts) -> Iterator[str]:
     sizes, launch = facts.settings.parallelism, facts.settings.launch
     if sizes is None or launch.num_processes is None:
         return
@@ -343,7 +335,7 @@ def _sizes_do_not_fit(facts: Facts) -> Iterator[str]:
         )
 
 
-def _filters_contradict(facts: Facts) -> Iterator[str]:
+def _filters_contradict(facts: LaunchFacts) -> Iterator[str]:
     hosts, number = facts.settings.hosts, facts.source_of("launch.num_machines")
     if number.value is not None and facts.machines != number.value:
         yield (
@@ -357,7 +349,7 @@ def _filters_contradict(facts: Facts) -> Iterator[str]:
         )
 
 
-def _cloud_is_incomplete(facts: Facts) -> Iterator[str]:
+def _cloud_is_incomplete(facts: LaunchFacts) -> Iterator[str]:
     launch, cloud = facts.settings.launch, facts.settings.sagemaker
     if launch.compute_environment != "AMAZON_SAGEMAKER":
         return
@@ -369,7 +361,7 @@ def _cloud_is_incomplete(facts: Facts) -> Iterator[str]:
         yield f"{kind.origin} is {kind.value}, which SageMaker has on GPUs only, and {switch.origin} is true."
 
 
-def _pod_is_incomplete(facts: Facts) -> Iterator[str]:
+def _pod_is_incomplete(facts: LaunchFacts) -> Iterator[str]:
     launch, tpu = facts.settings.launch, facts.settings.tpu
     if launch.on_tpu and tpu.use_cluster:
         missing = [f"tpu_{name}" for name in ("name", "zone") if not getattr(tpu, name)]
@@ -377,7 +369,7 @@ def _pod_is_incomplete(facts: Facts) -> Iterator[str]:
             yield f"a pod needs {' and '.join(missing)} in the config file."
 
 
-CHECKS: tuple[Callable[[Facts], Iterator[str]], ...] = (
+CHECKS: tuple[Callable[[LaunchFacts], Iterator[str]], ...] = (
     _device_contradicts,
     _devices_are_missing,
     _number_contradicts,

@@ -1,4 +1,4 @@
-"""`accel launch`: become the script, or the launcher of its workers."""
+"""Accel launch: plan, explain, exec."""
 
 from __future__ import annotations
 
@@ -7,32 +7,126 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
+from accel_cli.arguments import LaunchArguments, help_text, read_arguments
 from accel_cli.config_file import ConfigFile, read_config
-from accel_cli.launch.args import help_text, read_arguments
-from accel_cli.launch.hostfile import read_hosts
-from accel_cli.launch.launchers import job_of_plan
-from accel_cli.launch.machine import Machine, this_machine
-from accel_cli.launch.plan import make_plan
-from accel_cli.output import Table, show
-from accel_cli.redact import redact
-from accel_cli.text_file import command_lines
+from accel_cli.launch.checks import LaunchFacts, problems, processes_wanted, uses_cpu
+from accel_cli.launch.hosts import VISIBLE_DEVICES, HostDevices, command_lines, probe_devices, read_hosts
+from accel_cli.launch.launchers import Command, Launcher, choose_launcher, command_of_plan
+from accel_cli.output import Table, redact, show
 from accel_state.environ import read
-from accel_state.settings import OPTIONS, ErrorCollector, Layer, SourcedValue, merge_sources, parse_environ
-from accel_state.settings.environ import as_text as value_text
-from accel_state.settings.merge import TITLES, parse
-from accel_state.settings.model import BY_PATH, value_at
+from accel_state.errors import SettingsError
+from accel_state.settings import (
+    OPTIONS,
+    ErrorCollector,
+    LaunchSettings,
+    Layer,
+    Merged,
+    Settings,
+    SourcedValue,
+    merge_sources,
+    parse_environ,
+    worker_environ,
+)
+from accel_state.settings.model import BY_PATH, TITLES, parse, value_at
+from accel_state.settings.model import as_text as value_text
 from accel_state.topology import check_first_host, detect, rendezvous
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
-    from accel_cli.launch.args import Arguments
-    from accel_cli.launch.job import Job
-    from accel_cli.launch.plan import LaunchPlan
-    from accel_state.settings import Settings
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchPlan:
+    """A launch plan.
+
+    Args:
+        environ: The whole environment of each worker.
+        merged: All settings, and who decided them.
+        launch: How to start it. How many processes and machines is decided.
+    """
+
+    launcher: Launcher
+    script: str
+    script_arguments: tuple[str, ...]
+    environ: Mapping[str, str]
+    merged: Merged
+    launch: LaunchSettings
+    machine: HostDevices
+
+    @property
+    def runner(self) -> str:
+        """Return the name of the launcher."""
+        return self.launcher.name
+
+    @property
+    def local_processes(self) -> int:
+        """Return the number of processes of this machine."""
+        return (self.launch.num_processes or 1) // self.launch.num_machines
+
+
+PASSED_THROUGH: Mapping[str, SourcedValue] = {
+    option.path: SourcedValue(
+        value=option.parse(option.launch_default), layer=Layer.DEFAULT, origin="default of accel launch"
+    )
+    for option in OPTIONS
+    if option.launch_default is not None
+}
+"""Variables that workers get for settings that are not set and whose default differs under `accel launch`."""
+
+_OF_SIZES = "fsdp.min_num_params"  # which the plugin warns of beside another policy
+
+
+def make_plan(
+    merged: Merged,
+    script: str,
+    script_arguments: tuple[str, ...],
+    environ: Mapping[str, str],
+    machine: HostDevices,
+) -> LaunchPlan:
+    """Make the launch plan.
+
+    Raises:
+        SettingsError: Settings contradict each other or do not fit the machine; all that do are named.
+    """
+    by_size = merged.source_of("fsdp.auto_wrap_policy").value == "SIZE_BASED_WRAP"
+    handed_over = {path: one for path, one in PASSED_THROUGH.items() if by_size or path != _OF_SIZES}
+    conflicts, merged = merged.conflicts, merge_sources(merged.sourced, handed_over)
+    facts = LaunchFacts(merged=merged, machine=machine, environ=environ)
+    if found := (*conflicts, *problems(facts)):
+        raise SettingsError(*found)
+    launch = replace(
+        merged.settings.launch, num_processes=processes_wanted(facts), num_machines=facts.machines
+    )
+    settings = replace(merged.settings, process=replace(merged.settings.process, use_cpu=uses_cpu(merged)))
+    plan = LaunchPlan(
+        launcher=choose_launcher(facts, launch),
+        script=script,
+        script_arguments=script_arguments,
+        environ=worker_environ(settings, environ),
+        merged=merged,
+        launch=launch,
+        machine=machine,
+    )
+    return replace(plan, environ={**plan.environ, **_added_variables(plan)})
+
+
+def _added_variables(plan: LaunchPlan) -> dict[str, str]:
+    """Return what workers read besides settings: threads, visible devices, and what their launcher adds."""
+    launch = plan.launch
+    added: dict[str, str] = {}
+    if launch.num_cpu_threads_per_process is not None:
+        added["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
+    elif plan.local_processes > 1 and "OMP_NUM_THREADS" not in plan.environ:
+        added["OMP_NUM_THREADS"] = str(max(1, plan.machine.cores // plan.local_processes))
+    if ids := launch.device_ids:
+        added[VISIBLE_DEVICES.get(launch.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = ",".join(ids)
+    if plan.machine.gpus > 1 and (launch.num_processes or 1) > 1 and not uses_cpu(plan.merged):
+        added |= plan.machine.peer_variables(plan.environ)
+    if plan.merged.settings.process.as_accelerate and plan.machine.alias is not None:
+        before = plan.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [plan.machine.alias, *(path for path in before if path not in {"", plan.machine.alias})]
+        added["PYTHONPATH"] = os.pathsep.join(paths)
+    return added if plan.launcher.environ is None else {**added, **plan.launcher.environ(plan)}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,12 +141,12 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     plan, notes = plan_of_line(line)
     if line.explain:
-        show(*explain(plan, job_of_plan(plan), read(), notes))
+        show(*explain(plan, command_of_plan(plan), read(), notes))
         return 0
     return become(job_of(plan, notes))
 
 
-def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
+def plan_of_line(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     """Make the launch plan of a command line, the environment and the config file; note translations."""
     assert line.script is not None  # noqa: S101 - for ourselves
     environ = read()
@@ -163,9 +257,9 @@ def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     }
 
 
-def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Job:
+def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Command:
     """Take the last look before a plan is run, and tell the notes."""
-    job = job_of_plan(plan)
+    job = command_of_plan(plan)
     if plan.merged.source_of("launch.main_process_ip").origin == f"variable {_SLURM_HOST}":
         check_first_host(plan.environ, detect(plan.environ))
     if plan.launcher.check is not None:
@@ -175,9 +269,9 @@ def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Job:
     return job
 
 
-def probe_host(settings: Settings, environ: Mapping[str, str]) -> Machine:
+def probe_host(settings: Settings, environ: Mapping[str, str]) -> HostDevices:
     """Probe this machine, and the files and programs that the settings name."""
-    machine, hosts = this_machine(environ), settings.hosts
+    machine, hosts = probe_devices(environ), settings.hosts
     if settings.deepspeed is not None and hosts.hostfile:
         machine = replace(machine, hosts=read_hosts(hosts.hostfile, hosts.inclusion, hosts.exclusion))
     if settings.mpi.hostfile is not None:
@@ -188,7 +282,7 @@ def probe_host(settings: Settings, environ: Mapping[str, str]) -> Machine:
 
 
 def explain(
-    plan: LaunchPlan, job: Job, environ: Mapping[str, str], notes: Sequence[str] = ()
+    plan: LaunchPlan, job: Command, environ: Mapping[str, str], notes: Sequence[str] = ()
 ) -> list[Table | str]:
     """Return what would be run, and why."""
     return [
@@ -234,7 +328,7 @@ def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[st
     return [*changed, *(f"unset {name}" for name in before if name not in after)] or ["(nothing)"]
 
 
-def become(job: Job) -> int:
+def become(job: Command) -> int:
     """Replace this process by another program, so that signals, exit code and streams are its own.
 
     Windows can only start the program, wait for it and hand on its exit code.

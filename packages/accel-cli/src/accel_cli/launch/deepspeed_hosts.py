@@ -8,17 +8,15 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Generator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import Any
 
-from accel_cli.launch.exit_codes import run_program
-from accel_cli.launch.signals import children
+from accel_cli.launch.elastic import children
+from accel_cli.launch.launchers import run_program
 from accel_state.errors import AccelError, MissingDependencyError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
-    from types import FrameType
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:

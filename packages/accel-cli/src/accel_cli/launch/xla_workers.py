@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accel_cli.launch.exit_codes import run_program
-from accel_cli.launch.run_xla import ONE
+from accel_cli.launch.launchers import ONE, run_program
 from accel_state.errors import MissingDependencyError, SettingsError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
@@ -53,7 +50,7 @@ def _missing() -> MissingDependencyError:
     """Return the error for a torch_xla that is absent, or was built for another torch."""
     try:
         found = version("torch"), version("torch_xla")
-        import_module("accel_state.devices.xla").check_versions(*found)
+        import_module("accel_state.xla_devices").check_versions(*found)
     except MissingDependencyError as mismatch:
         return mismatch
     except PackageNotFoundError:

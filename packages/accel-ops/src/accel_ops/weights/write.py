@@ -6,32 +6,33 @@ import contextlib
 import json
 import os
 import secrets
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from accel_ops.tree import recursively_apply, walk
-from accel_ops.weights.names import (
+from accel_ops.weights.layout import (
+    DEFAULT_SHARD_SIZE,
     INDEX_SUFFIX,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
     WEIGHTS_INDEX_NAME,
     WEIGHTS_PATTERN_NAME,
+    WeightShards,
+    convert_file_size_to_int,
+    fill_shards,
+    groups_of,
+    numbered,
 )
-from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, ShardPlan, filled, groups_of, numbered
-from accel_ops.weights.sizes import convert_file_size_to_int
-from accel_ops.weights.stream import clean_state_dict_for_safetensors
+from accel_ops.weights.safetensors_io import clean_state_dict_for_safetensors
 from accel_ops.weights.tensors import tensor_memory
 from accel_state import runtime
-from accel_state.devices.kinds import WITHOUT_STORAGE, own_runtime_of
-from accel_state.local_path import local_path
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping
-
-    from torch import Tensor
+from accel_state.device_kinds import WITHOUT_STORAGE, runtime_module
+from accel_state.files import local_path
 
 
 def save(
@@ -75,7 +76,7 @@ def save_state_dict(
     *,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     safe_serialization: bool = True,
-) -> ShardPlan:
+) -> WeightShards:
     """Write a state dict to a folder: one file, or shards and their index.
 
     Shards of an earlier save that the new one does not have are removed once it is complete.
@@ -97,7 +98,7 @@ def save_state_parts(
     *,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     safe_serialization: bool = True,
-) -> ShardPlan:
+) -> WeightShards:
     """Write a state dict that comes in parts; no more of it is held than one file and one part.
 
     Files get their names when all are written, as these tell how many there are.
@@ -123,7 +124,7 @@ def save_state_parts(
     total = 0
     with contextlib.ExitStack() as staged:
         files: list[Path] = []
-        for groups, size in filled((group for part in parts for group in groups_of(clean(part))), limit):
+        for groups, size in fill_shards((group for part in parts for group in groups_of(clean(part))), limit):
             tensors = _with_storages({name: tensor for group in groups for name, tensor in group.items()})
             shards.append([*tensors])
             total += size
@@ -160,14 +161,14 @@ def _execute(data: Any) -> None:
     """Execute what was recorded for tensors of a lazy device; a collective may be a part of it."""
     device = next((leaf.device for _, leaf in walk(data) if _lacks_storage(leaf)), None)
     if device is not None:
-        own_runtime_of(device).flush()
+        runtime_module(device).flush()
 
 
 def _lacks_storage(data: Any) -> bool:
     return isinstance(data, torch.Tensor) and data.device.type in WITHOUT_STORAGE
 
 
-def _remove_previous(folder: Path, pattern: str, index_name: str, plan: ShardPlan) -> None:
+def _remove_previous(folder: Path, pattern: str, index_name: str, plan: WeightShards) -> None:
     stale = {*folder.glob(pattern.format(suffix="-*-of-*")), folder / pattern.format(suffix="")}
     if plan.index is None:
         stale.add(folder / index_name)

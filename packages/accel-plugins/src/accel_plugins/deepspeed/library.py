@@ -1,28 +1,28 @@
-"""Import DeepSpeed, check what we use of it, and prepare the process; no other module imports it."""
+"""The only importer of DeepSpeed."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import warnings
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from operator import attrgetter
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
-from accel_state import environ, group_end
-from accel_state.available import require
-from accel_state.errors import MissingDependencyError
-from accel_state.versions import compare_versions
+from accel_state import environ, process_group
+from accel_state.errors import MissingDependencyError, SettingsError, did_you_mean
+from accel_state.libraries import compare_versions, require
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
-    from types import ModuleType
-
-    import torch
-
     from accel_state.runtime import Runtime
+
 
 _MINIMUM = "0.19"  # engines of earlier versions lack methods that `engine.py` calls
 _EXTRA = "accel-plugins[deepspeed]"
@@ -58,7 +58,7 @@ def start(runtime: Runtime) -> ModuleType:
     with _for_device(runtime.device):
         deepspeed = load_library("the strategy 'deepspeed'")
         check_names()
-        group_end.join_alone(runtime.kind.backend, runtime.device)
+        process_group.join_single(runtime.kind.backend, runtime.device)
         comm = ds_module("comm.comm")
         if comm.cdb is None or not comm.cdb.is_initialized():
             with _without_compiling(runtime.device):
@@ -165,3 +165,95 @@ def check_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> None:
             f"deepspeed {version('deepspeed')} does not have {', '.join(absent)}, which this version of "
             "accel uses of it: install another version of deepspeed, such as 0.19, or a newer accel."
         )
+
+
+# Arguments that both have keep their names; only these are added.
+_VERSIONS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "AdamW": ("ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
+    "Adam": ("ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
+    "Adagrad": ("ops.adagrad", "DeepSpeedCPUAdagrad", {}),
+    "Lion": ("ops.lion", "DeepSpeedCPULion", {}),
+}
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Build DeepSpeed's CPU version of an optimizer, for offloading.
+
+    Args:
+        optimizer: Adam, AdamW, Adagrad, Lion, or a subclass; any other is returned unchanged.
+
+    Returns:
+        An optimizer of the same parameter groups, without state.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed.
+    """
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    found = next((_VERSIONS[name] for name in names if name in _VERSIONS), None)
+    if found is None or any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__):
+        return optimizer
+    load_library("map_pytorch_optim_to_deepspeed()")
+    module, name, more = found
+    version = getattr(ds_module(module), name)
+    accepted = inspect.signature(version).parameters
+    known = {key: value for key, value in optimizer.defaults.items() if key in accepted and key not in more}
+    return version(optimizer.param_groups, **known, **more)
+
+
+def is_sharded(parameter: torch.Tensor) -> bool:
+    """Return whether stage 3 has sharded a parameter."""
+    return "ds_id" in vars(parameter)
+
+
+@contextmanager
+def GatheredParameters(  # noqa: N802 - the documented name
+    params: torch.Tensor | Iterable[torch.Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Generator[None]:
+    """Gather parameters that DeepSpeed's stage 3 has sharded, within the block. A collective over all ranks.
+
+    Parameters that are not sharded are unchanged.
+
+    Args:
+        params: One or several parameters.
+        modifier_rank: The rank whose changes are broadcast at the end; `None` if nothing is changed.
+        fwd_module: The module that uses another one's parameters in its forward pass.
+        enabled: Whether to gather; if false, do nothing.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> with GatheredParameters(weight, modifier_rank=0):
+        ...     weight.data += 1
+        >>> weight.tolist()
+        [1.0, 1.0]
+    """
+    several = [params] if isinstance(params, torch.Tensor) else [*params]
+    sharded = [one for one in several if is_sharded(one)]
+    if not enabled or not sharded:
+        yield
+        return
+    gather = ds_module("runtime.zero").GatheredParameters
+    with gather(sharded, modifier_rank=modifier_rank, fwd_module=fwd_module):
+        yield
+
+
+def find_classes(model: nn.Module, names: str) -> list[type[nn.Module]]:
+    """Find the classes of a model's modules by their names, separated by commas.
+
+    Example:
+        >>> import torch
+        >>> find_classes(torch.nn.Sequential(torch.nn.Linear(1, 1)), "Linear")
+        [<class 'torch.nn.modules.linear.Linear'>]
+    """
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in classes:
+            hint = did_you_mean(name, classes, f"it has {', '.join(sorted(classes))}.")
+            raise SettingsError(
+                f"DeepSpeedPlugin(transformer_moe_cls_names={names!r}): {type(model).__name__} has no "
+                f"module of the class {name!r}; {hint}"
+            )
+    return [classes[name] for name in wanted]

@@ -1,38 +1,41 @@
-"""`DeepSpeedPlugin`: the DeepSpeed configuration of an `Accelerator`."""
+"""DeepSpeedPlugin."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from accel_plugins.deepspeed.fill import (
+from accel_plugins.deepspeed.config import (
+    AUTO,
     KEYS,
+    HfDeepSpeedConfig,
     KnownValue,
     Mismatch,
     check_fields,
     fill,
     leaves,
+    link,
     put,
     refuse_mismatches,
     without_none,
 )
-from accel_plugins.deepspeed.gathered import find_classes
-from accel_plugins.deepspeed.hf_config import AUTO, HfDeepSpeedConfig, link
-from accel_plugins.deepspeed.library import ds_module, load_library
-from accel_plugins.kwargs.base import expect_flags, resolve_fields
+from accel_plugins.deepspeed.library import ds_module, find_classes, load_library
+from accel_plugins.kwargs import expect_flags, resolve_fields
+from accel_state import environ
+from accel_state.accelerator_state import AcceleratorState, is_initialized
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.logging import get_logger
-from accel_state.settings.model import BASE_PRECISIONS
-from accel_state.settings.sections.deepspeed import DeepSpeedSettings
+from accel_state.settings import from_environ
+from accel_state.settings.engines import DeepSpeedSettings
+from accel_state.settings.model import BASE_PRECISIONS, Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
-
     from torch import nn
 
-    from accel_state.settings.model import Settings
 
 logger = get_logger(__name__)
 
@@ -378,3 +381,41 @@ def _configuration(source: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
             put(config.config, KEYS[name], value)
     config.set_stage_and_offload()
     return config
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def deepspeed_required(func: Callable[P, R]) -> Callable[P, R]:
+    """Make a function raise in runs without DeepSpeed.
+
+    Args:
+        func: The function.
+
+    Returns:
+        The function; it raises `ValueError` in other runs.
+
+    Example:
+        >>> @deepspeed_required
+        ... def stage():
+        ...     return 3
+        >>> stage()
+        Traceback (most recent call last):
+        ...
+        ValueError: stage() needs DeepSpeed, which this run does not use.
+    """
+
+    @wraps(func)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _is_enabled():
+            raise ValueError(f"{func.__name__}() needs DeepSpeed, which this run does not use.")
+        return func(*args, **kwargs)
+
+    return checked
+
+
+def _is_enabled() -> bool:
+    if is_initialized() and AcceleratorState().deepspeed_plugin is not None:
+        return True
+    return from_environ(environ.read()).deepspeed is not None

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_ops.modules import without_compiler
-from accel_plugins.fp8.weights import is_divisible, save_plain_weights, tied_layers
-from accel_plugins.kwargs.fp8 import is_ao_config
-from accel_plugins.recipe import Recipe
-from accel_state.available import require
+from accel_plugins.fp8.recipe import (
+    AORecipeKwargs,
+    Recipe,
+    is_ao_config,
+    is_divisible,
+    save_plain_weights,
+    tied_layers,
+)
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.libraries import require
 from accel_state.logging import get_logger
+from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel_plugins.bundle import Bundle
-    from accel_plugins.kwargs.fp8 import AORecipeKwargs
-    from accel_state.runtime import Runtime
+    from accel_plugins.strategy import Bundle
 
 P = ParamSpec("P")
 R = TypeVar("R")

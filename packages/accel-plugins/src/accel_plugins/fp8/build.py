@@ -1,26 +1,80 @@
-"""The recipe of `mixed_precision="fp8"`, by the backend that was asked for or is there."""
+"""Choose the backend; MS-AMP."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.fp8 import ao, msamp, te
+from accel_plugins.fp8 import ao, te
+from accel_plugins.fp8.recipe import (
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    Recipe,
+    TERecipeKwargs,
+)
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_plugins.parallelism.config import ParallelismConfig
-from accel_state.errors import SettingsError
-from accel_state.fp8_backends import Fp8Device, choose_backend
+from accel_plugins.strategy import Bundle
+from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+from accel_state.libraries import BY_NAME, Fp8Device, choose_backend
 from accel_state.logging import get_logger
+from accel_state.runtime import Runtime
+from accel_state.settings.model import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from torch.distributed.device_mesh import DeviceMesh
 
-    from accel_plugins.recipe import Recipe
-    from accel_state.runtime import Runtime
-    from accel_state.settings.model import Settings
+
+def build_msamp(handler: MSAMPRecipeKwargs, *, sharded: bool, world_size: int) -> Recipe:
+    """Make the recipe."""
+    if sharded:
+        raise UnsupportedError(
+            "mixed_precision='fp8' with MS-AMP trains in one process or under DDP, and parameters are to be "
+            "sharded: use the FP8 backend 'AO' (torchao: AORecipeKwargs())."
+        )
+    msamp = _load()
+
+    def initialize(bundle: Bundle) -> Bundle:
+        """Let the library replace the model and the optimizer, which belong together."""
+        if not bundle.models:
+            return bundle
+        if len(bundle.models) != 1 or len(bundle.optimizers) != 1:
+            raise SettingsError(
+                f"prepare() got {len(bundle.models)} models and {len(bundle.optimizers)} optimizers: MS-AMP "
+                "takes one of each, in one call of prepare()."
+            )
+        model, optimizer = msamp.initialize(
+            bundle.models[0], bundle.optimizers[0], opt_level=handler.opt_level
+        )
+        if world_size > 1:  # DDP leaves out the weights in 8 bits, whose gradients the optimizer reduces
+            optimizer.register_step_pre_hook(lambda own, *_: own.all_reduce_grads(model))
+        return replace(bundle, models=(model,), optimizers=(optimizer,))
+
+    return Recipe(name="fp8", convert=_nothing, initialize=initialize, precision="bf16", backend="MSAMP")
+
+
+def _load() -> Any:
+    try:
+        return import_module("msamp")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"mixed_precision='fp8' with the backend 'MSAMP': MS-AMP cannot be imported ({error}), and is no "
+            f"longer developed; {BY_NAME['MSAMP'].otherwise}."
+        ) from error
+
+
+def _nothing(bundle: Bundle, runtime: Runtime, mesh: DeviceMesh | None) -> Mapping[Tensor, Tensor]:
+    del bundle, runtime, mesh
+    empty: dict[Any, Any] = {}
+    return empty
+
 
 logger = get_logger(__name__)
 
@@ -52,7 +106,7 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
         )
     if backend.name == "TE":
         return te.build(options or TERecipeKwargs())
-    return msamp.build(
+    return build_msamp(
         options or MSAMPRecipeKwargs(),
         sharded=any(kind in handlers for kind in _SHARDING),
         world_size=runtime.topology.world_size,

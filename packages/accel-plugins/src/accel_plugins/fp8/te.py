@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from importlib import import_module
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from accel_ops.modules import replace_forward, without_compiler
-from accel_plugins.fp8.weights import is_divisible
-from accel_plugins.kwargs.fp8 import TERecipeKwargs
-from accel_plugins.recipe import Recipe
-from accel_state.available import is_installed, require
+from accel_plugins.fp8.recipe import Recipe, TERecipeKwargs, is_divisible
 from accel_state.errors import UnsupportedError
+from accel_state.libraries import is_installed, require
+from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel_plugins.bundle import Bundle
-    from accel_state.runtime import Runtime
+    from accel_plugins.strategy import Bundle
 
 RECIPE_CLASSES: Mapping[str, str] = {
     "delayed": "DelayedScaling",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
@@ -10,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from accel_plugins.megatron.bert_step import BertTrainStep
-from accel_plugins.megatron.check import check_lengths_of_batch
+from accel_plugins.megatron.checks import check_lengths_of_batch
+from accel_plugins.megatron.families import ModelFamily
 from accel_plugins.megatron.generate import generate
 from accel_plugins.megatron.library import core, without_core_warnings
-from accel_plugins.megatron.t5_step import T5TrainStep
-from accel_plugins.megatron.train_steps import IGNORED, AbstractTrainStep, GPTTrainStep
+from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.train_steps import (
+    IGNORED,
+    AbstractTrainStep,
+    BertTrainStep,
+    GPTTrainStep,
+    T5TrainStep,
+)
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch import Tensor
-
-    from accel_plugins.megatron.groups import Groups
-    from accel_plugins.megatron.model_family import ModelFamily
-    from accel_plugins.megatron.plugin import MegatronLMPlugin
-    from accel_plugins.megatron.weights import Placed
+    from accel_plugins.megatron.state import PlacedWeight
+    from accel_plugins.megatron.strategy import Groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class MegatronEngine(nn.Module):
         chunks: Sequence[nn.Module],
         *,
         family: ModelFamily | None,
-        placed: Sequence[Placed],
+        placed: Sequence[PlacedWeight],
         groups: Groups,
         plugin: MegatronLMPlugin,
         step: Any,

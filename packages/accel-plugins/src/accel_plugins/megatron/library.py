@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from accel_state.available import is_installed, require
 from accel_state.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
+from accel_state.libraries import is_installed, require
 
 EXTRA = "accel-plugins[megatron]"
 ENGINE_EXTRA = "accel-plugins[transformer-engine]"

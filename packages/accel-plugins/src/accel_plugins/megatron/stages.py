@@ -1,22 +1,152 @@
-"""The modules of this rank's pipeline stages, made by megatron-core."""
+"""Modules of pipeline stages; attention.
+
+Of each sequence, every context-parallel rank computes two chunks, one from either end.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from accel_plugins.megatron.attention import CausalAttention
-from accel_plugins.megatron.families import FAMILIES
+from accel_plugins.megatron.families import FAMILIES, ModelFamily
 from accel_plugins.megatron.library import core, uses_transformer_engine
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from accel_plugins.megatron.groups import Groups
-    from accel_plugins.megatron.model_family import ModelFamily
     from accel_plugins.megatron.plugin import MegatronLMPlugin
+    from accel_plugins.megatron.strategy import Groups
+
+
+class _TorchAttention(nn.Module):
+    """What megatron-core makes in place of its own attention; further arguments are not used."""
+
+    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.scale = softmax_scale
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute attention with a bias of the scores; without one it is causal."""
+        queries, keys, values = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        tracker = core("tensor_parallel").get_cuda_rng_tracker()
+        with nullcontext() if self.config.sequence_parallel else tracker.fork():
+            found = functional.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                bias,
+                self.config.attention_dropout if self.training else 0.0,
+                is_causal=bias is None,
+                scale=self.scale,
+            )
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
+class BiasedAttention(_TorchAttention):
+    """Attention that adds a bias to the scores, as relative positions are."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor,
+        attention_bias: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """Return the context of shape `[queries, batch, heads * features]`.
+
+        Queries have the shape `[queries, batch, heads, features]`, keys and values likewise. The mask is true
+        where attention is masked; it and the bias are broadcast to `[batch, heads, queries, keys]`.
+        """
+        bias = query.new_zeros(()) if attention_bias is None else attention_bias.to(query.dtype)
+        return self._attend(query, key, value, _fill_masked(bias, attention_mask))
+
+
+class CausalAttention(_TorchAttention):
+    """Causal attention of decoders, whose memory grows with the length of sequences, not with its square.
+
+    Context-parallel ranks gather the keys and values of all.
+    """
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
+    ) -> Tensor:
+        """Return the context of shape `[queries, batch, heads * features]`.
+
+        All have this rank's chunks, of shape `[queries, batch, heads, features]`; keys and values may have
+        fewer heads. The mask, of shape `[batch, 1, queries, sequence]`, is true where attention is masked;
+        `None` stands for that of the future. In generation queries are the last of the sequence.
+        """
+        keys, values = gather_chunks(key), gather_chunks(value)
+        is_square = len(query) == len(keys)
+        if attention_mask is None and not is_square:
+            positions = torch.arange(len(keys), device=query.device)
+            is_chunked = self.config.context_parallel_size > 1
+            own = _own_positions(positions) if is_chunked else positions[-len(query) :]
+            attention_mask = positions > own[:, None]
+        each = query.shape[2] // keys.shape[2]
+        keys, values = (one.repeat_interleave(each, dim=2) for one in (keys, values))
+        mask = None if attention_mask is None else _fill_masked(query.new_zeros(()), attention_mask)
+        return self._attend(query, keys, values, mask)
+
+
+def _own_positions(positions: Tensor) -> Tensor:
+    group = core("parallel_state").get_context_parallel_group()
+    chunks = positions.chunk(2 * group.size())
+    return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]])
+
+
+def _fill_masked(bias: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, torch.finfo(bias.dtype).min, bias)
+
+
+_NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def own_chunks(batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return this rank's chunks of a batch, cut by megatron-core."""
+    group = core("parallel_state").get_context_parallel_group()
+    parts = core("utils").get_batch_on_this_cp_rank(dict(zip(_NAMES, batch, strict=True)), group)
+    return tuple(parts.values())
+
+
+def gather_chunks(tensor: Tensor) -> Tensor:
+    """Return the whole sequences of chunks, `[sequence, ...]`; gradients of all ranks are summed up."""
+    group = core("parallel_state").get_context_parallel_group()
+    if group.size() == 1:
+        return tensor
+    gather = core("tensor_parallel.mappings").gather_from_sequence_parallel_region
+    chunks = gather(tensor.contiguous(), group=group).chunk(2 * group.size())
+    return torch.cat([chunks[position] for position in positions(group.size())])
+
+
+def positions(size: int) -> list[int]:
+    """Return where each chunk of a sequence is among those of all ranks, one rank after another.
+
+    Example:
+        >>> positions(2)  # rank 0 has the first and the last
+        [0, 2, 3, 1]
+    """
+    return [2 * chunk for chunk in range(size)] + [2 * chunk + 1 for chunk in reversed(range(size))]
+
+
+def sum_over_context(value: Tensor) -> Tensor:
+    """Return the sum of a number over the ranks that share sequences, without a gradient."""
+    group = core("parallel_state").get_context_parallel_group()
+    total = value.detach().clone()
+    if group.size() > 1:
+        dist.all_reduce(total, group=group)
+    return total
 
 
 class TorchNorm(nn.Module):
@@ -101,10 +231,12 @@ def padded_vocabulary(vocabulary: int, config: Any) -> int:
 
 def mask_padding(layer: nn.Module, vocabulary: int) -> None:
     """Give tokens that only pad the vocabulary no probability."""
-    layer.register_forward_hook(partial(_masked, vocabulary))
+    layer.register_forward_hook(partial(_mask_padded_vocabulary, vocabulary))
 
 
-def _masked(vocabulary: int, layer: Any, inputs: Any, output: tuple[torch.Tensor, Any]) -> Any:
+def _mask_padded_vocabulary(
+    vocabulary: int, layer: Any, inputs: Any, output: tuple[torch.Tensor, Any]
+) -> Any:
     del inputs
     logits, bias = output
     own = logits.shape[-1]
@@ -146,3 +278,200 @@ def build_stages(
             module = plugin.custom_prepare_model_function(module)
         made.append(module)
     return made
+
+
+class NormAfter(nn.Module):
+    """The end of a residual connection: bias, dropout, sum and norm.
+
+    It takes the place of megatron-core's bias-dropout-add, which leaves the norm to the next layer.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return the function that megatron-core calls."""
+        del fused
+
+        def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            output = output if bias is None else output + bias
+            return self.norm(residual + functional.dropout(output, dropout, training))
+
+        return add
+
+
+class _NoHead(nn.Module):
+    """Takes the place of the head for masked tokens, which a classifier does not have; called by keyword."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
+class _NoOutputLayer(nn.Module):
+    """Takes the place of the output layer, which a classifier does not have."""
+
+    def forward(self, hidden_states: Tensor, weight: Any = None) -> tuple[Tensor, None]:
+        del weight
+        return hidden_states, None
+
+
+def layer_spec(config: Any) -> Any:
+    """Return megatron-core's specification of BERT's layers."""
+    spec = copy.deepcopy(core("models.bert.bert_layer_specs").bert_layer_local_spec)
+    identity = core("transformer.identity_op").IdentityOp
+    norm = core("transformer.spec_utils").ModuleSpec(module=NormAfter, params={"config": config})
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = identity
+    spec.submodules.self_attn_bda = spec.submodules.mlp_bda = norm
+    return spec
+
+
+def build_bert(
+    config: Any,
+    arguments: dict[str, Any],
+    vocabulary: int,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> nn.Module:
+    """Make one stage of a BERT."""
+    backends = core("transformer.enums").AttnBackend
+    if config.attention_backend not in {backends.auto, backends.local}:
+        raise UnsupportedError(
+            f"attention_backend={config.attention_backend.name!r}: BERT is trained with megatron-core's own "
+            "attention, as its norms follow the residual connections; leave it out."
+        )
+    labels, dropout = arguments.pop("num_labels"), arguments.pop("classifier_dropout")
+    padded = padded_vocabulary(vocabulary, config)
+    with _sharded_norms():
+        made: Any = core("models.bert.bert_model").BertModel(
+            config=config,
+            transformer_layer_spec=layer_spec(config),
+            vocab_size=padded,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            **arguments,
+        )
+    made.encoder.final_layernorm = None
+    if pre_process:
+        _norm_embeddings(made.embedding, config)
+    if post_process and labels is not None:
+        made.lm_head, made.output_layer = _NoHead(), _NoOutputLayer()
+        made.binary_head = nn.Sequential(nn.Dropout(dropout), nn.Linear(config.hidden_size, labels))
+    elif post_process and padded > vocabulary:
+        mask_padding(made.output_layer, vocabulary)
+    return made
+
+
+@contextmanager
+def _sharded_norms() -> Generator[None]:
+    """Give the head and the end of the encoder norms that sequence parallelism shards: no argument does."""
+    head, block = core("models.bert.bert_lm_head"), core("transformer.transformer_block")
+    before = head.LNImpl, block.LayerNormImpl
+    head.LNImpl = block.LayerNormImpl = TorchNorm
+    try:
+        yield
+    finally:
+        head.LNImpl, block.LayerNormImpl = before
+
+
+def _norm_embeddings(embedding: Any, config: Any) -> None:
+    """Norm the sum of the embeddings, before the dropout."""
+    dropout = embedding.embedding_dropout
+    embedding.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+    embedding.embedding_dropout = nn.Identity()
+
+    def normed(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        del inputs
+        tracker = core("tensor_parallel").get_cuda_rng_tracker()
+        with tracker.fork() if config.sequence_parallel else nullcontext():
+            return functional.dropout(module.norm(output), dropout.p, module.training)
+
+    embedding.register_forward_hook(normed)
+
+
+def _spec(layer: Any, layers: int) -> Any:
+    """Return a block of layers with PyTorch's norms and attention."""
+    layer = copy.deepcopy(layer)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
+    parts.self_attention.submodules.core_attention = BiasedAttention
+    identity = core("transformer.identity_op").IdentityOp
+    if parts.cross_attention is not identity:
+        parts.pre_cross_attn_layernorm = TorchNorm
+        parts.cross_attention.submodules.core_attention = BiasedAttention
+    block = core("transformer.transformer_block").TransformerBlockSubmodules
+    return block(layer_specs=[layer] * layers, layer_norm=TorchNorm)
+
+
+def build_t5(
+    config: Any,
+    arguments: dict[str, Any],
+    vocabulary: int,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> nn.Module:
+    """Make a T5, which has one stage."""
+    del vp_stage
+    granularity, method = config.recompute_granularity, config.recompute_method
+    number = config.recompute_num_layers
+    # megatron-core's own recompute loses the gradient of relative positions.
+    config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
+    specs = core("models.T5.t5_spec")
+    encoder = copy.deepcopy(config)
+    encoder.num_layers = arguments.pop("encoder_layers")
+    factor = arguments.pop("output_factor")
+    padded = padded_vocabulary(vocabulary, config)
+    made: Any = core("models.T5.t5_model").T5Model(
+        config=config,
+        encoder_config=encoder,
+        transformer_encoder_layer_spec=_spec(specs.encoder_model_with_local_spec(), encoder.num_layers),
+        transformer_decoder_layer_spec=_spec(specs.decoder_model_with_local_spec(), config.num_layers),
+        vocab_size=padded,
+        pre_process=pre_process,
+        post_process=post_process,
+        **arguments,
+    )
+    made.output_layer.bias = None  # which megatron-core adds to tied weights
+    made.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:]))
+    if padded > vocabulary:
+        mask_padding(made.output_layer, vocabulary)
+    if granularity == "selective":
+        recompute(one for one in made.modules() if isinstance(one, BiasedAttention))
+    elif granularity == "full":
+        for side in (made.encoder, made.decoder):
+            recompute(side.layers[: number if method == "block" else None])
+    return made
+
+
+def recompute(modules: Iterable[nn.Module]) -> None:
+    """Let modules recompute their activations in the backward pass.
+
+    What they draw comes from the random states of tensor parallelism or the default ones.
+    """
+    for module in modules:
+        module.forward = partial(_recomputed, module.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    tracker = core("tensor_parallel").get_cuda_rng_tracker()
+    before = tracker.get_states()
+
+    @contextmanager
+    def as_before() -> Generator[None]:
+        now = tracker.get_states()
+        tracker.set_states(before)
+        try:
+            yield
+        finally:
+            tracker.set_states(now)
+
+    def contexts() -> Any:
+        return nullcontext(), as_before()
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -1,8 +1,9 @@
-"""`ParallelismConfig`: the sizes of the mesh's axes, their arithmetic, and the device mesh."""
+"""ParallelismConfig, axis handlers, meshes."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,23 +11,157 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
-from accel_plugins.kwargs.base import is_count, resolve_fields
-from accel_plugins.parallelism.handlers import (
-    DeepSpeedSequenceParallelConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
-)
-from accel_state.backends.torch_dist import group_timeout, set_group_timeout
-from accel_state.errors import SettingsError
-from accel_state.settings.sections.parallelism import ParallelismSettings
+from accel_plugins.kwargs import expect, expect_flags, is_count, resolve_fields
+from accel_plugins.strategy import BatchSharding
+from accel_state import process_group
+from accel_state.collectives import group_timeout, set_group_timeout
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.settings.engines import ParallelismSettings
+from accel_state.settings.model import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from accel_state.runtime import Runtime
 
-    from torch.distributed.device_mesh import DeviceMesh
 
-    from accel_state.settings.model import Settings
+_ROTATIONS = ("allgather", "alltoall")
+_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """Options of torch's context parallelism.
+
+    Args:
+        cp_comm_strategy: Rotation of keys and values: `"allgather"` all at once; `"alltoall"` from rank to
+            rank, overlapped with computation. The default is `PARALLELISM_CONFIG_CP_COMM_STRATEGY` of the
+            environment, else `"allgather"`.
+
+    Raises:
+        SettingsError: The strategy is unknown.
+
+    Example:
+        >>> TorchContextParallelConfig("alltoall").cp_comm_strategy
+        'alltoall'
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        resolve_fields(self, "parallelism", {"cp_comm_strategy": "allgather"})
+        expect(self, "cp_comm_strategy", f"one of {[*_ROTATIONS]}", lambda value: value in _ROTATIONS)
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Options of DeepSpeed's Ulysses sequence parallelism.
+
+    Args:
+        sp_seq_length: Length of all sequences, in tokens; not together with `sp_seq_length_is_variable`. The
+            default is `PARALLELISM_CONFIG_SP_SEQ_LENGTH` of the environment.
+        sp_seq_length_is_variable: Whether the length may differ between batches; by default, whether
+            `sp_seq_length` is absent.
+        sp_attn_implementation: Attention implementation of transformers: `"sdpa"` (the default),
+            `"flash_attention_2"` or `"flash_attention_3"`.
+
+    Raises:
+        SettingsError: The value of a field is invalid.
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        resolve_fields(self, "parallelism", {"sp_attn_implementation": "sdpa"})
+        if self.sp_seq_length_is_variable is None:
+            self.sp_seq_length_is_variable = self.sp_seq_length is None
+        expect_flags(self)
+        expect(
+            self,
+            "sp_seq_length",
+            "a whole number of 1 or more, or None",
+            lambda value: value is None or is_count(value, least=1),
+        )
+        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
+            raise SettingsError(
+                "DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False): give sp_seq_length."
+            )
+        if self.sp_attn_implementation == "eager":
+            raise SettingsError(
+                "DeepSpeedSequenceParallelConfig(sp_attn_implementation='eager'): eager attention needs the "
+                "mask of full sequences, and each rank has a shard; use 'sdpa'."
+            )
+        expect(
+            self, "sp_attn_implementation", f"one of {[*_ATTENTION[1:]]}", lambda value: value in _ATTENTION
+        )
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """Options of torch's tensor parallelism.
+
+    Args:
+        enable_async_tp: Whether communication overlaps with matrix products, which needs `torch.compile` and
+            NVIDIA devices with peer-to-peer memory access.
+
+    Raises:
+        UnsupportedError: `enable_async_tp` is true, which this version of accel does not support.
+    """
+
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        expect_flags(self)
+        if self.enable_async_tp:
+            raise UnsupportedError(
+                "TorchTensorParallelConfig(enable_async_tp=True) is not available in this version; leave it "
+                "out."
+            )
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """Tensor parallelism; equal to `ParallelismConfig(tp_size=…)`, which can be combined with other axes.
+
+    Args:
+        tp_size: Tensor-parallel size, at least 2.
+        torch_device_mesh: A mesh with an axis `"tp"`; built from `tp_size` if `None`.
+
+    Raises:
+        SettingsError: The value of a field is invalid.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: DeviceMesh | None = None
+
+    def __post_init__(self) -> None:
+        mesh = self.torch_device_mesh
+        if mesh is not None:
+            size = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)).get("tp")
+            if size is None:
+                raise SettingsError(
+                    f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): it has no axis named 'tp'."
+                )
+            if self.tp_size not in {1, size}:
+                raise SettingsError(
+                    f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}, torch_device_mesh={mesh!r}): the "
+                    f"axis 'tp' of the mesh has {size} ranks; leave tp_size out."
+                )
+            self.tp_size = size
+        expect(self, "tp_size", "a whole number of 2 or more", lambda value: is_count(value, least=2))
+
+    def to_settings(self, settings: Settings) -> Settings:
+        """Return the settings with the tensor-parallel size."""
+        known: Any = settings.parallelism
+        if known is not None and known.tp_size not in {None, 1, self.tp_size}:
+            raise SettingsError(
+                f"torch_tp_plugin has tp_size={self.tp_size!r}, but the parallelism settings have "
+                f"{known.tp_size!r}; give one of the two."
+            )
+        return replace(settings, parallelism=replace(known or ParallelismSettings(), tp_size=self.tp_size))
+
 
 AXES: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """The axes, outermost first (the ranks of neighbours are farthest apart)."""
@@ -345,3 +480,94 @@ def _is_alive(mesh: DeviceMesh) -> bool:
         return all(group in living for group in mesh.get_all_groups())
     except (RuntimeError, ValueError):  # a group's name is no longer registered
         return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The device mesh of a run."""
+
+    config: ParallelismConfig
+    mesh: DeviceMesh
+    sharding: BatchSharding
+
+    @property
+    def tensor(self) -> DeviceMesh | None:
+        """Mesh of tensor parallelism, if any."""
+        return self.mesh["tp"] if self.config.tp_enabled else None
+
+    @property
+    def context(self) -> DeviceMesh | None:
+        """Mesh of context parallelism, if any."""
+        return self.mesh["cp"] if self.config.cp_enabled else None
+
+    def fully_sharded(self, runtime: Runtime) -> DeviceMesh:
+        """Return the mesh of FSDP2: a shard axis, after a replicate axis if there are replicas."""
+        names: Any = self.mesh.mesh_dim_names
+        shards = [name for name in ("dp_shard", "cp") if name in names]
+        if not shards:  # replicas only: each is one shard
+            replicas = self.config.sizes["dp_replicate"]
+            return mesh_of(runtime.device.type, {"dp_replicate": replicas, "dp_shard": 1})
+        if len(shards) == 1:
+            wanted = ["dp_replicate", *shards] if self.config.dp_replicate_enabled else shards
+            return self.mesh[tuple(wanted)]
+        flat = flatten_mesh(self.mesh[tuple(shards)], "dp_shard_cp")
+        if not self.config.dp_replicate_enabled:
+            return flat
+        return DeviceMesh._concatenate([self.mesh["dp_replicate"], flat])  # pyright: ignore[reportPrivateUsage] - no other way
+
+
+def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) -> Axes:
+    """Build the mesh of a run."""
+    world = runtime.topology.world_size
+    process_group.join_single(runtime.kind.group_backend, runtime.device)  # a mesh needs a group
+    config = _config(handlers, world, sharded=sharded)
+    config.check_world(world)
+    mesh = config.get_device_mesh(runtime.device.type)
+    if mesh is None:  # one process
+        mesh = mesh_of(runtime.device.type, {"dp_shard": 1})
+    shared = config.non_data_parallel_size
+    tensor_rank = runtime.topology.rank % config.sizes["tp"]
+    return Axes(
+        config=config,
+        mesh=mesh,
+        sharding=BatchSharding(
+            num_shards=config.data_parallel_size,
+            shard_index=runtime.topology.rank // shared,
+            repeats=tensor_rank != 0,
+        ),
+    )
+
+
+def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> ParallelismConfig:
+    config: ParallelismConfig | None = handlers.get(ParallelismConfig)
+    plugin: TorchTensorParallelPlugin | None = handlers.get(TorchTensorParallelPlugin)
+    if config is not None:
+        if plugin is not None and (plugin.torch_device_mesh or plugin.tp_size != config.sizes["tp"]):
+            raise SettingsError(
+                f"torch_tp_plugin={plugin!r} contradicts parallelism_config={config!r}; give one of the two."
+            )
+        return config
+    if plugin is not None and plugin.torch_device_mesh is not None:
+        return _of_mesh(plugin.torch_device_mesh)
+    tensor = 1 if plugin is None else plugin.tp_size
+    if world % tensor:
+        raise SettingsError(
+            f"TorchTensorParallelPlugin(tp_size={tensor}): the world size {world} is not a multiple of "
+            f"{tensor}; launch a multiple of {tensor} processes, or choose another tp_size."
+        )
+    rest: dict[str, Any] = {("dp_shard_size" if sharded else "dp_replicate_size"): world // tensor}
+    return ParallelismConfig(tp_size=tensor, **rest)
+
+
+def _of_mesh(mesh: DeviceMesh) -> ParallelismConfig:
+    names, ranks = [*(mesh.mesh_dim_names or ())], mesh.mesh.flatten().tolist()
+    if names != [axis for axis in AXES if axis in names] or ranks != [*range(len(ranks))]:
+        raise SettingsError(
+            f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): expected axes named {[*AXES]}, in this "
+            "order, with the ranks in ascending order."
+        )
+    sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+    sizes |= {f"{name}_size": size for name, size in zip(names, mesh.shape, strict=True)}
+    config = ParallelismConfig(**sizes)
+    config.device_mesh = mesh
+    return config

@@ -5,18 +5,20 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import _attention as ring
 from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
 from torch.nn import functional
 
-from accel_plugins.parallelism.sequences import (
+from accel_plugins.parallelism.attention import (
     check_layers,
     has_padding_before_tokens,
     packs_samples,
@@ -27,9 +29,6 @@ from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-
-    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
 _SEQUENCE = 2  # the dim of sequences in queries, keys and values

@@ -1,12 +1,13 @@
-"""Tensor parallelism: shard the layers that a model's `tp_plan` names."""
+"""Tensor parallelism, alone or staged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
 
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -17,14 +18,18 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accel_ops.modules import model_has_dtensor
-from accel_state.did_you_mean import did_you_mean
-from accel_state.errors import SettingsError
+from accel_plugins.parallelism.config import axes_of
+from accel_plugins.sharding.shards import ShardsPersister
+from accel_plugins.sharding.state import TensorShards
+from accel_plugins.sharding.wrap import SHARDED_FEATURES, ShardedWrapper, sharded_stepper
+from accel_plugins.strategy import PrecisionPolicy, Strategy
+from accel_state.errors import SettingsError, did_you_mean
+from accel_state.runtime import Runtime
+from accel_state.settings.model import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -107,3 +112,28 @@ def get_model_tp_size(model: nn.Module) -> int:
             if "tp" in sizes:
                 return sizes["tp"]
     return 1
+
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a tensor-parallel run."""
+    del settings
+    axes = axes_of(runtime, handlers, sharded=False)
+    if axes.tensor is None:
+        raise SettingsError(
+            "strategy='tp' was selected, and the tensor-parallel size is 1: pass "
+            "ParallelismConfig(tp_size=…) with 2 or more."
+        )
+    stage = TensorParallel(mesh=axes.tensor)
+    return Strategy(
+        name="tp",
+        wrapper=ShardedWrapper(
+            runtime=runtime, shard=stage, validate=stage.validate, parameters_on=runtime.device
+        ),
+        stepper=sharded_stepper(precision, "tp"),
+        persister=ShardsPersister(shards=TensorShards(), device=runtime.device),
+        sharding=axes.sharding,
+        features=SHARDED_FEATURES,
+        mesh=axes.mesh,
+    )

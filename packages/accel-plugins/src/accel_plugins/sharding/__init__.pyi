@@ -1,1 +1,2 @@
-from accel_plugins.sharding import optimizers as optimizers
+from accel_plugins.sharding import folder as folder
+from accel_plugins.sharding import wrap as wrap

@@ -15,6 +15,6 @@ A third party tests a strategy in a few lines, on every rank of a process group 
 `STRATEGY_CHECKS` and `PRECISION_CHECKS` hold the single checks by name, to be run one by one.
 """
 
-from accel_state._lazy import attach
+from accel_state.lazy import attach
 
 attach(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,17 +11,13 @@ import torch
 from torch import nn
 
 from accel_ops.modules import extract_model_from_parallel
-from accel_plugins.bundle import Bundle
-from accel_plugins.kwargs.amp import AutocastKwargs
-from accel_plugins.testing.problem import ConformanceError, Problem, demand, demand_equal, loss_of, sgd
+from accel_plugins.kwargs import AutocastKwargs
+from accel_plugins.strategy import Bundle, PrecisionPolicy
+from accel_plugins.testing.strategy import ConformanceError, Problem, demand, demand_equal, loss_of, sgd
 from accel_state.labels import PrecisionType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from torch.optim import Optimizer
-
-    from accel_plugins.roles import PrecisionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,37 +1,46 @@
-"""The settings of a run as a frozen record, and their table: one row per setting, for readers and writers."""
+"""Settings, OPTIONS; precedence; environment form."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from types import TracebackType
+from typing import Any, Literal, TypeAlias
 
-from accel_state.settings.sections.deepspeed import DEEPSPEED, DeepSpeedSettings, HostSettings
-from accel_state.settings.sections.fp8 import FP8, Fp8Settings
-from accel_state.settings.sections.fsdp import FSDP, FsdpSettings
-from accel_state.settings.sections.launch import LAUNCH, LaunchSettings
-from accel_state.settings.sections.megatron import MEGATRON, MegatronSettings
-from accel_state.settings.sections.parallelism import PARALLELISM, ParallelismSettings
-from accel_state.settings.sections.process import PROCESS, ProcessSettings
-from accel_state.settings.sections.remote import (
+from accel_state.errors import SettingsError
+from accel_state.settings.engines import (
+    DEEPSPEED,
+    FP8,
+    FSDP,
+    MEGATRON,
+    PARALLELISM,
+    DeepSpeedSettings,
+    Fp8Settings,
+    FsdpSettings,
+    HostSettings,
+    MegatronSettings,
+    ParallelismSettings,
+)
+from accel_state.settings.option import Option
+from accel_state.settings.run import (
+    DYNAMO,
+    ENGINE_TYPES,
+    LAUNCH,
     MPI,
+    PROCESS,
     SAGEMAKER,
     TPU,
-    MpiSettings,
-    SageMakerSettings,
-    TpuSettings,
-)
-from accel_state.settings.sections.training import (
-    DYNAMO,
     TRAINING,
     DynamoSettings,
+    LaunchSettings,
+    MpiSettings,
     PrecisionSettings,
+    ProcessSettings,
+    SageMakerSettings,
+    TpuSettings,
     TrainingSettings,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from accel_state.settings.option import Option
 
 Precision: TypeAlias = Literal["no", "fp16", "bf16", "fp8"]
 
@@ -128,3 +137,280 @@ BY_KEY: Mapping[str, Option] = {
     key: option for option in OPTIONS if option.key for key in (option.key, *option.key_aliases)
 }
 """The settings of config files by their key, in every spelling that is read."""
+
+
+class Layer(IntEnum):
+    """The kind of source that a value comes from; the lower number wins."""
+
+    ARGUMENT = 0
+    ENVIRONMENT = 1
+    FILE = 2
+    DEFAULT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourcedValue:
+    """A parsed value with its source.
+
+    Args:
+        value: The parsed value.
+        layer: The kind of source.
+        origin: The source as messages name it, such as `"argument --num_processes"`.
+    """
+
+    value: object
+    layer: Layer
+    origin: str
+
+
+TITLES = {
+    "deepspeed": "DeepSpeed",
+    "megatron": "Megatron-LM",
+    "fsdp": "FSDP",
+    "parallelism": "tensor, context or sequence parallelism",
+}
+"""The names of the optional sections in messages."""
+
+DEFAULT = SourcedValue(value=None, layer=Layer.DEFAULT, origin="default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """Merged settings with their provenance.
+
+    Args:
+        settings: The merged settings.
+        sourced: Path to the winning value, for every path that has a source.
+        conflicts: A sentence for each conflict between sources of equal precedence.
+    """
+
+    settings: Settings
+    sourced: Mapping[str, SourcedValue]
+    conflicts: tuple[str, ...] = ()
+
+    def source_of(self, path: str) -> SourcedValue:
+        """Return the source of the value at `path`; `DEFAULT` if it has none."""
+        return self.sourced.get(path, DEFAULT)
+
+
+class ErrorCollector:
+    """A reusable context manager that collects `SettingsError`s instead of raising them.
+
+    Attributes:
+        found: A sentence for each error.
+
+    Example:
+        >>> problems = ErrorCollector()
+        >>> for text in ("1", "a", "b"):
+        ...     with problems:
+        ...         if not text.isdecimal():
+        ...             raise SettingsError(f"{text!r} is no number")
+        >>> problems.found
+        ["'a' is no number", "'b' is no number"]
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, SettingsError):
+            self.found += error.problems
+        return isinstance(error, SettingsError)
+
+    def raise_if_any(self) -> None:
+        """Raise one SettingsError with all collected errors, if any.
+
+        Raises:
+            SettingsError: Errors were collected.
+        """
+        if self.found:
+            raise SettingsError(*self.found)
+
+
+def parse(option: Option, text: str, layer: Layer, origin: str) -> SourcedValue | None:
+    """Parse the text of an option.
+
+    Returns:
+        The value and its origin, or None if the text stands for "not given".
+
+    Raises:
+        SettingsError: The text cannot be used; the message names it and its origin.
+
+    Example:
+        >>> from accel_state.settings.model import BY_KEY
+        >>> parse(BY_KEY["num_machines"], "2", Layer.FILE, "key num_machines").value
+        2
+    """
+    if not text:
+        return None
+    try:
+        value = option.parse(text)
+    except ValueError as error:
+        raise SettingsError(f"{origin} is {text!r}: {error}") from None
+    if value is None:
+        return None
+    return SourcedValue(value=(value,) if option.kind == "list" else value, layer=layer, origin=origin)
+
+
+def merge_layers(*sources: Mapping[str, SourcedValue]) -> Merged:
+    """Merge sources by precedence and raise if they conflict.
+
+    Args:
+        *sources: Path to value, in any order; a lower `Layer` wins.
+
+    Raises:
+        SettingsError: Sources of equal precedence select different engines.
+
+    Example:
+        >>> asked = {"fsdp": SourcedValue(value=True, layer=Layer.ARGUMENT, origin="argument --use_fsdp")}
+        >>> merge_layers(asked).settings.fsdp is None
+        False
+    """
+    merged = merge_sources(*sources)
+    if merged.conflicts:
+        raise SettingsError(*merged.conflicts)
+    return merged
+
+
+def merge_sources(*sources: Mapping[str, SourcedValue]) -> Merged:
+    """Merge sources by precedence and collect their conflicts.
+
+    Args:
+        *sources: Path to value, in any order; a lower `Layer` wins.
+
+    Example:
+        >>> low = {"launch.num_machines": SourcedValue(value=2, layer=Layer.FILE, origin="file")}
+        >>> high = {"launch.num_machines": SourcedValue(value=4, layer=Layer.ARGUMENT, origin="flag")}
+        >>> merge_sources(low, high).settings.launch.num_machines
+        4
+    """
+    sourced: dict[str, SourcedValue] = {}
+    for source in sources:
+        for path, value in source.items():
+            if value.layer <= sourced.get(path, DEFAULT).layer:
+                sourced[path] = value
+    switches, conflicts = _switches(sourced)
+    sourced |= switches
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in sourced.items():
+        section, _, name = path.partition(".")
+        if name:
+            sections.setdefault(section, {})[name] = value.value
+    made: dict[str, Any] = {}
+    for name, kind in OPTIONAL_SECTIONS.items():
+        values = sections.pop(name, {})
+        made[name] = kind(**values) if sourced.get(name, DEFAULT).value else None
+    made |= {name: kind(**sections.pop(name)) for name, kind in IMPLICIT_SECTIONS.items() if name in sections}
+    defaults = Settings()
+    made |= {section: replace(getattr(defaults, section), **values) for section, values in sections.items()}
+    return Merged(settings=replace(defaults, **made), sourced=sourced, conflicts=conflicts)
+
+
+def _switches(sourced: Mapping[str, SourcedValue]) -> tuple[dict[str, SourcedValue], tuple[str, ...]]:
+    """Select the engine of the source with the highest precedence; name conflicts at that precedence."""
+    kind = sourced.get("launch.distributed_type", DEFAULT)
+    asked = {name: sourced[name] for name in ENGINES if name in sourced}
+    by_kind = ENGINE_TYPES.get(str(kind.value))
+    if by_kind is not None and kind.layer <= asked.get(by_kind, DEFAULT).layer:
+        asked[by_kind] = replace(kind, value=True)
+    on = sorted((one.layer, name) for name, one in asked.items() if one.value)
+    conflicts = tuple(
+        f"{asked[on[0][1]].origin} asks for {TITLES[on[0][1]]} and {asked[name].origin} for {TITLES[name]}: "
+        "choose one."
+        for layer, name in on[1:]
+        if layer == on[0][0]
+    )
+    lost = {name: replace(asked[name], value=False) for _, name in on[1:]}
+    return asked | lost, conflicts
+
+
+SPLIT_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "fp8.override_linear_precision": (
+        "ACCELERATE_FP8_OVERRIDE_FPROP",
+        "ACCELERATE_FP8_OVERRIDE_DGRAD",
+        "ACCELERATE_FP8_OVERRIDE_WGRAD",
+    )
+}
+"""Settings that other launchers pass in several variables; a variable that is not set is false."""
+
+
+def parse_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
+    """Read every documented variable that is set, by path; an empty variable counts as unset.
+
+    Raises:
+        SettingsError: Variables cannot be read; the message names all.
+    """
+    found: dict[str, SourcedValue | None] = {}
+    problems = ErrorCollector()
+    for name, option in BY_VARIABLE.items():
+        if name in environ:
+            with problems:
+                found[option.path] = parse(option, environ[name], Layer.ENVIRONMENT, f"variable {name}")
+    for path, names in SPLIT_VARIABLES.items():
+        if found.get(path) is None and any(environ.get(name) for name in names):
+            text = ",".join(environ.get(name) or "false" for name in names)
+            with problems:
+                found[path] = parse(BY_PATH[path], text, Layer.ENVIRONMENT, f"variables {', '.join(names)}")
+    problems.raise_if_any()
+    return {path: value for path, value in found.items() if value is not None}
+
+
+def from_environ(environ: Mapping[str, str]) -> Settings:
+    """Read the settings of a process from its environment.
+
+    Raises:
+        SettingsError: A variable cannot be read, or two ask for different engines; the message names them.
+
+    Example:
+        >>> from_environ({"ACCELERATE_MIXED_PRECISION": "bf16"}).precision.mixed_precision
+        'bf16'
+        >>> from_environ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}).fsdp.fsdp_version
+        2
+    """
+    return merge_layers(parse_environ(environ)).settings
+
+
+def to_environ(settings: Settings) -> dict[str, str]:
+    """Write what differs from the defaults as variables; `from_environ` reads the same settings back.
+
+    Settings that only the command reads are left out: workers learn their topology from their launcher.
+
+    Example:
+        >>> from accel_state.settings.model import PrecisionSettings
+        >>> to_environ(Settings(precision=PrecisionSettings(mixed_precision="bf16")))
+        {'ACCELERATE_MIXED_PRECISION': 'bf16'}
+    """
+    defaults = Settings()
+    return {
+        name: as_text(value)
+        for name, option in BY_VARIABLE.items()
+        if (value := value_at(settings, option.path)) != value_at(defaults, option.path)
+    }
+
+
+def worker_environ(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Make the environment of a worker: that of its launcher, with the variables of settings replaced.
+
+    Example:
+        >>> worker_environ(Settings(), {"HOME": "/root", "ACCELERATE_USE_CPU": "1"})
+        {'HOME': '/root'}
+    """
+    ours = {*BY_VARIABLE, *(name for names in SPLIT_VARIABLES.values() for name in names)}
+    return {name: value for name, value in environ.items() if name not in ours} | to_environ(settings)
+
+
+def as_text(value: object) -> str:
+    """Format a value as text that the `parse` of its row reads.
+
+    Example:
+        >>> as_text(True), as_text((False, True)), as_text(("A", "B"))
+        ('true', 'false,true', 'A,B')
+    """
+    if isinstance(value, tuple):
+        return ",".join(map(as_text, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)

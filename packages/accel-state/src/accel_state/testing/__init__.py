@@ -3,6 +3,6 @@
 The guides "Testing code that copies asynchronously" and "Extending" show `late_device` and `ThreadRanks`.
 """
 
-from accel_state._lazy import attach
+from accel_state.lazy import attach
 
 attach(__name__)

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from accel_state import runtime
+from accel_state.collectives import ReduceOp
 from accel_state.topology import Topology
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
-
-    from accel_state.backends.base import ReduceOp
 
 _RAISED_TOGETHER = (TypeError, ValueError, RuntimeError)
 

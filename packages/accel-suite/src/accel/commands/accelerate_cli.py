@@ -2,7 +2,7 @@
 
 import sys
 
-from accel_state._lazy import attach
+from accel_state.lazy import attach
 
 attach(__name__)
 

@@ -1,3 +1,3 @@
 # fmt: off
-from accel_cli.command_functions import env_command as env_command, env_command_parser as env_command_parser
+from accel_cli.programs import env_command as env_command, env_command_parser as env_command_parser
 def main() -> int: ...

@@ -4,7 +4,7 @@ import sys
 from functools import partial
 
 from accel_cli.main import run
-from accel_state._lazy import attach
+from accel_state.lazy import attach
 
 attach(__name__)
 main = partial(run, "estimate-memory")

@@ -1,5 +1,5 @@
 """Environment variables, CPU topology and driver facts. Written by tools/gen_exports.py."""
 
-from accel_state._lazy import attach
+from accel_state.lazy import attach
 
 attach(__name__)

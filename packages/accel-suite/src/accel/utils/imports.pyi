@@ -1,7 +1,18 @@
 # fmt: off
-from accel_plugins.deepspeed.enabled import deepspeed_required as deepspeed_required
+from accel_plugins.deepspeed.plugin import deepspeed_required as deepspeed_required
 from accel_plugins.fp8.ao import torchao_required as torchao_required
-from accel_state.available import (
+from accel_state.devices import (
+    is_bf16_available as is_bf16_available, is_cuda_available as is_cuda_available,
+    is_fp16_available as is_fp16_available, is_habana_gaudi1 as is_habana_gaudi1,
+    is_hpu_available as is_hpu_available, is_mlu_available as is_mlu_available,
+    is_mps_available as is_mps_available, is_musa_available as is_musa_available,
+    is_neuron_available as is_neuron_available, is_npu_available as is_npu_available,
+    is_rocm_available as is_rocm_available, is_sdaa_available as is_sdaa_available,
+    is_torch_xla_available as is_torch_xla_available,
+    is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available,
+    is_xccl_available as is_xccl_available, is_xpu_available as is_xpu_available,
+)
+from accel_state.libraries import (
     is_4bit_bnb_available as is_4bit_bnb_available, is_8bit_bnb_available as is_8bit_bnb_available,
     is_aim_available as is_aim_available, is_amdsmi_available as is_amdsmi_available,
     is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
@@ -24,15 +35,4 @@ from accel_state.available import (
     is_transformer_engine_available as is_transformer_engine_available,
     is_transformers_available as is_transformers_available, is_triton_available as is_triton_available,
     is_wandb_available as is_wandb_available, is_weights_only_available as is_weights_only_available,
-)
-from accel_state.devices.probes import (
-    is_bf16_available as is_bf16_available, is_cuda_available as is_cuda_available,
-    is_fp16_available as is_fp16_available, is_habana_gaudi1 as is_habana_gaudi1,
-    is_hpu_available as is_hpu_available, is_mlu_available as is_mlu_available,
-    is_mps_available as is_mps_available, is_musa_available as is_musa_available,
-    is_neuron_available as is_neuron_available, is_npu_available as is_npu_available,
-    is_rocm_available as is_rocm_available, is_sdaa_available as is_sdaa_available,
-    is_torch_xla_available as is_torch_xla_available,
-    is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available,
-    is_xccl_available as is_xccl_available, is_xpu_available as is_xpu_available,
 )

@@ -1,2 +1,2 @@
 # fmt: off
-from accel_cli.install_xla import install_xla as install_xla
+from accel_cli.commands.tpu import install_xla as install_xla

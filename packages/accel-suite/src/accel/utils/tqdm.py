@@ -3,12 +3,12 @@
 import sys
 from typing import Any
 
-from accel_state._lazy import Table, attach
+from accel_state.lazy import LazyModule, attach
 
 attach(__name__)
 
 
-class _CallableModule(Table):
+class _CallableModule(LazyModule):
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self.tqdm(*arguments, **options)
 

@@ -1,2 +1,2 @@
 # fmt: off
-from accel_state.progress import tqdm as tqdm
+from accel_state.logging import tqdm as tqdm

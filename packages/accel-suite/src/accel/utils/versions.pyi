@@ -1,2 +1,2 @@
 # fmt: off
-from accel_state.versions import compare_versions as compare_versions, is_torch_version as is_torch_version
+from accel_state.libraries import compare_versions as compare_versions, is_torch_version as is_torch_version

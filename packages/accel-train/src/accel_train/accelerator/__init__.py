@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, final
 
-from accel_train.accelerator.collect import CollectFacet
-from accel_train.accelerator.observe import ObserveFacet
-from accel_train.accelerator.parallel import ParallelFacet
+from accel_plugins.kwargs import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accel_plugins.optimizer import StepPer
+from accel_plugins.strategy import StrategySpec
+from accel_state.labels import DynamoBackend, PrecisionType, RNGType
+from accel_trackers.session import OnTrackerError
+from accel_train.accelerator.build import UNSET, AcceleratorConfig, build_parts
 from accel_train.accelerator.prepare import PrepareFacet
-from accel_train.accelerator.process import ProcessFacet
+from accel_train.accelerator.results import CollectFacet, TrackingFacet
+from accel_train.accelerator.run import ObserveFacet, ParallelFacet, ProcessFacet
 from accel_train.accelerator.state_io import StateIoFacet
 from accel_train.accelerator.stepping import SteppingFacet
-from accel_train.accelerator.tracking import TrackingFacet
-from accel_train.arguments import UNSET, Arguments
-from accel_train.parts import build_parts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from accel_plugins.kwargs.base import KwargsHandler
-    from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
-    from accel_plugins.kwargs.run import (
-        DataLoaderConfiguration,
-        GradientAccumulationPlugin,
-        ProjectConfiguration,
-    )
-    from accel_plugins.strategy import StrategySpec
-    from accel_state.labels import DynamoBackend, PrecisionType, RNGType
-    from accel_trackers.session import OnTrackerError
-    from accel_train.scheduler import StepPer
 
 __all__ = ["Accelerator"]
 
@@ -137,4 +130,4 @@ class Accelerator(
         log_system_metrics: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        self._parts = build_parts(Arguments.of(**arguments))
+        self._parts = build_parts(AcceleratorConfig.of(**arguments))

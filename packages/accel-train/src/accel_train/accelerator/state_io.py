@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_ops import weights
-from accel_ops.weights.shards import DEFAULT_SHARD_SIZE
-from accel_state.local_path import local_path
+from accel_ops.weights.layout import DEFAULT_SHARD_SIZE
+from accel_state.files import local_path
 from accel_train import checkpoint
-from accel_train.accelerator.facet import Facet
-from accel_train.accelerator.tracking import resume_runs
-from accel_train.data.skip import skip_first_batches
+from accel_train.accelerator.results import resume_runs
+from accel_train.accelerator.run import Facet
+from accel_train.data.prepare import skip_first_batches
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Mapping
-
-    from accel_train.checkpoint.writer import Saving
+    from accel_train.checkpoint.save import Saving
 
 
 class StateIoFacet(Facet):
@@ -238,7 +237,7 @@ class StateIoFacet(Facet):
         try:
             if commits:
                 weights.write.save_state_parts(
-                    (checkpoint.offloaded.with_offloaded_weights(part, model) for part in tensors),
+                    (checkpoint.single_files.with_offloaded_weights(part, model) for part in tensors),
                     folder,
                     max_shard_size=max_shard_size,
                     safe_serialization=safe_serialization,
@@ -263,7 +262,7 @@ class StateIoFacet(Facet):
         if not unwrap:
             return model.state_dict()
         state = self._parts.strategy.persister.full_state_dict(model, keep=self._parts.checkpoints.commits)
-        return checkpoint.offloaded.with_offloaded_weights(state, model)
+        return checkpoint.single_files.with_offloaded_weights(state, model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on the main process; on one of every host with `save_on_each_node`.

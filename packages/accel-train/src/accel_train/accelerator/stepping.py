@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
-from accel_plugins.kwargs.run import GradientAccumulationPlugin
-from accel_plugins.strategies.sync import sync_in_backward
+from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from accel_plugins.optimizer import AcceleratedOptimizer
 from accel_plugins.strategy import Feature
-from accel_train.accelerator.facet import Facet
-from accel_train.data.prepared import override_even_batches
-from accel_train.lomo import fused_backward
-from accel_train.optimizer import AcceleratedOptimizer
-from accel_train.sync import Accumulation
+from accel_plugins.unsharded import sync_in_backward
+from accel_state.accelerator_state import GradientState
+from accel_train.accelerator.run import Facet
+from accel_train.data.adapter import override_even_batches
+from accel_train.step import Accumulation, ItemCount, fused_backward
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-    from contextlib import AbstractContextManager
-
-    from torch import nn
     from torch.amp.grad_scaler import GradScaler
-
-    from accel_state.gradient_state import GradientState
-    from accel_train.token_normalizer import ItemCount
 
 
 class SteppingFacet(Facet):

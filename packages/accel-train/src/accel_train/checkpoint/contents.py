@@ -1,25 +1,144 @@
-"""The contents of a checkpoint: the objects of a run, each with its file."""
+"""Objects and shards; RNG; context."""
 
 from __future__ import annotations
 
+import hashlib
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from accel_ops.modules import extract_model_from_parallel
+from accel_plugins import sharding
+from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, read_folder
+from accel_plugins.sharding.state import (
+    StateForm,
+    is_sharded_folder,
+    local_metadata_file,
+    parameter_names,
+    shard_file,
+    state_by_index,
+)
+from accel_state.device_kinds import KINDS, DeviceKind
+from accel_state.errors import CheckpointError, SettingsError
+from accel_state.runtime import Runtime
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.encode import write_object, write_weights
-from accel_train.checkpoint.rng import ENGINE_KEY, read_rng
+from accel_train.checkpoint.agreement import Agreement, make_all_gather
+from accel_train.checkpoint.staging import HostStaging, write_object, write_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from torch.optim import Optimizer
 
-    import torch
+    from accel_plugins.fp8.recipe import Recipe
+    from accel_plugins.kwargs import ProjectConfiguration
+    from accel_plugins.sharding.folder import TensorMetadata
+    from accel_plugins.strategy import Generators, NativeFiles, PrecisionPolicy, Strategy
+    from accel_train.accelerator.build import PreparedObjects
+    from accel_train.checkpoint.load import CheckpointReader
+    from accel_train.checkpoint.save import Saving
+    from accel_train.step import Synchronizer
 
-    from accel_plugins.roles import Generators
+
+PYTHON_KEY = "random_state"
+NUMPY_KEY = "numpy_random_seed"
+TORCH_KEY = "torch_manual_seed"
+ENGINE_KEY = "engine_random_state"
+"""Of generators that a strategy keeps beside these."""
+_HOST_KEYS = (PYTHON_KEY, NUMPY_KEY, TORCH_KEY)
+
+
+def read_rng(device: torch.device) -> dict[str, Any]:
+    """Return the states of all generators, of devices in use, too, in the usual format of checkpoints.
+
+    Example:
+        >>> sorted(read_rng(torch.device("cpu")))
+        ['numpy_random_seed', 'random_state', 'torch_manual_seed']
+    """
+    states: dict[str, Any] = {
+        PYTHON_KEY: random.getstate(),
+        NUMPY_KEY: np.random.get_state(),
+        TORCH_KEY: torch.get_rng_state(),
+    }
+    for kind in _kinds_in_use(device):
+        states[_device_key(kind)] = _read_device(kind)
+    return states
+
+
+def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
+    """Set all generators; return one sentence for each that could not be restored."""
+    complaints = [f"{key!r} is absent" for key in _HOST_KEYS if key not in states]
+    if PYTHON_KEY in states:
+        version, words, gauss = states[PYTHON_KEY]
+        random.setstate((version, tuple(words), gauss))
+    if NUMPY_KEY in states:
+        np.random.set_state(states[NUMPY_KEY])
+    if TORCH_KEY in states:
+        torch.set_rng_state(states[TORCH_KEY])
+    present = _kinds_in_use(device)
+    for kind in present:
+        key = _device_key(kind)
+        if key in states:
+            complaints += _write_device(kind, states[key])
+        else:
+            complaints.append(f"{key!r} is absent: the state was saved where there was no such device")
+    known = {*_HOST_KEYS, *map(_device_key, present), "step", ENGINE_KEY}
+    complaints += [f"{key!r} is for devices that are not here" for key in sorted(states) if key not in known]
+    return complaints
+
+
+def seed_per_rank(states: Mapping[str, Any], rank: int) -> None:
+    """Seed all generators of a rank without saved states, as a function of those of another."""
+    torch_state = states.get(TORCH_KEY)
+    source = b"" if torch_state is None else torch_state.numpy().tobytes()
+    digest = hashlib.blake2b(source + str(rank).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # of all devices
+
+
+def _kinds_in_use(device: torch.device) -> list[DeviceKind]:
+    """Return the kinds of devices in use: this process's own, and others that are initialised."""
+    by_type = {kind.type: kind for kind in reversed(KINDS) if kind.type != "cpu" and kind.probe()}
+    return [
+        kind
+        for kind in reversed(by_type.values())
+        if kind.type == device.type or getattr(kind.module, "is_initialized", bool)()
+    ]
+
+
+def _device_key(kind: DeviceKind) -> str:
+    return f"torch_{kind.type}_manual_seed"
+
+
+def _read_device(kind: DeviceKind) -> Any:
+    if not hasattr(kind.module, "get_rng_state_all"):  # mps and xla have one device
+        return [kind.module.get_rng_state()]
+    return kind.module.get_rng_state_all()
+
+
+def _write_device(kind: DeviceKind, states: Any) -> list[str]:
+    namespace = kind.module
+    if not hasattr(namespace, "get_rng_state_all"):
+        namespace.set_rng_state(states[0])
+        return []
+    count = namespace.device_count()
+    for index, state in enumerate(states[:count]):
+        namespace.set_rng_state(state, index)
+    if len(states) == count:
+        return []
+    return [f"{_device_key(kind)!r} holds states of {len(states)} devices, and there are {count}"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class CheckpointFile:
     """One file that this rank writes.
 
     Args:
@@ -51,10 +170,10 @@ class Contents:
     generators: Generators | None = None
 
 
-def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
+def shared_parts(contents: Contents, *, safe: bool) -> list[CheckpointFile]:
     """List the files that one rank writes for all."""
     parts = [
-        Part(
+        CheckpointFile(
             name=layout.weights_name(index, safe=safe),
             read=partial(dict, state),
             write=partial(write_weights, safe=safe),
@@ -62,40 +181,323 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
         for index, state in enumerate(contents.weights)
     ]
     parts += [
-        Part(name=layout.optimizer_name(index), read=partial(dict, state))
+        CheckpointFile(name=layout.optimizer_name(index), read=partial(dict, state))
         for index, state in enumerate(contents.optimizers)
     ]
     for name_of, objects in (
         (layout.scheduler_name, contents.schedulers),
         (layout.custom_name, contents.custom),
     ):
-        parts += [Part(name=name_of(index), read=one.state_dict) for index, one in enumerate(objects)]
+        parts += [
+            CheckpointFile(name=name_of(index), read=one.state_dict) for index, one in enumerate(objects)
+        ]
     parts += [
-        Part(name=layout.loader_state_name(index), read=loader.torchdata_state)
+        CheckpointFile(name=layout.loader_state_name(index), read=loader.torchdata_state)
         for index, loader in enumerate(contents.dataloaders)
         if loader.use_stateful_dataloader and loader.torchdata_state()
     ]
     if contents.scaler:
-        parts.append(Part(name=layout.SCALER_NAME, read=partial(dict, contents.scaler)))
+        parts.append(CheckpointFile(name=layout.SCALER_NAME, read=partial(dict, contents.scaler)))
     if contents.recipe:
-        parts.append(Part(name=layout.RECIPE_NAME, read=partial(dict, contents.recipe)))
+        parts.append(CheckpointFile(name=layout.RECIPE_NAME, read=partial(dict, contents.recipe)))
     return parts
 
 
-def rank_files(contents: Contents, *, rank: int, device: torch.device) -> list[Part]:
+def rank_files(contents: Contents, *, rank: int, device: torch.device) -> list[CheckpointFile]:
     """List the files that every rank writes: the positions of its loaders and its RNG states."""
-    parts: list[Part] = []
+    parts: list[CheckpointFile] = []
     if contents.dataloaders:
         parts.append(
-            Part(
+            CheckpointFile(
                 name=layout.position_name(rank),
                 read=lambda: {"loaders": [loader.state_dict() for loader in contents.dataloaders]},
             )
         )
-    parts.append(Part(name=layout.rng_name(rank), read=partial(_read_rng, contents, device)))
+    parts.append(CheckpointFile(name=layout.rng_name(rank), read=partial(_read_rng, contents, device)))
     return parts
 
 
 def _read_rng(contents: Contents, device: torch.device) -> dict[str, Any]:
     engine = None if contents.generators is None else contents.generators.state_dict()
     return read_rng(device) | ({ENGINE_KEY: engine} if engine else {})
+
+
+@dataclass
+class CheckpointContext:
+    """The objects that one `Accelerator` saves and loads, and their folders.
+
+    Args:
+        save_hooks: Called as `hook(models, weights, folder)` before anything is written.
+        load_hooks: Called as `hook(models, folder)` before anything is loaded.
+    """
+
+    runtime: Runtime
+    project: ProjectConfiguration
+    prepared: PreparedObjects
+    synchronizer: Synchronizer
+    strategy: Strategy
+    precision: PrecisionPolicy
+    recipe: Recipe | None = None
+    custom: list[Any] = field(default_factory=list[Any])
+    save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
+    saving: Saving | None = None
+
+    @property
+    def rank(self) -> int:
+        """Index of this process."""
+        return self.runtime.topology.rank
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether checkpoints are numbered."""
+        return self.project.automatic_checkpoint_naming
+
+    @property
+    def numbered(self) -> Path:
+        """The folder of numbered checkpoints."""
+        if self.project.project_dir is None:
+            raise SettingsError(
+                "ProjectConfiguration(automatic_checkpoint_naming=True) needs a project_dir: checkpoints go "
+                "to <project_dir>/checkpoints."
+            )
+        return layout.numbered_folders(self.project.project_dir)
+
+    @property
+    def committer(self) -> int:
+        """The rank that commits the folder in which this one writes."""
+        topology = self.runtime.topology
+        return topology.rank - topology.local_rank if self.project.save_on_each_node else 0
+
+    @property
+    def commits(self) -> bool:
+        """Whether this rank is the committer."""
+        return self.rank == self.committer
+
+    @property
+    def bare_models(self) -> list[nn.Module]:
+        """The unwrapped models, as hooks get them."""
+        return [extract_model_from_parallel(one, keep_torch_compile=False) for one in self.prepared.models]
+
+    @cached_property
+    def main(self) -> Agreement:
+        """All-gather between the main threads of all ranks."""
+        return make_all_gather(self.runtime, "main", in_main_thread=True)
+
+    @cached_property
+    def background(self) -> Agreement:
+        """All-gather between the writer threads."""
+        return make_all_gather(self.runtime, "writer", in_main_thread=False)
+
+    @cached_property
+    def staging(self) -> HostStaging:
+        """Host memory for tensors that are written in the background."""
+        return HostStaging()
+
+    def recipe_state(self) -> dict[str, Any]:
+        """Return the state that the precision recipe needs to resume; empty if it has none."""
+        read = None if self.recipe is None else self.recipe.state_dict
+        return {} if read is None else read()
+
+    def finish(self) -> None:
+        """Wait until no save is being written; raise its error."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.finish()
+
+
+MODEL_KEY = "model"
+OPTIMIZER_KEY = "optimizer"
+EXTRA_STATE = "_extra_state"
+"""The end of the names of what `Module.get_extra_state` gives, in state dicts."""
+
+
+def form_of_run(run: CheckpointContext) -> StateForm:
+    """Return the form in which models and optimizers are saved."""
+    return StateForm.FULL if run.strategy.shards is None else run.strategy.shards.form()
+
+
+def folders_of(run: CheckpointContext) -> list[str]:
+    """Return the folders to which all ranks write."""
+    if form_of_run(run) is not StateForm.SHARDED:
+        return []
+    prepared = run.prepared
+    return [
+        *map(layout.sharded_model_name, range(len(prepared.models))),
+        *map(layout.sharded_optimizer_name, range(len(prepared.optimizers))),
+    ]
+
+
+def sharded_parts(run: CheckpointContext) -> list[CheckpointFile]:
+    """Return this rank's shards of models and optimizers."""
+    shards, prepared = run.strategy.shards, run.prepared
+    if shards is None:
+        return []
+    states: dict[str, dict[str, Any]] = {}
+    for index, model in enumerate(prepared.models):
+        states[layout.sharded_model_name(index)] = {MODEL_KEY: shards.model_tensors(model)}
+    for index, optimizer in enumerate(prepared.optimizers):
+        state = shards.optimizer_tensors(optimizer.optimizer, prepared.models)
+        states[layout.sharded_optimizer_name(index)] = {OPTIMIZER_KEY: state}
+    return [part for folder, state in states.items() for part in parts_of_folder(run, folder, state)]
+
+
+def parts_of_folder(run: CheckpointContext, folder: str, state: Mapping[str, Any]) -> list[CheckpointFile]:
+    """Return the two files of this rank."""
+    rank = run.rank
+    writer = sharding.folder.ShardWriter(state, rank, run.strategy.planners)
+    return [
+        CheckpointFile(
+            name=f"{folder}/{shard_file(rank)}", read=writer.local_values, write=writer.write_shards
+        ),
+        CheckpointFile(
+            name=f"{folder}/{local_metadata_file(rank)}", read=list, write=writer.write_local_metadata
+        ),
+    ]
+
+
+def check_shared(run: CheckpointContext) -> None:
+    """Refuse a sharded checkpoint whose nodes write to folders of their own."""
+    topology = run.runtime.topology
+    several_hosts = topology.world_size > topology.local_world_size
+    if run.project.save_on_each_node and several_hosts and form_of_run(run) is not StateForm.FULL:
+        raise SettingsError(
+            "ProjectConfiguration(save_on_each_node=True): every host would keep a part of the model only; "
+            "use state_dict_type='FULL_STATE_DICT', or a folder that all hosts share."
+        )
+
+
+def native_parts(run: CheckpointContext, staging: Path) -> list[CheckpointFile]:
+    """Return this rank's files in the strategy's native form, which may write small files at once."""
+    prepared, native = run.prepared, _native(run)
+    parts: list[CheckpointFile] = []
+
+    def write(state: Any, path: Path) -> None:
+        parts.append(CheckpointFile(name=path.relative_to(staging).as_posix(), read=lambda: state))
+
+    for index, model in enumerate(prepared.models):
+        native.save_model(model, staging, index, write=write)
+    for index, optimizer in enumerate(prepared.optimizers):
+        owner = owner_of(optimizer, prepared.models)
+        native.save_optimizer(optimizer.optimizer, owner, staging, index, write=write)
+    return parts
+
+
+def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
+    """Return the model that has the first parameter of an optimizer; the first model if none has."""
+    first = {id(one) for group in optimizer.param_groups[:1] for one in group["params"][:1]}
+    return next((model for model in models if any(id(one) in first for one in model.parameters())), models[0])
+
+
+def model_loader(
+    run: CheckpointContext, source: CheckpointReader, index: int
+) -> Callable[..., object] | None:
+    """Return what loads a sharded model, with options of `load_state_dict`; `None` without shards."""
+    folder = source.folder / layout.sharded_model_name(index)
+    if is_sharded_folder(folder):
+        sharding.folder.read_index(folder)
+        return partial(restore_model_shards, run, folder)
+    if form_of_run(run) is StateForm.NATIVE and not _is_full(source, index):
+        return lambda model, **_: _native(run).load_model(model, source.folder, index)
+    engine = engine_folder(source.folder, layout.engine_name(index), index)
+    if is_engine_folder(engine):
+        return lambda model, **options: run.strategy.persister.load_full_state_dict(
+            model, read_folder(engine).weights(), **options
+        )
+    return None
+
+
+def optimizer_loader(
+    run: CheckpointContext, source: CheckpointReader, index: int
+) -> Callable[[Optimizer], object] | None:
+    """Return what loads a sharded optimizer; `None` without shards."""
+    folder = source.folder / layout.sharded_optimizer_name(index)
+    models = run.prepared.models
+    if is_sharded_folder(folder):
+        sharding.folder.read_index(folder)
+        return partial(restore_optimizer_shards, run, folder)
+    if form_of_run(run) is StateForm.NATIVE and not source.has(layout.optimizer_name(index)):
+        return lambda one: _native(run).load_optimizer(one, owner_of(one, models), source.folder, index)
+    engine = engine_folder(source.folder, layout.engine_name(index), index)
+    if is_engine_folder(engine):
+        return partial(_restore_engine_optimizer, run, engine)
+    return None
+
+
+def _restore_engine_optimizer(run: CheckpointContext, engine: Path, optimizer: Optimizer) -> None:
+    models, saved = run.prepared.models, read_folder(engine)
+    state = saved.numbered_optimizer()
+    if state is None:
+        state = state_by_index(saved.optimizer(), parameter_names(optimizer, models))
+    run.strategy.persister.load_full_optimizer_state(optimizer, models, state)
+
+
+def _native(run: CheckpointContext) -> NativeFiles:
+    if run.strategy.native is None:
+        raise CheckpointError("The strategy writes its own files, and has no `native` that does.")
+    return run.strategy.native
+
+
+def _is_full(source: CheckpointReader, index: int) -> bool:
+    names = (
+        *(layout.weights_name(index, safe=safe) for safe in (True, False)),
+        layout.fsdp_weights_name(index),
+    )
+    return any(source.has(name) for name in names)
+
+
+def restore_model_shards(
+    run: CheckpointContext, folder: Path, model: nn.Module, *, strict: bool = True, **options: Any
+) -> None:
+    """Load a model from shards, however it is sharded now."""
+    if run.strategy.shards is None:
+        state = sharding.folder.read_all(folder, _full)
+        run.strategy.persister.load_full_state_dict(model, _inside(state), strict=strict, **options)
+        return
+    tensors = run.strategy.shards.model_tensors(model)
+    wrapped: dict[str, Any] = {MODEL_KEY: tensors}
+    entries = [*sharding.folder.entries(sharding.folder.read_index(folder))]
+    paths = [entry.path for entry in entries]
+    # The extra state of a module has the shape that it had when it was saved.
+    extra = {str(entry.path[-1]): entry for entry in entries if str(entry.path[-1]).endswith(EXTRA_STATE)}
+    tensors.update({name: _full(entry) for name, entry in extra.items() if entry.shape and name in tensors})
+    if strict:
+        unknown = sorted({".".join(map(str, path[1:])) for path in paths} - tensors.keys())
+        if unknown:
+            raise CheckpointError(
+                f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have; pass "
+                "strict=False to load the rest."
+            )
+    sharding.folder.read_into(folder, wrapped, strict=strict, planners=run.strategy.planners)
+    run.strategy.shards.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
+
+
+def restore_optimizer_shards(run: CheckpointContext, folder: Path, optimizer: Optimizer) -> None:
+    """Load an optimizer from shards, however it is sharded now."""
+    models = run.prepared.models
+    if run.strategy.shards is None:
+        state = _inside(sharding.folder.read_all(folder, _full))
+        state.setdefault("state", {})
+        names = [group["params"] for group in state["param_groups"]]
+        run.strategy.persister.load_full_optimizer_state(optimizer, models, state_by_index(state, names))
+        return
+    make = run.strategy.shards.state_allocator(optimizer, models)
+
+    def allocate(entry: TensorMetadata) -> Tensor:
+        if len(entry.path) > 3 and entry.path[1] == "state":
+            return make(str(entry.path[2]), entry.shape or torch.Size(), entry.dtype or torch.float32)
+        return _full(entry)
+
+    state = _inside(sharding.folder.read_all(folder, allocate, run.strategy.planners))
+    state.setdefault("state", {})
+    run.strategy.shards.load_optimizer(optimizer, models, state)
+
+
+def _inside(state: dict[str, Any]) -> dict[str, Any]:
+    """What is under the one key that there is."""
+    values = [*state.values()]
+    return values[0] if len(values) == 1 and isinstance(values[0], dict) else state
+
+
+def _full(entry: TensorMetadata) -> Tensor:
+    return torch.empty(entry.shape or (), dtype=entry.dtype)

@@ -8,32 +8,30 @@ import os
 import secrets
 import time
 import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from accel_ops.weights.names import SAFETENSORS_SUFFIX
-from accel_ops.weights.safetensors_file import SafetensorsFile
-from accel_plugins.dcp.layout import INDEX_NAME, is_sharded_folder
+from accel_ops.weights.layout import SAFETENSORS_SUFFIX
+from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_plugins.deepspeed.folder import is_engine_folder
+from accel_plugins.sharding.state import INDEX_NAME, is_sharded_folder
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.files import (
+    FolderLock,
     flush_folder,
+    holder,
+    lock,
     make_folder,
     move,
     remove,
     sizes_in,
+    try_lock,
     write_file,
 )
-from accel_train.checkpoint.lock import FolderLock, holder, lock, try_lock
-from accel_train.checkpoint.manifest import Manifest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from accel_train.checkpoint.manifest import FileRecord
+from accel_train.checkpoint.layout import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +57,7 @@ class Staging:
         self.lock.release()
 
 
-def begin(target: Path) -> Staging:
+def make_staging(target: Path) -> Staging:
     """Make the staging folder of a checkpoint, and remove stale files of processes that died.
 
     Args:
@@ -110,7 +108,7 @@ def _clean(folder: Path, target: Path) -> None:
             remove(entry)
 
 
-def publish(staging: Path, target: Path, manifest: Manifest, *, to_disk: bool) -> None:
+def commit(staging: Path, target: Path, manifest: Manifest, *, to_disk: bool) -> None:
     """Commit a complete checkpoint: it is present afterwards, or absent after an error."""
     content = manifest.to_text().encode()
     write_file(staging / layout.MANIFEST_NAME, lambda sink: sink.write(content), to_disk=to_disk)
@@ -275,7 +273,7 @@ def verify(
             )
 
 
-def complete_ones(project: Path) -> list[int]:
+def list_complete(project: Path) -> list[int]:
     """Return the numbers of the complete checkpoints of a project; complete interrupted replacements."""
     found: list[int] = []
     for iteration in numbers(project):
@@ -327,11 +325,11 @@ def _checkpoint_files(folder: Path) -> set[str]:
     return named if manifest is None else named | set(manifest.files)
 
 
-def outdated(complete: Iterable[int], *, newest: int, limit: int | None) -> list[int]:
+def to_prune(complete: Iterable[int], *, newest: int, limit: int | None) -> list[int]:
     """Return the complete checkpoints to prune after a commit, from the oldest on.
 
     Example:
-        >>> outdated([1, 2, 3, 4], newest=4, limit=2)
+        >>> to_prune([1, 2, 3, 4], newest=4, limit=2)
         [1, 2]
     """
     if limit is None:

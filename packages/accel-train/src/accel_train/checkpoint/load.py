@@ -1,43 +1,525 @@
-"""Load the state of a run: the steps in order, the same on every rank."""
+"""Load: open, verify, restore."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
 from accel_ops.modules import extract_model_from_parallel
+from accel_ops.weights.layout import SAFETENSORS_SUFFIX
+from accel_ops.weights.safetensors_io import SafetensorsFile
+from accel_ops.weights.tensors import id_tensor_storage
+from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
-from accel_state.local_path import local_path
+from accel_state.files import local_path
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.apply import (
-    restore_model,
-    restore_positions,
-    restore_rng,
-    restore_states,
-    shortened,
-    step_of,
-    warn_about_more_models,
+from accel_train.checkpoint.contents import (
+    ENGINE_KEY,
+    CheckpointContext,
+    model_loader,
+    optimizer_loader,
+    seed_per_rank,
+    write_rng,
 )
-from accel_train.checkpoint.folder import complete_everywhere
-from accel_train.checkpoint.opening import WHAT, first_problem, open_newest_complete
-from accel_train.checkpoint.sharded import model_loader, optimizer_loader
+from accel_train.checkpoint.files import HashedBytes, HashedReader, record_of, record_of_mapping
+from accel_train.checkpoint.folder import SMALL, complete_everywhere, identity, is_being_replaced
+from accel_train.checkpoint.layout import FileRecord, Manifest, shares
+from accel_train.checkpoint.staging import read_object
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Iterable, Mapping
+    from accel_plugins.strategy import Generators
 
-    from accel_train.checkpoint.apply import Source
-    from accel_train.checkpoint.run import Run
 
 logger = logging.getLogger(__name__)
 
+_MOST_NAMES = 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CheckpointReader:
+    """A checkpoint that one rank reads.
+
+    Args:
+        manifest: `None` for a checkpoint that another library wrote.
+        map_location: The device to which optimizer states are read first.
+        opened: The files that are read already, by name.
+        records: Size and checksum of those that were hashed while they were read.
+        mapped: Those that are mapped.
+        is_open: Whether `opened` has all files that are needed.
+        stamp: The folder's `identity` when it was verified.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    rank: int
+    world_size: int
+    device: torch.device
+    map_location: Any = "cpu"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    opened: dict[str, Any] = field(default_factory=dict[str, Any])
+    records: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
+    mapped: dict[str, SafetensorsFile] = field(default_factory=dict[str, SafetensorsFile])
+    is_open: bool = False
+    stamp: tuple[int, ...] | None = None
+
+    def is_unchanged(self) -> bool:
+        """Whether the folder has held the same checkpoint since it was verified."""
+        return self.stamp == identity(self.folder) and not is_being_replaced(self.folder)
+
+    def hashes(self, name: str) -> bool:
+        """Whether `open` hashes a file while it reads it. It does not read what is mapped, or a shard."""
+        listed = self.manifest is not None and name in self.manifest.files and "/" not in name
+        return listed and not name.endswith(SAFETENSORS_SUFFIX) and not self.options.get("mmap")
+
+    def open(self, name: str, **options: Any) -> None:
+        """Read one file, for `read` to return it later."""
+        if self.manifest is None or not self.hashes(name):
+            self.opened[name] = self.read(name, **options)
+            return
+        path = self._path(name)
+        is_small = self.manifest.files[name].size < SMALL
+        with HashedBytes(path) if is_small else HashedReader(path) as file:
+            self.opened[name] = read_object(path, file=file, **{**options, **self.options})
+            self.records[name] = file.finish()
+
+    def record_of(self, name: str) -> FileRecord:
+        """Return the size and the checksum of a file: of its mapping, if it is open, else of what is on disk.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        mapped = self.mapped.get(name)
+        return record_of(self.folder / name) if mapped is None else record_of_mapping(mapped)
+
+    def read(self, name: str, **options: Any) -> Any:
+        """Read one file. Safetensors are mapped: they stay what they are if the file is replaced.
+
+        Raises:
+            CheckpointError: The file is absent or damaged, or holds objects that are unsafe to load.
+        """
+        if name in self.opened:
+            return self.opened.pop(name)
+        path = self._path(name)
+        if name.endswith(SAFETENSORS_SUFFIX):
+            file = self.mapped[name] = SafetensorsFile(path)
+            return {key: file.tensor(key) for key in file.entries}
+        return read_object(path, **{**options, **self.options})
+
+    def _path(self, name: str) -> Path:
+        path = self.folder / name
+        if not path.is_file():
+            raise CheckpointError(
+                f"The checkpoint {str(self.folder)!r} has no {name!r}. Prepare and register the same "
+                "objects, in the same order, as in the run that was saved."
+            )
+        return path
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return (self.folder / name).is_file()
+
+    def weights_name(self, index: int) -> str:
+        """Return the file with the weights of a model; if there is none, the one that should be there."""
+        safe, plain = layout.weights_name(index, safe=True), layout.weights_name(index, safe=False)
+        sharded = layout.fsdp_weights_name(index)  # what other libraries write of a model that was sharded
+        return next((name for name in (safe, plain, sharded) if self.has(name)), safe)
+
+    def position_name(self) -> str:
+        """Return the file with the positions of this rank's loaders, if there is one."""
+        # Positions are global, so that in another world any rank's will do, and rank 0 always has one.
+        same_world = self.manifest is not None and self.manifest.world_size == self.world_size
+        return layout.position_name(self.rank if same_world else 0)
+
+    def rng_name(self) -> str | None:
+        """Return the file with the RNG states that this rank reads, if there is one."""
+        rank = self.rng_rank()
+        return None if rank is None else layout.rng_name(rank)
+
+    def rng_rank(self) -> int | None:
+        """Return the rank whose RNG states this one reads: its own, or another if it has none."""
+        saved = self.ranks()
+        if not saved or self.rank in saved:
+            return self.rank if saved else None
+        return saved[self.rank % len(saved)]
+
+    def ranks(self) -> list[int]:
+        """Return the ranks whose RNG states were saved."""
+        count = self.manifest.world_size if self.manifest is not None else len(list(self.folder.iterdir()))
+        return [rank for rank in range(count) if self.has(layout.rng_name(rank))]
+
+
+def restore_model(
+    source: CheckpointReader,
+    index: int,
+    model: nn.Module,
+    *,
+    load: Callable[..., Any] | None = None,
+    **options: Any,
+) -> None:
+    """Load the weights of a model."""
+    state: Mapping[str, Any] = source.read(source.weights_name(index))
+    complete = with_second_names(state, local_tensors(model))
+    (load or model.load_state_dict)(complete, **options)
+
+
+def warn_about_more_models(source: CheckpointReader, count: int) -> None:
+    """Warn about weights of models that the run does not have."""
+    for safe in (True, False):
+        name = layout.weights_name(count, safe=safe)
+        if source.has(name):
+            logger.warning(
+                "%s is in the checkpoint %s, but no model is prepared for it.", name, source.folder
+            )
+
+
+def shortened(error: RuntimeError) -> RuntimeError:
+    """Shorten the message of a `Module.load_state_dict` error that names thousands of tensors.
+
+    Example:
+        >>> len(str(shortened(RuntimeError(", ".join(["name"] * 30_000))))) < 200
+        True
+    """
+    lines = [_first(line, ", ") for line in str(error).split("\n")]
+    text = _first("\n".join(lines), "\n")
+    return error if text == str(error) else type(error)(text)
+
+
+def _first(text: str, separator: str) -> str:
+    items = text.split(separator)
+    rest = len(items) - _MOST_NAMES
+    return text if rest <= 0 else separator.join([*items[:_MOST_NAMES], f"and {rest} more"])
+
+
+def local_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under every name that they have in a state dict; no hooks are run.
+
+    Example:
+        >>> import torch
+        >>> sorted(local_tensors(torch.nn.Linear(1, 1)))
+        ['bias', 'weight']
+    """
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        transient = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] - has no other name
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in transient:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return {
+        name if "_orig_mod" in name else strip_wrapper_prefixes(name): tensor
+        for name, tensor in found.items()
+    }
+
+
+def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Add all names of tied weights, which are saved under one name.
+
+    Example:
+        >>> import torch
+        >>> tied = torch.zeros(1)
+        >>> sorted(with_second_names({"a": torch.ones(1)}, {"a": tied, "b": tied}))
+        ['a', 'b']
+    """
+    names: dict[object, list[str]] = {}
+    for name, value in like.items():
+        same: object = id(value)  # subclasses that wrap tensors, as sharded ones, may have no memory here
+        if not is_traceable_wrapper_subclass(value) and value.numel() and not value.is_meta:
+            begin = (id_tensor_storage(value), value.storage_offset())
+            same = (begin, value.dtype, tuple(value.shape), value.stride())
+        names.setdefault(same, []).append(name)
+    complete = dict(state)
+    for group in names.values():
+        known = next((name for name in group if name in state), None)
+        if known is not None:
+            complete |= {name: state[known] for name in group if name not in state}
+    return complete
+
+
+def restore_states(
+    source: CheckpointReader, name_of: Callable[[int], str], loads: Sequence[Callable[[Any], Any]]
+) -> None:
+    """Load the state of optimizers, schedulers or registered objects."""
+    for index, load in enumerate(loads):
+        load(source.read(name_of(index), map_location=source.map_location))
+    if source.has(name_of(len(loads))):
+        logger.warning(
+            "%s is in the checkpoint %s, but no object was prepared or registered for it here.",
+            name_of(len(loads)),
+            source.folder,
+        )
+
+
+def restore_positions(source: CheckpointReader, dataloaders: Sequence[Any]) -> None:
+    """Resume the epoch of the loaders, also with another number of ranks.
+
+    Stateful ones, and those with `resume_mid_epoch`, go on with the next batch; others begin the epoch again.
+    """
+    if not dataloaders:
+        return
+    name = source.position_name()
+    if not source.has(name):
+        _restore_foreign_positions(source, dataloaders)
+        return
+    states = source.read(name)["loaders"]
+    if len(states) != len(dataloaders):
+        logger.warning(
+            "The checkpoint %s knows the position of %d data loaders, and %d are prepared.",
+            source.folder,
+            len(states),
+            len(dataloaders),
+        )
+    for loader, state in zip(dataloaders, states, strict=False):
+        if loader.resume_mid_epoch or loader.use_stateful_dataloader:
+            loader.load_state_dict(state)
+        else:
+            loader.load_epoch(state)
+
+
+def _restore_foreign_positions(source: CheckpointReader, dataloaders: Sequence[Any]) -> None:
+    lost: list[int] = []
+    for index, loader in enumerate(dataloaders):
+        name = layout.loader_state_name(index)
+        if loader.use_stateful_dataloader and source.has(name):
+            loader.load_state_dict(source.read(name))
+        else:
+            lost.append(index)
+    if lost:
+        logger.warning(
+            "The checkpoint %s does not say where data loader(s) %s were: they begin a new epoch.",
+            source.folder,
+            ", ".join(map(str, lost)),
+        )
+    unread = layout.sampler_name(0)
+    if source.has(unread):
+        logger.warning("%s holds a pickled sampler, and is not read.", source.folder / unread)
+
+
+def restore_rng(source: CheckpointReader, generators: Generators | None = None) -> None:
+    """Restore the RNG states of this rank, and those of an engine."""
+    saved_rank = source.rng_rank()
+    if saved_rank is None:
+        logger.warning("The checkpoint %s has no states of random numbers.", source.folder)
+        return
+    states: dict[str, Any] = source.read(layout.rng_name(saved_rank))
+    if saved_rank == source.rank:
+        complaints = write_rng(states, source.device)
+        complaints += _restore_engine(states, generators)
+        if complaints:
+            logger.warning(
+                "Random numbers of rank %d, from %s, came back in part: %s.",
+                source.rank,
+                source.folder,
+                "; ".join(complaints),
+            )
+    else:
+        seed_per_rank(states, source.rank)
+        _restore_engine(states, generators)
+        logger.warning(
+            "The checkpoint %s is of %d rank(s): rank %d has random numbers seeded from those of rank %d.",
+            source.folder,
+            len(source.ranks()),
+            source.rank,
+            saved_rank,
+        )
+
+
+def _restore_engine(states: Mapping[str, Any], generators: Generators | None) -> list[str]:
+    if generators is None:
+        return [f"{ENGINE_KEY!r} is of an engine that is not here"] if ENGINE_KEY in states else []
+    problem = generators.load_state_dict(states.get(ENGINE_KEY, {}))
+    return [] if problem is None else [problem]
+
+
+def step_of(source: CheckpointReader) -> int:
+    """Return the number of micro-batches after the last optimizer step at the time of saving."""
+    if source.manifest is not None:
+        return source.manifest.step
+    name = layout.rng_name(0)  # where others keep it
+    return int(source.read(name).get("step", 0)) if source.has(name) else 0
+
+
+WHAT = "load_state()"
+_ATTEMPTS = 50
+
+
+def open_newest_complete(
+    run: CheckpointContext, candidates: Sequence[Path], options: Mapping[str, Any]
+) -> CheckpointReader:
+    """Open the first complete one of several checkpoints, the same on all ranks; raise if there is none."""
+    problems: list[str] = []
+    for folder in candidates:
+        found = _open_committed(run, folder, options)
+        if isinstance(found, CheckpointReader):
+            return found
+        problems.append(found)
+        if len(candidates) > 1:
+            logger.warning("Passed over: %s", found)
+    raise CheckpointError(problems[0] if len(problems) == 1 else f"No checkpoint is whole. {problems[0]}")
+
+
+def first_problem(problems: Iterable[str]) -> str:
+    """Return the first of the problems of all ranks, with its rank; empty if there is none."""
+    return next((f"rank {rank}: {one}" for rank, one in enumerate(problems) if one), "")
+
+
+def _open_committed(
+    run: CheckpointContext, folder: Path, options: Mapping[str, Any]
+) -> CheckpointReader | str:
+    """Open a checkpoint, or its replacement; return its problem."""
+    for _ in range(_ATTEMPTS):
+        found = _attempt(run, folder, options)
+        if found is not None:
+            return found
+        logger.debug("%s was replaced while it was being opened.", folder)
+    raise CheckpointError(f"{str(folder)!r} is replaced by another process again and again: try later.")
+
+
+def _attempt(
+    run: CheckpointContext, folder: Path, options: Mapping[str, Any]
+) -> CheckpointReader | str | None:
+    """Open a checkpoint; return its problem, or `None` if it was replaced meanwhile."""
+    source, absent, blocked = _locate(run, folder, options)
+    aside, rest = _to_verify(run, source)
+    has_models, failure = (False, None) if absent else _result_or_error(_open_models, run, source)
+    with ThreadPoolExecutor(1, "accel-verify") as thread:  # while this one reads the others
+        damage = thread.submit(_verify, replace(source, records={}), aside) if aside else None
+        if not absent and failure is None:
+            has_others, failure = _result_or_error(_open_others, run, source)
+            source = replace(source, is_open=has_models and has_others)
+        damaged = absent or _verify(source, rest) or (damage and damage.result()) or ""
+    damages = _exchange(run, source, damaged, blocked=blocked)
+    if damages is None or damages:
+        return damages
+    is_known = isinstance(failure, (OSError, CheckpointError))
+    problem = "" if failure is None else str(failure) if is_known else repr(failure)
+    problems = _exchange(run, source, problem)
+    if failure is not None and not is_known:
+        raise failure
+    if problems and source.manifest is not None:  # what was saved is whole, and is something else
+        raise CheckpointError(problems)
+    return source if problems == "" else problems
+
+
+def _result_or_error(
+    step: Callable[[CheckpointContext, CheckpointReader], bool],
+    run: CheckpointContext,
+    source: CheckpointReader,
+) -> tuple[bool, Exception | None]:
+    """Return what a step returns, and its error: all ranks must hear of it."""
+    try:
+        return step(run, source), None
+    except Exception as error:  # noqa: BLE001 - classes of users may be unpickled
+        return False, error
+
+
+def _locate(
+    run: CheckpointContext, folder: Path, options: Mapping[str, Any]
+) -> tuple[CheckpointReader, str, bool]:
+    """Return a checkpoint, the problem of its folder, and whether a writer died."""
+    manifest, problem, blocked = None, "", True
+    stamp = folders.identity(folder)
+    try:
+        folders.wait_until_replaced(folder, repair=run.commits)
+        blocked = False
+        stamp = folders.identity(folder)
+        manifest = folders.check(folder)
+    except (OSError, CheckpointError) as error:
+        problem = str(error)
+    source = CheckpointReader(
+        folder=folder,
+        manifest=manifest,
+        rank=run.rank,
+        world_size=run.runtime.topology.world_size,
+        device=run.runtime.device,
+        stamp=stamp,
+        **options,
+    )
+    return source, problem, blocked
+
+
+def _to_verify(run: CheckpointContext, source: CheckpointReader) -> tuple[list[str], list[str]]:
+    """Return this rank's share of the files: those to verify while others are read, and after that."""
+    if source.manifest is None:
+        return [], []
+    topology = run.runtime.topology
+    together = topology.local_world_size if run.project.save_on_each_node else topology.world_size
+    files = source.manifest.files
+    mine = shares(files, together)[run.rank - run.committer]
+    aside = [name for name in mine if files[name].size > folders.SMALL and not source.hashes(name)]
+    return aside, [name for name in mine if name not in aside]
+
+
+def _verify(source: CheckpointReader, names: Sequence[str]) -> str:
+    """Verify files, and all that were hashed while they were read; return the problem."""
+    if source.manifest is None:
+        return ""
+    try:
+        folders.verify(source.folder, source.manifest, names, source.records, source.record_of)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return ""
+
+
+def _exchange(
+    run: CheckpointContext, source: CheckpointReader, problem: str, *, blocked: bool = False
+) -> str | None:
+    """Return the first problem of all ranks; `None` if they have seen several checkpoints."""
+    text = "" if source.manifest is None else source.manifest.to_text()
+    digest = xxhash.xxh3_64(text.encode()).hexdigest() if text else ""
+    mine = digest, blocked or source.is_unchanged(), problem
+    digests, committed, problems = zip(*run.main.exchange(WHAT, mine), strict=True)
+    one_folder = not run.project.save_on_each_node
+    if not all(committed) or (one_folder and len({*digests} - {""}) > 1):
+        return None
+    return first_problem(problems)
+
+
+def _open_others(run: CheckpointContext, source: CheckpointReader) -> bool:
+    """Read the files of all but the models; return whether no other files are needed. No collective."""
+    prepared = run.prepared
+    shards = [optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
+    names = [] if any(shards) else [layout.optimizer_name(index) for index in range(len(shards))]
+    names += map(layout.scheduler_name, range(len(prepared.schedulers)))
+    names += map(layout.custom_name, range(len(run.custom)))
+    for name in names:
+        source.open(name, map_location=source.map_location)
+    optional = [source.rng_name()]
+    if run.precision.state_dict():
+        optional.append(layout.SCALER_NAME)
+    if run.recipe is not None and run.recipe.state_dict is not None:
+        optional.append(layout.RECIPE_NAME)
+    if prepared.dataloaders:
+        optional.append(source.position_name())
+    for name in optional:
+        if name is not None and source.has(name):
+            source.open(name)
+    return not any(shards)
+
+
+def _open_models(run: CheckpointContext, source: CheckpointReader) -> bool:
+    """Map the weights; return whether no other files of models are needed. No collective."""
+    if run.load_hooks:  # they may load models themselves, and take them from the list
+        return False
+    count = len(run.prepared.models)
+    full = [index for index in range(count) if model_loader(run, source, index) is None]
+    for index in full:
+        source.open(source.weights_name(index))
+    return len(full) == count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProposal:
     """What a rank says before anything is loaded.
 
     Args:
@@ -54,7 +536,7 @@ class Answer:
 
 
 def load(
-    run: Run,
+    run: CheckpointContext,
     input_dir: str | os.PathLike[str] | None,
     *,
     options: Mapping[str, Any],
@@ -88,7 +570,7 @@ def load(
     return source.folder
 
 
-def has_checkpoint(run: Run) -> bool:
+def has_checkpoint(run: CheckpointContext) -> bool:
     """Return whether there is a complete numbered checkpoint; call it on every rank."""
     run.finish()
     if not run.is_automatic:
@@ -96,7 +578,7 @@ def has_checkpoint(run: Run) -> bool:
     return bool(complete_everywhere(_listings(_answers(run, None, "has_checkpoint"))))
 
 
-def _candidates(run: Run, input_dir: str | os.PathLike[str] | None) -> list[Path]:
+def _candidates(run: CheckpointContext, input_dir: str | os.PathLike[str] | None) -> list[Path]:
     """Return the requested folder, or the numbered checkpoints that look complete, newest first."""
     if input_dir is None and not run.is_automatic:
         raise SettingsError(
@@ -118,10 +600,10 @@ def _candidates(run: Run, input_dir: str | os.PathLike[str] | None) -> list[Path
     return [run.numbered / layout.numbered_name(iteration) for iteration in reversed(found)]
 
 
-def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
+def _answers(run: CheckpointContext, asked: str | None, what: str) -> list[LoadProposal]:
     """Gather the answers of all ranks; check that they got the same arguments."""
-    mine = _find_candidates(run, asked) if run.commits else Answer(asked=asked)
-    answers = [Answer(**row) for row in run.main.exchange(what, asdict(mine))]
+    mine = _find_candidates(run, asked) if run.commits else LoadProposal(asked=asked)
+    answers = [LoadProposal(**row) for row in run.main.exchange(what, asdict(mine))]
     shared = not run.project.save_on_each_node
     if any(answer.asked != asked for answer in answers if shared or None in {answer.asked, asked}):
         raise DistributedOperationException(
@@ -134,28 +616,28 @@ def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
     return answers
 
 
-def _find_candidates(run: Run, asked: str | None) -> Answer:
+def _find_candidates(run: CheckpointContext, asked: str | None) -> LoadProposal:
     """Find the candidates on the node of this rank."""
     try:
         complete, following = None, 0
         if run.is_automatic:
             if asked is None:
-                complete = folders.complete_ones(run.numbered)
+                complete = folders.list_complete(run.numbered)
             following = max(folders.numbers(run.numbered), default=-1) + 1
         if asked is not None:
             folder = Path(asked).expanduser()
             if not folder.is_dir():
-                return Answer(asked=asked, problem=f"there is no folder {asked!r}")
-        return Answer(asked=asked, complete=complete, following=following)
+                return LoadProposal(asked=asked, problem=f"there is no folder {asked!r}")
+        return LoadProposal(asked=asked, complete=complete, following=following)
     except (OSError, CheckpointError) as error:
-        return Answer(asked=asked, problem=f"{error}")
+        return LoadProposal(asked=asked, problem=f"{error}")
 
 
-def _listings(answers: Iterable[Answer]) -> list[list[int]]:
+def _listings(answers: Iterable[LoadProposal]) -> list[list[int]]:
     return [answer.complete for answer in answers if answer.complete is not None]
 
 
-def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
+def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping[str, Any]) -> None:
     prepared = run.prepared
     models = run.bare_models
     wrapped = dict(zip(map(id, models), prepared.models, strict=True))
@@ -189,7 +671,7 @@ def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
     restore_rng(source, run.strategy.generators)  # last: whatever drew random numbers until here
 
 
-def _restore_recipe(run: Run, source: Source) -> None:
+def _restore_recipe(run: CheckpointContext, source: CheckpointReader) -> None:
     load = None if run.recipe is None else run.recipe.load_state_dict
     if load is not None and source.has(layout.RECIPE_NAME):
         load(source.read(layout.RECIPE_NAME))
@@ -203,7 +685,7 @@ def _restore_recipe(run: Run, source: Source) -> None:
         run.recipe.after_load(run.prepared.models)
 
 
-def _restore_optimizers(run: Run, source: Source) -> None:
+def _restore_optimizers(run: CheckpointContext, source: CheckpointReader) -> None:
     load = run.strategy.persister.load_full_optimizer_state
     models, optimizers = run.prepared.models, run.prepared.optimizers
     loaders = [optimizer_loader(run, source, index) for index in range(len(optimizers))]

@@ -1,47 +1,256 @@
-"""Save the state of a run: the steps in order, the same on every rank."""
+"""Save: steps, writer, commit."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, replace
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from accel_plugins.dcp.protocol import StateForm
+from accel_plugins import sharding
+from accel_plugins.sharding.state import StateForm
 from accel_state.errors import (
     CheckpointError,
     CheckpointWriteError,
     DistributedOperationException,
     SettingsError,
 )
-from accel_state.local_path import local_path
+from accel_state.files import local_path
 from accel_train.checkpoint import folder, layout
-from accel_train.checkpoint.contents import Contents, rank_files, shared_parts
-from accel_train.checkpoint.manifest import Manifest
-from accel_train.checkpoint.sharded import check_shared, folders_of, form_of, native_parts, sharded_parts
-from accel_train.checkpoint.writer import (
-    Job,
-    Part,
-    Report,
-    Saving,
-    complete,
-    staged_parts,
-    write_parts,
+from accel_train.checkpoint.agreement import Agreement
+from accel_train.checkpoint.contents import (
+    CheckpointContext,
+    CheckpointFile,
+    Contents,
+    check_shared,
+    folders_of,
+    form_of_run,
+    native_parts,
+    rank_files,
+    sharded_parts,
+    shared_parts,
 )
-
-if TYPE_CHECKING:
-    import os
-
-    from accel_train.checkpoint.folder import Staging
-    from accel_train.checkpoint.run import Run
+from accel_train.checkpoint.files import FolderLock, make_folder, record_of, remove, sizes_in, write_file
+from accel_train.checkpoint.folder import Staging, commit, delete, list_complete, to_prune
+from accel_train.checkpoint.layout import FileRecord, Manifest
+from accel_train.checkpoint.staging import HostStaging
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteTask:
+    """What is to be done for one checkpoint, on this rank.
+
+    Args:
+        committer: The rank that completes the folder in which this one writes.
+        limit: How many numbered checkpoints are kept; all if `None`.
+        to_disk: Whether everything is to be on disk before the checkpoint counts.
+        manifest: Without files.
+        folders: Those to which all ranks write, and that need an index.
+        lock: Of the committer, keeps other writers away until the checkpoint is complete.
+    """
+
+    target: Path
+    staging: Path
+    rank: int
+    committer: int
+    limit: int | None
+    to_disk: bool
+    manifest: Manifest
+    folders: tuple[str, ...] = ()
+    lock: FolderLock | None = None
+
+
+@dataclass(slots=True)
+class WriteResult:
+    """What a rank has done."""
+
+    committer: int
+    files: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
+    error: str | None = None
+
+    @classmethod
+    def from_dict(cls, report: dict[str, Any]) -> WriteResult:
+        """Read what `asdict` wrote."""
+        files = {name: FileRecord(**record) for name, record in report["files"].items()}
+        return cls(report["committer"], files, report["error"])
+
+
+def write_parts(job: WriteTask, parts: Sequence[CheckpointFile]) -> WriteResult:
+    """Write this rank's files.
+
+    Returns:
+        What was written; an error is part of it, for all ranks must hear of it.
+    """
+    report = WriteResult(job.committer)
+    for part in parts:
+        try:
+            path = job.staging / part.name
+            make_folder(path.parent)
+            report.files[part.name] = write_file(path, part.write_to, to_disk=job.to_disk)
+        except Exception as error:
+            report.error = _describe_error(job.rank, part.name, error)
+            logger.debug("%s", report.error, exc_info=error)
+            break
+    return report
+
+
+def staged_parts(parts: Sequence[CheckpointFile], staging: HostStaging) -> list[CheckpointFile]:
+    """Copy the states of this rank's files to host memory."""
+    staging.reset()
+    copies = [staging.copy(part.read()) for part in parts]
+    staging.synchronize()
+    return [replace(part, read=lambda state=state: state) for part, state in zip(parts, copies, strict=True)]
+
+
+def commit_when_written(job: WriteTask, report: WriteResult, agreement: Agreement) -> None:
+    """Make the checkpoint stand if all ranks have written their files, on all ranks.
+
+    Raises:
+        CheckpointWriteError: A rank has failed. There is nothing left of the checkpoint; older ones stand.
+    """
+    what = "save_state()"
+    reports = [WriteResult.from_dict(one) for one in agreement.exchange(what, asdict(report))]
+    errors = [report.error for report in reports if report.error is not None]
+    commits = job.rank == job.committer
+    problem = ""
+    if commits and not errors:
+        own = {rank: other for rank, other in enumerate(reports) if other.committer == job.rank}
+        problem = _commit(job, own)
+    if commits and (errors or problem):
+        remove(job.staging)
+    if job.lock is not None:
+        job.lock.release()  # before another rank may return
+    errors += filter(None, agreement.exchange(what, problem, last=True))
+    if errors:
+        raise CheckpointWriteError(
+            f"There is no new checkpoint at {str(job.target)!r}: {'; '.join(errors)}. Older ones stand."
+        )
+
+
+def _commit(job: WriteTask, reports: Mapping[int, WriteResult]) -> str:
+    """Put the checkpoint in its place; return what went wrong."""
+    try:
+        files = {name: record for report in reports.values() for name, record in report.files.items()}
+        sizes = sizes_in(job.staging)
+        absent = sorted(set(files) - set(sizes))
+        if absent:
+            return (
+                f"rank {job.rank} does not see {absent[0]!r}, which another rank has written to "
+                f"{str(job.staging)!r}: hosts do not share this folder. Choose a folder that they share, or "
+                "pass ProjectConfiguration(save_on_each_node=True)"
+            )
+        for folder in job.folders:
+            for note in sharding.folder.write_index(job.staging / folder, reports):
+                del files[f"{folder}/{note}"]
+        sizes = sizes_in(job.staging)
+        for name in sorted(set(sizes) - set(files)):  # hooks have written these, or the lines above
+            files[name] = record_of(job.staging / name, to_disk=job.to_disk)
+        manifest = Manifest(
+            world_size=job.manifest.world_size,
+            step=job.manifest.step,
+            iteration=job.manifest.iteration,
+            files=files,
+        )
+        commit(job.staging, job.target, manifest, to_disk=job.to_disk)
+    except (OSError, CheckpointError) as error:
+        return _describe_error(job.rank, str(getattr(error, "filename", None) or job.target), error)
+    _prune(job)
+    return ""
+
+
+def _prune(job: WriteTask) -> None:
+    newest = job.manifest.iteration
+    if newest is None or job.limit is None:
+        return
+    project = job.target.parent
+    for iteration in to_prune(list_complete(project), newest=newest, limit=job.limit):
+        try:
+            delete(project / layout.numbered_name(iteration))
+        except OSError as error:
+            logger.warning("checkpoint_%d could not be deleted: %s", iteration, error)
+
+
+def _describe_error(rank: int, name: str, error: Exception) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{error!r}"
+    return f"rank {rank} could not write {name!r}: {reason}"
+
+
+class Saving:
+    """A checkpoint that is being written, or was.
+
+    Args:
+        path: Where it stands when it is complete.
+        work: Writes it.
+    """
+
+    def __init__(self, path: str, work: Callable[[], None]) -> None:
+        self._path = path
+        self._work = work
+        self._error: BaseException | None = None
+        self._raised = False
+        # No daemon: the interpreter waits for it before it ends.
+        self._thread = threading.Thread(target=self._run, name="accel-checkpoint")
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint stands when it is complete."""
+        return self._path
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to do, well or ill; `wait` then returns, or raises, at once."""
+        return self._thread.ident is not None and not self._thread.is_alive()
+
+    def wait(self) -> str:
+        """Return when the checkpoint stands, on every rank.
+
+        Returns:
+            Where.
+
+        Raises:
+            CheckpointWriteError: It could not be written.
+        """
+        self._thread.join()
+        self._raised = True
+        if self._error is not None:
+            raise self._error
+        return self._path
+
+    def start(self) -> None:
+        """Start the writer thread; called once."""
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait until the save has ended; raise its error unless `wait` has raised it."""
+        if self._raised:
+            self._thread.join()
+        else:
+            self.wait()
+
+    def __fspath__(self) -> str:
+        return self._path
+
+    def __repr__(self) -> str:
+        return f"Saving({self._path!r}, done={self.done})"
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # noqa: BLE001 - belongs to the main thread, whatever it is
+            self._error = error
+            logger.error("%s", error)
+
 
 WHAT = "save_state()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class SaveRequest:
     """The arguments of a save; the same on all ranks."""
 
     folder: str
@@ -52,7 +261,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class SaveProposal:
     """The answer of a rank before anything is written.
 
     Args:
@@ -62,20 +271,25 @@ class Answer:
         exists: Whether that is because the numbered checkpoint is there already.
     """
 
-    request: Request
+    request: SaveRequest
     staging: str = ""
     problem: str = ""
     exists: bool = False
 
 
 def save(
-    run: Run, output_dir: str | os.PathLike[str] | None, *, safe: bool, blocking: bool, to_disk: bool
+    run: CheckpointContext,
+    output_dir: str | os.PathLike[str] | None,
+    *,
+    safe: bool,
+    blocking: bool,
+    to_disk: bool,
 ) -> Saving:
     """Save the state of a run, as `Accelerator.save_state`; return the checkpoint, complete if `blocking`."""
     run.finish()
     check_shared(run)
     target = target_of(run, output_dir)
-    request = Request(
+    request = SaveRequest(
         folder=str(target),
         iteration=run.project.iteration if run.is_automatic else None,
         safe=safe,
@@ -92,21 +306,21 @@ def save(
         raise
 
 
-def _save(run: Run, request: Request, job: Job) -> Saving:
+def _save(run: CheckpointContext, request: SaveRequest, job: WriteTask) -> Saving:
     """Write, or start the writer thread."""
     if request.iteration is not None:
         run.project.iteration = request.iteration + 1
-    parts: list[Part] = []
+    parts: list[CheckpointFile] = []
 
     def work() -> None:
         try:
-            complete(job, write_parts(job, parts), run.background)
+            commit_when_written(job, write_parts(job, parts), run.background)
         finally:
             if job.lock is not None:
                 job.lock.release()
 
     saving = Saving(str(job.target), work)
-    report, failure = Report(job.committer), None
+    report, failure = WriteResult(job.committer), None
     try:
         parts += _parts(run, job, safe=request.safe)
         if request.blocking:
@@ -121,14 +335,14 @@ def _save(run: Run, request: Request, job: Job) -> Saving:
         saving.start()
         return saving
     try:
-        complete(job, report, run.background)
+        commit_when_written(job, report, run.background)
     except CheckpointWriteError as error:
         raise error from failure
     logger.info("Saved the state to %s.", job.target)
     return saving
 
 
-def target_of(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
+def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None) -> Path:
     """Return the folder of the next checkpoint."""
     if run.is_automatic:
         target = run.numbered / layout.numbered_name(run.project.iteration)
@@ -147,15 +361,15 @@ def target_of(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
     return local_path(output_dir, "save_state(output_dir)")
 
 
-def _agree(run: Run, request: Request, target: Path) -> tuple[Path, Staging | None]:
+def _agree(run: CheckpointContext, request: SaveRequest, target: Path) -> tuple[Path, Staging | None]:
     """Agree with all ranks on the request; return the staging folder and what to release."""
     # Hosts that share no file system may well save to folders of different names.
     common = replace(request, folder="") if run.project.save_on_each_node else request
-    begun, mine = _begin(request, target) if run.commits else (None, Answer(request=request))
+    begun, mine = _begin(request, target) if run.commits else (None, SaveProposal(request=request))
     mine = replace(mine, request=common)
     try:
         rows = run.main.exchange(WHAT, asdict(mine))
-        answers = [Answer(**(row | {"request": Request(**row["request"])})) for row in rows]
+        answers = [SaveProposal(**(row | {"request": SaveRequest(**row["request"])})) for row in rows]
         if any(answer.request != answers[0].request for answer in answers):
             raise DistributedOperationException(
                 "save_state() was called with different arguments: "
@@ -172,34 +386,34 @@ def _agree(run: Run, request: Request, target: Path) -> tuple[Path, Staging | No
     return Path(answers[run.committer].staging), begun
 
 
-def _begin(request: Request, target: Path) -> tuple[Staging | None, Answer]:
+def _begin(request: SaveRequest, target: Path) -> tuple[Staging | None, SaveProposal]:
     """Make the staging folder."""
     if request.iteration is not None and target.exists():
         return None, _reserve(request, target)
     try:
-        begun = folder.begin(target)
+        begun = folder.make_staging(target)
     except CheckpointWriteError as error:
-        return None, Answer(request=request, problem=str(error))
+        return None, SaveProposal(request=request, problem=str(error))
     except (OSError, CheckpointError) as error:
         name = getattr(error, "filename", None) or target
         reason = getattr(error, "strerror", None) or str(error)
-        return None, Answer(request=request, problem=f"{str(name)!r} could not be made: {reason}")
+        return None, SaveProposal(request=request, problem=f"{str(name)!r} could not be made: {reason}")
     if request.iteration is not None and target.exists():  # another job was faster
         begun.discard()
         return None, _reserve(request, target)
-    return begun, Answer(request=request, staging=str(begun.path))
+    return begun, SaveProposal(request=request, staging=str(begun.path))
 
 
-def _reserve(request: Request, target: Path) -> Answer:
+def _reserve(request: SaveRequest, target: Path) -> SaveProposal:
     number = max(folder.numbers(target.parent)) + 1
     problem = (
         f"{str(target)!r} is there already, of an earlier run. Go on from it with load_state(), or set "
         f"ProjectConfiguration(iteration={number})."
     )
-    return Answer(request=request, problem=problem, exists=True)
+    return SaveProposal(request=request, problem=problem, exists=True)
 
 
-def _job(run: Run, request: Request, target: Path, staging: Path) -> Job:
+def _job(run: CheckpointContext, request: SaveRequest, target: Path, staging: Path) -> WriteTask:
     step = run.synchronizer.step
     if step:
         logger.warning(
@@ -208,7 +422,7 @@ def _job(run: Run, request: Request, target: Path, staging: Path) -> Job:
             step,
         )
     world_size = run.runtime.topology.world_size
-    return Job(
+    return WriteTask(
         target=target,
         staging=staging,
         rank=run.rank,
@@ -220,9 +434,9 @@ def _job(run: Run, request: Request, target: Path, staging: Path) -> Job:
     )
 
 
-def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
+def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[CheckpointFile]:
     """Run the hooks; return the files that this rank writes."""
-    prepared, form = run.prepared, form_of(run)
+    prepared, form = run.prepared, form_of_run(run)
     full = form is StateForm.FULL
     weights = [
         run.strategy.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if full

@@ -1,32 +1,129 @@
-"""`prepare_data_loader`: a torch loader in, the loader of this rank out."""
+"""Prepare_data_loader, skip_first_batches."""
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accel_state.devices.kinds import own_runtime_of
+from accel_state.device_kinds import runtime_module
 from accel_state.labels import RNGType
 from accel_state.runtime import current_or_single
-from accel_train.data.batch_shard import BatchSamplerShard
-from accel_train.data.device_transfer import warn_of_padding
-from accel_train.data.dispatcher import DataLoaderDispatcher, shard_of_ranks
-from accel_train.data.indices import INDEXING, index_source, loader_options
-from accel_train.data.iterable_shard import IterableDatasetShard
-from accel_train.data.loader import DataLoaderShard
-from accel_train.data.samplers import innermost_sampler
-from accel_train.data.sharded_already import is_sharded_already
-from accel_train.data.shuffle_sync import SharedOrder, sync_shuffle
-from accel_train.data.skip import SkipDataLoader
-from accel_train.data.stateful import is_stateful
+from accel_train.data.adapter import PreparedLoader
+from accel_train.data.dispatcher import DataLoaderDispatcher, SliceFn, shard_of_ranks
+from accel_train.data.loader import DataLoaderShard, warn_of_padding
+from accel_train.data.reading import INDEXING, index_source, is_stateful, loader_options
+from accel_train.data.samplers import SharedOrder, innermost_sampler, sync_shuffle
+from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard, is_sharded_already
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from accel_train.data.row_split import SliceFn
+class SkipBatchSampler(BatchSampler):
+    """The batches of a batch sampler without the first ones.
+
+    Args:
+        batch_sampler: Any iterable of lists of indices.
+        skip_batches: How many batches to leave out.
+
+    Example:
+        >>> list(SkipBatchSampler(BatchSampler(range(7), 3, drop_last=False), 1))
+        [[3, 4, 5], [6]]
+    """
+
+    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
+        self.batch_sampler: Any = batch_sampler
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
+        self.skip_batches = check_count(skip_batches)
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler below."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches, those left out included."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        """Number of batches that are left."""
+        return max(0, len(self.batch_sampler) - self.skip_batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the batches that are left."""
+        inner = self.batch_sampler
+        shard = inner if isinstance(inner, BatchSamplerShard) else BatchSamplerShard(inner)
+        return shard.iterate_from(self.skip_batches * shard.stride)
+
+
+class SkipDataLoader(PreparedLoader):
+    """A torch loader that leaves out the first batches of its first pass.
+
+    Args:
+        dataset: The dataset to load.
+        skip_batches: How many batches to leave out. Later passes are complete.
+        use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
+        **kwargs: As for `torch.utils.data.DataLoader`.
+
+    Example:
+        >>> loader = SkipDataLoader(list(range(5)), skip_batches=1, batch_size=2)
+        >>> [batch.tolist() for batch in loader], [batch.tolist() for batch in loader]
+        ([[2, 3], [4]], [[0, 1], [2, 3], [4]])
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            dataset,
+            skip_batches=check_count(skip_batches),
+            use_stateful_dataloader=use_stateful_dataloader,
+            **kwargs,
+        )
+
+    def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
+        """Yield the batches."""
+        return self._pass()
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
+    """Return a loader that begins its first pass later; all its further passes are complete.
+
+    What is left out of a map-style dataset is not read. A position that `load_state_dict` has set is given
+    up: batches count from the beginning of the epoch.
+
+    Args:
+        dataloader: A loader, prepared or not.
+        num_batches: How many batches of this rank to leave out.
+
+    Raises:
+        TypeError: It is no torch loader.
+
+    Example:
+        >>> loader = DataLoader(list(range(5)), batch_size=2)
+        >>> [batch.tolist() for batch in skip_first_batches(loader, 2)]
+        [[4]]
+    """
+    check_count(num_batches)
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(
+            f"skip_first_batches takes a torch.utils.data.DataLoader, prepared or not; got {dataloader!r}."
+        )
+    options = loader_options(dataloader)
+    return SkipDataLoader(dataloader.dataset, num_batches, **options)
+
+
+def check_count(batches: int) -> int:
+    """Refuse a number of batches that is none."""
+    if batches < 0:
+        raise ValueError(f"The number of batches to skip is {batches!r}; it cannot be negative.")
+    return batches
+
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +210,7 @@ def prepare_data_loader(
         world, index, together = 1, 0, 1
         rng_types = [kind for kind in rng_types if kind is not RNGType.GENERATOR]
     device = (runtime.device if device is None else torch.device(device)) if put_on_device else None
-    compiles = device is not None and own_runtime_of(device) is not None
+    compiles = device is not None and runtime_module(device) is not None
     shards: dict[str, Any] = {
         "num_processes": world,
         "process_index": index,

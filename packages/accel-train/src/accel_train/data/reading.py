@@ -1,19 +1,30 @@
-"""One pass over the data behind a loader: where it began, how far it is, and how to begin in the middle."""
+"""One pass: position, resume, torchdata state."""
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from inspect import signature
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from torch.utils.data import get_worker_info
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
-if TYPE_CHECKING:
-    from accel_train.data.batch_shard import BatchSamplerShard
-    from accel_train.data.iterable_shard import BatchWithMeta
-    from accel_train.data.samplers import OrderState
+from accel_state.errors import MissingDependencyError
+from accel_train.data.samplers import (
+    OrderState,
+    innermost_sampler,
+    is_plain_batch_sampler,
+    record_source,
+    restore_source,
+)
+from accel_train.data.shards import BatchSamplerShard, BatchWithMeta, RemainingBatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +97,14 @@ def prefetch_batches(
 def with_copies_started(
     pairs: Iterator[tuple[Any, bool]], start_copy: StartCopy | None
 ) -> Iterator[tuple[Any, Any]]:
-    """Items with whether each is the last, as `Reading.pairs`; with `start_copy`, one is read ahead."""
+    """Items with whether each is the last, as `EpochPass.pairs`; with `start_copy`, one is read ahead."""
     if start_copy is None:
         return ((item, END if is_last else None) for item, is_last in pairs)
     started = ((start_copy(item), END if is_last else None) for item, is_last in pairs)
     return (pair for pair, _ in prefetch_batches(started))
 
 
-class Reading(ABC):
+class EpochPass(ABC):
     """A pass over the data behind a loader.
 
     Attributes:
@@ -129,7 +140,7 @@ class Reading(ABC):
         """Where the epoch is after the batches that were `taken`."""
 
 
-class SamplerReading(Reading):
+class SamplerReading(EpochPass):
     """A pass over a map-style dataset."""
 
     def __init__(
@@ -154,7 +165,7 @@ class SamplerReading(Reading):
         return Position(unit=self._unit, consumed=(consumed,), order=self._order)
 
 
-class StreamReading(Reading):
+class StreamReading(EpochPass):
     """A pass over an iterable dataset.
 
     Args:
@@ -188,7 +199,7 @@ class StreamReading(Reading):
         return Position(unit=self._unit, consumed=tuple(self._consumed), next_worker=self._next_worker)
 
 
-class FakeWorkerInfo:
+class RotatedWorkerIds:
     """A `worker_init_fn` that gives every worker the id of another, so that reading resumes at the right one.
 
     Torch's loader begins with worker 0; a pass that goes on where worker 2 had its turn calls that one 0.
@@ -206,3 +217,299 @@ class FakeWorkerInfo:
             object.__setattr__(info, "id", worker_id)  # frozen against mistakes, not against need
         if self.inner is not None:
             self.inner(worker_id)
+
+
+if TYPE_CHECKING:
+    AddSamplerState = Callable[[dict[str, Any], OrderState], dict[str, Any]]
+
+_OUR_KEYS = frozenset({"format", "epoch", "position", "source", "shards"})
+_FINISHED = "_iterator_finished"  # the keys of torchdata's states, of its releases from 0.8 to 0.11
+_SNAPSHOT = "_snapshot"
+_MAIN = "_main_snapshot"
+_SAMPLER_STATE = "_sampler_iter_state"
+_PLAIN = "_plain_class"
+
+
+@cache
+def stateful_class(loader_class: type[Any]) -> type[Any]:
+    """Return the same class of loaders, derived from torchdata's `StatefulDataLoader`, too.
+
+    Raises:
+        MissingDependencyError: torchdata is not installed.
+    """
+    try:
+        base = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    except ImportError as error:
+        raise MissingDependencyError(
+            "use_stateful_dataloader=True needs torchdata: pip install 'accel-train[stateful]'."
+        ) from error
+    if issubclass(loader_class, base):
+        return loader_class
+    names = {"__module__": loader_class.__module__, "__doc__": loader_class.__doc__, _PLAIN: loader_class}
+    return type(loader_class.__name__, (loader_class, base), names)
+
+
+def plain_class(loader_class: type[Any]) -> type[Any]:
+    """Return the class of which `stateful_class` made this one, by whose name pickle finds it."""
+    return vars(loader_class).get(_PLAIN, loader_class)
+
+
+def remake_loader(loader_class: type[Any], stateful: bool) -> Any:
+    """Make a loader without attributes, for pickle and copy."""
+    return object.__new__(stateful_class(loader_class) if stateful else loader_class)
+
+
+def is_stateful(dataloader: DataLoader[Any]) -> bool:
+    """Whether a loader is torchdata's `StatefulDataLoader`; does not import torchdata."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and isinstance(dataloader, module.StatefulDataLoader)
+
+
+class TorchLoader(DataLoader[Any]):
+    """A loader of torch, and of torchdata, too, if it is made with `use_stateful_dataloader=True`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Choose the class."""
+        arguments = kwargs | signature(cls.__init__).bind_partial(None, *args, **kwargs).arguments
+        made = stateful_class(cls) if arguments.get("use_stateful_dataloader") else cls
+        return cast("Self", object.__new__(made))
+
+
+class StatefulReading(EpochPass):
+    """A pass of torchdata's loader, which is asked for its state at every batch, before it reads on."""
+
+    def __init__(
+        self,
+        iterator: Any,
+        begin: Callable[[Iterator[Any]], EpochPass],
+        add_sampler_state: AddSamplerState,
+    ) -> None:
+        self._iterator = iterator
+        self._add_sampler_state = add_sampler_state
+        self._states: deque[dict[str, Any]] = deque()
+        self._state: dict[str, Any] | None = None
+        self._inner = begin(self._record())
+        self.batches = self._inner.batches
+        self.taken = self._inner.taken
+
+    def _record(self) -> Iterator[Any]:
+        for batch in self._iterator:
+            self._states.append(self._iterator.state_dict())
+            yield batch
+
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
+        """Each of the batches, with what follows."""
+        return self._inner.pairs(start_copy)
+
+    def opened(self) -> tuple[dict[int, int], int]:
+        """Take note of the order that was drawn for the first batch."""
+        return self._inner.opened()
+
+    def advance(self, loaded: BatchWithMeta | None) -> None:
+        """Make the state after the batch that was taken the current one."""
+        self._state = self._states.popleft()
+        if self._inner.advance is not None:
+            self._inner.advance(loaded)
+
+    def position(self) -> Position:
+        """Where the loader is after the batches that were `taken`."""
+        self._inner.taken = self.taken
+        position = self._inner.position()
+        if self._state is None:
+            return position
+        return replace(position, torchdata=self._add_sampler_state(self._state, position.order or {}))
+
+
+def as_state_dict(state: dict[str, Any], *, finished: bool) -> dict[str, Any]:
+    """Return torchdata's part of a state; empty where it has none.
+
+    Example:
+        >>> as_state_dict({"_num_yielded": 2, "format": 1, "position": None}, finished=True)
+        {'_num_yielded': 2, '_iterator_finished': True}
+    """
+    own = {name: value for name, value in state.items() if name not in _OUR_KEYS}
+    return own | {_FINISHED: finished} if own else {}
+
+
+def is_finished(state: dict[str, Any]) -> bool:
+    """Whether a state of torchdata is that of a pass that has ended."""
+    return bool(state.get(_FINISHED))
+
+
+def batches_yielded(state: dict[str, Any]) -> int:
+    """Return how many batches of the pass a loader of torchdata had yielded.
+
+    Example:
+        >>> batches_yielded({"_num_yielded": 2})
+        2
+        >>> batches_yielded({"_snapshot": {"_snapshot_step": 4}, "_steps_since_snapshot": 1})
+        5
+    """
+    if _SNAPSHOT in state:
+        return state[_SNAPSHOT]["_snapshot_step"] + state["_steps_since_snapshot"]
+    if "_num_yielded" in state:
+        return state["_num_yielded"]
+    raise ValueError(
+        f"This is neither a position of a data loader of accel nor a state of torchdata's "
+        f"StatefulDataLoader: it has the keys {sorted(state)!r}."
+    )
+
+
+def order_of(state: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what replays the order of the epoch, where torchdata's own samplers have kept it."""
+    main = state[_SNAPSHOT][_MAIN] if _SNAPSHOT in state else state
+    saved = (
+        main.get(_SAMPLER_STATE) or {}
+    )  # of a batch sampler, or of the sampler itself with batch_size=None
+    generator = (saved.get("sampler_iter_state") or saved).get("generator")
+    return {"generator": generator} if isinstance(generator, torch.Tensor) else None
+
+
+def with_sampler_state(
+    state: dict[str, Any], batch_sampler: Any, order: OrderState, *, single: bool
+) -> dict[str, Any]:
+    """Return a state of torchdata with the state that its own samplers would have.
+
+    A loader of torchdata that makes its batches itself goes by that, and begins anew without it.
+
+    Args:
+        state: The state of a loader that reads the batches of a sampler of ours.
+        batch_sampler: The batch sampler behind that, not sharded across ranks.
+        order: What replays the order of the epoch.
+        single: Whether the loader gives single samples, and not batches.
+    """
+    theirs: Any = import_module("torchdata.stateful_dataloader.sampler")
+    if not is_plain_batch_sampler(batch_sampler) and type(batch_sampler) is not theirs.BatchSampler:
+        return state
+    main = state[_SNAPSHOT][_MAIN] if _SNAPSHOT in state else state
+    sampler: Any = batch_sampler.sampler
+    samples = main["_sampler_iter_yielded"] * batch_sampler.batch_size
+    if isinstance(sampler, Sized):
+        samples = min(samples, len(sampler))
+    is_shuffled = "generator" in order and type(sampler) in {RandomSampler, theirs.RandomSampler}
+    shuffled = {"yielded": samples, "generator": order["generator"]} if is_shuffled else None
+    if single:
+        main = {**main, _SAMPLER_STATE: shuffled}
+    else:
+        iterated: dict[str, Any] = {} if shuffled is None else {"sampler_iter_state": shuffled}
+        if type(sampler) is theirs.StatefulDistributedSampler:
+            iterated["sampler_state"] = {"yielded": samples}
+        main = {**main, _SAMPLER_STATE: {"samples_yielded": samples, **iterated}}
+    return {**state, _SNAPSHOT: {**state[_SNAPSHOT], _MAIN: main}} if _SNAPSHOT in state else main
+
+
+def state_before_first_pass(
+    loader: Any, ask: Callable[[], dict[str, Any]], add_sampler_state: AddSamplerState
+) -> dict[str, Any]:
+    """Ask torchdata for the state of a loader that has not begun; nothing random is drawn for it.
+
+    torchdata opens a pass for that, which is closed again: it would not see an epoch that is set later.
+    """
+    sampler = innermost_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+    source = record_source(sampler)
+    attributes: dict[str, Any] = getattr(sampler, "__dict__", {})
+    before = dict(attributes)
+    generator, loader.generator = loader.generator, torch.Generator()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            state = ask()
+    finally:
+        loader.generator = generator
+        restore_source(sampler, source)
+        attributes.update(before)  # workers have read ahead, and an epoch may have ended
+        vars(loader).update(_iterator=None, _initial_iter_for_state_dict=False)
+    return as_state_dict(add_sampler_state(state, source), finished=False)
+
+
+_SAMPLING = ("batch_size", "shuffle", "sampler", "drop_last", "generator")
+INDEXING = frozenset({"batch_size", "shuffle", "sampler", "drop_last", "batch_sampler"})
+"""The arguments of a torch loader that say what it reads; `IndexSource.options` replaces them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSource:
+    """The indices that a loader reads in an epoch.
+
+    Args:
+        shard: This rank's batches of indices.
+        collates: Whether a batch of indices is a batch of the loader. Otherwise (`batch_size=None`) the
+            loader passes on what the dataset gives for each index, or for a whole batch of indices.
+        single: Whether the dataset is asked for one index at a time, each of which is a batch.
+    """
+
+    shard: BatchSamplerShard
+    collates: bool = True
+    single: bool = False
+
+    def options(self, position: int | None = None, order: OrderState | None = None) -> dict[str, Any]:
+        """Return the arguments with which a torch loader reads these indices."""
+        if position is None and not self.single:
+            indices: BatchSampler = self.shard
+        else:
+            indices = RemainingBatches(self.shard, position or 0, order, single=self.single)
+        return {"batch_sampler": indices} if self.collates else {"sampler": indices, "batch_size": None}
+
+
+def index_source(
+    dataset: Any,
+    options: dict[str, Any],
+    *,
+    num_processes: int = 1,
+    process_index: int = 0,
+    split_batches: bool = False,
+    even_batches: bool = True,
+    static_shapes: bool = False,
+) -> IndexSource:
+    """Find the indices behind the arguments of a torch loader, and shard them."""
+    batch_sampler = options.get("batch_sampler")
+    # Torch decides what its arguments mean.
+    sampling = {name: options[name] for name in _SAMPLING if name in options}
+    plain = DataLoader(dataset, batch_sampler=batch_sampler, **sampling)
+    collates = plain.batch_sampler is not None
+    batches: Any = plain.batch_sampler if collates else plain.sampler
+    single = not collates and not isinstance(batches, BatchSampler)
+    if isinstance(batches, RemainingBatches):
+        single, batches = batches.single, batches.batch_sampler
+    if isinstance(batches, BatchSamplerShard):
+        if batches.num_processes > 1 or num_processes == 1:
+            return IndexSource(shard=batches, collates=collates, single=single)
+        batches = batches.batch_sampler
+    elif single:
+        if split_batches and num_processes > 1:
+            raise ValueError(
+                "split_batches=True cannot split the batches that a dataset makes itself (batch_size=None). "
+                "Let the main process read and split them, with dispatch_batches=True."
+            )
+        batches = BatchSampler(cast("Any", batches), 1, drop_last=False)
+    shard = BatchSamplerShard(
+        batches, num_processes, process_index, split_batches, even_batches, static_shapes=static_shapes
+    )
+    return IndexSource(shard=shard, collates=collates, single=single)
+
+
+_COPIED_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def loader_options(dataloader: DataLoader[Any]) -> dict[str, Any]:
+    """Return the arguments that make the same torch loader again, with its dataset."""
+    options = {name: getattr(dataloader, name) for name in _COPIED_OPTIONS}
+    if dataloader.pin_memory_device:
+        options["pin_memory_device"] = dataloader.pin_memory_device
+    if is_stateful(dataloader):
+        options["snapshot_every_n_steps"] = cast("Any", dataloader).snapshot_every_n_steps
+    if isinstance(dataloader.dataset, IterableDataset):
+        return {**options, "batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
+    if dataloader.batch_sampler is None:
+        return {**options, "batch_size": None, "sampler": dataloader.sampler}
+    return {**options, "batch_sampler": dataloader.batch_sampler}

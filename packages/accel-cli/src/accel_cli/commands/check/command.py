@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accel_cli.commands.check.rank_runner import play
-from accel_cli.commands.check.trace import (
-    Chosen,
+from accel_cli.commands.check.record import (
     File,
-    Order,
-    Record,
+    RankRecord,
+    RankTask,
+    SelectedStrategy,
     data_problems,
     differences,
-    ranks_to_try,
+    ranks_to_check,
+    run_ranks,
 )
-from accel_cli.commands.estimate.memory import Estimate, Job, estimate
-from accel_cli.commands.estimate.suggest import fits
+from accel_cli.commands.estimate.memory import Estimate, TrainingSetup, estimate, fits
 from accel_cli.config_file import read_config
-from accel_cli.launch.checks import Facts, uses_cpu, why_no_fp8
-from accel_cli.launch.machine import this_machine
-from accel_cli.output import Table, show, working
-from accel_cli.redact import redact
-from accel_ops.weights.sizes import convert_bytes
-from accel_state.available import require
+from accel_cli.launch.checks import LaunchFacts, uses_cpu, why_no_fp8
+from accel_cli.launch.hosts import HostDevices, probe_devices
+from accel_cli.output import Table, redact, show, working
+from accel_ops.weights.layout import convert_bytes
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.settings import combine, parse_environ, worker_environ
-
-if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Mapping, Sequence
-
-    from accel_cli.launch.machine import Machine
-    from accel_state.settings import Merged
+from accel_state.libraries import require
+from accel_state.settings import Merged, merge_layers, parse_environ, worker_environ
 
 _LARGE = 1_000_000_000
 
@@ -52,7 +45,7 @@ class Findings:
         problems: One sentence per problem.
     """
 
-    records: tuple[Record, ...]
+    records: tuple[RankRecord, ...]
     estimates: Mapping[int, Estimate]
     problems: tuple[str, ...]
 
@@ -65,10 +58,10 @@ def run(options: Namespace) -> int:
         require("plotly", "--html", install="accel-cli[plot]")
     variables = read()
     config = read_config(options.config_file, variables).sourced
-    merged = combine(options.settings, parse_environ(variables), config)
+    merged = merge_layers(options.settings, parse_environ(variables), config)
     options.world = options.world or merged.settings.launch.num_processes or 2
     orders = [
-        Order(
+        RankTask(
             script=options.script,
             arguments=tuple(options.script_arguments),
             rank=rank,
@@ -80,10 +73,10 @@ def run(options: Namespace) -> int:
     ]
     ranks = ", ".join(str(order.rank) for order in orders)
     with working(f"running {options.script!r} as rank {ranks} of {options.world}"):
-        records = play(orders, worker_environ_of_check(merged, variables), timeout=options.timeout)
+        records = run_ranks(orders, worker_environ_of_check(merged, variables), timeout=options.timeout)
     found = find_problems(records, merged, options.world, options.memory)
     if merged.settings.precision.mixed_precision == "fp8":
-        found = replace(found, problems=(*fp8_refusals(merged, this_machine(variables)), *found.problems))
+        found = replace(found, problems=(*fp8_refusals(merged, probe_devices(variables)), *found.problems))
     if options.html is not None:
         write_html(Path(options.html), found, options.script, options.memory)
     if options.json:
@@ -107,7 +100,7 @@ def write_html(path: Path, found: Findings, script: str, memory: int | None) -> 
     html.write_report(path, title, items, found.problems)
 
 
-def find_problems(records: Sequence[Record], merged: Merged, world: int, memory: int | None) -> Findings:
+def find_problems(records: Sequence[RankRecord], merged: Merged, world: int, memory: int | None) -> Findings:
     """Find the problems in the records of ranks."""
     estimates = {
         record.rank: estimate_of(record, world)
@@ -130,12 +123,12 @@ def find_problems(records: Sequence[Record], merged: Merged, world: int, memory:
     return Findings(records=tuple(records), estimates=estimates, problems=tuple(problems))
 
 
-def fp8_refusals(merged: Merged, machine: Machine) -> tuple[str, ...]:
+def fp8_refusals(merged: Merged, machine: HostDevices) -> tuple[str, ...]:
     """Explain why `accel launch` would refuse the FP8 that is asked for, if the devices of the job are known.
 
     They are those of this machine, unless it has no GPU and the job is not to run on a CPU.
     """
-    facts = Facts(merged=merged, machine=machine, environ={})
+    facts = LaunchFacts(merged=merged, machine=machine, environ={})
     is_known = uses_cpu(merged) or (facts.is_local and machine.gpus > 0)
     problem = why_no_fp8(merged, machine) if is_known else None
     return () if problem is None else (problem,)
@@ -143,7 +136,7 @@ def fp8_refusals(merged: Merged, machine: Machine) -> tuple[str, ...]:
 
 def _ranks(options: Namespace) -> tuple[int, ...]:
     if options.ranks is None:
-        return ranks_to_try(options.world, options.devices_per_machine)
+        return ranks_to_check(options.world, options.devices_per_machine)
     try:
         ranks = tuple(sorted({int(word) for word in options.ranks.split(",")}))
     except ValueError:
@@ -163,7 +156,7 @@ def worker_environ_of_check(merged: Merged, variables: Mapping[str, str]) -> dic
     return {**worker_environ(settings, variables), "ACCELERATE_DYNAMO_BACKEND": "NO"}
 
 
-def estimate_of(record: Record, world: int) -> Estimate:
+def estimate_of(record: RankRecord, world: int) -> Estimate:
     """Return the memory of a rank: as tracked, or an estimate if its strategy's code did not run."""
     chosen = record.strategy
     if record.parts:
@@ -172,7 +165,7 @@ def estimate_of(record: Record, world: int) -> Estimate:
         return Estimate(strategy=_title(chosen), parts=shown, host=host + record.host)
     assert record.sizes is not None  # noqa: S101 - for ourselves
     width = 4 if chosen.precision == "no" else 2
-    job = Job(
+    job = TrainingSetup(
         sizes=record.sizes,
         devices=world,
         width=width,
@@ -187,7 +180,7 @@ def estimate_of(record: Record, world: int) -> Estimate:
     return replace(one, host=one.host + record.host)
 
 
-def _title(chosen: Chosen) -> str:
+def _title(chosen: SelectedStrategy) -> str:
     """Return the title of the strategy, with the axes of several ranks."""
     axes = " x ".join(f"{name} {size}" for name, size in chosen.axes.items() if size > 1)
     return f"{chosen.name}: {axes}" if axes else chosen.name
@@ -217,7 +210,7 @@ def _print_findings(found: Findings, merged: Merged, options: Namespace) -> None
 def _ranks_table(found: Findings, memory: int | None) -> Table:
     is_host_shown = any(one.host >= _LARGE for one in found.estimates.values())
 
-    def row(record: Record) -> tuple[str, ...]:
+    def row(record: RankRecord) -> tuple[str, ...]:
         one = found.estimates.get(record.rank)
         used = "-" if one is None else convert_bytes(one.device)
         fit = "-" if one is None or memory is None else ("fits" if fits(one, memory) else "too large")
@@ -263,7 +256,7 @@ _BY_FORM: Mapping[str, str] = {
 }
 
 
-def checkpoints(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+def checkpoints(records: Sequence[RankRecord]) -> dict[str, dict[str, Any]]:
     """Summarise the checkpoints: by file and line of the script, with form and size."""
     found: dict[str, dict[str, Any]] = {}
     for record in records:
@@ -313,7 +306,7 @@ def _as_json(found: Findings, merged: Merged) -> str:
     return json.dumps(facts, indent=2)
 
 
-def _memory_of(found: Findings, record: Record) -> dict[str, Any]:
+def _memory_of(found: Findings, record: RankRecord) -> dict[str, Any]:
     one = found.estimates.get(record.rank)
     if one is None:
         return {"memory": None}

@@ -1,4 +1,4 @@
-"""Patch communication, storage and data in a process that runs as one rank of many.
+"""Patch communication, storage, data.
 
 Each fake is set into the module that has the real object, before the modules that use it are imported.
 """
@@ -9,39 +9,136 @@ import functools
 import itertools
 import pkgutil
 import sys
-from contextlib import nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils.data import DataLoader
 
-from accel_cli.commands.check.checkpoint import FORMS, files_of
-from accel_cli.commands.check.collectives import AloneCollectives, operations
-from accel_cli.commands.check.recorder import nbytes_of
-from accel_cli.commands.check.strategy import loading
-from accel_cli.commands.check.values import is_without_values, made_up
-from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, filled
-from accel_ops.weights.sizes import convert_file_size_to_int
-from accel_state.fp8_backends import BY_NAME, Fp8Device
-from accel_train.checkpoint.sharded import form_of
+from accel_cli.commands.check.record import RankTask
+from accel_cli.commands.check.recorder import CollectiveRecorder, fake_value, is_without_values, nbytes_of
+from accel_cli.commands.check.strategy import FORMS, files_of, loading
+from accel_ops.tree import recursively_apply
+from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
+from accel_state.collectives import ReduceOp
+from accel_state.libraries import BY_NAME, Fp8Device
+from accel_train.checkpoint.contents import form_of_run
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
-    from accel_cli.commands.check.recorder import CollectiveRecorder
-    from accel_cli.commands.check.trace import Order
+@dataclass(frozen=True, slots=True, eq=False)
+class SingleRankCollectives:
+    """`accel_state.collectives.Collectives` without other processes."""
+
+    recorder: CollectiveRecorder
+    rank: int
+    world_size: int
+    chunk_bytes: int = 0
+
+    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Return the same chunk for every rank."""
+        self._do("all_gather", meanwhile)
+        return chunk.expand(self.world_size, -1)
+
+    def all_gather_into(
+        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Leave `out` unchanged."""
+        del out, tensor
+        self._do("all_gather", meanwhile)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Leave the tensor unchanged."""
+        del tensor, src
+        self._do("broadcast")
+
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Leave `out` unchanged."""
+        del out, parts, src
+        self._do("scatter")
+        return _nothing
+
+    def all_reduce(
+        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
+    ) -> None:
+        """Leave the tensor unchanged."""
+        del tensor, op
+        self._do("all_reduce", meanwhile)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return the same object for every rank."""
+        self._do("all_gather_object")
+        return [obj] * self.world_size
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        """Leave the objects unchanged."""
+        del objects, src
+        self._do("broadcast_object_list")
+
+    def barrier(self) -> None:
+        """Return at once."""
+        self._do("wait_for_everyone")
+
+    def _do(self, kind: str, meanwhile: Callable[[], None] | None = None) -> None:
+        self.recorder.saw(kind)
+        if meanwhile is not None:
+            meanwhile()
+
+
+def operations(recorder: CollectiveRecorder, world_size: int) -> dict[str, Callable[..., Any]]:
+    """Return replacements of the operations of `accel_ops.collectives` and `accel_ops.pad`."""
+
+    def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
+        del same_shapes
+        recorder.saw("gather")
+        return recursively_apply(_repeated, tensor, error_on_other_type=True)
+
+    def _repeated(leaf: Tensor) -> Tensor:
+        return torch.cat([leaf.reshape(1) if leaf.ndim == 0 else leaf] * world_size)
+
+    def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
+        recorder.saw("gather_object")
+        return [*object] * world_size
+
+    def broadcast(tensor: Any, from_process: int = 0) -> Any:
+        del from_process
+        recorder.saw("broadcast")
+        return tensor
+
+    def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
+        del from_process
+        recorder.saw("broadcast_object_list")
+        return object_list
+
+    def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        del reduction
+        recorder.saw("reduce")
+        return recursively_apply(lambda leaf: leaf * scale, tensor, error_on_other_type=True)
+
+    def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        del dim, pad_index, pad_first
+        recorder.saw("pad_across_processes")
+        return tensor
+
+    made = (gather, gather_object, broadcast, broadcast_object_list, reduce, pad_across_processes)
+    return {function.__name__: function for function in made}
+
+
+def _nothing() -> None:
+    pass
+
 
 _END: Any = object()
 
 
-def install(recorder: CollectiveRecorder, order: Order) -> None:
+def install(recorder: CollectiveRecorder, order: RankTask) -> None:
     """Apply all patches."""
     _values()
     _moves(recorder)
@@ -143,7 +240,7 @@ def _division(recorder: CollectiveRecorder) -> None:
     name = next(one for one in _OF_PROPAGATION if one in vars(shapes))
     setattr(shapes, name, _within(recorder.uncounted, vars(shapes)[name]))
     _set("torch.distributed.fsdp._fully_shard._fsdp_param", _chunk_with_empty=Chunks)
-    values: Any = import_module("accel_plugins.sharding.materialize")
+    values: Any = import_module("accel_plugins.sharding.wrap")
 
     def empty(model: Any, replaced: Any) -> None:
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -156,7 +253,7 @@ def _division(recorder: CollectiveRecorder) -> None:
             for name in names:
                 values.put_tensor(model, name, new)
 
-    values._empty = empty
+    values._move_to_meta = empty
     # Models that libraries make are not sharded: nothing of DeepSpeed runs here.
     _set("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
 
@@ -202,7 +299,7 @@ def _instead(real: Callable[..., Any], make: Callable[[Any], Any]) -> Callable[.
 
 
 def _list(tensor: Any) -> Any:
-    value: Any = made_up(tensor)
+    value: Any = fake_value(tensor)
     for length in reversed(tensor.shape):
         value = [value] * length
     return value
@@ -254,13 +351,14 @@ def _cast_inputs(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (inputs.to(torch.get_autocast_dtype("cpu")) if low else inputs, *rest)
 
 
-def _communication(recorder: CollectiveRecorder, order: Order) -> None:
+def _communication(recorder: CollectiveRecorder, order: RankTask) -> None:
     _set(
-        "accel_state.runtime", TorchCollectives=lambda _: AloneCollectives(recorder, order.rank, order.world)
+        "accel_state.runtime",
+        TorchCollectives=lambda _: SingleRankCollectives(recorder, order.rank, order.world),
     )
     made = operations(recorder, order.world)
     _set("accel_ops.pad", pad_across_processes=made.pop("pad_across_processes"))
-    _set("accel_ops.collect", **made)
+    _set("accel_ops.collectives", **made)
     registry: Any = import_module("accel_plugins.registry")
     registry.load = loading(recorder, registry.load)
 
@@ -288,7 +386,7 @@ def _storage(recorder: CollectiveRecorder) -> None:
         if run.is_automatic:
             run.project.iteration += 1
         with recorder.silence():
-            form = FORMS[form_of(run)]
+            form = FORMS[form_of_run(run)]
             files = [*files_of(run, safe=safe)]
         for name, nbytes, full_nbytes in files:
             recorder.wrote(str(folder / name), nbytes, form=form, full_nbytes=full_nbytes)
@@ -306,7 +404,7 @@ def _storage(recorder: CollectiveRecorder) -> None:
     def held(parts: Any, options: Any) -> Iterator[Any]:
         """Hold references to the parts as long as the writer would."""
         limit = convert_file_size_to_int(options.get("max_shard_size", DEFAULT_SHARD_SIZE))
-        shards = filled(((part, nbytes_of(part)) for part in parts), limit)
+        shards = fill_shards(((part, nbytes_of(part)) for part in parts), limit)
         for shard, _ in shards:
             yield [*shard]
             shard.clear()
@@ -330,7 +428,7 @@ def _storage(recorder: CollectiveRecorder) -> None:
 
 
 def _data(recorder: CollectiveRecorder, batches: int) -> None:
-    prepared: Any = import_module("accel_train.data.prepared")
+    prepared: Any = import_module("accel_train.data.adapter")
     preparing: Any = import_module("accel_train.data.prepare")
     real_pass, real_iter = prepared.PreparedLoader._pass, DataLoader.__iter__
 

@@ -10,34 +10,30 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_cli.commands.check.patches import install
-from accel_cli.commands.check.rank_runner import ended, too_long
+from accel_cli.commands.check.record import RankRecord, RankTask, exit_reason, timeout_reason
 from accel_cli.commands.check.recorder import CollectiveRecorder
-from accel_cli.commands.check.trace import Order, Record
-from accel_cli.commands.estimate.memory import Sizes
-from accel_cli.commands.estimate.weights import sizes_of
+from accel_cli.commands.estimate.memory import ModelSizes
+from accel_cli.commands.estimate.meta_model import sizes_of
 from accel_state import environ
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _PAUSE = 0.05
 
 
-def main(order: Order) -> None:
+def main(order: RankTask) -> None:
     """Run as a rank, and write its record."""
     dist.init_process_group("fake", rank=order.rank, world_size=order.world, store=FakeStore())
     recorder = CollectiveRecorder()
     install(recorder, order)
     stopped = _run(recorder, order)
-    record = Record(
+    record = RankRecord(
         rank=order.rank,
         strategy=recorder.strategy,
         fp8=recorder.fp8,
@@ -55,7 +51,7 @@ def main(order: Order) -> None:
     _write(order, record)
 
 
-def _run(recorder: CollectiveRecorder, order: Order) -> str:
+def _run(recorder: CollectiveRecorder, order: RankTask) -> str:
     """Run the script; return the reason if it stopped early."""
     sys.argv = [order.script, *order.arguments]
     sys.path.insert(0, str(Path(order.script).resolve().parent))
@@ -79,11 +75,11 @@ def _run(recorder: CollectiveRecorder, order: Order) -> str:
     return ""
 
 
-def _sizes(recorder: CollectiveRecorder) -> Sizes | None:
+def _sizes(recorder: CollectiveRecorder) -> ModelSizes | None:
     if not recorder.models:
         return None
     each = [sizes_of(model) for model in recorder.models]
-    return Sizes(
+    return ModelSizes(
         parameters=sum(one.parameters for one in each),
         trainable=sum(one.trainable for one in each),
         blocks=tuple(block for one in each for block in one.blocks),
@@ -92,9 +88,9 @@ def _sizes(recorder: CollectiveRecorder) -> Sizes | None:
     )
 
 
-def conduct(orders: Sequence[Order], *, timeout: int, at_once: int) -> None:
+def fork_ranks(orders: Sequence[RankTask], *, timeout: int, at_once: int) -> None:
     """Fork one process for each rank, with the modules that this one has imported."""
-    waiting, running = [*reversed(orders)], dict[int, tuple[Order, float]]()
+    waiting, running = [*reversed(orders)], dict[int, tuple[RankTask, float]]()
     while waiting or running:
         while waiting and len(running) < at_once:
             order = waiting.pop()
@@ -109,8 +105,12 @@ def conduct(orders: Sequence[Order], *, timeout: int, at_once: int) -> None:
             del running[pid]
             code = os.waitstatus_to_exitcode(status)
             if is_late or not Path(order.output).is_file():
-                why = too_long(timeout) if is_late else ended(code, _log(order).read_text("utf-8", "replace"))
-                _write(order, Record(rank=order.rank, stopped=why))
+                why = (
+                    timeout_reason(timeout)
+                    if is_late
+                    else exit_reason(code, _log(order).read_text("utf-8", "replace"))
+                )
+                _write(order, RankRecord(rank=order.rank, stopped=why))
         time.sleep(_PAUSE)
 
 
@@ -122,7 +122,7 @@ def import_often_needed(script: Path) -> None:
             import_module("transformers.modeling_utils")
 
 
-def _fork(order: Order) -> int:
+def _fork(order: RankTask) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -142,11 +142,11 @@ def _fork(order: Order) -> int:
         os._exit(code)
 
 
-def _log(order: Order) -> Path:
+def _log(order: RankTask) -> Path:
     return Path(order.output).with_suffix(".log")
 
 
-def _write(order: Order, record: Record) -> None:
+def _write(order: RankTask, record: RankRecord) -> None:
     Path(order.output).write_bytes(pickle.dumps(record))
 
 
@@ -156,7 +156,7 @@ def _wait_for_start(path: Path) -> None:
     if len(orders) == 1:
         main(orders[0])
     else:
-        conduct(orders, timeout=timeout, at_once=at_once)
+        fork_ranks(orders, timeout=timeout, at_once=at_once)
     # The records are written; to clear every module of torch would take a fifth of a short check.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Record the collectives, files and memory of a script that runs on fake tensors."""
+"""Record collectives, memory; fake values."""
 
 from __future__ import annotations
 
@@ -6,30 +6,334 @@ import contextlib
 import copy
 import hashlib
 import sys
-from collections.abc import Sized
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import (
+    TorchDispatchMode,
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage] - there is no public name
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from accel_cli.commands.check.memory_tracker import Meter
-from accel_cli.commands.check.trace import Chosen, Event, File, Loader
-from accel_cli.commands.check.values import MadeUpValues, is_without_values
-from accel_cli.commands.estimate.memory import Buckets
-from accel_cli.commands.estimate.trace import Ledger, storage_key
+from accel_cli.commands.check.record import File, LoaderRecord, RecordedCollective, SelectedStrategy
+from accel_cli.commands.estimate.memory import ADAM, Buckets
+from accel_cli.commands.estimate.trace import LiveStorageTracker, storage_key, wraps_tensors
+from accel_ops.tree import local_part
+from accel_plugins.fp8.recipe import plain_tensor
 from accel_state.rank_status import call_site, source_location
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    from torch import nn
     from torch.optim import Optimizer
+
+
+KINDS = ("parameters", "gradients", "optimizer", "working")
+"""What is counted on its own; `working` is the rest: activations, what is gathered, what communicates."""
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_DEVICE = torch.ops.prim.device.default
+
+
+class RankMemoryTracker(TorchDispatchMode):
+    """Tracks the live storages of a rank, and the moments of its peaks.
+
+    Sharded parameters, gradients and states count with the rank's shard. As in
+    `torch.distributed._tools.mem_tracker`, which supports one device only, operations on DTensors are seen as
+    those on their shards, and sizes follow `UntypedStorage.resize_`, by which FSDP frees gathered parameters.
+
+    Args:
+        fakes: The mode of fake tensors. DTensor may have another one, which allocates nothing.
+
+    Attributes:
+        is_paused: Whether new tensors take no memory of the rank.
+        host: Peak of host bytes: of tensors that were moved there, and of all computed from them.
+    """
+
+    def __init__(self, fakes: FakeTensorMode) -> None:
+        super().__init__()
+        self._fakes = fakes
+        self._alive: dict[int, list[Any]] = {}
+        self._bytes: dict[str, int] = dict.fromkeys((*KINDS, "host"), 0)
+        self._in_passes: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._in_steps: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._kind = "working"
+        self._models: list[nn.Module] = []
+        self._is_stepping = False
+        self._state = 0
+        self.is_paused = False
+        self.host = 0
+
+    def __enter__(self) -> RankMemoryTracker:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resized()  # pyright: ignore[reportAttributeAccessIssue]
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*error)  # pyright: ignore[reportArgumentType]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # four of five calls are this one
+        if any(map(wraps_tensors, types)):
+            return NotImplemented  # it is dispatched again with the tensors inside
+        # On fake tensors, waiting would create another tensor.
+        result = args[0] if func is _WAIT else func(*args, **(kwargs or {}))
+        if active_fake_mode() is self._fakes and not self.is_paused:
+            kind = self._kind
+            if kind == "working" and self._bytes["host"] and any(map(self.has_on_host, tree_leaves(args))):
+                kind = "host"
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, Tensor):
+                    self._see(leaf, kind)
+            self._update_peak()
+        return result
+
+    def has_on_host(self, leaf: object) -> bool:
+        """Return whether a value is a tensor that was moved to the host, or computed from one there."""
+        return isinstance(leaf, Tensor) and self._alive.get(storage_key(leaf), ("",))[0] == "host"
+
+    @contextlib.contextmanager
+    def moving(self, *, to_host: bool) -> Generator[None]:
+        """Place new tensors on the host within the block, or on the device."""
+        before, self._kind = self._kind, "host" if to_host else "back"
+        try:
+            yield
+        finally:
+            self._kind = before
+
+    def add(self, model: nn.Module) -> None:
+        """Track a prepared model, and its gradients from now on."""
+        self._models.append(model)
+        self._mark([*model.parameters(), *model.buffers()], "parameters")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._finish)
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer) -> Generator[None]:
+        """Attribute new tensors that stay to the optimizer's state within the block."""
+        self._is_stepping = True
+        try:
+            yield
+        finally:
+            self._mark(_tensors_in(optimizer.state.values()), "optimizer")
+            for model in self._models:  # FSDP may have replaced them in its first forward pass
+                self._mark(model.parameters(), "parameters")
+            self._state = self._bytes["optimizer"]
+            self._update_peak()
+            self._is_stepping = False
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that are alive on the device at present."""
+        return sum(self._bytes[kind] for kind in KINDS)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes at the rank's peak, by kind.
+
+        The optimizer's state counts in every pass but the first; if no step was tracked, that of Adam.
+        """
+        state = self._state or ADAM * sum(
+            local_part(one).numel()
+            for model in self._models
+            for one in model.parameters()
+            if one.requires_grad
+        )
+        in_passes = {**self._in_passes, "optimizer": state}
+        return max(in_passes, self._in_steps, key=lambda parts: sum(parts.values()))
+
+    def _finish(self, parameter: Tensor) -> None:
+        self._mark([parameter.grad], "gradients")
+
+    def _mark(self, tensors: Iterable[Any], kind: str) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                part = plain_tensor(local_part(tensor))
+                self._see(part, kind)
+                entry = self._alive.get(storage_key(part))
+                if entry is None:
+                    continue
+                self._bytes[entry[0]] -= entry[1]
+                self._bytes[kind] += entry[1]
+                entry[0] = kind
+
+    def _see(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(tensor)
+        if key in self._alive or tensor.is_meta:
+            return
+
+        def on_free(_: object) -> None:
+            entry = self._alive.pop(key, None)
+            if entry is not None:
+                self._bytes[entry[0]] -= entry[1]
+
+        size = storage.nbytes()
+        kind = "working" if kind == "back" else kind
+        self._alive[key] = [kind, size, weakref.ref(storage, on_free)]
+        self._bytes[kind] += size
+
+    def _resized(self) -> Any:
+        real = self._resize
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = real(storage, size)
+            entry = self._alive.get(storage._cdata)  # pyright: ignore[reportPrivateUsage] - as `storage_key`
+            if entry is not None:
+                self._bytes[entry[0]] += storage.nbytes() - entry[1]
+                entry[1] = storage.nbytes()
+                self._update_peak()
+            return result
+
+        return resize_
+
+    def _update_peak(self) -> None:
+        self.host = max(self.host, self._bytes["host"])
+        now: dict[str, int] = {kind: self._bytes[kind] for kind in KINDS}
+        if self._is_stepping:
+            if sum(now.values()) >= sum(self._in_steps.values()):
+                self._in_steps = now
+        elif _without_state(now) > _without_state(self._in_passes):
+            self._in_passes = now
+
+
+def _without_state(parts: dict[str, int]) -> int:
+    return sum(parts.values()) - parts["optimizer"]
+
+
+def _tensors_in(states: Iterable[Any]) -> list[Tensor]:
+    return [leaf for state in states for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+
+
+_ATEN: Any = torch.ops.aten
+_COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+_LOCAL = frozenset({"wait_tensor", "wait_tensors"})
+
+_NEVER = frozenset({_ATEN.isnan.default, _ATEN.isinf.default, _ATEN.isposinf.default, _ATEN.isneginf.default})
+"""What asks whether something has gone wrong: it has not."""
+
+_STILL = frozenset(
+    {
+        _ATEN.any.default, _ATEN.any.dim, _ATEN.any.dims, _ATEN.all.default, _ATEN.all.dim, _ATEN.sum.default,
+        _ATEN.logical_or.default, _ATEN.bitwise_or.Tensor, _ATEN.alias.default, _ATEN.detach.default,
+        _ATEN.view.default, _ATEN.clone.default, _ATEN._to_copy.default, _ATEN.select.int,
+    }
+)  # fmt: skip
+"""What keeps a no a no, if all that it is computed from is one."""
+
+
+class FakeValueMode(TorchDispatchMode):
+    """Mode that returns values for fake tensors, and calls `saw` with the script's own collectives."""
+
+    def __init__(self, saw: Callable[[str], None]) -> None:
+        super().__init__()
+        self._saw = saw
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and is_without_values(args[0]):
+            return args[0].device
+        answer = ANSWERS.get(func)
+        if answer is not None and is_without_values(args[0]):
+            return answer(*args, **(kwargs or {}))
+        if any(map(wraps_tensors, types)):
+            return NotImplemented  # it is dispatched again with the tensors inside
+        if func.namespace in _COMMUNICATION:
+            name = func.__name__.partition(".")[0].strip("_")
+            if name not in _LOCAL:
+                self._saw(name.removesuffix("_base"))
+        if func is _ATEN.index.Tensor:
+            args = (args[0], _without_masks(args[1]))
+        result = func(*args, **(kwargs or {}))
+        if _defaults_to_false(func, args):
+            result.is_made_up_no = True
+        return result
+
+
+def fake_value(tensor: Any) -> bool | int | float:
+    """Return a value for a fake tensor: one; False where it indicates an error.
+
+    Example:
+        >>> fake_value(torch.zeros(1)), fake_value(torch.zeros(1, dtype=torch.bool))
+        (1.0, True)
+    """
+    is_yes = not getattr(tensor, "is_made_up_no", False)
+    if tensor.dtype == torch.bool:
+        return is_yes
+    return float(is_yes) if tensor.is_floating_point() else int(is_yes)
+
+
+def is_without_values(tensor: Any) -> bool:
+    """Return whether a tensor is fake."""
+    return isinstance(tensor, FakeTensor)
+
+
+def _defaults_to_false(func: Any, args: tuple[Any, ...]) -> bool:
+    if func in _NEVER:
+        return is_without_values(args[0])
+    if func is _ATEN.ne.Tensor:  # how a value is tested for being a number
+        return args[0] is args[1]
+    if func not in _STILL:
+        return False
+    found = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return all(getattr(leaf, "is_made_up_no", False) for leaf in found)
+
+
+def _without_masks(indices: Any) -> list[Any]:
+    """Replace masks by the indices that they select."""
+    found: list[Any] = []
+    for index in indices:
+        if (
+            isinstance(index, Tensor)
+            and is_without_values(index)
+            and index.dtype in {torch.bool, torch.uint8}
+        ):
+            found += [index.new_empty(index.numel(), dtype=torch.int64)] * max(1, index.ndim)
+        else:
+            found.append(index)
+    return found
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
+
+
+def _selected(tensor: Tensor, mask: Tensor) -> Tensor:
+    return torch.broadcast_tensors(tensor, mask)[0].reshape(-1).clone()
+
+
+def _unique(
+    tensor: Tensor, ordered: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    del ordered
+    positions = tensor.new_empty(tensor.shape if return_inverse else 0, dtype=torch.int64)
+    counts = tensor.new_empty(tensor.numel() if return_counts else 0, dtype=torch.int64)
+    return tensor.reshape(-1).clone(), positions, counts
+
+
+def _yes(*tensors: Any) -> bool:
+    return bool(fake_value(tensors[0]))
+
+
+ANSWERS: Mapping[Any, Callable[..., Any]] = {
+    _ATEN._local_scalar_dense.default: fake_value,
+    _ATEN.is_nonzero.default: _yes,
+    _ATEN.equal.default: lambda *_: True,
+    _ATEN.nonzero.default: _nonzero,
+    _ATEN.masked_select.default: _selected,
+    _ATEN._unique2.default: _unique,
+}
+"""By the operation that asks."""
 
 
 _MOST_INDICES = 2**20
@@ -48,14 +352,14 @@ class CollectiveRecorder:
         fp8: The title of the library that would multiply matrices in 8 bits.
     """
 
-    events: list[Event] = field(default_factory=list[Event])
+    events: list[RecordedCollective] = field(default_factory=list[RecordedCollective])
     files: list[File] = field(default_factory=list[File])
-    loaders: dict[int, Loader] = field(default_factory=dict[int, Loader])
+    loaders: dict[int, LoaderRecord] = field(default_factory=dict[int, LoaderRecord])
     models: list[nn.Module] = field(default_factory=list["nn.Module"])
-    strategy: Chosen = field(default_factory=Chosen)
+    strategy: SelectedStrategy = field(default_factory=SelectedStrategy)
     fakes: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
-    ledger: Ledger | None = None
-    meter: Meter | None = None
+    ledger: LiveStorageTracker | None = None
+    meter: RankMemoryTracker | None = None
     buckets: Buckets = field(default_factory=Buckets)
     on_rank: int = 0
     fp8: str = ""
@@ -69,7 +373,7 @@ class CollectiveRecorder:
         with contextlib.ExitStack() as stack:
             self._stack = stack
             stack.enter_context(self.fakes)
-            stack.enter_context(MadeUpValues(self.saw))
+            stack.enter_context(FakeValueMode(self.saw))
             yield
 
     def prepared(self, models: Sequence[nn.Module], *, sharded: bool = False) -> None:
@@ -77,12 +381,12 @@ class CollectiveRecorder:
         self.models += models
         if sharded:
             if self.meter is None:
-                self.meter = self._stack.enter_context(Meter(self.fakes))
+                self.meter = self._stack.enter_context(RankMemoryTracker(self.fakes))
             for model in models:
                 self.meter.add(model)
             return
         if self.ledger is None:
-            self.ledger = self._stack.enter_context(Ledger(models[0]))
+            self.ledger = self._stack.enter_context(LiveStorageTracker(models[0]))
         for model in models:
             self.ledger.add_weights(model)
             for parameter in model.parameters():
@@ -126,7 +430,7 @@ class CollectiveRecorder:
         if not (self.is_outside or self._silent):
             counters = [one for one in (self.ledger, self.meter) if one is not None]
             nbytes = sum(one.device_bytes for one in counters)
-            self.events.append(Event(kind=kind, where=source_line(), nbytes=nbytes))
+            self.events.append(RecordedCollective(kind=kind, where=source_line(), nbytes=nbytes))
 
     def wrote(self, name: str, nbytes: int, *, form: str = "", full_nbytes: int | None = None) -> None:
         """Record a file."""
@@ -141,7 +445,7 @@ class CollectiveRecorder:
         indices = ""
         if is_custom and isinstance(sampler, Sized) and len(sampler) <= _MOST_INDICES:
             indices = _digest(repr(sorted(copy.deepcopy(sampler))).encode())  # pyright: ignore[reportArgumentType] - it iterates
-        self.loaders[id(loader)] = Loader(where=source_line(), shard=shard, indices=indices)
+        self.loaders[id(loader)] = LoaderRecord(where=source_line(), shard=shard, indices=indices)
 
     def read_batch(self, loader: Any, batch: Any) -> None:
         """Record a batch of a prepared loader, if its tensors have values of several kinds."""
@@ -162,7 +466,7 @@ class CollectiveRecorder:
         """Run the block on real tensors."""
         self._outside += 1
         try:
-            with _disable_current_modes(), MadeUpValues(self.saw):  # tensors of before are fake
+            with _disable_current_modes(), FakeValueMode(self.saw):  # tensors of before are fake
                 yield
         finally:
             self._outside -= 1

@@ -1,4 +1,4 @@
-"""The strategy of a checked rank, with a recorder of its collectives.
+"""Recorded strategy, fake engines.
 
 Strategies that shard models with PyTorch's own API run as they are, on a fake process group. Under the others
 models stay unsharded, and their memory is estimated.
@@ -7,44 +7,356 @@ models stay unsharded, and their memory is estimated.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_leaves
 
-from accel_cli.commands.check.checkpoint import Sharded
-from accel_cli.commands.check.engines import FakeDeepSpeed, FakeMegatron, plugin_of
-from accel_cli.commands.check.parts import on_parts
-from accel_cli.commands.check.trace import Chosen
-from accel_cli.commands.estimate.memory import MASTER
-from accel_plugins.dcp.protocol import StateForm
+from accel_cli.commands.check.record import SelectedStrategy
+from accel_cli.commands.estimate.memory import ADAM, MASTER, Buckets
+from accel_cli.commands.estimate.trace import storage_key
+from accel_ops.tree import local_part
+from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler, KnownValue
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.fsdp.fields import form_of
-from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
-from accel_plugins.kwargs.run import DataLoaderConfiguration, GradientAccumulationPlugin
-from accel_plugins.megatron.groups import groups_of
-from accel_plugins.precision.amp import EnginePrecision
-from accel_plugins.strategies.deepspeed import accumulation_of
-from accel_plugins.strategies.megatron import batch_sharding
-from accel_plugins.strategies.replicated import ReplicatedPersister
-from accel_plugins.strategies.torch_step import TorchStepper
-from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpec
+from accel_plugins.deepspeed.strategy import accumulation_of, check_request, configuration_of
+from accel_plugins.fp8.recipe import plain_tensor
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
+from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
+from accel_plugins.megatron.checks import stage_elements
+from accel_plugins.megatron.data import MegatronLMDummyScheduler, with_all_micro_batches
+from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.strategy import Groups, MegatronRun, MegatronWrapper, batch_sharding, groups_of
+from accel_plugins.precision import EnginePrecision
+from accel_plugins.sharding import folder as local
+from accel_plugins.sharding.folder import ShardWriter
+from accel_plugins.sharding.state import INDEX_NAME, ShardedStates, StateForm, shard_file
+from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, Strategy, StrategySpec
+from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised
 from accel_state.accelerator_state import AcceleratorState
+from accel_state.runtime import Runtime
+from accel_state.settings.model import Settings
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.contents import CheckpointContext, form_of_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
-
-    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_cli.commands.check.recorder import CollectiveRecorder
-    from accel_plugins.bundle import Bundle
-    from accel_plugins.roles import PrecisionPolicy
-    from accel_state.runtime import Runtime
-    from accel_state.settings.model import Settings
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The element types of engines by the name of their precision."""
+
+_KEYS = {
+    "reduce": "reduce_bucket_size",
+    "prefetch": "stage3_prefetch_bucket_size",
+    "live": "stage3_max_live_parameters",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeDeepSpeed:
+    """Fake of DeepSpeed's engine: it fills the configuration, and casts the model."""
+
+    plugin: DeepSpeedPlugin
+    world_size: int
+    accumulation: KnownValue
+    split_batches: bool
+    on_buckets: Callable[[Buckets], None]
+
+    def check(self, bundle: Bundle) -> None:
+        """Check that an engine can be built, and that the configuration does not contradict."""
+        check_materialised(bundle)
+        check_request(self.plugin.hf_ds_config, bundle, trains=False)
+        if bundle.models:
+            self._configuration(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Cast models to their precision, and replace placeholders by real objects."""
+        if not bundle.models or evaluation:
+            return bundle
+        self.on_buckets(buckets_of(self._configuration(bundle)))
+        dtype = DTYPES.get(self.plugin.mixed_precision)
+        models = [model if dtype is None else model.to(dtype) for model in bundle.models]
+        optimizers: list[Any] = [
+            torch.optim.AdamW(one.params) if isinstance(one, DummyOptim) else one for one in bundle.optimizers
+        ]
+        return _with_real_schedulers(replace(bundle, models=models, optimizers=optimizers), DummyScheduler)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model."""
+        return model
+
+    def _configuration(self, bundle: Bundle) -> dict[str, Any]:
+        return configuration_of(
+            self.plugin,
+            bundle.models[0],
+            bundle,
+            world_size=self.world_size,
+            accumulation=self.accumulation,
+            split_batches=self.split_batches,
+        )
+
+
+def buckets_of(configuration: dict[str, Any]) -> Buckets:
+    """Return the buckets that a configuration allocates, with DeepSpeed's defaults.
+
+    Example:
+        >>> buckets_of({"zero_optimization": {"reduce_bucket_size": 1e6}}).reduce
+        1000000
+    """
+    zero = configuration.get("zero_optimization", {})
+    return Buckets(**{name: int(zero[key]) for name, key in _KEYS.items() if key in zero})
+
+
+def plugin_of(handlers: Mapping[type, Any]) -> MegatronLMPlugin:
+    """Return the plugin of a run."""
+    return handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeMegatron:
+    """Fake of Megatron's engine with its checks; models are not sharded."""
+
+    runtime: Runtime
+    plugin: MegatronLMPlugin
+    groups: Groups
+    on_elements: Callable[[int], None]
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse what Megatron's wrapper refuses."""
+        MegatronWrapper(
+            runtime=self.runtime,
+            plugin=self.plugin,
+            precision="no",
+            trained=MegatronRun(),
+            groups=self.groups,
+        ).check(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Replace placeholders of schedules by real ones, and loaders by those of all micro-batches."""
+        del evaluation
+        if self.plugin.custom_model_provider_function is None:
+            for model in bundle.models:
+                last = self.plugin.decoder_last_pipeline_num_layers
+                stages = stage_elements(model, self.groups.tensor, self.groups.pipeline, last=last)
+                self.on_elements(stages[self.groups.pipeline_rank])
+        loaders = [with_all_micro_batches(one, self.plugin) for one in bundle.dataloaders]
+        return _with_real_schedulers(replace(bundle, dataloaders=loaders), MegatronLMDummyScheduler)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model."""
+        return model
+
+
+def _with_real_schedulers(bundle: Bundle, placeholder: type[Any]) -> Bundle:
+    schedulers: list[Any] = [
+        LambdaLR(bundle.optimizers[0], lambda _: 1.0) if isinstance(one, placeholder) else one
+        for one in bundle.schedulers
+    ]
+    return replace(bundle, schedulers=schedulers)
+
+
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.SGD,
+    }
+)
+"""Optimizers that change every element by itself, so that a part is changed as the whole is."""
+
+
+@contextlib.contextmanager
+def step_on_local_shards(optimizer: Optimizer) -> Generator[None]:
+    """Replace the parameters of an `ELEMENTWISE` optimizer by this rank's local shards within the block.
+
+    `DTensor` propagates the sharding of each result, which takes most of a step of many tensors. Afterwards
+    the state is as if the optimizer had updated the DTensors.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        yield
+        return
+    full = [[*group["params"]] for group in optimizer.param_groups]
+    parts = [[_part(one) for one in group] for group in full]
+    pairs = [pair for own, theirs in zip(parts, full, strict=True) for pair in zip(own, theirs, strict=True)]
+    state: Any = optimizer.state
+    _put(optimizer, parts)
+    for part, one in pairs:
+        if part is not one and one in state:
+            state[part] = {name: _local(value) for name, value in state.pop(one).items()}
+    try:
+        yield
+    finally:
+        _put(optimizer, full)
+        for part, one in pairs:
+            if part is not one and part in state:
+                state[one] = {name: _like(value, one) for name, value in state.pop(part).items()}
+
+
+def _put(optimizer: Optimizer, params: list[list[Any]]) -> None:
+    for group, own in zip(optimizer.param_groups, params, strict=True):
+        group["params"] = own
+
+
+def _part(parameter: Any) -> Any:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    part: Any = _local(parameter).detach()
+    part.grad = None if parameter.grad is None else _local(parameter.grad)
+    return part
+
+
+def _local(value: Any) -> Any:
+    return plain_tensor(local_part(value)) if isinstance(value, Tensor) else value
+
+
+def _like(value: Any, full: Any) -> Any:
+    """Return the DTensor of a local tensor, if its shape is that of a parameter's shard."""
+    if not isinstance(value, Tensor) or value.shape != local_part(full).shape:
+        return value
+    meta = TensorMeta(full.shape, full.stride(), value.dtype)
+    spec = DTensorSpec(full.device_mesh, full.placements, tensor_meta=meta)
+    return DTensor(value, spec, requires_grad=False)  # pyright: ignore[reportCallIssue] - as in `shard_like`
+
+
+FORMS: Mapping[StateForm, str] = {
+    StateForm.FULL: "whole",
+    StateForm.SHARDED: "sharded",
+    StateForm.NATIVE: "by rank",
+}
+"""What forms are called: one rank writes everything; all ranks write parts that any number of ranks can read;
+all ranks write parts in the strategy's own way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharded:
+    """The sharding of checkpoints by a strategy whose own code does not run in the check.
+
+    Args:
+        saved: Form of the checkpoint.
+        stage: ZeRO stage, 0 to 3; None for FSDP.
+        width: Bytes of an element of DeepSpeed's weights.
+    """
+
+    saved: StateForm
+    stage: int | None = None
+    width: int = MASTER
+
+    def form(self) -> StateForm:
+        """Return the form that `save_state` would write."""
+        return self.saved
+
+
+def files_of(run: CheckpointContext, *, safe: bool) -> Iterator[tuple[str, int, int]]:
+    """Yield the files that a rank would write, with their bytes and those of all ranks' shards.
+
+    What is small counts nothing.
+    """
+    prepared, shards = run.prepared, run.strategy.shards
+    sharded = shards if isinstance(shards, Sharded) else None
+    if sharded is not None and sharded.stage is not None:
+        yield from _of_deepspeed(run, sharded.stage, sharded.width)
+    else:
+        yield from _of_states(run, safe, sharded is not None)
+    if run.commits:
+        yield from ((layout.scheduler_name(index), 0, 0) for index, _ in enumerate(prepared.schedulers))
+        yield from ((layout.custom_name(index), 0, 0) for index, _ in enumerate(run.custom))
+    if prepared.dataloaders:
+        yield layout.position_name(run.rank), 0, 0
+    yield layout.rng_name(run.rank), 0, 0
+
+
+def _of_states(run: CheckpointContext, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+    """Yield the files of models and optimizers in the form of the run."""
+    rank, ranks, form = run.rank, run.runtime.topology.world_size, form_of_run(run)
+    if form is StateForm.FULL and not run.commits:
+        return
+    for names, nbytes, shards in _states(run, safe):
+        if form is StateForm.FULL:
+            yield names[form], nbytes, nbytes
+        elif form is StateForm.NATIVE:
+            yield names[form], nbytes // ranks, nbytes
+        else:
+            mine = nbytes // ranks if estimated else ShardWriter({"state": shards()}, rank).nbytes
+            yield f"{names[form]}/{shard_file(rank)}", mine, nbytes
+            if run.commits:
+                yield f"{names[form]}/{INDEX_NAME}", 0, 0
+
+
+def _states(
+    run: CheckpointContext, safe: bool
+) -> Iterator[tuple[Mapping[StateForm, str], int, Callable[[], Any]]]:
+    """Yield the name by form, the bytes, and this rank's shards of each model and optimizer."""
+    models, shards = run.prepared.models, cast("ShardedStates", run.strategy.shards)
+    for index, model in enumerate(models):
+        names = {
+            StateForm.FULL: layout.weights_name(index, safe=safe),
+            StateForm.SHARDED: layout.sharded_model_name(index),
+            StateForm.NATIVE: local.local_file(local.MODEL, index, run.rank),
+        }
+        yield names, full_nbytes(model.state_dict()), lambda model=model: shards.model_tensors(model)
+    for index, optimizer in enumerate(run.prepared.optimizers):
+        names = {
+            StateForm.FULL: layout.optimizer_name(index),
+            StateForm.SHARDED: layout.sharded_optimizer_name(index),
+            StateForm.NATIVE: local.local_file(local.OPTIMIZER, index, run.rank),
+        }
+        inner = optimizer.optimizer
+        yield names, _state_nbytes(optimizer), lambda inner=inner: shards.optimizer_tensors(inner, models)
+
+
+def _of_deepspeed(run: CheckpointContext, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
+    """Yield the files of DeepSpeed's engines (`accel_plugins.deepspeed.folder`)."""
+    rank, ranks = run.rank, run.runtime.topology.world_size
+    for index, model in enumerate(run.prepared.models):
+        elements = sum(one.numel() for one in model.parameters())
+        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        folder = layout.engine_name(index)
+        weights, states = width * elements, (MASTER + ADAM) * trained
+        if stage == 3:
+            yield f"{folder}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", weights // ranks, weights
+        elif rank == 0:
+            size = weights + (0 if stage else ADAM * trained)
+            yield f"{folder}/mp_rank_00_model_states.pt", size, size
+        if stage:
+            prefix = "bf16_" if width == 2 else ""
+            yield (
+                f"{folder}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+                states // ranks,
+                states,
+            )
+
+
+def full_nbytes(data: Any) -> int:
+    """Return the bytes of all tensors in nested data, each once; a sharded one counts in full."""
+    found: dict[int, int] = {}
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, Tensor):
+            found[storage_key(local_part(leaf))] = leaf.numel() * leaf.element_size()
+    return sum(found.values())
+
+
+def _state_nbytes(optimizer: Any) -> int:
+    """Return the bytes of the optimizer's state; that of Adam before the first step."""
+    known = full_nbytes([*optimizer.state.values()])
+    return known or ADAM * sum(one.numel() for group in optimizer.param_groups for one in group["params"])
+
 
 REAL = frozenset({"fsdp2", "tp"})
 """Strategies whose own code runs in the check: DDP, FSDP2, tensor and context parallelism."""
@@ -123,7 +435,7 @@ class ObservedStepper:
         """Step the optimizer; attribute the tensors that it creates to its state."""
         with self._recorder.stepping(optimizer):
             if self._communicates:
-                with on_parts(optimizer):
+                with step_on_local_shards(optimizer):
                     return self._inner.step(optimizer, closure)
             optimizer.step()
         return True
@@ -218,12 +530,16 @@ def _fake_megatron(
     )
 
 
-def _chosen(name: str, plain: Strategy, handlers: Mapping[type, Any], precision: PrecisionPolicy) -> Chosen:
+def _chosen(
+    name: str, plain: Strategy, handlers: Mapping[type, Any], precision: PrecisionPolicy
+) -> SelectedStrategy:
     mesh = plain.mesh
     axes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     offloads = name == "fsdp2" and isinstance(_plugin(handlers).cpu_offload, CPUOffloadPolicy)
     counted_as = "" if name in REAL else _COUNTED.get(name, _as_ddp)(handlers)
-    return Chosen(name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=precision.name)
+    return SelectedStrategy(
+        name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=precision.name
+    )
 
 
 def _as_ddp(handlers: Mapping[type, Any]) -> str:

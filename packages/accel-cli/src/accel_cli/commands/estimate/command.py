@@ -1,38 +1,43 @@
-"""`accel estimate-memory`: build a meta model, estimate its memory, print tables."""
+"""Accel estimate-memory; plots."""
 
 from __future__ import annotations
 
 import json
-from importlib import import_module
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from torch import Tensor, nn
 
-from accel_bigmodel.device_map.infer import infer_auto_device_map
-from accel_bigmodel.explanation import explain
-from accel_cli.commands.estimate.memory import MEGATRON, STRATEGIES, Job, estimate
-from accel_cli.commands.estimate.meta_model import meta_model
-from accel_cli.commands.estimate.suggest import Suggestion, devices_needed, fits, suggest
+from accel_bigmodel.device_map import infer_auto_device_map
+from accel_bigmodel.explanation import Explanation, draw_device_map, explain, label_bytes
+from accel_cli.commands.estimate.memory import (
+    ADAM,
+    MASTER,
+    MEGATRON,
+    STRATEGIES,
+    Estimate,
+    MemoryPeak,
+    Suggestion,
+    TrainingSetup,
+    devices_needed,
+    estimate,
+    fits,
+    suggest,
+)
+from accel_cli.commands.estimate.meta_model import Weights, meta_model, sizes_of, weights_in
 from accel_cli.commands.estimate.trace import moments_of
-from accel_cli.commands.estimate.weights import sizes_of, weights_in
 from accel_cli.output import Table, show, working
-from accel_ops.weights.sizes import convert_bytes
-from accel_plugins.megatron.check import data_parallel_size
-from accel_plugins.megatron.sizes import stage_elements
-from accel_state.available import require
+from accel_ops.weights.layout import convert_bytes
+from accel_plugins.megatron.checks import data_parallel_size, stage_elements
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.libraries import require
 
 if TYPE_CHECKING:
-    from argparse import Namespace
-    from collections.abc import Callable, Mapping
-
-    from torch import Tensor, nn
-
-    from accel_bigmodel.explanation import Explanation
-    from accel_cli.commands.estimate.memory import Estimate, Moment
-    from accel_cli.commands.estimate.weights import Weights
+    from matplotlib.axes import Axes
 
 
 _PICTURES = (".svg", ".png", ".pdf")
@@ -60,8 +65,7 @@ def run(options: Namespace) -> int:
         )  # fmt: skip
         placement = None if memory is None else _placement(model, memory, job.devices)
         if picture is not None:
-            plots = import_module("accel_cli.commands.estimate.plots")
-            plots.draw(picture, estimates, job, memory, placement)
+            draw(picture, estimates, job, memory, placement)
     if options.json:
         show(_as_json(weights, estimates, suggestion))
         return 0
@@ -79,7 +83,7 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _jobs(model: nn.Module, options: Namespace) -> tuple[Job, Job]:
+def _jobs(model: nn.Module, options: Namespace) -> tuple[TrainingSetup, TrainingSetup]:
     """Return the run as it is, and with activation checkpointing."""
     width = 4 if options.mixed_precision == "no" else 2
     sizes = sizes_of(model)
@@ -95,8 +99,8 @@ def _jobs(model: nn.Module, options: Namespace) -> tuple[Job, Job]:
         data_parallel_size(tensor, pipeline, context, devices)
         on_rank = max(stage_elements(model, tensor, pipeline, context))
 
-    def job(moments: tuple[Moment, ...]) -> Job:
-        return Job(
+    def job(moments: tuple[MemoryPeak, ...]) -> TrainingSetup:
+        return TrainingSetup(
             sizes=sizes,
             devices=devices,
             width=width,
@@ -113,7 +117,7 @@ def _jobs(model: nn.Module, options: Namespace) -> tuple[Job, Job]:
     return job(plain), job(_trace(model, options, again=True) or plain)
 
 
-def _trace(model: Any, options: Namespace, *, again: bool = False) -> tuple[Moment, ...]:
+def _trace(model: Any, options: Namespace, *, again: bool = False) -> tuple[MemoryPeak, ...]:
     """Return the moments of the passes; none if the model does not support activation checkpointing."""
     if not hasattr(model, "config"):
         raise UnsupportedError(
@@ -200,7 +204,7 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
     return run
 
 
-def _weights_table(name: str, weights: dict[str, Weights], job: Job) -> Table:
+def _weights_table(name: str, weights: dict[str, Weights], job: TrainingSetup) -> Table:
     rows = tuple(
         (
             dtype,
@@ -223,12 +227,12 @@ def _weights_table(name: str, weights: dict[str, Weights], job: Job) -> Table:
 _TRAINED = {"float32": 16, "float16": 18, "int8": 0, "int4": 0}
 
 
-def _with_adam(dtype: str, job: Job) -> int:
+def _with_adam(dtype: str, job: TrainingSetup) -> int:
     return _TRAINED[dtype] * job.sizes.trainable + 4 * (job.sizes.parameters - job.sizes.trainable)
 
 
 def _training_table(
-    estimates: list[Estimate], job: Job, memory: int | None, host: int | None, options: Namespace
+    estimates: list[Estimate], job: TrainingSetup, memory: int | None, host: int | None, options: Namespace
 ) -> Table:
     kinds = ("parameters", "gradients", "optimizer", "communication", "working")
     per_machine = min(options.devices_per_machine, job.devices)
@@ -249,7 +253,7 @@ def _training_table(
     )
 
 
-def _advice(suggestion: Suggestion | None, again: Job, memory: int, precision: str) -> list[str]:
+def _advice(suggestion: Suggestion | None, again: TrainingSetup, memory: int, precision: str) -> list[str]:
     if suggestion is not None:
         config = {**suggestion.config, "mixed_precision": precision}
         text = yaml.safe_dump(config, sort_keys=False).rstrip()
@@ -310,3 +314,91 @@ def _as_json(weights: dict[str, Weights], estimates: list[Estimate], suggestion:
             "config": dict(suggestion.config),
         }
     return json.dumps(facts, indent=2)
+
+
+KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer", "communication", "working")
+COLORS: dict[str, str] = dict(
+    zip(KINDS, ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7"), strict=True)
+)
+
+
+def draw(
+    path: Path,
+    estimates: Sequence[Estimate],
+    job: TrainingSetup,
+    memory: int | None,
+    placement: Explanation | None,
+) -> None:
+    """Write a picture: memory by strategy; over the passes, if they are known; and the device map, if any."""
+    from matplotlib.figure import Figure
+
+    heights = [0.8 + 0.35 * len(estimates)]
+    heights += [2.6] if job.moments else []
+    heights += [0.8 + 0.4 * len(placement.rows)] if placement is not None else []
+    figure = Figure(figsize=(9, sum(heights) + 0.4), layout="constrained", facecolor="white")
+    rows = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    _by_strategy(rows[0], estimates, memory)
+    if job.moments:
+        _over_passes(rows[1], job)
+    if placement is not None:
+        draw_device_map(placement, rows[-1])
+        rows[-1].set_title(f"inference in float16: {rows[-1].get_title(loc='left')}", loc="left", fontsize=10)
+    figure.savefig(path)
+
+
+def _by_strategy(axes: Axes, estimates: Sequence[Estimate], memory: int | None) -> None:
+    from matplotlib.patches import Patch
+
+    for height, one in enumerate(estimates):
+        left = 0
+        for kind in KINDS:
+            size = one.parts.get(kind, 0)
+            axes.barh(one.strategy, size, left=left, color=COLORS[kind], edgecolor="white", linewidth=0.6)
+            left += size
+        host = f" (host: {convert_bytes(one.host)})" if one.host else ""
+        axes.text(left, height, f" {convert_bytes(one.device)}{host}", va="center", fontsize=8)
+    widest = max((one.device for one in estimates), default=1)
+    limit = 1.3 * max(widest, memory or 0)
+    axes.set_xlim(0, limit)
+    if memory is not None:
+        axes.axvline(memory, color="#b03a2e", linestyle="--", linewidth=1)
+    handles = [Patch(color=COLORS[kind], label=kind) for kind in KINDS]
+    axes.legend(handles=handles, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.invert_yaxis()
+    label_bytes(axes.xaxis, limit)
+    axes.tick_params(labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    title = "memory of a device in training, by strategy"
+    axes.set_title(title if memory is None else f"{title} (dashed: what there is)", loc="left", fontsize=10)
+
+
+def _over_passes(axes: Axes, job: TrainingSetup) -> None:
+    """Draw the backward pass of one process: as gradients complete, activations are freed."""
+    peaks: dict[int, tuple[int, int]] = {}
+    for moment in job.moments:
+        peaks[moment.gradients] = max(
+            peaks.get(moment.gradients, (0, 0)), (moment.activations, moment.casts), key=sum
+        )
+    done = sorted(peaks)
+    constant = MASTER * job.sizes.parameters
+    layers = {
+        "parameters": [constant for _ in done],
+        "optimizer": [ADAM * job.sizes.trainable for _ in done],
+        "gradients": [MASTER * elements for elements in done],
+        "working": [sum(peaks[elements]) for elements in done],
+    }
+    shares = [elements / max(1, job.sizes.trainable) for elements in done]
+    axes.stackplot(
+        shares, *layers.values(), labels=[*layers], colors=[COLORS[kind] for kind in layers], step="post"
+    )
+    axes.set_xlim(0, 1)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    label_bytes(axes.yaxis, axes.get_ylim()[1])
+    axes.tick_params(labelsize=8)
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(
+        "one process in the backward pass, by the share of gradients that is complete",
+        loc="left",
+        fontsize=10,
+    )

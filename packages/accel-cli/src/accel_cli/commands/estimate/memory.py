@@ -1,4 +1,4 @@
-"""Estimate the training memory of each device, by strategy: arithmetic on numbers of elements.
+"""Memory formulas; suggestions.
 
 Training is with Adam, whose two moments are float32, as are its master weights. Each strategy names the
 source of its numbers; the tests measure the memory of one process, DDP, FSDP2 and ZeRO, also offloaded, on
@@ -9,12 +9,10 @@ the host.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from typing import Any
 
 MASTER = 4
 """Bytes of an element of the master weights, and of their gradients."""
@@ -41,7 +39,7 @@ class Buckets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """The size of a model, in elements.
 
     Args:
@@ -70,7 +68,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class MemoryPeak:
     """The live memory at one moment of a forward and backward pass, without the weights.
 
     Args:
@@ -85,7 +83,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingSetup:
     """A training run.
 
     Args:
@@ -96,10 +94,10 @@ class Job:
         on_rank: Elements of parameters on the rank of Megatron that has most; 0 for an even part.
     """
 
-    sizes: Sizes
+    sizes: ModelSizes
     devices: int = 1
     width: int = 4
-    moments: tuple[Moment, ...] = ()
+    moments: tuple[MemoryPeak, ...] = ()
     at_once: bool = True
     buckets: Buckets = field(default_factory=Buckets)
     tensor: int = 1
@@ -108,9 +106,9 @@ class Job:
     on_rank: int = 0
 
     @property
-    def passes(self) -> tuple[Moment, ...]:
+    def passes(self) -> tuple[MemoryPeak, ...]:
         """The moments, at least one."""
-        return self.moments or (Moment(gradients=self.sizes.trainable),)
+        return self.moments or (MemoryPeak(gradients=self.sizes.trainable),)
 
     def step(self, shards: int = 1, *, flat: bool = False) -> int:
         """Return the bytes of temporaries of an optimizer step.
@@ -142,11 +140,11 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def estimate(strategy: str, job: Job) -> Estimate:
+def estimate(strategy: str, job: TrainingSetup) -> Estimate:
     """Estimate the memory of training under a strategy.
 
     Example:
-        >>> job = Job(sizes=Sizes(parameters=1000, trainable=1000), devices=4)
+        >>> job = TrainingSetup(sizes=ModelSizes(parameters=1000, trainable=1000), devices=4)
         >>> estimate("DDP", job).device, estimate("FSDP2", job).parts["optimizer"]
         (24000, 2000)
     """
@@ -157,7 +155,7 @@ def estimate(strategy: str, job: Job) -> Estimate:
 Parts = tuple[dict[str, int], int]
 
 
-def _replicated(job: Job, *, buckets: int) -> Parts:
+def _replicated(job: TrainingSetup, *, buckets: int) -> Parts:
     """Everything is replicated. DDP's reducer holds the gradients once more, in its buckets."""
     sizes = job.sizes
     top = max(job.passes, key=lambda one: one.activations + one.casts + MASTER * one.gradients)
@@ -177,7 +175,7 @@ def _replicated(job: Job, *, buckets: int) -> Parts:
     }, 0
 
 
-def _fsdp2(job: Job, *, keep: bool, offload: bool) -> Parts:
+def _fsdp2(job: TrainingSetup, *, keep: bool, offload: bool) -> Parts:
     """A shard of everything, and the gathered parameters.
 
     The parameters outside of blocks stay gathered for both passes, and their gradients are reduced at the
@@ -190,7 +188,7 @@ def _fsdp2(job: Job, *, keep: bool, offload: bool) -> Parts:
     optimizer = ADAM * shard
     blocks = sum(sizes.blocks)
 
-    def at(moment: Moment) -> tuple[int, int, int]:
+    def at(moment: MemoryPeak) -> tuple[int, int, int]:
         """Return the bytes of gradients, of gathered or reduced tensors, and of the rest."""
         outside = min(moment.gradients, sizes.rest)
         finished = min(moment.gradients, blocks)
@@ -232,7 +230,7 @@ def _reducing(blocks: tuple[int, ...], finished: int) -> int:
 
 
 def _zero(
-    job: Job, *, stage: int, optimizer_offloaded: bool = False, weights_offloaded: bool = False
+    job: TrainingSetup, *, stage: int, optimizer_offloaded: bool = False, weights_offloaded: bool = False
 ) -> Parts:
     """DeepSpeed: weights in the precision of the computation, and float32 master weights of a shard.
 
@@ -256,7 +254,7 @@ def _zero(
     arriving = width * min(buckets.prefetch, sizes.parameters) if stage == 3 else 0
     passing = width * sizes.largest if stage < 3 and optimizer_offloaded else 0
 
-    def at(moment: Moment) -> tuple[int, int, int]:
+    def at(moment: MemoryPeak) -> tuple[int, int, int]:
         """Return the bytes of gradients, of communication buffers, and of the rest."""
         mine = width * min(moment.gradients, shard)
         all_of_them = width * moment.gradients if stage == 1 else 0
@@ -280,7 +278,7 @@ def _zero(
     return on_device, host + (weights if weights_offloaded else 0)
 
 
-def _megatron(job: Job, *, distributed: bool) -> Parts:
+def _megatron(job: TrainingSetup, *, distributed: bool) -> Parts:
     """Megatron: every rank has a part of each layer of its stage.
 
     Gradients are in one float32 buffer, which lives throughout (`megatron.core.distributed`,
@@ -309,7 +307,7 @@ def _ceil(elements: int, devices: int) -> int:
     return -(-elements // devices)
 
 
-STRATEGIES: Mapping[str, Callable[[Job], Parts]] = {
+STRATEGIES: Mapping[str, Callable[[TrainingSetup], Parts]] = {
     "one device": partial(_replicated, buckets=0),
     "DDP": partial(_replicated, buckets=1),
     "ZeRO-1": partial(_zero, stage=1),
@@ -326,7 +324,7 @@ STRATEGIES: Mapping[str, Callable[[Job], Parts]] = {
 MEGATRON = ("Megatron", "Megatron, distributed optimizer")
 """The variants of Megatron, which have as many rows."""
 
-VARIANTS: Mapping[str, Callable[[Job], Parts]] = {
+VARIANTS: Mapping[str, Callable[[TrainingSetup], Parts]] = {
     "DDP, gradients in buckets": partial(_replicated, buckets=0),
     **{name: partial(_megatron, distributed=index > 0) for index, name in enumerate(MEGATRON)},
     "ZeRO-1, offloaded": partial(_zero, stage=1, optimizer_offloaded=True),
@@ -334,3 +332,94 @@ VARIANTS: Mapping[str, Callable[[Job], Parts]] = {
     "ZeRO-3, weights offloaded": partial(_zero, stage=3, weights_offloaded=True),
 }
 """Further strategies, which a script may ask for."""
+
+
+HEADROOM = 0.9
+"""The usable share of a device's memory; the rest is for the driver, kernels and fragmentation."""
+
+_MOST_DEVICES = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A suggested configuration."""
+
+    estimate: Estimate
+    checkpointing: bool
+    config: Mapping[str, Any]
+
+
+def fits(one: Estimate, memory: int, host: int | None = None, per_machine: int = 1) -> bool:
+    """Whether an estimate fits.
+
+    Example:
+        >>> fits(Estimate(strategy="DDP", parts={"parameters": 90}), 100)
+        True
+    """
+    offloaded = one.host * per_machine
+    return one.device <= HEADROOM * memory and (not offloaded or host is None or offloaded <= HEADROOM * host)
+
+
+def candidates(devices: int) -> tuple[tuple[str, bool], ...]:
+    """Return the strategies to try, with and without activation checkpointing, from fast to slow."""
+    if devices == 1:
+        return (("one device", False), ("one device", True), ("FSDP2, offloaded", True))
+    return (
+        ("DDP", False),
+        ("FSDP2, gathered once", False),
+        ("FSDP2", False),
+        ("FSDP2, gathered once", True),
+        ("FSDP2", True),
+        ("FSDP2, offloaded", True),
+    )
+
+
+def suggest(
+    job: TrainingSetup, again: TrainingSetup, memory: int, *, host: int | None = None, per_machine: int = 8
+) -> Suggestion | None:
+    """Find the fastest configuration that fits; None if none does. `again` is the job with checkpointing."""
+    for strategy, checkpointing in candidates(job.devices):
+        one = estimate(strategy, again if checkpointing else job)
+        if fits(one, memory, host, min(per_machine, job.devices)):
+            config = config_of(strategy, job, checkpointing=checkpointing)
+            return Suggestion(estimate=one, checkpointing=checkpointing, config=config)
+    return None
+
+
+def devices_needed(again: TrainingSetup, memory: int) -> int | None:
+    """Return the power of two of devices on which fully sharded training fits; None if none is enough."""
+    devices = 1
+    while devices <= _MOST_DEVICES:
+        if fits(estimate("FSDP2", replace(again, devices=devices)), memory):
+            return devices
+        devices *= 2
+    return None
+
+
+def config_of(strategy: str, job: TrainingSetup, *, checkpointing: bool) -> dict[str, Any]:
+    """Return the keys and values for a config file.
+
+    Example:
+        >>> from accel_cli.commands.estimate.memory import ModelSizes
+        >>> job = TrainingSetup(sizes=ModelSizes(parameters=1, trainable=1), devices=2)
+        >>> config_of("DDP", job, checkpointing=False)["distributed_type"]
+        'MULTI_GPU'
+    """
+    base: dict[str, Any] = {
+        "distributed_type": "NO" if job.devices == 1 else "MULTI_GPU",
+        "mixed_precision": "bf16" if job.width == 2 else "no",
+        "num_processes": job.devices,
+    }
+    if not strategy.startswith("FSDP2"):
+        return base
+    return {
+        **base,
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": strategy != "FSDP2, gathered once",
+            "fsdp_offload_params": strategy == "FSDP2, offloaded",
+            "fsdp_activation_checkpointing": checkpointing,
+        },
+    }

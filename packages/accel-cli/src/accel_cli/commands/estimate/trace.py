@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from accel_cli.commands.estimate.memory import Moment
+from accel_cli.commands.estimate.memory import MemoryPeak
 from accel_ops.weights.tensors import parameter_table
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
-    from contextlib import AbstractContextManager
 
 _CAST = torch.ops.aten._to_copy.default
 
 
-class Ledger(TorchDispatchMode):
+class LiveStorageTracker(TorchDispatchMode):
     """Tracker of the storages that are created within it and alive; weights of a module are not counted.
 
     Args:
@@ -44,7 +42,7 @@ class Ledger(TorchDispatchMode):
         self._lengths: dict[int, int] = {}
         self._elements = 0
         self._kind = "activations"
-        self._tops: dict[int, tuple[Moment, Moment]] = {}
+        self._tops: dict[int, tuple[MemoryPeak, MemoryPeak]] = {}
         self.host = 0
         self.add_weights(module)
 
@@ -63,7 +61,7 @@ class Ledger(TorchDispatchMode):
         return result
 
     @property
-    def moments(self) -> tuple[Moment, ...]:
+    def moments(self) -> tuple[MemoryPeak, ...]:
         """The moments of peak memory for every number of finished gradients, with casts and without."""
         return tuple(dict.fromkeys(moment for pair in self._tops.values() for moment in pair))
 
@@ -136,7 +134,9 @@ class Ledger(TorchDispatchMode):
     def _update_peak(self) -> None:
         self.host = max(self.host, self._bytes["host"])
         elements = self._elements
-        now = Moment(activations=self._bytes["activations"], casts=self._bytes["casts"], gradients=elements)
+        now = MemoryPeak(
+            activations=self._bytes["activations"], casts=self._bytes["casts"], gradients=elements
+        )
         most, widest = self._tops.get(elements, (now, now))
         if now.activations + now.casts > most.activations + most.casts:
             most = now
@@ -150,7 +150,7 @@ def moments_of(
     passes: Callable[[nn.Module], Tensor | tuple[Any, ...]],
     *,
     dtype: torch.dtype | None = None,
-) -> tuple[Moment, ...]:
+) -> tuple[MemoryPeak, ...]:
     """Find the moments of peak memory during a forward and backward pass of a model.
 
     Args:
@@ -166,7 +166,11 @@ def moments_of(
         10010
     """
     precision = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
-    with FakeTensorMode(allow_non_fake_inputs=True), _placeholders(model), Ledger(model) as ledger:
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _placeholders(model),
+        LiveStorageTracker(model) as ledger,
+    ):
         handles = [
             parameter.register_post_accumulate_grad_hook(ledger.finish)
             for parameter in model.parameters()

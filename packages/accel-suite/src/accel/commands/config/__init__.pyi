@@ -1,13 +1,11 @@
 # fmt: off
 from accel.commands.config import config_args as config_args, default as default
-from accel_cli.command_functions import (
-    config_command as config_command, get_config_parser as get_config_parser,
-)
-from accel_cli.config.basic import write_basic_config as write_basic_config
-from accel_cli.config_records import (
+from accel_cli.commands.config import write_basic_config as write_basic_config
+from accel_cli.programs import (
     BaseConfig as BaseConfig, ClusterConfig as ClusterConfig, SageMakerConfig as SageMakerConfig,
-    cache_dir as cache_dir, default_config_file as default_config_file,
+    cache_dir as cache_dir, config_command as config_command, default_config_file as default_config_file,
     default_json_config_file as default_json_config_file,
-    default_yaml_config_file as default_yaml_config_file, load_config_from_file as load_config_from_file,
+    default_yaml_config_file as default_yaml_config_file, get_config_parser as get_config_parser,
+    load_config_from_file as load_config_from_file,
 )
 def main() -> int: ...

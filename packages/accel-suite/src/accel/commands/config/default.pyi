@@ -1,2 +1,2 @@
 # fmt: off
-from accel_cli.config.basic import write_basic_config as write_basic_config
+from accel_cli.commands.config import write_basic_config as write_basic_config

@@ -1,0 +1,578 @@
+"""AlignDevicesHook, slots, attaching by name."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Collection, Generator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from accel_bigmodel.hooks import ModelHook, SequentialHook, add_hook_to_module, hook_of
+from accel_bigmodel.offload import PrefixedDataset
+from accel_bigmodel.placement import as_parameter, owner_of, set_module_tensor_to_device
+from accel_ops.tree import find_device, send_to_device
+from accel_ops.weights.tensors import (
+    buffer_table,
+    child_table,
+    named_module_tensors,
+    non_persistent_buffers,
+    parameter_table,
+)
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from accel_bigmodel.offloaded_block import OffloadedBlock
+
+
+class OffloadedTensor(Protocol):
+    """What an offloading hook does with one tensor."""
+
+    name: str
+
+    def enter(self, value: Tensor) -> None:
+        """Let the module hold a value, which is on the device where it is used."""
+        ...
+
+    def leave(self) -> None:
+        """Let the module hold a meta tensor; keep nothing that takes memory on a device."""
+        ...
+
+
+class PlainSlot:
+    """The slot of a plain parameter or buffer."""
+
+    __slots__ = ("_last", "_leaf", "_live", "_meta", "_table", "name")
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        owner, self._leaf = owner_of(module, name)
+        self.name = name
+        is_parameter = self._leaf in parameter_table(owner)
+        self._table: dict[str, Any] = parameter_table(owner) if is_parameter else buffer_table(owner)
+        empty = tensor.detach().to("meta")
+        self._meta = tensor if tensor.is_meta else as_parameter(empty, tensor) if is_parameter else empty
+        self._last: weakref.ref[Tensor] | None = None
+        self._live: Tensor | None = None
+
+    def enter(self, value: Tensor) -> None:
+        """Hold a value. The parameter made of the same value last time is used again."""
+        if not isinstance(self._meta, nn.Parameter):
+            self._table[self._leaf] = value
+            return
+        if self._last is None or value is not self._last():
+            self._live = as_parameter(value, self._meta)
+            self._last = weakref.ref(value)
+        self._table[self._leaf] = self._live
+
+    def leave(self) -> None:
+        """Hold the meta tensor. Only a value that somebody else keeps in host memory is remembered."""
+        self._table[self._leaf] = self._meta
+        value = None if self._last is None else self._last()
+        if value is None or value.device.type != "cpu":
+            self._last = self._live = None
+
+
+@functools.singledispatch
+def slot_of(tensor: Tensor, module: nn.Module, name: str) -> OffloadedTensor:
+    """Make the slot of a tensor.
+
+    A package with a parameter class of its own registers a slot for it.
+    """
+    return PlainSlot(module, name, tensor)
+
+
+if TYPE_CHECKING:
+    Device = int | str | torch.device
+
+if TYPE_CHECKING:
+    TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
+
+_META = torch.device("meta")
+
+
+class AlignDevicesHook(ModelHook):
+    """Run a module on one device: inputs follow, weights are there or come for the forward only.
+
+    Args:
+        execution_device: Where weights and inputs are during the forward.
+        offload: Keep the weights elsewhere between forwards: the module then holds meta tensors.
+        io_same_device: Give the output back on the device where the input was.
+        weights_map: Where offloaded weights come from, by their name in the module; by default they are kept
+            on the CPU.
+        offload_buffers: Offload buffers too; else they stay on `execution_device`.
+        place_submodules: Treat the weights of submodules with those of the module.
+        skip_keys: Keyword arguments, and keys of mappings, that are not moved.
+        tied_params_map: Address of a tensor to its copies by device: a tied weight comes once.
+        only: Restrict the hook to these tensors of the module.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: TiedMap | None = None,
+        *,
+        only: Collection[str] | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.only = only
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self.slots: list[OffloadedTensor] = []
+        self.block: OffloadedBlock | None = None
+
+    def __repr__(self) -> str:
+        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the weights to the execution device, or replace them by meta tensors when offloading."""
+        tensors = {
+            name: tensor
+            for name, tensor in named_module_tensors(module, recurse=self.place_submodules)
+            if self.only is None or name in self.only
+        }
+        if not self.offload:
+            if self.execution_device is not None:
+                for name in tensors:
+                    self._move(module, name)
+            return module
+        stay = non_persistent_buffers(module, recurse=self.place_submodules)
+        buffers = {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
+        stay = stay if self.offload_buffers else buffers | stay
+        offloaded = {name: tensor for name, tensor in tensors.items() if name not in stay}
+        self.original_devices = {name: tensor.device for name, tensor in offloaded.items()}
+        if self.weights_map is None:
+            self.weights_map = {name: tensor.data.to("cpu") for name, tensor in offloaded.items()}
+        self.slots = [slot_of(tensor, module, name) for name, tensor in offloaded.items()]
+        for slot in self.slots:
+            slot.leave()
+        if self.execution_device is not None:
+            for name in stay & tensors.keys():
+                if not tensors[name].is_meta:
+                    self._move(module, name)
+        return module
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Move the inputs, and acquire the weights.
+
+        Raises:
+            NotImplementedError: An input has no values.
+        """
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.execution_device is not None:
+            try:
+                args = send_to_device(args, self.execution_device)
+                kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+            except NotImplementedError as error:
+                raise NotImplementedError(
+                    f"an input of {type(module).__name__} does not move to {self.execution_device}: {error} "
+                    "If it was made on the device of the model's first parameter, which is the meta device "
+                    "while that parameter is offloaded, give that one's module a device in the device_map."
+                ) from error
+        block = self._used_block()
+        if block is not None:
+            block.acquire()
+        elif self.offload:
+            self._load()
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002 - the seam's signature
+        """Release the weights, and move the output to where the input was."""
+        self._release()
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:  # noqa: ARG002 - the seam's signature
+        """Release the weights."""
+        self._release()
+
+    def keep_resident(self) -> None:
+        """Leave the weights that the module holds now where they are."""
+        self.offload = False
+        self.slots = []
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Put offloaded weights back where they were."""
+        if self.block is not None:
+            self.block.discard(self)
+            self.block = None
+        if self.offload and self.weights_map is not None:
+            for slot in self.slots:
+                device = self.original_devices[slot.name]
+                if device != _META:
+                    slot.enter(self.weights_map[slot.name].to(device))
+        return module
+
+    def _move(self, module: nn.Module, name: str) -> None:
+        device = self.execution_device
+        if device is not None:
+            set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map)
+
+    def _used_block(self) -> OffloadedBlock | None:
+        """Return the block that gives the weights; none if they are asked for on another device."""
+        block = self.block
+        if block is None:
+            return None
+        if self.execution_device is not None and torch.device(self.execution_device) == block.device:
+            return block
+        if block.is_held:
+            raise RuntimeError(
+                f"the weights of block {block.name!r} are in use on {block.device}: they cannot be on "
+                f"{self.execution_device} too before its forward has ended"
+            )
+        return None
+
+    def _release(self) -> None:
+        block = self._used_block()
+        if block is not None:
+            block.release()
+        elif self.offload:
+            for slot in self.slots:
+                slot.leave()
+
+    def _load(self) -> None:
+        device = torch.device("cpu" if self.execution_device is None else self.execution_device)
+        weights, tied = self.weights_map or {}, self.tied_params_map
+        for slot in self.slots:
+            value = weights[slot.name]
+            if value.device != device:
+                shared = tied.get(value.data_ptr(), {}).get(device) if tied else None
+                value = value.to(device) if shared is None else shared
+            slot.enter(value)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return whether a module's weights are offloaded between forwards.
+
+    Example:
+        >>> has_offloaded_params(nn.Linear(1, 1))
+        False
+    """
+    return align_hook_of(module) is not None
+
+
+@contextmanager
+def align_module_device(
+    module: nn.Module, execution_device: torch.device | None = None
+) -> Generator[None, None, None]:
+    """Have a module's weights on a device for a while, wherever they are otherwise.
+
+    Args:
+        module: The module; what is below it is left alone if it is offloaded.
+        execution_device: Where; by default the device of its hook. Without both, nothing happens.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> with align_module_device(layer, torch.device("meta")):
+        ...     layer.weight.device
+        device(type='meta')
+    """
+    hook = align_hook_of(module)
+    if hook is not None:
+        before = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        try:
+            hook.pre_forward(module)
+            yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = before
+        return
+    held = dict(named_module_tensors(module, recurse=False)) if execution_device is not None else {}
+    tables: list[dict[str, Any]] = [parameter_table(module), buffer_table(module)]
+    try:
+        for name, tensor in held.items():
+            moved = tensor.detach().to(execution_device)
+            parameter = name in tables[0]
+            tables[not parameter][name] = as_parameter(moved, tensor) if parameter else moved
+        yield
+    finally:
+        for name, tensor in held.items():
+            table = tables[name not in tables[0]]
+            if not table[name].is_meta and table[name].device != tensor.device:
+                tensor.data.copy_(table[name])
+            table[name] = tensor
+
+
+def align_hook_of(module: nn.Module) -> AlignDevicesHook | None:
+    """Find the hook that offloads a module's weights, also in a chain of hooks."""
+    return next((hook for hook in align_hooks_of(module) if hook.offload), None)
+
+
+def align_hooks_of(module: nn.Module) -> list[AlignDevicesHook]:
+    """Find all placement hooks of a module, also in chains of chains."""
+    pending: list[ModelHook | None] = [hook_of(module)]
+    found: list[AlignDevicesHook] = []
+    while pending:
+        hook = pending.pop(0)
+        if isinstance(hook, SequentialHook):
+            pending[:0] = hook.hooks
+        elif isinstance(hook, AlignDevicesHook):
+            found.append(hook)
+    return found
+
+
+_lock = threading.RLock()  # a finalizer may run while the same thread holds it
+_models: set[int] = set()
+_handle: RemovableHandle | None = None
+
+
+def hook_replaced_modules(model: nn.Module) -> None:
+    """While `model` lives, let `setattr` of a fresh module over a hooked one place it as the old one was.
+
+    torch offers this event for the whole process only; the registration ends with the last dispatched model.
+    A replacement that has a hook already, or that contains the module it replaces (a wrapper such as an
+    adapter), is left alone.
+    """
+    global _handle  # noqa: PLW0603 - the one registration of the process
+    with _lock:
+        if id(model) in _models:
+            return
+        _models.add(id(model))
+        weakref.finalize(model, _release, id(model)).atexit = False
+        if _handle is None:
+            _handle = register_module_module_registration_hook(_transfer)
+
+
+def _release(model_id: int) -> None:
+    global _handle  # noqa: PLW0603 - see above
+    with _lock:
+        _models.discard(model_id)
+        if not _models and _handle is not None:
+            _handle.remove()
+            _handle = None
+
+
+def _transfer(parent: nn.Module, name: str, replacement: nn.Module | None) -> None:
+    if replacement is None:
+        return
+    replaced = child_table(parent).get(name)
+    if replaced is None or replaced is replacement or hook_of(replacement) is not None:
+        return
+    hook = hook_of(replaced)
+    if not isinstance(hook, AlignDevicesHook) or hook.execution_device is None:
+        return
+    parts = list(replacement.modules())
+    if any(part is replaced or hook_of(part) is not None for part in parts):
+        return
+    if any(parameter.is_meta for parameter in replacement.parameters()):
+        return  # not filled yet: whoever made it will place it
+    add_hook_to_module(
+        replacement,
+        AlignDevicesHook(
+            execution_device=hook.execution_device,
+            offload=hook.offload,
+            io_same_device=hook.io_same_device,
+            offload_buffers=hook.offload_buffers,
+            place_submodules=True,
+            skip_keys=hook.skip_keys,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attachment:
+    """The common arguments of all hooks of one call."""
+
+    weights_map: Mapping[str, Tensor] | None = None
+    offload_buffers: bool = False
+    skip_keys: str | list[str] | None = None
+    preload: frozenset[str] = frozenset()
+    tied: TiedMap | None = None
+
+    def hook(self, device: Device | None, name: str = "", **options: Any) -> AlignDevicesHook:
+        weights = self.weights_map if options.get("offload") else None
+        prefix = f"{name}." if name else ""
+        return AlignDevicesHook(
+            execution_device=device,
+            weights_map=None if weights is None else PrefixedDataset(weights, prefix),
+            offload_buffers=self.offload_buffers,
+            skip_keys=self.skip_keys,
+            tied_params_map=self.tied,
+            **options,
+        )
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: torch.device | int | str | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedMap | None = None,
+) -> None:
+    """Attach an `AlignDevicesHook` to every module below that has tensors of its own.
+
+    Args:
+        module: The top.
+        execution_device: Where the modules run.
+        offload: Whether their weights are offloaded between forwards.
+        weights_map: Where offloaded weights come from, by name in the whole model.
+        offload_buffers: Whether buffers are offloaded too.
+        module_name: The name of `module` in `weights_map`.
+        skip_keys: Keyword arguments that are not moved.
+        preload_module_classes: Classes whose modules load everything below them at once, since their forward
+            uses the weights of submodules without calling these.
+        tied_params_map: Address of a tensor to its copies by device.
+    """
+    common = _Attachment(
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload=frozenset(preload_module_classes or ()),
+        tied=tied_params_map,
+    )
+    _align(module, module_name, execution_device, offload, common)
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: torch.device | int | str,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedMap | None = None,
+) -> None:
+    """Let every module below that has a state run its forward on one device, without moving weights.
+
+    No hook is attached below modules of the classes in `preload_module_classes`; the other arguments are
+    those of `attach_align_device_hook`.
+    """
+    common = _Attachment(
+        skip_keys=skip_keys, preload=frozenset(preload_module_classes or ()), tied=tied_params_map
+    )
+    _execute(module, execution_device, common)
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: torch.device | int | str | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Tensor] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    tied_params_map: TiedMap | None = None,
+) -> None:
+    """Attach hooks to the blocks of a device map.
+
+    `execution_device` and `offload` may be mappings from names of blocks (or single tensors); the other
+    arguments are those of `attach_align_device_hook`.
+    """
+    common = _Attachment(
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload=frozenset(preload_module_classes or ()),
+        tied=tied_params_map,
+    )
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        _block(module, module_name, execution_device, offload, common, outermost=True)
+        return
+    names = {*(execution_device if isinstance(execution_device, Mapping) else ())} or {
+        *(offload if isinstance(offload, Mapping) else ())
+    }
+    devices = (
+        execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
+    )
+    is_off_device = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
+    _blocks(module, module_name, devices, is_off_device, common)
+
+
+def _blocks(
+    module: nn.Module,
+    name: str,
+    devices: Mapping[str, Device | None],
+    is_off_device: Mapping[str, bool],
+    common: _Attachment,
+) -> None:
+    prefix = f"{name}." if name else ""
+    direct = {leaf for leaf, _ in named_module_tensors(module) if prefix + leaf in is_off_device}
+    if name in devices and name in is_off_device:
+        _block(module, name, devices[name], is_off_device[name], common, outermost=not name)
+    elif not name:
+        add_hook_to_module(
+            module,
+            replace(common, weights_map=None).hook(devices.get(""), io_same_device=True, only=()),
+            append=True,
+        )
+    for device, offloaded in {(devices.get(prefix + leaf), is_off_device[prefix + leaf]) for leaf in direct}:
+        only = {
+            leaf
+            for leaf in direct
+            if (devices.get(prefix + leaf), is_off_device[prefix + leaf]) == (device, offloaded)
+        }
+        add_hook_to_module(module, common.hook(device, name, offload=offloaded, only=only), append=True)
+    for leaf, child in module.named_children():
+        _blocks(child, prefix + leaf, devices, is_off_device, common)
+
+
+def _block(
+    module: nn.Module,
+    name: str,
+    device: Device | None,
+    offload: bool,
+    common: _Attachment,
+    *,
+    outermost: bool,
+) -> None:
+    if not offload:
+        hook = common.hook(device, io_same_device=outermost, place_submodules=True)
+        add_hook_to_module(module, hook, append=True)
+        if device is not None:
+            _execute(module, device, common)
+        return
+    _align(module, name, device, offload, common)
+    if hook_of(module) is None:
+        hook = common.hook(device, io_same_device=outermost, only=())
+        add_hook_to_module(module, hook, append=True)
+    if device is not None:
+        _execute(module, device, common)
+
+
+def _align(module: nn.Module, name: str, device: Device | None, offload: bool, common: _Attachment) -> None:
+    preload = offload and type(module).__name__ in common.preload
+    if preload or any(True for _ in named_module_tensors(module)):
+        hook = common.hook(device, name, offload=offload, place_submodules=preload)
+        add_hook_to_module(module, hook, append=True)
+    if preload:
+        return
+    for leaf, child in module.named_children():
+        _align(child, f"{name}.{leaf}" if name else leaf, device, offload, common)
+
+
+def _execute(module: nn.Module, device: Device, common: _Attachment) -> None:
+    if hook_of(module) is None and any(True for _ in named_module_tensors(module, recurse=True)):
+        add_hook_to_module(module, common.hook(device, only=()))
+    if type(module).__name__ in common.preload:
+        return
+    for child in module.children():
+        _execute(child, device, common)

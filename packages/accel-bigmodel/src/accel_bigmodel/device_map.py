@@ -1,0 +1,540 @@
+"""Budgets; infer, split, check device maps."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from operator import ne
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accel_bigmodel.device_plan import (
+    DeviceBudgets,
+    PlacementUnits,
+    assign_by_size,
+    assign_units,
+    devices_of,
+    fill,
+    units_of,
+)
+from accel_bigmodel.host_to_device import available_host_memory
+from accel_bigmodel.sizes import byte_count, class_names, read_layers, streamed_count
+from accel_ops.weights.layout import convert_bytes, convert_file_size_to_int
+from accel_ops.weights.read import device_of
+from accel_ops.weights.tensors import named_module_tensors
+from accel_state.errors import SettingsError, some_of
+
+if TYPE_CHECKING:
+    from accel_bigmodel.sizes import ElementType, Layers, Workload
+
+
+_log = logging.getLogger(__name__)
+_HOST = ("cpu", "disk")
+
+MemoryMap = dict[int | str, int]
+
+
+def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) -> MemoryMap:
+    """Return the memory budget of each device, in bytes.
+
+    Args:
+        max_memory: Device to bytes, or to text like `"10GB"`, which is turned into bytes in a dictionary that
+            is given, too, as callers expect; devices that it lacks get nothing. By default, what is free now
+            on every accelerator, and this rank's part of the host memory that is free within the limits of
+            its control group; the host's is left out where an accelerator's is the same memory (integrated
+            GPUs, Apple's).
+
+    Returns:
+        Bytes by device: accelerators in order, then `"cpu"`, then `"disk"`.
+
+    Raises:
+        SettingsError: A size cannot be read, or a key is no device.
+
+    Example:
+        >>> get_max_memory({"cpu": "1GB", 0: "2GiB"})
+        {0: 2147483648, 'cpu': 1000000000}
+    """
+    if max_memory is None:
+        found: MemoryMap = {index: _free(index) for index in range(torch.accelerator.device_count())}
+        return found if any(map(_is_unified, found)) else {**found, "cpu": available_host_memory()}
+    if not isinstance(max_memory, Mapping):
+        raise SettingsError(
+            f"max_memory is {reprlib.repr(max_memory)}: pass a mapping of devices to sizes, as {{0: '10GB'}}"
+        )
+    sizes = {_device_key(key): convert_file_size_to_int(size) for key, size in max_memory.items()}
+    negative = [key for key, size in sizes.items() if size < 0]
+    if negative:
+        raise SettingsError(
+            f"max_memory[{negative[0]!r}] is {sizes[negative[0]]}: a device holds 0 bytes or more"
+        )
+    if isinstance(max_memory, dict):
+        max_memory.update({key: sizes[_device_key(key)] for key in max_memory})
+    indexed = sorted(key for key in sizes if isinstance(key, int))
+    named = [key for key in sizes if isinstance(key, str) and key not in _HOST]
+    return {key: sizes[key] for key in (*indexed, *named, *(key for key in _HOST if key in sizes))}
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[int | str, float | str] | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    dtype: ElementType | None = None,
+    special_dtypes: Mapping[str, ElementType] | None = None,
+    low_zero: bool = False,
+    *,
+    workload: Workload | None = None,
+) -> MemoryMap:
+    """Bound each accelerator so that `infer_auto_device_map` makes the largest share as small as can be.
+
+    The smallest bound is found exactly, by bisection over contiguous partitions of the layers. The last
+    accelerator keeps all its memory, in case the model is larger once it runs, unless the model has so few
+    layers that the first one could take them all.
+
+    Args:
+        model: The model, on any device, the meta device too.
+        max_memory: What each device may take; by default what is free.
+        no_split_module_classes: Names of classes whose modules stay whole.
+        dtype: The type that floating weights will have once loaded.
+        special_dtypes: Types of single tensors, by name.
+        low_zero: Give the first accelerator only what the others cannot hold, so that it has room for
+            generation.
+        workload: Activations and cache to be counted with the weights.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
+        >>> get_balanced_memory(model, {0: 1000, 1: 1000})
+        {0: 192, 1: 1000}
+    """
+    memory = get_max_memory(max_memory)
+    devices = [key for key, size in memory.items() if key not in _HOST and size > 0]
+    if len(devices) < 2:
+        return memory
+    layers = read_layers(model, class_names(no_split_module_classes), byte_count(dtype, special_dtypes))
+    units = units_of(layers, workload)
+    if low_zero:
+        others = sum(memory[key] for key in devices[1:])
+        memory[devices[0]] = min(memory[devices[0]], max(0, units.sums[-1] - others))
+        devices = devices[1:]
+    reserve = 0 if low_zero else max(units.totals, default=0)
+    budget = [memory[key] for key in devices]
+    bound, bounded = smallest_bound(units, [max(0, budget[0] - reserve), *budget[1:]]), devices[:-1]
+    if bound is None:
+        reserve, bound = 0, smallest_bound(units, budget)
+    elif reserve and bound + reserve >= units.sums[-1]:
+        # With room for another layer the first would take everything: bound them all, and leave no such room.
+        reserve, bound, bounded = 0, smallest_bound(units, budget), devices
+    if bound is None:
+        _log.info("The model is larger than all accelerators together: they are filled, not balanced.")
+        return memory
+    bounds = [bound + reserve, *[bound] * len(devices)]
+    return {**memory, **{key: min(memory[key], size) for key, size in zip(bounded, bounds, strict=False)}}
+
+
+def smallest_bound(units: PlacementUnits, capacities: Sequence[int]) -> int | None:
+    """Find the smallest largest share of a contiguous partition that no capacity forbids; `None` without one.
+
+    Bisection on the answer with a greedy check, exact for contiguous parts (Skiena, The Algorithm Design
+    Manual, "linear partition", solved by search on the bound).
+
+    Example:
+        >>> from accel_bigmodel.sizes import Layers
+        >>> layers = Layers(names=["a", "b", "c"], sizes=[3, 1, 2], totals=[3, 1, 2], buffers=[0, 0, 0])
+        >>> smallest_bound(units_of(layers), [10, 10])
+        3
+    """
+    high = units.sums[-1] + max(units.actives, default=0)
+
+    def fits(bound: int) -> bool:
+        return fill(units, [min(bound, budget) for budget in capacities])[-1] == len(units.sizes)
+
+    if not fits(high):
+        return None
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
+
+
+def _device_key(key: int | str) -> int | str:
+    if isinstance(key, str) and key.isdecimal():
+        return int(key)
+    if isinstance(key, str) and key != "disk":
+        try:
+            torch.device(key)
+        except RuntimeError as error:
+            raise SettingsError(
+                f"max_memory names {key!r}, which is no device: write 0, 'cpu' or 'disk'"
+            ) from error
+    return key
+
+
+def _free(index: int) -> int:
+    module = _device_module()
+    if hasattr(module, "mem_get_info"):
+        return int(module.mem_get_info(index)[0])
+    return available_host_memory()
+
+
+def _is_unified(index: int | str) -> bool:
+    """Return whether an accelerator computes in the memory of the host."""
+    module = _device_module()
+    if not hasattr(module, "mem_get_info"):
+        return True  # Apple's
+    return bool(getattr(module.get_device_properties(index), "is_integrated", False))
+
+
+def _device_module() -> Any:
+    accelerator = torch.accelerator.current_accelerator()
+    return getattr(torch, accelerator.type if accelerator is not None else "cuda")
+
+
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+
+DeviceKey = int | str
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[int | str, float | str] | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    dtype: ElementType | None = None,
+    special_dtypes: Mapping[str, ElementType] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+    *,
+    workload: Workload | None = None,
+    stored_dtypes: Mapping[str, torch.dtype] | None = None,
+) -> dict[str, DeviceKey]:
+    """Fill accelerators in order, then the CPU, then the disk, with the layers of a model.
+
+    Promises: no device gets more than its memory. When something is offloaded, the main device has room left
+    for two of the largest offloaded blocks (one runs while the next is copied), or for one where two would
+    leave no layer on it; and the CPU for the largest layer on the disk. A block is a module without a list of
+    modules in it. Modules of the classes named stay whole. Tied weights count once and live together. The
+    time is linear in the number of modules.
+
+    Args:
+        model: The model, on any device, the meta device too.
+        max_memory: Device to bytes or text like `"10GB"`; by default what is free. The disk is endless.
+        no_split_module_classes: Names of classes whose modules stay whole, such as blocks with residuals.
+        dtype: The type that floating weights will have once loaded.
+        special_dtypes: Types of single tensors, by name; they come before `dtype`.
+        verbose: Log where each layer goes.
+        clean_result: Give one entry for a module whose parts all live together.
+        offload_buffers: Whether buffers of offloaded layers are offloaded; else the main device keeps them.
+        fallback_allocation: Where an accelerator would stay empty since the next layer is too large for it,
+            give it another layer that fits.
+        workload: Activations and cache to be counted with the weights.
+        stored_dtypes: Types of tensors in the checkpoint, by name: one that is read from the disk in another
+            type than it is used in takes room in both.
+
+    Returns:
+        Module (or tensor) name to device: an index, `"cpu"` or `"disk"`.
+
+    Warns:
+        UserWarning: Buffers of offloaded layers find no room on the main device.
+
+    Raises:
+        SettingsError: A size or a device in `max_memory` cannot be read.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> infer_auto_device_map(model, {0: 240, "cpu": 1000})
+        {'': 0}
+        >>> infer_auto_device_map(model, {0: 200, "cpu": 1000})
+        {'0': 0, '1': 'cpu', '2': 'cpu'}
+    """
+    memory = get_max_memory(max_memory)
+    devices = [key for key in memory if key != "disk"]
+    unsplit, count = class_names(no_split_module_classes), byte_count(dtype, special_dtypes)
+    layers = read_layers(model, unsplit, count)
+    disk_blocks = None
+    if stored_dtypes is not None:
+        disk_blocks = read_layers(model, unsplit, streamed_count(count, dtype, stored_dtypes)).blocks
+    units = units_of(layers, workload, disk_blocks)
+    machine = _machine(devices, memory, keep_buffers=not offload_buffers)
+    placed = devices_of(assign_units(units, machine), len(units.sizes))
+    if fallback_allocation:
+        depths = [layers.names[members[0]].count(".") for members in units.members]
+        placed = assign_by_size(units, depths, placed, machine)
+    keys: list[DeviceKey] = [*devices, "disk"]
+    _warn_of_buffers(units, placed, machine)
+    _log_unused(units, placed, machine, keys)
+    where = [0] * len(layers.names)
+    for members, device in zip(units.members, placed, strict=True):
+        for layer in members:
+            where[layer] = device
+    if verbose:
+        for name, size, device in zip(layers.names, layers.totals, where, strict=True):
+            _log.info("%s: %s on %s", name or "the model", convert_bytes(size), keys[device])
+    if not clean_result:
+        return {name: keys[device] for name, device in zip(layers.names, where, strict=True)}
+    return {name: keys[device] for name, device in merged(layers, where)}
+
+
+def automatic_device_map(
+    kind: str,
+    model: nn.Module,
+    max_memory: Mapping[int | str, float | str] | None,
+    no_split: str | Sequence[str] | None,
+    offload_buffers: bool = False,
+    *,
+    stored_dtypes: Mapping[str, torch.dtype] | None = None,
+    **dtypes: Any,
+) -> dict[str, DeviceKey]:
+    """Infer the device map that users ask for by a word, such as `"balanced"`.
+
+    Raises:
+        SettingsError: It is no such word.
+    """
+    if kind not in _AUTOMATIC:
+        raise SettingsError(
+            f"device_map is {kind!r}: write one of {', '.join(map(repr, _AUTOMATIC))}, or a mapping"
+        )
+    if kind != "sequential":
+        max_memory = get_balanced_memory(
+            model, max_memory, no_split, low_zero=kind == "balanced_low_0", **dtypes
+        )
+    return infer_auto_device_map(
+        model, max_memory, no_split, offload_buffers=offload_buffers, stored_dtypes=stored_dtypes, **dtypes
+    )
+
+
+def merged(layers: Layers, where: Sequence[int]) -> list[tuple[str, int]]:
+    """Merge a device map into the fewest entries: one for each topmost module whose layers share a device.
+
+    Example:
+        >>> from torch import nn
+        >>> layers = read_layers(nn.Sequential(nn.ReLU(), nn.ReLU()), frozenset(), byte_count(None, None))
+        >>> merged(layers, [0, 0]), merged(layers, [0, 1])
+        ([('', 0)], [('0', 0), ('1', 1)])
+    """
+    changes = list(accumulate(map(ne, where, where[1:]), initial=0))
+    result: list[tuple[str, int]] = []
+    modules = [*layers.modules, ("", -1, 0, 0)]
+    layer = index = 0
+    while layer < len(where):
+        name, first, end, following = modules[index]
+        if first != layer:
+            result.append((layers.names[layer], where[layer]))
+            layer += 1
+        elif first < end and changes[first] == changes[end - 1]:
+            result.append((name, where[first]))
+            layer, index = end, following
+        else:
+            index += 1
+    return result
+
+
+def _machine(
+    devices: Sequence[DeviceKey], memory: Mapping[DeviceKey, int], *, keep_buffers: bool
+) -> DeviceBudgets:
+    accelerators = [key for key in devices if key != "cpu"]
+    alone = not accelerators  # then the CPU executes what it holds
+    return DeviceBudgets(
+        capacities=tuple(memory[key] for key in devices),
+        executors=len(devices) if alone else len(accelerators),
+        host=None if alone or "cpu" not in memory else list(devices).index("cpu"),
+        keep_buffers=keep_buffers,
+        streamed=1 if alone else 2,
+    )
+
+
+def _warn_of_buffers(units: PlacementUnits, placed: Sequence[int], machine: DeviceBudgets) -> None:
+    """Warn if buffers find no room on the main device, or kept every layer from the accelerators."""
+    if not machine.keep_buffers or not machine.executors:
+        return
+    main = min(placed, default=0)
+    used = buffers = 0
+    for size, buffer, device in zip(units.sizes, units.buffers, placed, strict=True):
+        used += size if device == main else 0
+        buffers += buffer if device >= machine.executors else 0
+    is_used = main < machine.executors
+    room = machine.capacities[main] - used if is_used else max(machine.capacities[: machine.executors])
+    if buffers and buffers > room:
+        warnings.warn(
+            f"The buffers of offloaded layers take {convert_bytes(buffers)} on the main device, which has no "
+            "room for them: pass offload_buffers=True.",
+            stacklevel=3,
+        )
+
+
+def _log_unused(
+    units: PlacementUnits, placed: Sequence[int], machine: DeviceBudgets, keys: Sequence[DeviceKey]
+) -> None:
+    """Log how much memory each accelerator without a layer would need for the next one in order."""
+    for device in range(machine.executors):
+        later = [index for index, where in enumerate(placed) if where > device and units.sizes[index]]
+        if device in placed or not later:
+            continue
+        largest = max((units.totals[index] for index in later[1:]), default=0)
+        _log.info(
+            "No layer was placed on device %s: with its reserve, the next one takes %s.",
+            keys[device],
+            convert_bytes(units.sizes[later[0]] + largest),
+        )
+
+
+_ENDLESS = 1 << 62  # bytes
+
+
+def generate_device_map(
+    model: nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
+) -> dict[str, int | str]:
+    """Assign the layers of a model to pipeline stages, so that the largest stage is as small as possible.
+
+    Every process gets at least one layer. A tied weight is counted with every layer that has it, since every
+    stage needs its own.
+
+    Args:
+        model: The model, on any device, the meta device too. Its layers run in the order of registration.
+        num_processes: Number of stages; with 1, the ordinary device map.
+        no_split_module_classes: Names of classes whose modules stay whole.
+        max_memory: What each process may take; no limit by default.
+
+    Returns:
+        Module name to the index of a process.
+
+    Raises:
+        SettingsError: There are fewer layers than processes, or `max_memory` cannot hold the model.
+
+    Example:
+        >>> from torch import nn
+        >>> generate_device_map(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)), 2)
+        {'0': 0, '1': 0, '2': 1}
+    """
+    if num_processes == 1:
+        return infer_auto_device_map(model, max_memory, no_split_module_classes, clean_result=False)
+    found = read_layers(model, class_names(no_split_module_classes), None)
+    layers = replace(found, sizes=found.totals, ties=[])
+    units, count = units_of(layers), len(layers.names)
+    if count < num_processes:
+        raise SettingsError(
+            f"{type(model).__name__} has {count} layers that are not split, fewer than the {num_processes} "
+            "processes: start fewer, or name fewer no_split_module_classes."
+        )
+    rooms = [_budget(max_memory, process) for process in range(num_processes)]
+    bound = smallest_bound(units, rooms)
+    if bound is None:
+        raise SettingsError(
+            f"max_memory={max_memory!r} cannot hold {type(model).__name__}, of {units.sums[-1]} bytes."
+        )
+    ends = fill(units, [min(bound, budget) for budget in rooms])
+    # Whoever comes last has a layer too; giving one away makes no share larger.
+    ends = [min(end, count - num_processes + index + 1) for index, end in enumerate(ends)]
+    return dict(merged(layers, devices_of(ends, count)))
+
+
+def split_points_of(device_map: Mapping[str, int | str], num_processes: int) -> list[str]:
+    """Return the first module of every stage but the first.
+
+    Example:
+        >>> split_points_of({"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 1}, 2)
+        ['blocks.1']
+    """
+    return [
+        next(name for name, process in device_map.items() if process == stage)
+        for stage in range(1, num_processes)
+    ]
+
+
+def _budget(max_memory: Mapping[int | str, float | str] | None, process: int) -> int:
+    if max_memory is None:
+        return _ENDLESS
+    return convert_file_size_to_int(max_memory.get(process, max_memory.get(str(process), 0)))
+
+
+if TYPE_CHECKING:
+    Device = int | str | torch.device
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
+    """Check that a map places every parameter and buffer of a model.
+
+    Warns:
+        UserWarning: The map names modules or tensors that the model lacks.
+
+    Raises:
+        SettingsError: It is no mapping, a value is no device, or tensors are left without a device; what is
+            wrong is named.
+
+    Example:
+        >>> from torch import nn
+        >>> check_device_map(nn.Sequential(nn.Linear(2, 2)), {"0": "cpu"})
+    """
+    if not isinstance(device_map, Mapping):
+        raise SettingsError(
+            f"device_map is {reprlib.repr(device_map)}: pass a mapping of module names to devices, such as "
+            "{'': 0}"
+        )
+    for name, device in device_map.items():
+        _check_device(name, device)
+    known = known_entries(model, device_map)
+    unknown = [repr(name) for name in device_map if name not in known]
+    names = [name for name, _ in named_module_tensors(model, recurse=True)]
+    unplaced = [name for name in names if device_of(name, device_map) is None]
+    stray = f"names no part of {type(model).__name__}: {some_of(unknown)}" if unknown else ""
+    if unplaced:
+        also = f"{stray}, and " if stray else ""
+        raise SettingsError(
+            f"the device_map {also}gives no device to {some_of(unplaced)}. Add them, or '' for the rest"
+        )
+    if stray:
+        warnings.warn(f"The device_map {stray}. These entries have no effect.", stacklevel=3)
+
+
+def known_entries(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
+    """Leave out the entries of a map that name no part of a model.
+
+    Example:
+        >>> from torch import nn
+        >>> known_entries(nn.Sequential(nn.Linear(2, 2)), {"0": "cpu", "1": 0})
+        {'0': 'cpu'}
+    """
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {name: device for name, device in device_map.items() if name in names}
+
+
+def _check_device(name: object, device: object) -> None:
+    if not isinstance(name, str):
+        raise SettingsError(f"the device_map has the key {name!r}: keys are names of modules or tensors")
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        raise SettingsError(
+            f"the device_map sends {name!r} to {device!r}, which is no device: write 0, 'cpu' or 'disk'"
+        )
+    try:
+        if device != "disk":
+            torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, ValueError) as error:
+        raise SettingsError(
+            f"the device_map sends {name!r} to {device!r}, which is no device: write 0, 'cpu' or 'disk'"
+        ) from error
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Device]
+) -> None:
+    """Warn of tied weights that a map sends to different devices: each then holds a copy of its own."""
+    for group in tied_params:
+        devices = {name: device_of(name, device_map) for name in group}
+        if len(set(devices.values())) > 1:
+            shown = some_of(f"{name} on {device}" for name, device in devices.items())
+            _log.warning(
+                "Tied weights are sent to different devices, where each has its own copy: %s.", shown
+            )

@@ -1,1 +1,0 @@
-"""Device maps: plans as pure functions, in time linear in the model."""

@@ -1,0 +1,344 @@
+"""Pure core: fill devices with layers."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeVar
+
+from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from accel_bigmodel.sizes import Layers, Workload
+
+
+_ROUNDED_FROM = 1 << 20
+_ROUNDED_TO = 2 << 20
+"""Bytes; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-memory-management"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementUnits:
+    """What is placed together, as columns: a layer, or all layers that share a tied tensor.
+
+    A unit stands where its first layer stands.
+
+    Attributes:
+        sizes: Bytes that stay on the device: weights counted once, and the cache.
+        totals: Bytes of the largest layer in it, with what is active.
+        blocks: Bytes of the largest block that begins in it when its layers are offloaded.
+        disk_blocks: The same when they are on the disk, where weights may have other types than in use.
+        buffers: Bytes of buffers.
+        caches: Bytes of key-value cache, which lies where the layer runs.
+        actives: Bytes in use only while it runs; empty when nothing was declared.
+        members: The layers of each unit.
+        sums: Running totals of `sizes`, from 0.
+    """
+
+    sizes: list[int]
+    totals: list[int]
+    blocks: list[int]
+    disk_blocks: list[int]
+    buffers: list[int]
+    caches: list[int]
+    actives: list[int]
+    members: list[tuple[int, ...]]
+    sums: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sums", list(accumulate(self.sizes, initial=0)))
+
+
+def units_of(
+    layers: Layers, workload: Workload | None = None, disk_blocks: Sequence[int] | None = None
+) -> PlacementUnits:
+    """Merge layers that share tied tensors."""
+    sizes, totals, buffers = list(layers.sizes), list(layers.totals), list(layers.buffers)
+    blocks = list(layers.blocks or totals)
+    on_disk = list(disk_blocks or blocks)
+    caches, actives = [0] * len(sizes), list[int]()
+    if workload is not None:
+        caches, actives = workload.per_layer(layers.names)
+        sizes = [size + cache for size, cache in zip(sizes, caches, strict=True)]
+        totals = [total + active for total, active in zip(totals, actives, strict=True)]
+    members = [(index,) for index in range(len(sizes))]
+    if layers.ties:
+        members = _groups(len(sizes), layers.ties)
+        sizes, buffers, caches = (
+            [sum(column[i] for i in group) for group in members] for column in (sizes, buffers, caches)
+        )
+        totals, blocks, on_disk = (
+            [max(column[i] for i in group) for group in members] for column in (totals, blocks, on_disk)
+        )
+        actives = [max(actives[i] for i in group) for group in members] if actives else []
+    return PlacementUnits(
+        sizes=sizes,
+        totals=totals,
+        blocks=blocks,
+        disk_blocks=on_disk,
+        buffers=buffers,
+        caches=caches,
+        actives=actives,
+        members=members,
+    )
+
+
+def fill(units: PlacementUnits, capacities: Sequence[int]) -> list[int]:
+    """Place units in order, each on the present device if it fits, else on the next that has room.
+
+    Returns:
+        Where each device's run of units ends; units from the last end on found no room.
+    """
+    ends: list[int] = []
+    start = 0
+    for capacity in capacities:
+        start = _fill_until(units, start, capacity)
+        ends.append(start)
+    return ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceBudgets:
+    """The devices of a plan, in the order in which they are filled.
+
+    Attributes:
+        capacities: Bytes of each; what none takes goes to the disk.
+        executors: How many of them, from the first, execute what they hold; the rest only store.
+        host: The index of the CPU where it only stores, else `None`.
+        keep_buffers: Whether buffers of offloaded layers stay on the main device.
+        streamed: How many offloaded blocks are on the main device at a time.
+    """
+
+    capacities: tuple[int, ...]
+    executors: int
+    host: int | None
+    keep_buffers: bool
+    streamed: int = 1
+
+
+def assign_units(units: PlacementUnits, machine: DeviceBudgets) -> list[int]:
+    """Place units so that layers that are offloaded find room to run.
+
+    What fits on the first device goes there, before any memory is kept back. Otherwise the main device keeps
+    room for the offloaded blocks that are on it at a time, in the largest form that they take (and for the
+    buffers of all of them, if they are not offloaded), the CPU for the largest layer on the disk. Where that
+    would leave no layer on an accelerator, it keeps room for one block: the next one then waits. What needs
+    no offload is first tried with room for the largest layer of all, so that small changes of a model do not
+    move its layers about.
+    """
+    count = len(units.sizes)
+    if machine.executors and fill(units, machine.capacities[:1])[0] == count:
+        return [count] * len(machine.capacities)
+    largest = max(units.totals, default=0)
+    steady = fill(units, _less(machine, largest, largest, main=0))
+    if _end(steady, machine.executors) == count:
+        return steady
+    ends = _with_room(units, machine, machine.streamed)
+    if machine.streamed > 1 and not _end(ends, machine.executors):
+        return _with_room(units, machine, 1)
+    return ends
+
+
+def _with_room(units: PlacementUnits, machine: DeviceBudgets, blocks: int) -> list[int]:
+    """Fill devices so that the main one keeps room for as many of its offloaded blocks."""
+    ends = fill(units, machine.capacities)
+    # Reserving more offloads more: both only grow, so that this ends; far out, with the bound for everything.
+    for _ in range(8):
+        off_device, on_disk = _end(ends, machine.executors), _end(ends, len(ends))
+        first = blocks * _allocated(_largest(units.blocks[off_device:], units.disk_blocks[on_disk:]))
+        first += _headroom(units, off_device, machine)
+        host = max(units.totals[on_disk:], default=0)
+        again = fill(units, _less(machine, first, host, main=_main(ends)))
+        if again == ends:
+            return ends
+        ends = again
+    everything = blocks * _allocated(_largest(units.disk_blocks)) + _headroom(units, 0, machine)
+    rooms = _less(machine, everything, max(units.totals, default=0), main=machine.executors - 1)
+    return fill(units, rooms)
+
+
+def _largest(*columns: Sequence[int]) -> int:
+    return max((max(column, default=0) for column in columns), default=0)
+
+
+def _allocated(nbytes: int) -> int:
+    """Return what the allocator of CUDA takes for a block: it rounds large ones up."""
+    return nbytes if nbytes < _ROUNDED_FROM else -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
+
+
+def devices_of(ends: Sequence[int], count: int) -> list[int]:
+    """Turn the ends of runs into one device per unit; `len(ends)` is the disk.
+
+    Example:
+        >>> devices_of([2, 2, 3], 4)
+        [0, 0, 2, 3]
+    """
+    placed: list[int] = []
+    for device, end in enumerate([*ends, count]):
+        placed.extend([device] * (end - len(placed)))
+    return placed
+
+
+def _fill_until(units: PlacementUnits, start: int, capacity: int) -> int:
+    """Find where the run that begins at `start` ends on a device of that capacity."""
+    if not units.actives:
+        return max(start, bisect_right(units.sums, units.sums[start] + capacity) - 1)
+    used = peak = 0
+    for index in range(start, len(units.sizes)):
+        used += units.sizes[index]
+        peak = max(peak, units.actives[index])
+        if used + peak > capacity:
+            return index
+    return len(units.sizes)
+
+
+def _headroom(units: PlacementUnits, off_device: int, machine: DeviceBudgets) -> int:
+    """Sum what offloaded layers have on the main device beside their blocks: caches, activations, buffers."""
+    buffers = sum(units.buffers[off_device:]) if machine.keep_buffers else 0
+    return sum(units.caches[off_device:]) + max(units.actives[off_device:], default=0) + buffers
+
+
+def _less(machine: DeviceBudgets, first: int, host: int, *, main: int) -> list[int]:
+    """Subtract what is reserved on every device up to the main one, and on the CPU if it only stores."""
+    rooms = list(machine.capacities)
+    for device in range(min(main + 1, machine.executors)):
+        rooms[device] = max(0, rooms[device] - first)
+    if machine.host is not None:
+        rooms[machine.host] = max(0, rooms[machine.host] - host)
+    return rooms
+
+
+def _end(ends: Sequence[int], devices: int) -> int:
+    return ends[devices - 1] if devices else 0
+
+
+def _main(ends: Sequence[int]) -> int:
+    """Find the device that executes what is offloaded: the first that holds anything."""
+    return next((device for device, end in enumerate(ends) if end), 0)
+
+
+def _groups(count: int, ties: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    parent = list(range(count))
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = parent[parent[index]]
+            index = parent[index]
+        return index
+
+    for left, right in ties:
+        low, high = sorted((root(left), root(right)))
+        parent[high] = low
+    groups: dict[int, list[int]] = {}
+    for index in range(count):
+        groups.setdefault(root(index), []).append(index)
+    return [tuple(group) for group in groups.values()]
+
+
+def clean_device_map(
+    device_map: dict[str, int | str | torch.device], module_name: str = ""
+) -> dict[str, int | str | torch.device]:
+    """Replace, in place, the entries of modules that lie wholly on one device by one entry.
+
+    Args:
+        device_map: Names of modules and tensors to devices.
+        module_name: Look only below this module; everywhere by default.
+
+    Example:
+        >>> clean_device_map({"a.x": 0, "a.y": 0, "b.x": 0, "b.y": "cpu"})
+        {'b.x': 0, 'b.y': 'cpu', 'a': 0}
+    """
+    prefix = f"{module_name}." if module_name else ""
+    names = [name for name in device_map if name.startswith(prefix)]
+    devices = {device_map[name] for name in names}
+    if len(devices) == 1 and len(names) > 1:
+        for name in names:
+            del device_map[name]
+        device_map[module_name] = devices.pop()
+        return device_map
+    children = dict.fromkeys(name.removeprefix(prefix).partition(".")[0] for name in names)
+    for child in children:
+        if f"{prefix}{child}" not in device_map:
+            clean_device_map(device_map, f"{prefix}{child}")
+    return device_map
+
+
+def assign_by_size(
+    units: PlacementUnits, depths: Sequence[int], placed: Sequence[int], machine: DeviceBudgets
+) -> list[int]:
+    """Give accelerators that a plan left empty the first layer, in breadth-first order, that fits.
+
+    Example:
+        >>> from accel_bigmodel.device_plan import DeviceBudgets, PlacementUnits
+        >>> units = PlacementUnits(
+        ...     sizes=[9, 2, 9],
+        ...     totals=[9, 2, 9],
+        ...     blocks=[9, 2, 9],
+        ...     disk_blocks=[9, 2, 9],
+        ...     buffers=[0, 0, 0],
+        ...     caches=[0, 0, 0],
+        ...     actives=[],
+        ...     members=[(0,), (1,), (2,)],
+        ... )
+        >>> machine = DeviceBudgets(capacities=(12,), executors=1, host=None, keep_buffers=False)
+        >>> assign_by_size(units, [0, 0, 0], [1, 1, 1], machine)
+        [1, 0, 1]
+    """
+    result = list(placed)
+    order = sorted(range(len(placed)), key=lambda index: (depths[index], index))
+    for device in range(machine.executors):
+        if any(result[index] == device and units.sizes[index] for index in order):
+            continue
+        off_device = [index for index in order if result[index] >= machine.executors and units.sizes[index]]
+        for index in off_device:
+            # The main device must still be able to run the largest of those that stay away.
+            reserve = max((units.totals[other] for other in off_device if other != index), default=0)
+            active = units.actives[index] if units.actives else 0
+            if units.sizes[index] + max(active, reserve if device == 0 else 0) <= machine.capacities[device]:
+                result[index] = device
+                break
+    return result
+
+
+T = TypeVar("T")
+
+
+def flatten_map(model: nn.Module, device_map: Mapping[str, T]) -> dict[str, T]:
+    """Replace entries that have others below them by entries for what is left of them.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        >>> flatten_map(model, {"": 0, "1.bias": "cpu"})
+        {'0': 0, '1.weight': 0, '1.bias': 'cpu'}
+    """
+    above = {prefix for name in device_map if name for prefix in _parents(name)}
+    flat: dict[str, T] = {}
+
+    def visit(module: nn.Module, name: str, inherited: T | None) -> None:
+        target = device_map.get(name, inherited)
+        if name not in above:
+            if target is not None:
+                flat[name] = target
+            return
+        prefix = f"{name}." if name else ""
+        for leaf, tensor in (*parameter_table(module).items(), *buffer_table(module).items()):
+            device = device_map.get(prefix + leaf, target)
+            if device is not None and tensor is not None:
+                flat[prefix + leaf] = device
+        for leaf, child in child_table(module).items():
+            if child is not None:
+                visit(child, prefix + leaf, target)
+
+    visit(model, "", None)
+    return flat
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts))]

@@ -1,0 +1,347 @@
+"""Hook protocol; CPU offload, layerwise casting."""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from accel_ops.tree import send_to_device
+
+
+class ModelHook:
+    """What a module's forward is wrapped in. Unlike PyTorch's own hooks it receives keyword arguments.
+
+    Attributes:
+        no_grad: Whether the forward runs without recording gradients.
+    """
+
+    no_grad: ClassVar[bool] = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare the module when the hook is attached, and return it."""
+        return module
+
+    def pre_forward(
+        self,
+        module: nn.Module,  # noqa: ARG002 - for those that override
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Run before the forward, and return its arguments, possibly changed."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002 - for those that override
+        """Run after the forward, and return its output, possibly changed."""
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Undo what `pre_forward` did: the forward, or the `pre_forward` of a later hook, raised."""
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Undo what `init_hook` did when the hook is removed, and return the module."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one: each event goes through them in order."""
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Prepare the module for each hook."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let each hook change the arguments in turn."""
+        for index, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                for before in self.hooks[:index]:
+                    before.forward_failed(module)
+                raise
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Let each hook change the output in turn."""
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Let each hook undo what it did before the forward."""
+        for hook in self.hooks:
+            hook.forward_failed(module)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Undo each hook."""
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Wrap a module's forward in a hook.
+
+    Args:
+        module: The module; it is changed in place.
+        hook: The hook.
+        append: Chain the hook after one that the module has; otherwise that one is replaced.
+
+    Example:
+        >>> class Double(ModelHook):
+        ...     def post_forward(self, module, output):
+        ...         return 2 * output
+        >>> add_hook_to_module(nn.Identity(), Double())(torch.ones(1))
+        tensor([2.])
+    """
+    present = hook_of(module)
+    if append and present is not None:
+        # Not a new chain of prepared hooks: the present one keeps what it has prepared.
+        prepared = hook.init_hook(module)
+        _wrap(prepared, SequentialHook(present, hook))
+        return prepared
+    if present is not None:
+        remove_hook_from_module(module)
+    prepared = hook.init_hook(module)
+    _wrap(prepared, hook)
+    return prepared
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Restore a module's own forward."""
+    hook = hook_of(module)
+    if hook is not None:
+        hook.detach_hook(module)
+        del vars(module)["_hf_hook"]
+    table = vars(module)
+    if "_old_forward" in table:
+        original = table.pop("_old_forward")
+        # A forward of the class is found again by itself; only a patched one has to be put back.
+        if getattr(original, "__func__", None) is getattr(type(module), "forward", None):
+            table.pop("forward", None)
+        else:
+            table["forward"] = original
+    if recurse:
+        remove_hook_from_submodules(module)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Give a module and everything below it their own forwards back."""
+    for part in list(module.modules()):
+        remove_hook_from_module(part)
+
+
+def hook_of(module: nn.Module) -> ModelHook | None:
+    """Return the hook of a module, if it has one."""
+    return vars(module).get("_hf_hook")
+
+
+def _wrap(module: nn.Module, hook: ModelHook) -> None:
+    table = vars(module)
+    table["_hf_hook"] = hook  # the names that other libraries look for
+    if "_old_forward" not in table:
+        table["_old_forward"] = module.forward
+    # A partial, not a closure: a copy of the module then runs the copy.
+    table["forward"] = functools.update_wrapper(
+        functools.partial(_hooked_forward, module), table["_old_forward"]
+    )
+
+
+def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    hook: ModelHook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = module._old_forward(*args, **kwargs)
+        else:
+            output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        hook.forward_failed(module)
+        raise
+    return hook.post_forward(module, output)
+
+
+class CpuOffload(ModelHook):
+    """Keep a model on the CPU until its forward is called; it then stays on the device.
+
+    Args:
+        execution_device: Where it runs; by default the accelerator, if there is one.
+        prev_module_hook: The hook of a model that ran before: it goes back to the CPU first.
+    """
+
+    def __init__(
+        self,
+        execution_device: str | int | torch.device | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = default_device() if execution_device is None else execution_device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Put the model on the CPU."""
+        return module.to("cpu")
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Offload the model before, and move the model and its inputs to the device."""
+        if self.prev_module_hook is not None and self.prev_module_hook.model is not module:
+            self.prev_module_hook.offload()
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
+        module.to(self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+
+
+class UserCpuOffloadHook:
+    """The handle that `cpu_offload_with_hook` gives: sends a model back, or frees it of its hook."""
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Send the model back to the CPU."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Remove the hook from the model."""
+        remove_hook_from_module(self.model)
+
+
+def default_device() -> torch.device:
+    """Return the default device: the accelerator, else the CPU."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device("cpu")
+
+
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+"""The layers whose weights are stored in one type and cast to another for their forward."""
+
+
+_lock = threading.Lock()
+"""One for all hooks: a hook with a lock of its own could not be copied with its model."""
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Cast a module's weights up for its forward.
+
+    After the forward the stored weights come back bit for bit, unless the forward changed them. Several
+    threads may run the module.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+        self._stored: list[tuple[Tensor, Tensor, int]] = []
+        self._users = 0
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Cast the weights down."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast the weights up, unless another thread did."""
+        with _lock:
+            if not self._users:
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    if tensor.is_floating_point() and tensor.dtype != self.compute_dtype:
+                        stored = tensor.data
+                        tensor.data = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
+                        self._stored.append((tensor, stored, tensor._version))
+            self._users += 1
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Put the stored weights back, after the last thread."""
+        self._restore(module)
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Put the stored weights back, after the last thread."""
+        self._restore(module)
+
+    def _restore(self, module: nn.Module) -> None:
+        with _lock:
+            self._users = max(0, self._users - 1)
+            if self._users:
+                return
+            for tensor, stored, version in self._stored:
+                if tensor._version == version:
+                    tensor.data = stored
+            self._stored.clear()
+            module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | list[str] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | type[nn.Module] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear and convolution layers in a small type.
+
+    Args:
+        module: The model.
+        storage_dtype: The type between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: The type during one.
+        skip_modules_pattern: Regular expressions; modules whose dotted name has a match are left alone, with
+            everything below them.
+        skip_modules_classes: Classes that are left alone, with everything below them.
+        non_blocking: Let the casts of weights in pinned memory run on.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        >>> attach_layerwise_casting_hooks(model, torch.float16, torch.float32, ["norm"])
+        >>> model[0].weight.dtype, model[1].weight.dtype, model(torch.ones(1, 2)).dtype
+        (torch.float16, torch.float32, torch.float32)
+    """
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
+    for layer in _castable(module, "", patterns, skip_modules_classes or ()):
+        hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+        add_hook_to_module(layer, hook, append=True)
+
+
+def _castable(
+    module: nn.Module,
+    name: str,
+    patterns: Iterable[str],
+    skipped: type[nn.Module] | tuple[type[nn.Module], ...],
+) -> list[nn.Module]:
+    if isinstance(module, skipped) or any(re.search(pattern, name) for pattern in patterns):
+        return []
+    if isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+        return [module]
+    return [
+        layer
+        for leaf, child in module.named_children()
+        for layer in _castable(child, f"{name}.{leaf}" if name else leaf, patterns, skipped)
+    ]

@@ -1,1 +1,0 @@
-"""What runs around a module's forward: placement, offload, casting."""

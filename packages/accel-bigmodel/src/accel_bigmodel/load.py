@@ -1,0 +1,630 @@
+"""Plan and run a load; its report."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from accel_bigmodel.device_map import automatic_device_map, check_device_map
+from accel_bigmodel.dispatch import dispatch_model
+from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_offload_index
+from accel_bigmodel.placement import TensorOwner, set_module_tensor_to_device, sites_of, torch_dtype
+from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint, stored_dtypes
+from accel_ops.weights.layout import convert_bytes, convert_file_size_to_int
+from accel_ops.weights.read import device_of
+from accel_ops.weights.tensors import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
+from accel_state.errors import CheckpointMismatchError, SettingsError, UnsupportedError, some_of
+from accel_state.html_table import html_table
+
+if TYPE_CHECKING:
+    from accel_bigmodel.offload import Index
+
+
+if TYPE_CHECKING:
+    Device = int | str | torch.device
+
+_log = logging.getLogger(__name__)
+_HOST_TYPES = ("cpu", "meta")
+UPLOAD_BATCH = 512 << 20
+"""Bytes that are uploaded at a time, in the types of the file."""
+
+How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast"]
+"""How a tensor comes: mapped; read and cast; read; through pinned buffers; copied; left; from rank 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    """The arguments of a load; see `load_checkpoint_in_model`."""
+
+    device_map: Mapping[str, Device] | None = None
+    offload_folder: str | os.PathLike[str] | None = None
+    dtype: torch.dtype | None = None
+    spill: bool = False
+    offload_buffers: bool = False
+    keep_in_fp32: tuple[str, ...] = ()
+    strict: bool = False
+    shards: bool = False
+    memory_limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignStep:
+    """The load plan of one tensor, which gets the type `dtype`."""
+
+    name: str
+    device: Device | None
+    dtype: torch.dtype
+    nbytes: int
+    how: How
+    site: TensorOwner
+
+
+Plan = list[tuple["Source", list[AssignStep]]]
+
+
+def plan_load(
+    model: nn.Module,
+    sources: Sequence[Source],
+    assignment: Assignment,
+    tied: Sequence[Sequence[str]],
+) -> Plan:
+    """Match a checkpoint with a model.
+
+    Raises:
+        CheckpointMismatchError: Shapes differ; or, with `strict`, names are missing or unexpected.
+        SettingsError: The load would take more memory than the limit.
+    """
+    wanted = {name: site for name, site in sites_of(model).items() if site.persistent}
+    seen: set[str] = set()
+    plan: Plan = []
+    misshaped: list[str] = []
+    unexpected: list[str] = []
+    for source in sources:
+        steps: list[AssignStep] = []
+        for name, (shape, dtype) in source.tensors.items():
+            site = wanted.get(name)
+            if site is None:
+                unexpected.append(name)
+                continue
+            target = site.table[site.leaf]
+            if name in seen:
+                continue
+            seen.add(name)
+            plain = type(target) in (torch.nn.Parameter, torch.Tensor) or hasattr(target, "device_mesh")
+            if plain and tuple(target.shape) != shape and not assignment.shards:
+                misshaped.append(
+                    f"{name} ({list(shape)} in the checkpoint, {list(target.shape)} in the model)"
+                )
+                continue
+            steps.append(_step(name, shape, dtype, site, source, assignment))
+        plan.append((source, steps))
+    served = {name for group in tied if seen.intersection(group) for name in group}
+    missing = [name for name in wanted if name not in seen and name not in served]
+    _warn_mismatches(misshaped, missing, unexpected, assignment)
+    _check_limit(plan, assignment)
+    return plan
+
+
+def assign(
+    model: nn.Module,
+    source: Source,
+    steps: Sequence[AssignStep],
+    assignment: Assignment,
+    index: Index,
+    sample: Callable[[], None],
+) -> dict[str, int]:
+    """Load one file's tensors to their devices; return the bytes by how they came."""
+    strategies: dict[str, int] = {}
+    spilled = None
+    uploaded: dict[str, Tensor] = {}
+    batches = _upload_batches(source, steps)
+    for step in steps:
+        if step.name in batches:
+            names, device = batches[step.name]
+            uploaded.update(source.upload(names, device))
+        strategies[step.how] = strategies.get(step.how, 0) + step.nbytes
+        if step.device == "disk":
+            _to_disk(source, step, assignment, index)
+            continue
+        value = uploaded.pop(step.name) if step.name in uploaded else source.get(step.name)
+        if step.how in ("cast", "read") and assignment.spill and str(step.device) == "cpu":
+            spilled = spilled or tempfile.TemporaryDirectory(prefix="accel-spill-")
+            value = _spilled(value.to(step.dtype), step.name, spilled.name)
+        _put(model, step, value, assignment)
+        if step.how != "map":
+            sample()
+    if spilled is not None:
+        spilled.cleanup()  # what is mapped stays readable
+    return strategies
+
+
+def _step(
+    name: str,
+    shape: tuple[int, ...],
+    stored: torch.dtype,
+    site: TensorOwner,
+    source: Source,
+    assignment: Assignment,
+) -> AssignStep:
+    device: Device | None = None
+    target: Tensor = site.table[site.leaf]
+    if assignment.device_map is not None:
+        device = device_of(name, assignment.device_map)
+        if device == "disk" and site.is_buffer and not assignment.offload_buffers:
+            device = "cpu"
+    elif target.is_meta:
+        device = "cpu"
+    dtype = stored
+    if stored.is_floating_point:
+        dtype = assignment.dtype or target.dtype
+        if any(part in name.split(".") or part in name for part in assignment.keep_in_fp32):
+            dtype = torch.float32
+    elif type(target) in (torch.nn.Parameter, torch.Tensor):
+        dtype = target.dtype
+    return AssignStep(
+        name=name,
+        device=device,
+        dtype=dtype,
+        nbytes=math.prod(shape) * dtype.itemsize,
+        how=_how(source, device, cast=dtype != stored),
+        site=site,
+    )
+
+
+def _how(source: Source, device: Device | None, *, cast: bool) -> How:
+    if source.broadcast:
+        return "broadcast"
+    if device == "disk":
+        return "in place" if source.in_place else "read"
+    if device is not None and torch.device(device).type not in _HOST_TYPES:
+        return "pinned" if source.in_place else "copy"
+    if device is None or not source.mapped:
+        return "read"
+    return "cast" if cast else "map"
+
+
+def _upload_batches(source: Source, steps: Sequence[AssignStep]) -> dict[str, tuple[list[str], torch.device]]:
+    """Group tensors into upload batches: the first tensor of a batch to all its tensors, and their device.
+
+    A batch is bounded in the types of the file: it is on the device beside what it is cast to.
+    """
+    batches: dict[str, tuple[list[str], torch.device]] = {}
+    current: list[str] = []
+    size, device = 0, None
+    for step in steps:
+        if step.how != "pinned" or step.device is None:
+            continue
+        shape, stored = source.tensors[step.name]
+        nbytes = math.prod(shape) * stored.itemsize
+        if not current or step.device != device or size + nbytes > UPLOAD_BATCH:
+            current, size, device = [], 0, step.device
+            batches[step.name] = current, torch.device(step.device)
+        current.append(step.name)
+        size += nbytes
+    return batches
+
+
+def _put(model: nn.Module, step: AssignStep, value: Tensor, assignment: Assignment) -> None:
+    table, leaf = step.site.table, step.site.leaf
+    target = table[leaf]
+    if step.how == "map" and type(target) is torch.nn.Parameter and not vars(target):
+        # What set_module_tensor_to_device would come to, a hundred times faster.
+        table[leaf] = torch.nn.Parameter(value, target.requires_grad and value.is_floating_point())
+    elif hasattr(target, "device_mesh"):
+        part = _sharded(value.to(step.dtype), target, assignment)
+        if target.is_meta:
+            table[leaf] = torch.nn.Parameter(part, requires_grad=target.requires_grad)
+        else:
+            target.detach().copy_(part)  # whoever shards the model keeps its own parameters
+    elif step.device is None:
+        with torch.no_grad():
+            target.copy_(value)
+    else:
+        set_module_tensor_to_device(
+            model, step.name, step.device, value=value, dtype=step.dtype, clear_cache=False
+        )
+
+
+def _sharded(value: Tensor, like: Any, assignment: Assignment) -> Tensor:
+    """Make this rank's shard of a `DTensor`, from the full tensor or from the shard itself."""
+    tensors = import_module("torch.distributed.tensor")  # slow; only distributed parameters need it
+    device = like.device_mesh.device_type
+    if assignment.shards:
+        return tensors.DTensor.from_local(value.to(device), like.device_mesh, like.placements)
+    # Every rank has the full tensor: no communication.
+    return tensors.distribute_tensor(value.to(device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _to_disk(source: Source, step: AssignStep, assignment: Assignment, index: Index) -> None:
+    if source.in_place:
+        index[step.name] = {
+            "safetensors_file": str(source.path.absolute()),
+            "weight_name": step.name,
+            "dtype": str(step.dtype).removeprefix("torch."),
+        }
+        return
+    if assignment.offload_folder is None:
+        raise SettingsError(
+            f"{step.name!r} goes to the disk and comes from {source.path.name!r}, which cannot be read in "
+            "place: pass offload_folder, or save the checkpoint as safetensors"
+        )
+    Path(assignment.offload_folder).mkdir(parents=True, exist_ok=True)
+    offload_weight(source.get(step.name).to(step.dtype), step.name, assignment.offload_folder, index)
+
+
+def _spilled(value: Tensor, name: str, folder: str) -> Tensor:
+    entry = offload_weight(value, name, folder)[name]
+    return load_offloaded_weight(Path(folder) / f"{name}.dat", entry)
+
+
+def _warn_mismatches(
+    misshaped: list[str], missing: list[str], unexpected: list[str], assignment: Assignment
+) -> None:
+    lines = [
+        f"{what}: {some_of(names, most=20)}"
+        for what, names in (
+            ("of another shape", misshaped),
+            ("missing from the checkpoint", missing),
+            ("unexpected in the checkpoint", unexpected),
+        )
+        if names
+    ]
+    if misshaped or (lines and assignment.strict):
+        raise CheckpointMismatchError(f"the checkpoint does not fit the model. {'; '.join(lines)}")
+    if unexpected:
+        shown = some_of(unexpected, most=20)
+        _log.warning("Some weights of the checkpoint were not used when loading the model: %s.", shown)
+    if missing:
+        _log.warning(
+            "Some weights of the model are missing from the checkpoint: %s.", some_of(missing, most=20)
+        )
+
+
+def _check_limit(plan: Plan, assignment: Assignment) -> None:
+    limit = assignment.memory_limit
+    if limit is None:
+        return
+    held = [step for _, steps in plan for step in steps if step.how in ("cast", "read", "broadcast")]
+    taking = [step for step in held if step.device not in (None, "disk") and not assignment.spill]
+    total = sum(step.nbytes for step in taking)
+    if total > limit:
+        raise SettingsError(
+            f"the load would put {convert_bytes(total)} into memory, more than the limit of "
+            f"{convert_bytes(limit)}: {some_of(step.name for step in taking)} cannot be mapped. Load them in "
+            "the checkpoint's own type, send them to the disk, or pass offload_state_dict=True"
+        )
+
+
+_SAMPLE = 256 << 20
+_CHUNK = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileReport:
+    """One weight file.
+
+    Attributes:
+        strategies: How its tensors came, by bytes.
+        raw: Bytes per second of a plain read of the same file afterwards, if measured.
+    """
+
+    path: Path
+    strategies: dict[str, int]
+    seconds: float
+    raw: float | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that came from it."""
+        return sum(self.strategies.values())
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second."""
+        return self.nbytes / self.seconds if self.seconds else float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """One load.
+
+    Attributes:
+        peak: How many bytes the process's memory grew by at most, mapped pages not counted where the system
+            says.
+    """
+
+    files: tuple[FileReport, ...]
+    seconds: float
+    peak: int
+
+    def __str__(self) -> str:
+        grown = convert_bytes(self.peak)
+        lines = [f"loaded {len(self.files)} file(s) in {self.seconds:.3f} s, memory grew by {grown}"]
+        for file in self.files:
+            how = (
+                ", ".join(f"{convert_bytes(size)} {name}" for name, size in file.strategies.items())
+                or "nothing"
+            )
+            speed = "" if file.rate > 1e12 else f", {file.rate / 1e9:.1f} GB/s"
+            raw = "" if file.raw is None else f" (a raw read: {file.raw / 1e9:.1f} GB/s)"
+            lines.append(f"  {file.path.name}: {how}{speed}{raw}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                file.path.name,
+                convert_bytes(file.nbytes),
+                ", ".join(file.strategies) or "nothing",
+                "-" if file.rate > 1e12 else f"{file.rate / 1e9:.1f} GB/s",
+            )
+            for file in self.files
+        ]
+        title = (
+            f"{len(self.files)} file(s) in {self.seconds:.3f} s, memory grew by {convert_bytes(self.peak)}"
+        )
+        return html_table(rows, head=("file", "bytes", "how", "speed"), title=title)
+
+
+class MemoryMeter:
+    """Peak growth of the process's own memory since construction; `sample` reads it."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._start = self._own()
+        self.peak = 0
+
+    def sample(self) -> None:
+        """Record the present growth."""
+        self.peak = max(self.peak, self._own() - self._start)
+
+    def _own(self) -> int:
+        memory = self._process.memory_info()
+        # Pages of mapped files are the kernel's to drop; they are no memory of ours.
+        return memory.rss - getattr(memory, "shared", 0)
+
+
+def raw_rate(path: Path) -> float:
+    """Measure a plain read of up to 256 MiB of a file, in bytes per second."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        buffer = bytearray(_CHUNK)
+        done, start = 0, time.perf_counter()
+        while done < _SAMPLE:
+            got = os.preadv(descriptor, [buffer], done)
+            if not got:
+                break
+            done += got
+        return done / max(time.perf_counter() - start, 1e-9)
+    finally:
+        os.close(descriptor)
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a checkpoint into a model, tensor by tensor, each straight to its device.
+
+    All names and shapes are checked before anything is changed. What stays on the CPU in its own type is
+    mapped, not read; what goes to the disk stays in a safetensors checkpoint, and its place is noted in
+    `offload_folder/index.json`. Tied weights stay tied, whichever of their names the checkpoint has.
+
+    Args:
+        model: The model, usually a meta model.
+        checkpoint: A weight file, an index file, a folder with one of them, or the id of a model on the hub.
+        device_map: Module or tensor name to device. Without one, tensors go where the model's are (the CPU
+            for those on the meta device).
+        offload_folder: Where weights for the disk are noted, or written if they come from a `.bin` file.
+        dtype: The type of floating weights; by default that of the model's tensors. Without a device map,
+            tensors of the model that have values keep their type.
+        offload_state_dict: Put what the CPU cannot map (cast weights, old `.bin` files) into temporary files
+            rather than in memory.
+        offload_buffers: Whether buffers of modules on the disk are offloaded too.
+        keep_in_fp32_modules: Modules whose weights are float32 whatever `dtype` says.
+        offload_8bit_bnb: Refused: `accel_quant.load_and_quantize_model` loads quantised models, and keeps
+            their 8-bit weights with their statistics wherever the device map sends them.
+        strict: Refuse a checkpoint that lacks a tensor or has one too many; by default these are logged.
+        full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
+        broadcast_from_rank0: Let rank 0 read and send to the others; they need no file.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; all that is wrong is
+            named.
+        SettingsError: The device map leaves tensors without a device, or weights for the disk have no folder.
+        UnsupportedError: `offload_8bit_bnb` is True.
+    """
+    if offload_8bit_bnb:
+        raise UnsupportedError(
+            "offload_8bit_bnb=True: load_checkpoint_in_model loads weights as they are. For 8-bit weights "
+            "with their statistics, load the model with load_and_quantize_model from accel_quant"
+        )
+    if device_map is not None:
+        check_device_map(model, device_map)
+    assignment = Assignment(
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=torch_dtype(dtype),
+        spill=offload_state_dict,
+        offload_buffers=offload_buffers,
+        keep_in_fp32=tuple(keep_in_fp32_modules or ()),
+        strict=strict,
+        shards=not full_state_dict,
+    )
+    index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0)
+    if index and offload_folder is None:
+        raise SettingsError(
+            "the device_map sends weights to the disk: pass offload_folder, where that is noted"
+        )
+    if index and offload_folder is not None:
+        Path(offload_folder).mkdir(parents=True, exist_ok=True)
+        save_offload_index(index, offload_folder)
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    report: bool = False,
+    memory_limit: int | str | None = None,
+) -> nn.Module:
+    """Load a checkpoint into a model and let it run across its devices.
+
+    Args:
+        model: The model, usually a meta model.
+        checkpoint: A weight file, an index file, a folder with one of them, or the id of a model on the hub.
+        device_map: Module or tensor name to device; or `"auto"`, `"balanced"`, `"balanced_low_0"` or
+            `"sequential"` to have one made. Without one the weights are loaded and nothing is dispatched.
+        max_memory: What each device may take when a map is made.
+        no_split_module_classes: Classes whose modules stay whole when a map is made.
+        offload_folder: Where weights for the disk are noted or written. A safetensors checkpoint needs
+            none: its weights are read in place.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too.
+        dtype: The type of floating weights; by default that of the model's tensors. Without a device map,
+            tensors of the model that have values keep their type.
+        offload_state_dict: Put what the CPU cannot map into temporary files; by default when part of the
+            model is on the disk.
+        skip_keys: Keyword arguments that are not moved between devices.
+        preload_module_classes: Classes whose modules load everything below them at once.
+        force_hooks: Attach hooks even where a single device needs none.
+        strict: Refuse a checkpoint that lacks a tensor or has one too many.
+        full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
+        broadcast_from_rank0: Let rank 0 read and send to the others; they need no file.
+        report: Measure, and leave a `LoadReport` in the model's `load_report`; it is logged too.
+        memory_limit: A hard cap in bytes (or text like `"4GB"`): on what the load puts into host memory
+            beside mapped files, and on the disk-offloaded weights that are in memory while the model runs.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; all that is wrong is
+            named.
+        SettingsError: The map is unusable, or the memory limit cannot be kept.
+    """
+    if isinstance(device_map, str):
+        device_map = automatic_device_map(
+            device_map,
+            model,
+            max_memory,
+            no_split_module_classes,
+            offload_buffers,
+            stored_dtypes=None if broadcast_from_rank0 else stored_dtypes(checkpoint),
+            dtype=dtype,
+        )
+    limit = None if memory_limit is None else convert_file_size_to_int(memory_limit)
+    if device_map is not None:
+        check_device_map(model, device_map)
+    on_disk = device_map is not None and "disk" in device_map.values()
+    assignment = Assignment(
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=torch_dtype(dtype),
+        spill=on_disk if offload_state_dict is None else offload_state_dict,
+        offload_buffers=offload_buffers,
+        strict=strict,
+        shards=not full_state_dict,
+        memory_limit=limit,
+    )
+    index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0, measure=report)
+    if device_map is None:
+        return model
+    _offload_unloaded(model, assignment, index)
+    return dispatch_model(
+        model,
+        device_map=device_map,
+        offload_dir=offload_folder if any("safetensors_file" not in row for row in index.values()) else None,
+        offload_index=index,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        memory_limit=limit,
+    )
+
+
+def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) -> None:
+    """Write to the disk what a device map sends there, has values in the model, and no checkpoint gave."""
+    loaded = {name for group in find_tied_parameters(model) if index.keys() & group for name in group}
+    unloaded = {
+        name: tensor
+        for name, tensor in model.named_parameters()
+        if name not in index
+        and name not in loaded
+        and not tensor.is_meta
+        and device_of(name, assignment.device_map or {}) == "disk"
+    }
+    if unloaded and assignment.offload_folder is None:
+        raise SettingsError(
+            f"the device_map sends {some_of(unloaded)} to the disk, and the checkpoint has no values for "
+            "them: pass offload_folder, where those of the model are written"
+        )
+    if unloaded:
+        Path(str(assignment.offload_folder)).mkdir(parents=True, exist_ok=True)
+    for name, tensor in unloaded.items():
+        offload_weight(tensor.detach(), name, str(assignment.offload_folder), index)
+
+
+def _load(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    assignment: Assignment,
+    *,
+    broadcast: bool,
+    measure: bool = False,
+) -> Index:
+    start = time.perf_counter()
+    tied = find_tied_parameters(model)
+    if not tied and check_tied_parameters_in_config(model):
+        _log.warning(
+            "The model's configuration ties its embeddings, the model does not: call tie_weights() first."
+        )
+    sources = broadcast_sources(checkpoint) if broadcast else open_checkpoint(checkpoint)
+    plan = plan_load(model, sources, assignment, tied)
+    meter = MemoryMeter()
+    index: Index = {}
+    files: list[FileReport] = []
+    for source, steps in plan:
+        began = time.perf_counter()
+        strategies = assign(model, source, steps, assignment, index, meter.sample)
+        taken = time.perf_counter() - began
+        raw = raw_rate(source.path) if measure and not broadcast else None
+        files.append(FileReport(path=source.path, strategies=strategies, seconds=taken, raw=raw))
+    retie_parameters(model, tied)
+    report = LoadReport(files=tuple(files), seconds=time.perf_counter() - start, peak=meter.peak)
+    _log.info("%s", report)
+    if measure:
+        vars(model)["load_report"] = report
+    return index

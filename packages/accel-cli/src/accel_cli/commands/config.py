@@ -1,0 +1,297 @@
+"""Accel config, to-fsdp2; write_basic_config."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from accel_cli.config_file import path_to_write, read_config, write
+from accel_cli.interview import HostInfo, interview, probe_host
+from accel_cli.launch.checks import LaunchFacts, problems
+from accel_cli.launch.hosts import HostDevices, probe_devices
+from accel_cli.output import Table, show
+from accel_state.environ import read
+from accel_state.errors import SettingsError
+from accel_state.settings import (
+    OPTIONS,
+    LaunchSettings,
+    PrecisionSettings,
+    ProcessSettings,
+    Settings,
+    merge_layers,
+    parse_file,
+    to_content,
+)
+from accel_state.settings.model import BY_PATH, as_text
+
+DEFAULT_CONFIG_FILE = "~/.cache/huggingface/accelerate/default_config.yaml"
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str = DEFAULT_CONFIG_FILE
+) -> Path | Literal[False]:
+    """Write a config file for all devices of this host.
+
+    Args:
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
+        save_location: The file to write; variables of the environment win over the default.
+
+    Returns:
+        The file, or False if it exists already; it is then unchanged.
+
+    Raises:
+        SettingsError: The precision is unknown, or the file cannot be written.
+    """
+    try:
+        precision = BY_PATH["precision.mixed_precision"].parse(mixed_precision)
+    except ValueError as error:
+        raise SettingsError(f"write_basic_config(mixed_precision={mixed_precision!r}): {error}") from None
+    environ = read()
+    path = path_to_write(None if str(save_location) == DEFAULT_CONFIG_FILE else str(save_location), environ)
+    if path.exists():
+        return False
+    write(path, to_content(basic_settings(probe_devices(environ), str(precision))))
+    return path
+
+
+def basic_settings(machine: HostDevices, mixed_precision: str) -> Settings:
+    """Return the default settings of a host."""
+    return Settings(
+        precision=PrecisionSettings(mixed_precision=mixed_precision),  # pyright: ignore[reportArgumentType] - was checked
+        process=ProcessSettings(use_cpu=machine.gpus == 0),
+        launch=LaunchSettings(
+            num_processes=max(1, machine.gpus),
+            distributed_type="MULTI_GPU" if machine.gpus > 1 else "NO",
+        ),
+    )
+
+
+def update(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
+    """Rewrite a config file in the current format; return the file, and a note on each change."""
+    found = read_config(config_file, read())
+    if found.path is None:
+        raise SettingsError(
+            f"there is no config file at {path_to_write(None, read())}: run `accel config` to write one, or "
+            "name another with --config_file."
+        )
+    write(found.path, to_content(merge_layers(found.sourced).settings))
+    return found.path, found.notes
+
+
+def run(options: Namespace) -> int:
+    """Run the command."""
+    if options.mixed_precision is not None and options.action != "default":
+        raise SettingsError("argument --mixed_precision is only for `accel config default`.")
+    return _ACTIONS[options.action](options)
+
+
+def _default(options: Namespace) -> int:
+    written = write_basic_config(options.mixed_precision or "no", options.config_file or DEFAULT_CONFIG_FILE)
+    if not written:
+        path = path_to_write(options.config_file, read())
+        show(
+            f"The config file {path} exists already and is unchanged. Run `accel config` to replace it, or "
+            "name another file with --config_file."
+        )
+        return 0
+    show(f"Written to {written}.")
+    return 0
+
+
+def _update(options: Namespace) -> int:
+    path, notes = update(options.config_file)
+    show(*notes[:-1], f"{path} is in the current format.")
+    return 0
+
+
+def _ask(options: Namespace) -> int:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise SettingsError(
+            "`accel config` asks questions, which need a terminal. `accel config default` writes a file "
+            "without questions, and docs/reference/settings.md lists the keys of a file."
+        )
+    environ = read()
+    path, found = path_to_write(options.config_file, environ), probe_host(environ)
+    terminal = import_module("accel_cli.interview")
+    show("Esc goes back to the question before; Ctrl-C ends, and writes nothing.", "")
+    try:
+        settings = interview(terminal.ask, found)
+        show("", summary(settings))
+        wrong = find_conflicts(settings, found)
+        show(*(f"Conflict: {one}" for one in wrong))
+        replaces = " (replaces the existing file)" if path.exists() else ""
+        if not terminal.agree(f"Write this to {path}{replaces}?", default=not wrong):
+            show("Nothing was written.")
+            return 1
+    except KeyboardInterrupt:
+        show("", "Nothing was written.")
+        return 130
+    write(path, to_content(settings))
+    show(f"Written to {path}. To run a script:", *commands(settings, options.config_file))
+    return 0
+
+
+_ACTIONS: Mapping[str | None, Callable[[Namespace], int]] = {
+    None: _ask,
+    "default": _default,
+    "update": _update,
+}
+
+
+def summary(settings: Settings) -> Table:
+    """Return a table of the settings to write."""
+    sourced = merge_layers(parse_file(to_content(settings), "")).sourced
+    rows = [
+        (option.key or "", as_text(sourced[option.path].value))
+        for option in OPTIONS
+        if option.path in sourced and option.key
+    ]
+    return Table(head=("setting", "value"), rows=tuple(rows), title="Your answers")
+
+
+def find_conflicts(settings: Settings, found: HostInfo) -> list[str]:
+    """Return the problems for which `accel launch` would refuse settings."""
+    merged = merge_layers(parse_file(to_content(settings), "the answers"))
+    machine = HostDevices(gpus=found.gpus, cores=found.cores)
+    return problems(LaunchFacts(merged=merged, machine=machine, environ={}))
+
+
+def commands(settings: Settings, config_file: Path | str | None) -> list[str]:
+    """Return the command lines that run a script with settings: one, or one per node."""
+    named = ["--config_file", str(config_file)] if config_file is not None else []
+    by_launcher = (settings.deepspeed and settings.hosts.hostfile) or settings.mpi.hostfile
+    several = settings.launch.num_machines > 1 and settings.launch.compute_environment == "LOCAL_MACHINE"
+    if not several or by_launcher or settings.launch.on_tpu:
+        return [shlex.join(["accel", "launch", *named, "train.py"])]
+    ranks = range(settings.launch.num_machines)
+    return [
+        shlex.join(["accel", "launch", *named, "--machine_rank", str(rank), "train.py"])
+        for rank in (ranks if len(ranks) <= 4 else (0, 1))
+    ] + (["… and so on"] if len(ranks) > 4 else [])
+
+
+RESHARD: Mapping[str, bool] = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+    "_HYBRID_SHARD_ZERO2": False,
+}
+"""`fsdp_reshard_after_forward` of version 2 by `fsdp_sharding_strategy` of version 1."""
+
+# In the order of `torch.distributed.fsdp.ShardingStrategy`, whose numbers legacy files have.
+_BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+
+REMOVED: Mapping[str, str] = {
+    "fsdp_backward_prefetch": "FSDP2 always prefetches before the backward pass of a block",
+    "fsdp_forward_prefetch": "FSDP2 prefetches in the order of execution by itself",
+    "fsdp_sync_module_states": "FSDP2 broadcasts the weights if needed",
+    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
+}
+"""The keys that version 2 lacks, with the reason."""
+
+UNCHANGED = (
+    "fsdp_activation_checkpointing",
+    "fsdp_activation_checkpointing_offload",
+    "fsdp_auto_wrap_policy",
+    "fsdp_cpu_ram_efficient_loading",
+    "fsdp_ignored_modules",
+    "fsdp_min_num_params",
+    "fsdp_offload_params",
+    "fsdp_state_dict_type",
+    "fsdp_transformer_layer_cls_to_wrap",
+)
+"""The keys that mean the same in both versions."""
+
+_SHARDING = "fsdp_sharding_strategy"
+_RESHARD = "fsdp_reshard_after_forward"
+_STATE = "fsdp_state_dict_type"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """A config for FSDP2."""
+
+    config: Mapping[str, Any]
+    notes: tuple[str, ...] = field(default=())
+
+
+def to_fsdp2(config: Mapping[str, Any]) -> Converted:
+    """Rewrite a config for FSDP as one for FSDP2.
+
+    Raises:
+        SettingsError: The config is not for FSDP, or has a value that FSDP2 does not support.
+
+    Example:
+        >>> old = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}
+        >>> to_fsdp2(old).config["fsdp_config"]
+        {'fsdp_version': 2, 'fsdp_reshard_after_forward': False}
+    """
+    table = config.get("fsdp_config")
+    if not isinstance(table, dict):
+        raise SettingsError(f"key fsdp_config is {table!r}; expected settings of FSDP to rewrite.")
+    if str(table.get("fsdp_version", 1)) == "2":
+        raise SettingsError("key fsdp_config.fsdp_version is 2 already; there is nothing to rewrite.")
+    unknown = sorted(set(table) - {*UNCHANGED, *REMOVED, _SHARDING, _RESHARD, "fsdp_version"})
+    if unknown:
+        known = ", ".join(sorted({*UNCHANGED, *REMOVED, _SHARDING}))
+        raise SettingsError(f"key fsdp_config.{unknown[0]} is unknown; FSDP has {known}.")
+    notes = [f"fsdp_config.{key} was removed: {why}." for key, why in REMOVED.items() if key in table]
+    fsdp: dict[str, Any] = {"fsdp_version": 2}
+    fsdp |= {key: value for key, value in table.items() if key in UNCHANGED}
+    if _SHARDING in table or _RESHARD in table:
+        fsdp[_RESHARD] = _reshard(table, notes)
+    if str(fsdp.get(_STATE, "")).upper() == "LOCAL_STATE_DICT":
+        fsdp[_STATE] = "SHARDED_STATE_DICT"
+        notes.append(f"fsdp_config.{_STATE} is SHARDED_STATE_DICT: FSDP2 has no LOCAL_STATE_DICT.")
+    return Converted(config={**config, "fsdp_config": fsdp}, notes=tuple(notes))
+
+
+def _reshard(table: Mapping[str, Any], notes: list[str]) -> bool:
+    """Return whether to reshard after the forward pass, from the key of either version."""
+    key = _RESHARD if _SHARDING not in table else _SHARDING
+    value = table[key]
+    if key == _RESHARD and str(value).lower() in {"true", "false"}:
+        return str(value).lower() == "true"
+    name = str(value).upper()
+    if name.isdigit() and 1 <= int(name) <= len(_BY_NUMBER):
+        name = _BY_NUMBER[int(name) - 1]
+    if name == "NO_SHARD":
+        raise SettingsError(
+            f"key fsdp_config.{key} is {value!r}: FSDP2 always shards; use distributed_type: MULTI_GPU (DDP)."
+        )
+    if name not in RESHARD:
+        raise SettingsError(f"key fsdp_config.{key} is {value!r}: expected one of {', '.join(RESHARD)}.")
+    notes.append(f"fsdp_config.{key} {name} is {_RESHARD}: {str(RESHARD[name]).lower()}.")
+    if "HYBRID" in name:
+        notes.append(
+            f"{name} replicates over nodes: set it in parallelism_config, with"
+            " parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size."
+        )
+    return RESHARD[name]
+
+
+def run_to_fsdp2(options: Namespace) -> int:
+    """Rewrite a config file."""
+    file = read_config(options.config_file, read())
+    if file.path is None:
+        raise SettingsError("the default config file does not exist; name one with --config_file.")
+    source = file.path
+    if options.output_file is None and not options.overwrite:
+        raise SettingsError(f"name an --output_file, or pass --overwrite to replace {str(source)!r}.")
+    target = source if options.output_file is None else Path(options.output_file).expanduser()
+    if target.exists() and not options.overwrite:
+        raise SettingsError(
+            f"argument --output_file: {str(target)!r} exists already; --overwrite replaces it."
+        )
+    converted = to_fsdp2(file.content)
+    write(target, converted.config)
+    if not options.quiet:
+        show(*file.notes, *converted.notes, f"wrote {str(target)!r}")
+    return 0

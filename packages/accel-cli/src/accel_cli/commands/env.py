@@ -1,0 +1,194 @@
+"""`accel env`: what a bug report should say about this machine, without secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accel_cli.config_file import read_config
+from accel_cli.launch.hosts import ask_nvidia
+from accel_cli.output import redact, working
+from accel_state.environ import read
+from accel_state.errors import SettingsError
+from accel_state.settings import default_config_file, merge_layers, parse_environ
+from accel_state.topology import detect
+
+_OURS = (
+    "accel-bigmodel", "accel-cli", "accel-compat", "accel-ops", "accel-plugins", "accel-quant", "accel-state",
+    "accel-suite", "accel-trackers", "accel-train",
+)  # fmt: skip
+# The libraries that matter beside our own packages.
+_LIBRARIES = (
+    "bitsandbytes", "datasets", "deepspeed", "diffusers", "huggingface-hub", "megatron-core", "numpy", "peft",
+    "safetensors", "sagemaker", "timm", "tokenizers", "torch", "torch-xla", "torchao", "torchdata",
+    "torchvision", "transformer-engine", "transformers", "triton",
+)  # fmt: skip
+
+# What has not run on the hardware that it is for, by the library that it needs.
+_EXPERIMENTAL = {"megatron-core": "training by Megatron has not run on a GPU yet"}
+
+# What launchers start, and what builds the kernels of engines.
+_PROGRAMS = ("gcloud", "g++", "mpirun", "ninja", "nvcc", "nvidia-smi", "pdsh", "srun")
+
+# What the variables begin with that change how a program trains.
+_PREFIXES = (
+    "ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "HIP_", "LOCAL_", "MASTER_", "MEGATRON_LM_",
+    "MKL_", "NCCL_", "OMP_", "OMPI_", "PARALLELISM_CONFIG_", "PJRT_", "PMI_", "PYTORCH_", "RANK", "ROCR_",
+    "SLURM_", "TORCH", "TPU_", "UCX_", "WORLD_SIZE", "XLA_",
+)  # fmt: skip
+
+
+def run(options: Namespace) -> int:
+    """Write the report to the standard output.
+
+    What is broken on this machine is reported, and does not end the report.
+    """
+    with working("looking at devices and libraries"):
+        facts = report(read(), options.config_file)
+    sys.stdout.write(json.dumps(facts, indent=2) + "\n" if options.json else as_text(facts))
+    return 0
+
+
+def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[str, Any]:
+    """Collect the facts."""
+    return {
+        "accel": _versions(_OURS),
+        "command": shutil.which("accel", path=environ.get("PATH")),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "libraries": _versions(_LIBRARIES),
+        "experimental": [_EXPERIMENTAL[name] for name in _versions(_EXPERIMENTAL)],
+        "programs": [name for name in _PROGRAMS if shutil.which(name, path=environ.get("PATH"))],
+        "cpu": {"cores": os.cpu_count(), "memory in GB": _memory(), "shared memory in GB": _shared_memory()},
+        **{
+            name: _late(module, fact)
+            for name, (module, fact) in _LATE.items()
+            if find_spec(module.partition(".")[0]) is not None
+        },
+        "launcher": _unless_wrong(lambda: _launcher(environ)),
+        "config file": config_file or str(default_config_file(environ) or "none"),
+        "settings": _unless_wrong(lambda: _settings(environ, config_file)),
+        "variables": _variables(environ),
+    }
+
+
+def as_text(facts: Mapping[str, Any], indent: str = "") -> str:
+    r"""Write facts as an indented list.
+
+    Example:
+        >>> as_text({"python": "3.12", "cpu": {"cores": 2}})
+        '- python: 3.12\n- cpu:\n  - cores: 2\n'
+    """
+    lines: list[str] = []
+    for name, value in facts.items():
+        if isinstance(value, dict) and value:
+            lines.append(f"{indent}- {name}:\n{as_text(value, indent + '  ')}")
+        else:
+            lines.append(f"{indent}- {name}: {value if value not in ({}, None) else 'none'}\n")
+    return "".join(lines)
+
+
+def _versions(names: Iterable[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _memory() -> float | None:
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
+
+
+def _shared_memory() -> float | None:
+    """What data workers hand their batches over in; containers often have little of it."""
+    shared_memory = Path("/dev/shm")  # noqa: S108 - nothing is written there
+    return round(shutil.disk_usage(shared_memory).total / 1e9, 1) if shared_memory.is_dir() else None
+
+
+def _unless_wrong(fact: Callable[[], Any]) -> Any:
+    try:
+        return fact()
+    except SettingsError as error:
+        return redact("", f"cannot be used: {'; '.join(error.problems)}")
+
+
+def _late(module: str, fact: Callable[[Any], Any]) -> Any:
+    try:
+        return fact(import_module(module))
+    except (ImportError, OSError, RuntimeError) as error:  # a broken installation, or driver
+        return f"cannot be asked: {type(error).__name__}: {error}"
+
+
+def _launcher(environ: Mapping[str, str]) -> str:
+    topology = detect(environ)
+    if topology.world_size == 1:
+        return f"{topology.launcher}, one process"
+    return f"{topology.launcher}, rank {topology.rank} of {topology.world_size}"
+
+
+def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, str]:
+    """What differs from the defaults, and who says so."""
+    merged = merge_layers(parse_environ(environ), read_config(config_file, environ).sourced)
+    return {
+        path: f"{redact(path, str(setting.value))} ({setting.origin})"
+        for path, setting in sorted(merged.sourced.items())
+    }
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that accel, torch and launchers read, without secrets."""
+    return {
+        name: redact(name, value) for name, value in sorted(environ.items()) if name.startswith(_PREFIXES)
+    }
+
+
+def _torch(torch: Any) -> dict[str, Any]:
+    return {
+        "version": torch.__version__,
+        "built for CUDA": torch.version.cuda,
+        "built for ROCm": torch.version.hip,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        "cuDNN": torch.backends.cudnn.version(),
+        "distributed": torch.distributed.is_available(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _devices(kinds: Any) -> dict[str, Any]:
+    kind = kinds.available_kind()
+    count = kind.module.device_count() if hasattr(kind.module, "device_count") else 1
+    properties = getattr(kind.module, "get_device_properties", None)
+    return {
+        "kind": kind.name,
+        **({} if kind.least_torch is None else {"needs torch": f"{kind.least_torch} or newer"}),
+        "count": count,
+        "names": [_device(properties(index)) for index in range(count)] if properties is not None else [],
+        "driver": next(iter(ask_nvidia("driver_version")), None),  # NVIDIA's
+        "process group": kind.backend,
+    }
+
+
+def _device(properties: Any) -> str:
+    return f"{properties.name}, {properties.total_memory / 1e9:.1f} GB"
+
+
+# Imported when they are reported: what needs torch, and what is there only with other packages of ours.
+_LATE: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "torch": ("torch", _torch),
+    "devices": ("accel_state.device_kinds", _devices),
+    "stages of prepare": ("accel_train.accelerator.prepare", lambda order: ", ".join(order.STAGE_NAMES)),
+}

@@ -1,0 +1,283 @@
+"""Accel test: launch, report; torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from accel_cli.output import Table, show, working
+from accel_state.files import read_json
+from accel_state.libraries import require
+
+CHECK_NAMES = ("processes", "collectives", "data loader", "training", "mixed precision", "checkpoint")
+"""The keys of `accel_cli.commands.selftest_checks.CHECKS`, in their order."""
+
+PASSED, FAILED, SKIPPED, RUNNING = "passed", "failed", "skipped", "running"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Outcome of a check, on one rank or on all."""
+
+    name: str
+    state: str
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankReport:
+    """Report of one rank.
+
+    Args:
+        facts: Its device and host.
+        speeds: Bytes per second, by what was moved.
+    """
+
+    rank: int
+    world_size: int
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    outcomes: tuple[Outcome, ...] = ()
+    speeds: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+def combine(reports: Sequence[RankReport], names: Sequence[str]) -> tuple[Outcome, ...]:
+    """Combine the outcomes over all ranks. A check fails if it fails anywhere, or did not come to its end.
+
+    Example:
+        >>> one = RankReport(rank=0, world_size=1, outcomes=(Outcome(name="a", state="passed"),))
+        >>> [outcome.state for outcome in combine([one], ["a", "b"])]
+        ['passed', 'skipped']
+    """
+    return tuple(_combined(name, reports) for name in names)
+
+
+def _combined(name: str, reports: Sequence[RankReport]) -> Outcome:
+    found = {
+        report.rank: outcome for report in reports for outcome in report.outcomes if outcome.name == name
+    }
+    seconds = max((outcome.seconds for outcome in found.values()), default=0.0)
+    failed = {rank: outcome for rank, outcome in found.items() if outcome.state == FAILED}
+    if failed:
+        outcome = failed[min(failed)]
+        where = _ranks(failed, max(report.world_size for report in reports))
+        return Outcome(name=name, state=FAILED, detail=f"{where}: {outcome.detail}", seconds=seconds)
+    waiting = {rank: outcome for rank, outcome in found.items() if outcome.state == RUNNING}
+    if waiting:
+        where = _ranks(waiting, max(report.world_size for report in reports))
+        return Outcome(name=name, state=FAILED, detail=f"{where} did not come to its end", seconds=seconds)
+    if not found:
+        return Outcome(name=name, state=SKIPPED, detail="not reached")
+    first = found[min(found)]
+    return Outcome(name=name, state=first.state, detail=first.detail, seconds=seconds)
+
+
+def _ranks(found: Mapping[int, object], world_size: int) -> str:
+    if len(found) == world_size:
+        return "every rank" if world_size > 1 else "here"
+    return f"rank {', '.join(map(str, sorted(found)))}"
+
+
+ABOUT: Mapping[str, str] = {
+    "processes": (
+        "The processes do not find each other, or share a device: look at num_processes, gpu_ids and, on"
+        " several machines, main_process_ip, main_process_port and the firewall. `accel launch --explain`"
+        " says where each value comes from."
+    ),
+    "collectives": (
+        "Data arrives damaged or not at all: try NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 helps where the"
+        " IOMMU or ACS stand between GPUs, NCCL_SOCKET_IFNAME where there are several networks."
+    ),
+    "data loader": "Samples are lost or repeated: please report this, with the output of `accel env`.",
+    "training": (
+        "Training differs from that of one process: if collectives passed, please report this, with the"
+        " output of `accel env`."
+    ),
+    "mixed precision": (
+        "The precision of the config does not work on this device: take bf16 on recent GPUs and CPUs, fp16 on"
+        " older GPUs, or mixed_precision: no."
+    ),
+    "checkpoint": "Saving and loading does not give the same state: is the disk full, the folder not shared?",
+}
+"""By the name of a check that failed."""
+
+_SLOW_COPY = 3e9  # bytes per second; a PCIe 3.0 x4 link, see pcisig.com
+_SLOW_REDUCE = 2e9  # bytes per second on one machine; below what GPUs reach through main memory
+
+
+def advice(outcomes: Sequence[Outcome], reports: Sequence[RankReport], *, cores: int) -> list[str]:
+    """Return advice, one sentence per problem.
+
+    Example:
+        >>> advice([Outcome(name="data loader", state="failed")], [], cores=2)
+        ['Samples are lost or repeated: please report this, with the output of `accel env`.']
+    """
+    lines = [ABOUT[one.name] for one in outcomes if one.state == FAILED and one.name in ABOUT]
+    if not reports:
+        return lines
+    first = reports[0]
+    on_accelerator = first.facts.get("device type") not in {None, "cpu"}
+    threads = sum(int(report.facts.get("threads", 0)) for report in reports)
+    copy = first.speeds.get("host to device, pinned")
+    reduce = first.speeds.get("all-reduce")
+    if not on_accelerator and first.facts.get("accelerators"):
+        lines.append(
+            f"There is an accelerator ({first.facts['accelerators']}), but the config computes on the CPU:"
+            " look at use_cpu and at ACCELERATE_USE_CPU."
+        )
+    if threads > 2 * cores:
+        lines.append(
+            f"{threads} threads of all processes share {cores} cores: set num_cpu_threads_per_process, or"
+            " OMP_NUM_THREADS."
+        )
+    if on_accelerator and copy is not None and copy < _SLOW_COPY:
+        lines.append(
+            f"Copies to the device reach {copy / 1e9:.1f} GB/s: look at the width of its PCIe link"
+            " (`nvidia-smi -q -d PERFORMANCE`, `lspci -vv`)."
+        )
+    if on_accelerator and reduce is not None and reduce < _SLOW_REDUCE:
+        lines.append(
+            f"All-reduce reaches {reduce / 1e9:.1f} GB/s: look at how devices are connected (`nvidia-smi topo"
+            " -m`), at NCCL_P2P_DISABLE, and at the network between machines."
+        )
+    return lines
+
+
+WORKER = "accel_cli.commands.selftest_checks"
+
+
+def run(options: Namespace) -> int:
+    """Run the checks and show the results.
+
+    Returns:
+        0 if all passed, 1 if one failed, 2 if nothing could be started.
+    """
+    if options.html is not None:
+        require("plotly", "--html", install="accel-cli[plot]")
+    with tempfile.TemporaryDirectory(prefix="accel-test-") as name:
+        folder = Path(name)
+        started = time.monotonic()
+        with working("running the checks on every device"):
+            code, output = launch(launch_line(options, folder), options.timeout)
+        reports = read_reports(folder)
+        seconds = time.monotonic() - started
+    if not reports:
+        sys.stderr.write(output)
+        return code if code == 2 else 1
+    outcomes = combine(reports, CHECK_NAMES)
+    failed = [one for one in outcomes if one.state == FAILED]
+    lines = advice(outcomes, reports, cores=os.cpu_count() or 1)
+    if options.html is not None:
+        write_html(Path(options.html), outcomes, reports, lines)
+    if options.json:
+        show(_as_json(outcomes, reports, lines, seconds))
+    else:
+        _print_report(failed if options.quiet else outcomes, reports, lines, seconds, quiet=options.quiet)
+    if failed or code:
+        sys.stderr.write(output)
+    return 1 if failed or code else 0
+
+
+def write_html(path: Path, outcomes: Sequence[Outcome], reports: list[RankReport], lines: list[str]) -> None:
+    """Write the report of a test."""
+    html = import_module("accel_cli.html_report")
+    speeds = reports[0].speeds
+    facts = tuple((name, str(value)) for name, value in reports[0].facts.items())
+    items = [
+        html.seconds_by_check(outcomes),
+        *([html.speed_bars(speeds)] if speeds else []),
+        Table(
+            head=("check", "result", "what"),
+            rows=tuple((one.name, one.state, one.detail) for one in outcomes),
+        ),
+        Table(head=("rank 0", ""), rows=facts),
+        *(f"Advice: {line}" for line in lines),
+    ]
+    failed = [f"{one.name}: {one.detail}" for one in outcomes if one.state == FAILED]
+    title = f"accel test on {reports[0].world_size} process(es)"
+    html.write_report(path, title, items, failed)
+
+
+def launch_line(options: Namespace, folder: Path) -> list[str]:
+    """Return the command line that runs the checks: `accel launch`, with the same flags."""
+    flags: list[str] = ["--quiet"]
+    for name in ("config_file", "num_processes", "mixed_precision"):
+        value = getattr(options, name)
+        if value is not None:
+            flags += [f"--{name}", str(value)]
+    if options.cpu:
+        flags.append("--cpu")
+    worker = [WORKER, str(folder), str(options.timeout / 3)]
+    return [sys.executable, "-m", "accel_cli", "launch", *flags, "-m", *worker]
+
+
+def launch(line: Sequence[str], limit: float) -> tuple[int, str]:
+    """Run a command line for at most `limit` seconds; return its exit code, and what it wrote."""
+    with tempfile.TemporaryFile() as output:
+        with subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        ) as process:
+            try:
+                process.wait(limit)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # the launcher hands it on to the processes
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        output.seek(0)
+        return process.returncode, output.read().decode(errors="replace")
+
+
+def read_reports(folder: Path) -> list[RankReport]:
+    """Read the reports of the processes, by rank."""
+    found: list[dict[str, Any]] = [read_json(path) for path in folder.glob("rank*.json")]
+    for one in found:
+        one["outcomes"] = tuple(Outcome(**outcome) for outcome in one["outcomes"])
+    return sorted((RankReport(**one) for one in found), key=lambda report: report.rank)
+
+
+def _print_report(
+    outcomes: Sequence[Outcome], reports: list[RankReport], lines: list[str], seconds: float, *, quiet: bool
+) -> None:
+    facts, size = reports[0].facts, reports[0].world_size
+    if not quiet:
+        show(
+            f"{size} process(es), {facts['strategy']}, on {facts['device type']}, mixed precision "
+            f"{facts['mixed precision']}"
+        )
+    rows = tuple((one.name, one.state, f"{one.seconds:.1f} s", one.detail) for one in outcomes)
+    if rows:
+        show(Table(head=("check", "result", "time", "what"), rows=rows))
+    if not quiet and reports[0].speeds:
+        speeds = tuple((name, f"{speed / 1e9:.2f} GB/s") for name, speed in reports[0].speeds.items())
+        show("", Table(head=("moved", "speed"), rows=speeds))
+    for line in lines:
+        show(f"advice: {line}")
+    if not quiet:
+        bad = sum(one.state == FAILED for one in outcomes)
+        summary = "This machine trains correctly." if not bad else f"{bad} check(s) failed."
+        show(f"{summary} ({seconds:.0f} s)")
+
+
+def _as_json(outcomes: Sequence[Outcome], reports: list[RankReport], lines: list[str], seconds: float) -> str:
+    facts: dict[str, Any] = {
+        "processes": [dict(report.facts) for report in reports],
+        "checks": {
+            one.name: {"result": one.state, "what": one.detail, "seconds": one.seconds} for one in outcomes
+        },
+        "bytes per second": dict(reports[0].speeds),
+        "advice": lines,
+        "seconds": seconds,
+    }
+    return json.dumps(facts, indent=2)

@@ -1,0 +1,432 @@
+"""Its checks, on all ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_cli.commands.selftest import FAILED, PASSED, RUNNING, SKIPPED, Outcome, RankReport
+from accel_ops.collectives import broadcast, gather, gather_object, reduce
+from accel_ops.pad import pad_across_processes
+from accel_plugins.fp8.ao import has_ao_layers
+from accel_plugins.fp8.te import has_transformer_engine_layers
+from accel_plugins.kwargs import InitProcessGroupKwargs
+from accel_state import runtime
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.partial_state import PartialState
+from accel_state.streams import device_streams, synchronize
+from accel_train.accelerator import Accelerator
+
+# Rows are for each process and step. All sizes can be multiplied in FP8, for which 16 must divide them.
+_STEPS, _ROWS = 4, 16
+_FEATURES, _HIDDEN = 32, 64
+
+
+class DiffersError(AssertionError):
+    """A check found a difference; all ranks are still in step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """Context of the checks.
+
+    Args:
+        folder: A folder that all processes share; each check may write there.
+    """
+
+    accelerator: Accelerator
+    precision: str
+    folder: Path
+
+    @property
+    def world_size(self) -> int:
+        """World size."""
+        return self.accelerator.num_processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingResult:
+    """Result of a few steps.
+
+    Args:
+        losses: Of each backward pass, over all processes.
+        weights: The full weights at the end; of the main process.
+        batch_size: Rows of each backward pass, over all processes.
+    """
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    batch_size: int
+
+
+def processes(session: Session) -> str:
+    """Check that every rank exists once, with its own device."""
+    accelerator = session.accelerator
+    device = accelerator.device
+    index = torch.tensor([accelerator.process_index], device=device)
+    ranks = gather(index).tolist()
+    devices = gather_object([(accelerator.local_process_index, str(device))])
+    _expect(ranks, [*range(session.world_size)], "the ranks that answer")
+    if device.type != "cpu":
+        local = {entry for entry in devices if entry[1] == str(device)}
+        _expect(len(local), 1, f"the local ranks on {device}")
+    return f"{session.world_size} on {device.type}"
+
+
+def collectives(session: Session) -> str:
+    """Check gather, reduce, broadcast and pad against arithmetic, also with nested and uneven data."""
+    rank, size, device = session.accelerator.process_index, session.world_size, session.accelerator.device
+    mine: dict[str, Any] = {
+        "a": torch.full((2,), float(rank), device=device),
+        "b": [torch.tensor([rank], device=device)],
+    }
+    uneven = torch.full((rank + 1,), rank, device=device)
+    gathered = gather(mine)
+    lengths = gather(uneven)
+    total = reduce(torch.full((3,), rank + 1.0, device=device), "sum")
+    average = reduce(torch.full((3,), rank + 1.0, device=device), "mean")
+    spread = broadcast(torch.full((3,), float(rank), device=device), from_process=size - 1)
+    padded = pad_across_processes(uneven, pad_index=-1)
+    objects = gather_object([{"rank": rank}])
+    _expect(gathered["a"].tolist(), [float(one) for one in range(size) for _ in range(2)], "gather")
+    _expect(gathered["b"][0].tolist(), [*range(size)], "gather of a list")
+    _expect(
+        lengths.tolist(), [one for one in range(size) for _ in range(one + 1)], "gather of uneven lengths"
+    )
+    _expect(total.tolist(), [size * (size + 1) / 2] * 3, "reduce to the sum")
+    _expect(average.tolist(), [(size + 1) / 2] * 3, "reduce to the mean")
+    _expect(spread.tolist(), [size - 1.0] * 3, "broadcast")
+    _expect(padded.tolist(), [rank] * (rank + 1) + [-1] * (size - rank - 1), "padding")
+    _expect([one["rank"] for one in objects], [*range(size)], "gather of objects")
+    return "gather, reduce, broadcast, pad, objects"
+
+
+def data_loader(session: Session) -> str:
+    """Check that an epoch has every sample once, also with uneven last batches and shuffling."""
+    accelerator = session.accelerator
+    count = _ROWS * session.world_size * 3 + 1
+    seen: list[list[int]] = []
+    for shuffle in (False, True):
+        loader: Any = DataLoader(TensorDataset(torch.arange(count)), batch_size=_ROWS, shuffle=shuffle)
+        prepared = accelerator.prepare_data_loader(loader)
+        rows = [accelerator.gather_for_metrics(batch[0]).tolist() for batch in prepared]
+        seen.append([row for batch in rows for row in batch])
+    _expect(seen[0], [*range(count)], "the samples in order")
+    _expect(sorted(seen[1]), [*range(count)], "the shuffled samples")
+    return f"{count} samples once each"
+
+
+def training(session: Session) -> str:
+    """Check losses and weights of a few steps against plain PyTorch on one process."""
+    if _needs_transformers(session):
+        return ""
+    found = _train(session, precision="no")
+    wanted = _train_plainly(session, found.batch_size)
+    _expect_close(found.losses, wanted.losses, 1e-4, "the losses")
+    if session.accelerator.is_main_process:
+        for name, weight in wanted.weights.items():
+            _expect_close(found.weights[name].cpu().flatten().tolist(), weight.flatten().tolist(), 1e-4, name)
+    return f"{len(found.losses)} steps equal those of one process"
+
+
+def mixed_precision(session: Session) -> str:
+    """Check that training in the config's precision gives about the same losses."""
+    if session.precision == "no" or _needs_transformers(session):
+        return ""
+    found = _train(session, precision=session.precision)
+    wanted = _train_plainly(session, found.batch_size)
+    if not all(map(math.isfinite, found.losses)):
+        raise DiffersError(f"the losses in {session.precision} are {found.losses}")
+    _expect_close(found.losses, wanted.losses, 5e-2, f"the losses in {session.precision}")
+    return f"{session.precision} trains"
+
+
+def checkpoint(session: Session) -> str:
+    """Check that training resumes from a checkpoint as if it had not stopped."""
+    if _needs_transformers(session):
+        return ""
+    accelerator = session.accelerator
+    model, optimizer, loader = _prepared(session, accelerator)
+    _epoch(accelerator, model, optimizer, loader)
+    folder = session.folder / "checkpoint"
+    accelerator.save_state(str(folder))
+    first = _epoch(accelerator, model, optimizer, loader)
+    accelerator.load_state(str(folder))
+    second = _epoch(accelerator, model, optimizer, loader)
+    accelerator.free_memory()
+    _expect_close(second, first, 1e-5, "the losses after loading")
+    return "saved, loaded, the same again"
+
+
+CHECKS: Mapping[str, Callable[[Session], str]] = {
+    "processes": processes,
+    "collectives": collectives,
+    "data loader": data_loader,
+    "training": training,
+    "mixed precision": mixed_precision,
+    "checkpoint": checkpoint,
+}
+"""The checks in their order. One that returns nothing has nothing to check."""
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(_FEATURES, _HIDDEN)
+        self.down = nn.Linear(_HIDDEN, _FEATURES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + self.down(torch.tanh(self.up(rows)))
+
+
+class _Net(nn.Module):
+    """A network of blocks, for sharding.
+
+    Args:
+        names: What the classes of its blocks are called: a config that names blocks of another model to be
+            wrapped, or to be left whole, finds them here.
+    """
+
+    def __init__(self, names: Sequence[str] = ("Block",)) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([type(name, (_Block,), {})() for name in names])
+        self.head = nn.Linear(_FEATURES, 1)
+        self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return self.head(rows)
+
+
+def _net(accelerator: Accelerator) -> _Net:
+    fsdp, deepspeed = accelerator.state.fsdp_plugin, accelerator.deepspeed_plugin
+    names = [] if fsdp is None else list(fsdp.transformer_cls_names_to_wrap or ())
+    if deepspeed is not None and deepspeed.transformer_moe_cls_names:
+        names += deepspeed.transformer_moe_cls_names.split(",")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        return _Net([name.strip() for name in names] or ["Block"])
+
+
+def _needs_transformers(session: Session) -> bool:
+    """Whether the config shards sequences in a way that only models of transformers can be trained."""
+    config = session.accelerator.parallelism_config
+    return config is not None and config.sp_enabled
+
+
+def _clipping(accelerator: Accelerator) -> float | None:
+    """Return the norm to which DeepSpeed clips gradients, independent of the loop."""
+    plugin = accelerator.deepspeed_plugin
+    if plugin is None:
+        return None
+    norm = plugin.gradient_clipping or plugin.get_value("gradient_clipping")
+    return norm if isinstance(norm, int | float) and norm > 0 else None
+
+
+def _rows(session: Session) -> TensorDataset:
+    generator = torch.Generator().manual_seed(11)
+    count = _STEPS * session.accelerator.gradient_accumulation_steps * _ROWS * session.world_size
+    rows = torch.randn(count, _FEATURES, generator=generator)
+    return TensorDataset(rows, rows.sum(dim=1, keepdim=True))
+
+
+def _prepared(session: Session, accelerator: Accelerator) -> tuple[Any, Any, Any]:
+    model = _net(accelerator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    loader: Any = DataLoader(_rows(session), batch_size=_ROWS)
+    return accelerator.prepare(model, optimizer, loader)
+
+
+def _epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> list[float]:
+    """Train for one epoch; return the loss of each step over all processes."""
+    losses: list[Tensor] = []
+    for rows, wanted in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(rows).float(), wanted)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(reduce(loss.detach().float().reshape(1), "mean"))
+    return [float(loss) for loss in losses]
+
+
+def _train(session: Session, *, precision: str) -> TrainingResult:
+    # Its plugins know the precision of the last one.
+    AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for such uses
+    accelerator = Accelerator(mixed_precision=precision)
+    model, optimizer, loader = _prepared(session, accelerator)
+    batch_size = loader.total_batch_size  # tensor-parallel ranks share batches
+    losses = _epoch(accelerator, model, optimizer, loader)
+    weights = accelerator.get_state_dict(model)
+    has_layers = {"AO": has_ao_layers, "TE": has_transformer_engine_layers}.get(accelerator.fp8_backend or "")
+    if precision == "fp8" and has_layers is not None and not has_layers(model):
+        raise DiffersError("no layer has been converted to fp8")
+    accelerator.free_memory()
+    return TrainingResult(losses=losses, weights=weights, batch_size=batch_size)
+
+
+def _train_plainly(session: Session, batch_size: int) -> TrainingResult:
+    """Train likewise with plain PyTorch in this process, on the CPU."""
+    accelerator = session.accelerator
+    model, every = _net(accelerator), accelerator.gradient_accumulation_steps
+    clipping = _clipping(accelerator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses: list[float] = []
+    for index, (rows, wanted) in enumerate(DataLoader(_rows(session), batch_size=batch_size), start=1):
+        loss = nn.functional.mse_loss(model(rows), wanted)
+        (loss / every).backward()
+        losses.append(loss.item())
+        if index % every == 0:
+            if clipping is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
+    return TrainingResult(losses=losses, weights=weights, batch_size=batch_size)
+
+
+def _expect(found: object, wanted: object, subject: str) -> None:
+    if found != wanted:
+        raise DiffersError(f"{subject}: {found!r} instead of {wanted!r}")
+
+
+def _expect_close(found: list[float], wanted: list[float], tolerance: float, subject: str) -> None:
+    pairs = zip(found, wanted, strict=True)
+    if not all(math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) for one, other in pairs):
+        raise DiffersError(f"{subject}: {found!r} instead of {wanted!r}")
+
+
+_ROUNDS = 5
+_REDUCED = {"cpu": 8 << 20}
+_MANY = 64 << 20
+_COPIED = 256 << 20
+
+
+def speeds() -> dict[str, float]:
+    """Measure on all ranks at once.
+
+    Returns:
+        Bytes per second. That of all-reduce is the bus bandwidth, 2 (n-1)/n times the bytes of the tensor
+        (github.com/NVIDIA/nccl-tests, PERFORMANCE.md), so that it can be compared with that of links.
+    """
+    current = runtime.current()
+    device, size = current.device, current.topology.world_size
+    found: dict[str, float] = {}
+    if size > 1:
+        tensor = torch.ones(_REDUCED.get(device.type, _MANY) // 4, device=device)
+        seconds = _median(lambda: current.collectives.all_reduce(tensor.zero_()), device)
+        found["all-reduce"] = tensor.nbytes * 2 * (size - 1) / size / seconds
+    if device.type != "cpu":
+        on_device = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+        pageable = torch.zeros(_COPIED, dtype=torch.uint8)
+        found["host to device"] = _COPIED / _median(lambda: on_device.copy_(pageable), device)
+        if (streams := device_streams(device)) is not None:
+            pinned = streams.pinned(_COPIED)
+            found["host to device, pinned"] = _COPIED / _median(
+                lambda: streams.copy_(on_device, pinned), device
+            )
+            found["device to host, pinned"] = _COPIED / _median(
+                lambda: streams.copy_(pinned, on_device), device
+            )
+    return found
+
+
+def _median(action: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds of an action, without the first run."""
+    times: list[float] = []
+    for _ in range(_ROUNDS + 1):
+        synchronize(device)
+        start = time.perf_counter()
+        action()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def main(folder: Path, timeout: timedelta) -> int:
+    """Run all checks; write `rank<rank>.json` to a folder that all ranks of a node share.
+
+    Args:
+        folder: The folder.
+        timeout: How long ranks wait for each other.
+    """
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
+    session = Session(accelerator=accelerator, precision=str(accelerator.mixed_precision), folder=folder)
+    report = RankReport(
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        facts={
+            "device": str(accelerator.device),
+            "device type": accelerator.device.type,
+            "accelerators": _accelerators(),
+            "threads": torch.get_num_threads(),
+            "strategy": str(accelerator.distributed_type.value),
+            "mixed precision": session.precision,
+        },
+    )
+    for name in CHECKS:
+        _write(folder, _with(report, Outcome(name=name, state=RUNNING)))
+        outcome, in_step = _outcome(name, session)
+        report = _with(report, outcome)
+        _write(folder, report)
+        if not in_step:  # others may wait for this process: its end is what tells them
+            return 1
+    failed = any(outcome.state == FAILED for outcome in report.outcomes)
+    if not failed:
+        _write(folder, replace(report, speeds=speeds()))
+    PartialState().destroy_process_group()
+    return int(failed)
+
+
+def _outcome(name: str, session: Session) -> tuple[Outcome, bool]:
+    """Run a check; return its outcome and whether this rank is in step with the others."""
+    start = time.perf_counter()
+    try:
+        detail, state, in_step = CHECKS[name](session), PASSED, True
+    except DiffersError as error:
+        detail, state, in_step = str(error), FAILED, True
+    except Exception as error:
+        logging.getLogger(__name__).exception("%s", name)
+        lines = str(error).strip().splitlines() or [""]
+        detail, state, in_step = f"{type(error).__name__}: {lines[0]}", FAILED, False
+    if not detail:
+        detail, state = "the config does not ask for it", SKIPPED
+    seconds = time.perf_counter() - start
+    return Outcome(name=name, state=state, detail=detail, seconds=seconds), in_step
+
+
+def _with(report: RankReport, outcome: Outcome) -> RankReport:
+    others = tuple(one for one in report.outcomes if one.name != outcome.name)
+    return replace(report, outcomes=(*others, outcome))
+
+
+def _accelerators() -> str:
+    """Return the accelerators of this host, used or not; empty if there are none."""
+    if not torch.accelerator.is_available():
+        return ""
+    return f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
+
+
+def _write(folder: Path, report: RankReport) -> None:
+    path = folder / f"rank{report.rank}.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), timedelta(seconds=float(sys.argv[2]))))

@@ -1,1 +1,0 @@
-"""The config file of the command."""

@@ -1,0 +1,148 @@
+"""SageMaker jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.launch.hosts import text_lines
+from accel_cli.launch.launchers import Command, run_program
+from accel_state.errors import MissingDependencyError, SettingsError
+from accel_state.settings import to_environ
+
+if TYPE_CHECKING:
+    from accel_cli.launch.command import LaunchPlan
+
+
+DISTRIBUTIONS: Mapping[str, Mapping[str, Any]] = {
+    "DATA_PARALLEL": {"smdistributed": {"dataparallel": {"enabled": True}}},
+    "MODEL_PARALLEL": {
+        "smdistributed": {"modelparallel": {"enabled": True, "parameters": {}}},
+        "mpi": {"enabled": True, "processes_per_host": 8},
+    },
+}
+"""By value of `distributed_type`, which parallelism of SageMaker trains."""
+
+
+def sagemaker_command(plan: LaunchPlan) -> Command:
+    """Return the program to become. Keys go to it in the variables that AWS reads, not in its arguments."""
+    if not Path(plan.script).is_file() or plan.launch.module or plan.launch.no_python:
+        raise SettingsError(
+            f"Amazon SageMaker runs a Python file, which {plan.script!r} is not: give the path of a script."
+        )
+    cloud = plan.merged.settings.sagemaker
+    keys = {
+        "AWS_ACCESS_KEY_ID": cloud.aws_access_key_id,
+        "AWS_SECRET_ACCESS_KEY": cloud.aws_secret_access_key,
+        "AWS_PROFILE": cloud.profile,
+        "AWS_DEFAULT_REGION": cloud.region,
+    }
+    environ = {**plan.environ, **{name: value for name, value in keys.items() if value}}
+    request = {"estimator": estimator_arguments(plan), "inputs": inputs(cloud.sagemaker_inputs_file)}
+    line = (sys.executable, "-m", "accel_cli.launch.sagemaker", json.dumps(request))
+    return Command(command=line, environ=environ)
+
+
+def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
+    """Return the arguments of `sagemaker.huggingface.HuggingFace`."""
+    cloud, launch = plan.merged.settings.sagemaker, plan.launch
+    script = Path(plan.script)
+    arguments: dict[str, Any] = {
+        "image_uri": cloud.image_uri,
+        "entry_point": script.name,
+        "source_dir": str(script.parent),
+        "role": cloud.iam_role_name,
+        "transformers_version": cloud.transformers_version,
+        "pytorch_version": cloud.pytorch_version,
+        "py_version": cloud.py_version,
+        "base_job_name": cloud.base_job_name,
+        "instance_count": launch.num_machines,
+        "instance_type": cloud.ec2_instance_type,
+        "debugger_hook_config": False,
+        "distribution": DISTRIBUTIONS.get(launch.distributed_type or "NO"),
+        "hyperparameters": hyperparameters(plan.script_arguments),
+        "environment": {"ACCELERATE_USE_SAGEMAKER": "true", **to_environ(plan.merged.settings)},
+        "metric_definitions": metrics(cloud.sagemaker_metrics_file),
+    }
+    return {name: value for name, value in arguments.items() if value is not None} | dict(
+        cloud.additional_args or {}
+    )
+
+
+def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of a script as SageMaker takes them: a value for every flag.
+
+    Raises:
+        SettingsError: A word belongs to no flag, or a flag has no value.
+
+    Example:
+        >>> hyperparameters(["--lr", "0.1", "--epochs=3", "--name", "run 1"])
+        {'lr': 0.1, 'epochs': 3, 'name': 'run 1'}
+    """
+    found: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        name, equals, text = rest.pop(0).partition("=")
+        if not name.startswith("--"):
+            raise SettingsError(
+                f"Amazon SageMaker takes named arguments only: {name!r} of the script is none."
+            )
+        if not equals:
+            if not rest or rest[0].startswith("--"):
+                raise SettingsError(
+                    f"Amazon SageMaker gives every flag a value, and {name!r} of the script has none: let "
+                    f"the script take `{name} True`."
+                )
+            text = rest.pop(0)
+        found[name.removeprefix("--")] = _value(text)
+    return found
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def inputs(file: str | None) -> dict[str, str] | None:
+    """Return the inputs of the job: their locations by channel."""
+    return dict(_rows(file, "channel name")) or None
+
+
+def metrics(file: str | None) -> list[dict[str, str]] | None:
+    """Return the metrics to read from the output of the job: a name and a regular expression each."""
+    return [{"Name": name, "Regex": regex} for name, regex in _rows(file, "metric name")] or None
+
+
+def _rows(file: str | None, first: str) -> list[tuple[str, str]]:
+    """Return the two columns of a file, without its head."""
+    if file is None:
+        return []
+    lines = text_lines(file, f"file of {first}s")
+    rows = [tuple(line.split("\t")) for line in lines[1:] if line.strip()]
+    if any(len(row) != 2 for row in rows):
+        raise SettingsError(f"{file!r}: every line has a {first}, a tab, and what belongs to it.")
+    return [(row[0].strip(), row[1].strip()) for row in rows if len(row) == 2]
+
+
+def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
+    """Make the estimator of what `run_sagemaker.job` has written in JSON, and let it run the job."""
+    request = json.loads(arguments[0])
+    try:
+        estimators = load("sagemaker.huggingface")
+    except ImportError:
+        raise MissingDependencyError(
+            "Amazon SageMaker is reached with its SDK: `pip install 'accel-cli[sagemaker]'`."
+        ) from None
+    estimators.HuggingFace(**request["estimator"]).fit(inputs=request["inputs"])
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(main, sys.argv[1:]))

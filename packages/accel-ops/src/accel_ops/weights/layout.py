@@ -1,0 +1,206 @@
+"""File names, bytes, shards; torch-free."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from accel_ops.weights.tensors import id_tensor_storage
+from accel_state.errors import SettingsError
+from accel_state.labels import CustomDtype
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+MODEL_NAME = "pytorch_model"
+"""The stem of a model's `.bin` files."""
+SAFE_MODEL_NAME = "model"
+"""The stem of a model's safetensors files."""
+WEIGHTS_NAME = f"{MODEL_NAME}.bin"
+"""A whole model in one `.bin` file."""
+WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
+"""A shard of a model in `.bin` files; the suffix is as `-00001-of-00005`."""
+WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
+"""The index of `.bin` shards: which file has which tensor."""
+SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
+"""A whole model in one safetensors file."""
+SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
+"""A shard of a model in safetensors files; the suffix is as `-00001-of-00005`."""
+SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
+"""The index of safetensors shards: which file has which tensor."""
+
+SAFETENSORS_SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".index.json"
+OFFLOAD_INDEX_NAME = "index.json"
+
+
+def shard_suffix(position: int, count: int) -> str:
+    """Say what a pattern's `{suffix}` is for one shard, e.g. `-00002-of-00005`.
+
+    Example:
+        >>> SAFE_WEIGHTS_PATTERN_NAME.format(suffix=shard_suffix(1, 5))
+        'model-00002-of-00005.safetensors'
+    """
+    return f"-{position + 1:05d}-of-{count:05d}" if count > 1 else ""
+
+
+_UNITS = {
+    "": 1, "B": 1,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+_DECIMAL = ("KB", "MB", "GB", "TB")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
+_CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+
+
+def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
+    """Say how many bytes one element takes.
+
+    Args:
+        dtype: A torch element type, or one of the sub-byte types of `CustomDtype`. A `torch.bool` counts as
+            one bit, as documented; in memory it takes a byte.
+
+    Example:
+        >>> import torch
+        >>> dtype_byte_size(torch.bfloat16), dtype_byte_size(CustomDtype.INT4)
+        (2, 0.5)
+    """
+    if isinstance(dtype, CustomDtype):
+        return _CUSTOM_BYTES[dtype]
+    return 0.125 if str(dtype) == "torch.bool" else dtype.itemsize
+
+
+def convert_file_size_to_int(size: float | str) -> int:
+    """Turn a size that a person wrote into bytes.
+
+    Args:
+        size: Bytes, of which a fraction is dropped; or a number with a unit: decimal (`"5GB"`, `"200MB"`) or
+            binary (`"5GiB"`). A small b after a decimal unit means bits (`"5Gb"`).
+
+    Raises:
+        SettingsError: The text is not a size, or the number not finite.
+
+    Example:
+        >>> convert_file_size_to_int("1GB"), convert_file_size_to_int("1.5GiB")
+        (1000000000, 1610612736)
+    """
+    if isinstance(size, int | float):
+        if not isfinite(size):
+            raise SettingsError(f"{size!r} is not a size: write a number of bytes")
+        return int(size)
+    found = _SIZE.fullmatch(size)
+    unit = found[2].upper() if found else ""
+    if not found or unit not in _UNITS:
+        raise SettingsError(f"{size!r} is not a size: write a number with a unit, as in '5GB' or '512MiB'")
+    count = int(float(found[1]) * _UNITS[unit])
+    return count // 8 if found[2].endswith("b") and unit in _DECIMAL else count
+
+
+def convert_bytes(size: float) -> str:
+    """Print bytes for a person, in binary steps.
+
+    Example:
+        >>> convert_bytes(1536 * 1024)
+        '1.5 MB'
+    """
+    number = size
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if number < 1024:
+            return f"{round(number, 2)} {unit}"
+        number /= 1024
+    return f"{round(number, 2)} PB"
+
+
+Group = TypeVar("Group")
+DEFAULT_SHARD_SIZE = "10GB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightShards:
+    """Which tensors go to which file.
+
+    Attributes:
+        files: File name to the names of its tensors, in order.
+        total_size: Bytes of all tensors, shared memory counted once.
+    """
+
+    files: dict[str, tuple[str, ...]]
+    total_size: int
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """Tensor name to file name."""
+        return {name: file for file, names in self.files.items() for name in names}
+
+    @property
+    def index(self) -> dict[str, Any] | None:
+        """What the index file holds; `None` when one file has everything."""
+        if len(self.files) < 2:
+            return None
+        return {"metadata": {"total_size": self.total_size}, "weight_map": self.weight_map}
+
+
+def groups_of(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Tell which tensors share memory, so that they have to be in the same file.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(4)
+        >>> [(list(group), size) for group, size in groups_of({"a": weight, "b": weight})]
+        [(['a', 'b'], 16)]
+    """
+    groups: dict[object, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in state_dict.items():
+        groups[_memory(name, tensor)][name] = tensor
+    return ((group, _group_bytes([*group.values()])) for group in groups.values())
+
+
+def fill_shards(groups: Iterable[tuple[Group, int]], limit: int) -> Iterator[tuple[list[Group], int]]:
+    """Fill shards in order, each as far as it goes; there is one at least.
+
+    Args:
+        groups: What has to stay together, with its bytes. The next one is asked for before a shard that it
+            does not fit into is given.
+        limit: Bytes of a shard; a larger group has one of its own.
+
+    Example:
+        >>> list(fill_shards([("a", 3), ("b", 3), ("c", 9)], 6))
+        [(['a', 'b'], 6), (['c'], 9)]
+    """
+    shard: list[Group] = []
+    size = 0
+    for group, nbytes in groups:
+        if shard and size + nbytes > limit:
+            yield shard, size
+            shard, size = [], 0
+        shard.append(group)
+        size += nbytes
+    yield shard, size
+
+
+def numbered(shards: Sequence[Sequence[str]], *, total_size: int, pattern: str) -> WeightShards:
+    """Name the files of shards, once it is known how many there are."""
+    count = len(shards)
+    return WeightShards(
+        files={pattern.format(suffix=shard_suffix(i, count)): tuple(names) for i, names in enumerate(shards)},
+        total_size=total_size,
+    )
+
+
+def _memory(name: str, tensor: Tensor) -> object:
+    return name if tensor.is_meta or not tensor.numel() else id_tensor_storage(tensor)
+
+
+def _group_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of tensors that share one storage: never more than the storage has."""
+    unique = {(t.storage_offset(), tuple(t.shape), t.stride(), t.dtype): t for t in tensors}
+    summed = sum(math.prod(t.shape) * t.dtype.itemsize for t in unique.values())
+    return summed if len(unique) == 1 else min(summed, tensors[0].untyped_storage().nbytes())

@@ -1,0 +1,339 @@
+"""DDP: kwargs, hooks, wrapper, build."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_ops.modules import without_compiler
+from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count
+from accel_plugins.parallelism.config import check_axes
+from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Bundle, PrecisionPolicy, Strategy
+from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised, move_to_device
+from accel_state import hang_monitor
+from accel_state.errors import SettingsError
+from accel_state.labels import DDPCommunicationHookType
+from accel_state.labels import DDPCommunicationHookType as Hook
+from accel_state.runtime import Runtime
+from accel_state.settings.model import Settings
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+
+_Hook = DDPCommunicationHookType
+_WRAPPERS = (_Hook.NO, _Hook.FP16, _Hook.BF16)
+_WITH_STATE = frozenset({_Hook.POWER_SGD, _Hook.BATCHED_POWER_SGD})
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of `torch.nn.parallel.DistributedDataParallel`.
+
+    Args:
+        dim: Dim along which inputs are split over several devices of one process.
+        broadcast_buffers: Whether rank 0 broadcasts its buffers at the start of every forward pass.
+        bucket_cap_mb: Size in MiB of the buckets in which gradients are all-reduced.
+        find_unused_parameters: Whether parameters that a forward pass did not use are looked for.
+        check_reduction: Deprecated by PyTorch; has no effect there.
+        gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy of them.
+        static_graph: Whether the same parameters are used in every pass.
+        comm_hook: Communication hook that compresses gradients; a name or a member.
+        comm_wrapper: `FP16` or `BF16`: dtype to which the hook's messages are compressed further.
+        comm_state_option: Arguments of `PowerSGDState`, for the two PowerSGD hooks.
+
+    Raises:
+        SettingsError: A field is unknown, out of its range, or would have no effect.
+
+    Example:
+        >>> DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="fp16").to_kwargs()
+        {'find_unused_parameters': True}
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        expect_flags(self)
+        expect(self, "dim", "an integer", lambda value: isinstance(value, int))
+        expect(self, "bucket_cap_mb", "a whole number above 0", lambda value: is_count(value, least=1))
+        self.comm_hook = self._hook("comm_hook", _Hook)
+        self.comm_wrapper = self._hook("comm_wrapper", _WRAPPERS)
+        if self.comm_state_option and self.comm_hook not in _WITH_STATE:
+            raise SettingsError(
+                f"{type(self).__name__}(comm_state_option={self.comm_state_option!r}): has no effect with "
+                f"comm_hook={self.comm_hook.value!r}; it belongs to 'power_sgd' and 'batched_power_sgd'."
+            )
+
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """Return the fields that are arguments of `DistributedDataParallel`.
+
+        Args:
+            ignore_keys: Fields to leave out.
+        """
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Register the communication hook of these options, if there is one.
+
+        Args:
+            model: A wrapped model that has no hook yet.
+        """
+        if self.comm_hook is _Hook.NO and self.comm_wrapper is _Hook.NO:
+            return
+        options = self.comm_state_option if self.comm_hook in _WITH_STATE else None
+        register_comm_hook(model, self.comm_hook, self.comm_wrapper, options)
+
+    def _hook(self, name: str, choices: Iterable[DDPCommunicationHookType]) -> DDPCommunicationHookType:
+        values = [choice.value for choice in choices]
+        expect(self, name, f"one of {values}", lambda value: getattr(value, "value", value) in values)
+        return _Hook(getattr(self, name))
+
+
+_graphs_seen: WeakSet[nn.Module] = WeakSet()
+
+
+class MonitoredDDP(DistributedDataParallel):
+    """DDP whose own collectives in the forward pass, for buffers and for new buckets, are monitored."""
+
+    @torch._disable_dynamo(recursive=False)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportUntypedFunctionDecorator] - torch.compiler.disable imports the compiler
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with hang_monitor.collective_scope("forward"):
+            return super()._pre_forward(*inputs, **kwargs)
+
+    @torch._disable_dynamo(recursive=False)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportUntypedFunctionDecorator] - as above
+    def _post_forward(self, output: Any) -> Any:
+        with hang_monitor.collective_scope("forward"):
+            return super()._post_forward(output)
+
+    def _get_name(self) -> str:
+        return DistributedDataParallel.__name__  # printed as what it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpWrapper:
+    """Model wrapper that puts models into `DistributedDataParallel`."""
+
+    device: torch.device
+    options: DistributedDataParallelKwargs
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse models with parameters on the meta device."""
+        check_materialised(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""
+        models = move_to_device(bundle, self.device)
+        if not evaluation:
+            models = [self._wrap(model) if _is_to_wrap(model) else model for model in models]
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model inside."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
+            # The documented option, with the documented meaning, is deprecated by newer versions of torch.
+            warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
+            wrapped = MonitoredDDP(model, device_ids=_device_ids(model), **self.options.to_kwargs())
+        self.options.register_comm_hook(wrapped)
+        return wrapped
+
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a run with several processes."""
+    del settings
+    topology = runtime.topology
+    check_axes(handlers, topology.world_size)
+    options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
+    return Strategy(
+        name="ddp",
+        wrapper=DdpWrapper(device=runtime.device, options=options),
+        stepper=TorchStepper(
+            precision=precision,
+            no_sync_of=_no_sync,
+            join_of=_join,
+            around_backward=partial(hang_monitor.collective_scope, "backward"),
+        ),
+        persister=ReplicatedPersister(),
+        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
+        features=PLAIN_FEATURES,
+    )
+
+
+def _is_to_wrap(model: nn.Module) -> bool:
+    if isinstance(without_compiler(model), DistributedDataParallel):
+        return False
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _device_ids(model: nn.Module) -> list[torch.device] | None:
+    """Return the one accelerator of a model; `None` on the CPU or if it spans several devices."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    only = devices.pop()
+    return None if devices or only.type == "cpu" else [only]
+
+
+def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    inner = without_compiler(model)
+    if not isinstance(inner, DistributedDataParallel):
+        return nullcontext()
+    if inner.static_graph and inner not in _graphs_seen:
+        # torch learns a static graph in the first pass and fails if that is not synchronised. Averaging the
+        # first micro-batch early gives the same sum: later averages of a part that all ranks share keep it.
+        _graphs_seen.add(inner)
+        return nullcontext()
+    return inner.no_sync()
+
+
+def _join(joinables: Sequence[Any], divide_by_initial_world_size: bool) -> AbstractContextManager[None]:
+    inside = [without_compiler(one) for one in joinables]
+    members: list[Joinable] = [one for one in inside if isinstance(one, Joinable)]
+    if not members:
+        raise SettingsError(
+            f"join_uneven_inputs({[type(one).__name__ for one in joinables]}): none of these takes part in "
+            "joining; give prepared models that have something to train."
+        )
+    return Join(members, divide_by_initial_world_size=divide_by_initial_world_size)  # pyright: ignore[reportReturnType] - a context manager without annotations
+
+
+def register_comm_hook(
+    model: DistributedDataParallel, hook: Hook, wrapper: Hook, power_sgd_options: Mapping[str, Any] | None
+) -> None:
+    """Register a communication hook with a wrapped model that has none yet.
+
+    A wrapper `FP16` or `BF16` compresses the hook's messages further.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    functions: dict[Hook, Callable[..., Any]] = {
+        Hook.NO: default_hooks.allreduce_hook,
+        Hook.FP16: default_hooks.fp16_compress_hook,
+        Hook.BF16: default_hooks.bf16_compress_hook,
+        Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
+        # torch refuses annotations that are strings; a lambda has none.
+        Hook.BATCHED_POWER_SGD: lambda state, bucket: batched_power_sgd_hook(state, bucket),  # noqa: PLW0108
+    }
+    wrappers: dict[Hook, Callable[..., Any]] = {
+        Hook.FP16: default_hooks.fp16_compress_wrapper,
+        Hook.BF16: default_hooks.bf16_compress_wrapper,
+    }
+    function = functions[hook]
+    if wrapper is not Hook.NO:
+        function = wrappers[wrapper](function)
+    state: Any = model.process_group
+    if power_sgd_options is not None:
+        try:
+            state = powerSGD_hook.PowerSGDState(**{"process_group": state, **power_sgd_options})
+        except TypeError as error:
+            raise SettingsError(
+                f"DistributedDataParallelKwargs(comm_state_option={power_sgd_options!r}): {error}."
+            ) from None
+    model.register_comm_hook(state, function)
+
+
+logger = logging.getLogger(__name__)
+
+
+def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
+    """Average a bucket of gradients as a square matrix of low rank.
+
+    In place of torch's `batched_powerSGD_hook`, which fails in its first compressed step since
+    `_orthogonalize` takes batches of matrices (https://github.com/pytorch/pytorch/pull/75157). Algorithm:
+    Vogels, Karimireddy, Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization*, 2019, https://arxiv.org/abs/1905.13727.
+
+    Returns:
+        A future with the averaged gradients.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    if state.iter < state.start_powerSGD_iter:
+        state.maybe_increase_iter(bucket)
+        return default_hooks.allreduce_hook(state.process_group, bucket)  # pyright: ignore[reportArgumentType] - None is the default group
+    buffer, index = bucket.buffer(), bucket.index()
+    matrix = _square(buffer)
+    if state.use_error_feedback and index in state.error_dict:
+        matrix += state.error_dict[index]
+    left, right = _factors(state, index, matrix, buffer.dtype)
+    approximation = left @ right.T
+    if state.use_error_feedback:
+        state.error_dict[index] = matrix - approximation
+    if state.warm_start:
+        state.q_memory_dict[index] = right
+    _count(state, bucket, matrix.shape[0])
+    state.maybe_increase_iter(bucket)
+    buffer.copy_(approximation.flatten()[: buffer.numel()])
+    future = torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
+    future.set_result(buffer)
+    return future
+
+
+def _square(buffer: Tensor) -> Tensor:
+    """Return the values as a zero-padded square matrix, in a dtype that can be orthogonalised."""
+    side = math.ceil(math.sqrt(buffer.numel()))
+    dtype = torch.promote_types(buffer.dtype, torch.float32)
+    matrix = torch.zeros(side * side, dtype=dtype, device=buffer.device)
+    matrix[: buffer.numel()] = buffer
+    return matrix.view(side, side)
+
+
+def _factors(state: PowerSGDState, index: int, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Do one power iteration: P and Q such that P Qᵀ approximates the mean of the ranks' matrices."""
+    guess = state.q_memory_dict.get(index) if state.warm_start else None
+    if guess is None:
+        guess = _random(state, matrix)
+    left = torch.linalg.qr(_sum(state, matrix @ torch.linalg.qr(guess).Q, dtype)).Q
+    right = _sum(state, matrix.T @ left, dtype) / dist.get_world_size(state.process_group)
+    return left, right
+
+
+def _random(state: PowerSGDState, matrix: Tensor) -> Tensor:
+    """Draw normally distributed columns, the same on every rank and new in every step."""
+    generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
+    rank = min(state.matrix_approximation_rank, matrix.shape[0])
+    columns = torch.randn(matrix.shape[0], rank, generator=generator, dtype=matrix.dtype)
+    return columns.to(matrix.device)
+
+
+def _sum(state: PowerSGDState, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """All-reduce a sum in the dtype of the gradients."""
+    sent = tensor.to(dtype).contiguous()
+    dist.all_reduce(sent, group=state.process_group)
+    return sent.to(tensor.dtype)
+
+
+def _count(state: PowerSGDState, bucket: GradBucket, side: int) -> None:
+    state.total_numel_before_compression += bucket.buffer().numel()
+    state.total_numel_after_compression += 2 * side * min(state.matrix_approximation_rank, side)
+    if bucket.is_last() and state.iter >= state.next_stats_report:
+        rate, before, after = state.compression_stats()
+        logger.info("PowerSGD sent %d of %d gradients so far, 1/%.1f of them.", after, before, rate)
+        state.next_stats_report = state.iter + state.compression_stats_logging_frequency

@@ -1,0 +1,712 @@
+"""Read, fill and check the configuration."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from accel_plugins.kwargs import is_count
+from accel_state.errors import SettingsError, did_you_mean
+from accel_state.files import CONFIG_LIMIT, read_regular
+from accel_state.libraries import is_installed
+from accel_state.logging import get_logger
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+AUTO = "auto"
+"""Value that is replaced by one from the model, the optimizer, the loaders or the arguments."""
+
+_OFFLOADS = frozenset({"cpu", "nvme"})
+
+
+def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Read a DeepSpeed configuration.
+
+    Args:
+        source: A mapping, the path of a JSON file, or the JSON text in URL-safe base64.
+
+    Returns:
+        A deep copy, so that filling it does not change the caller's.
+
+    Raises:
+        SettingsError: The source is none of these, or not one JSON object without repeated keys.
+
+    Example:
+        >>> read_config({"zero_optimization": {"stage": 2}})
+        {'zero_optimization': {'stage': 2}}
+    """
+    if not isinstance(source, (str, Path)) and not hasattr(source, "__fspath__"):
+        try:
+            return copy.deepcopy(dict(cast("Mapping[str, Any]", source)))
+        except (TypeError, ValueError):
+            raise SettingsError(
+                f"The DeepSpeed configuration {source!r} is not a dictionary, the path of a JSON file, or "
+                "JSON in base64."
+            ) from None
+    path = Path(cast("str", source)).expanduser()
+    if _is_file(path):
+        where = f"the file {str(path)!r}"
+        try:
+            return _parse(read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode(), where)
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"The DeepSpeed configuration in {where} cannot be read: {error}.") from None
+    try:
+        text = base64.urlsafe_b64decode(str(source)).decode()
+    except (binascii.Error, UnicodeError):
+        raise SettingsError(
+            f"There is no DeepSpeed configuration file {str(source)!r}, and the text is not base64; pass the "
+            "path of a JSON file."
+        ) from None
+    return _parse(text, "the base64 text")
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration, with the queries that transformers makes.
+
+    Args:
+        config_file_or_dict: A mapping, the path of a JSON file, or the JSON text in URL-safe base64.
+
+    Raises:
+        SettingsError: The configuration cannot be read.
+
+    Example:
+        >>> config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+        >>> config.is_zero3(), config.get_value("zero_optimization.offload_param.device", "none")
+        (True, 'none')
+    """
+
+    def __init__(self, config_file_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> None:
+        self.config = read_config(config_file_or_dict)
+        self._stage: Any = -1
+        self._offload = False
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Update the ZeRO stage and the offload flag after the configuration has changed."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        devices = {
+            self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")
+        }
+        self._offload = (self.is_zero2() or self.is_zero3()) and bool(_OFFLOADS & devices)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Find the dictionary with a dotted key.
+
+        Args:
+            ds_key_long: Dotted key.
+
+        Returns:
+            The dictionary, or `None`; and the last component of the key.
+        """
+        node: Any = self.config
+        *above, last = ds_key_long.split(".")
+        for name in above:
+            node = node.get(name) if isinstance(node, dict) else None
+        return (cast("dict[str, Any]", node) if isinstance(node, dict) else None), last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """Return the value of a dotted key.
+
+        Args:
+            ds_key_long: Dotted key.
+            default: Value to return if the key is absent.
+        """
+        node, last = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(last, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a dotted key and its subtree.
+
+        Args:
+            ds_key_long: Dotted key.
+            must_exist: Whether its absence is an error.
+
+        Raises:
+            ValueError: The key is absent and `must_exist` is true.
+        """
+        node, last = self.find_config_node(ds_key_long)
+        if node is not None and last in node:
+            del node[last]
+        elif must_exist:
+            raise ValueError(f"The DeepSpeed configuration has no {ds_key_long!r}: {self.config!r}")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Return whether a value is present and true.
+
+        Example:
+            >>> config = HfDeepSpeedConfig({"bf16": {"enabled": True}})
+            >>> config.is_true("bf16.enabled"), config.is_true("fp16.enabled")
+            (True, False)
+        """
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Return whether a value is present and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not bool(value)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Return whether a value is `"auto"`."""
+        return self.get_value(ds_key_long) == AUTO
+
+    def is_zero2(self) -> bool:
+        """Return whether the ZeRO stage is 2: optimizer state and gradients are sharded."""
+        return self._stage == 2
+
+    def is_zero3(self) -> bool:
+        """Return whether the ZeRO stage is 3: parameters are sharded, too."""
+        return self._stage == 3
+
+    def is_offload(self) -> bool:
+        """Return whether parameters or optimizer state are offloaded to the CPU or disk."""
+        return self._offload
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long for a name: base64
+        return False
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text, object_pairs_hook=_without_repetition)
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"The DeepSpeed configuration in {where} is not valid JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"The DeepSpeed configuration in {where} is {found!r}; it must be one object.")
+    return cast("dict[str, Any]", found)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"the key(s) {', '.join(map(repr, twice))} are repeated in one object")
+    return found
+
+
+def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
+    """Register a configuration with transformers, if the program has imported it.
+
+    The returned object stays registered as long as the caller keeps it; `None` if models are built full.
+    """
+    if "transformers" not in sys.modules or not is_installed("deepspeed"):
+        return None
+    theirs = importlib.import_module("transformers.integrations.deepspeed")
+    if not asked:
+        theirs.unset_hf_deepspeed_config()
+        return None
+    ours = HfDeepSpeedConfig(config_for_models(config))
+    theirs.set_hf_deepspeed_config(ours)
+    return ours
+
+
+def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration for building models, with its `"auto"` values removed.
+
+    Example:
+        >>> config_for_models({"train_batch_size": "auto", "zero_optimization": {"stage": 3}})
+        {'zero_optimization': {'stage': 3}, 'train_micro_batch_size_per_gpu': 1}
+    """
+
+    def decided(node: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: decided(value) if isinstance(value, dict) else value
+            for name, value in node.items()
+            if not (isinstance(value, str) and value == AUTO)
+        }
+
+    known = decided(config)
+    for name in ("train_batch_size", "gradient_accumulation_steps"):
+        known.pop(name, None)
+    return known | {"train_micro_batch_size_per_gpu": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownValue:
+    """A value that is known from outside of the configuration, with its source for messages.
+
+    If it is `binding`, another value in the configuration is an error; else the configuration wins.
+    """
+
+    value: Any
+    source: str
+    binding: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A value of the configuration that contradicts a known one."""
+
+    key: str
+    found: Any
+    known: KnownValue
+
+    def __str__(self) -> str:
+        known = self.known
+        return f"{self.key} is {self.found!r} in the configuration, but {known.value!r} by {known.source}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filled:
+    """A filled configuration, its contradictions, and the dotted keys whose value is still `"auto"`."""
+
+    config: dict[str, Any]
+    mismatches: tuple[Mismatch, ...] = ()
+    open_keys: tuple[str, ...] = ()
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of a configuration that is not a dictionary, with its dotted key.
+
+    Example:
+        >>> [*leaves({"a": {"b": 1, "c": 2}, "d": 3})]
+        [('a.b', 1), ('a.c', 2), ('d', 3)]
+    """
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
+    """Replace every `"auto"` whose value is known by its dotted key, and compare the other values.
+
+    Keys that the configuration lacks are not added.
+
+    Example:
+        >>> known = {"a": KnownValue(value=1, source="us"), "b.c": KnownValue(value=2, source="us")}
+        >>> filled = fill({"a": "auto", "b": {"c": 3}}, known)
+        >>> filled.config["a"], [str(one) for one in filled.mismatches]
+        (1, ['b.c is 3 in the configuration, but 2 by us'])
+    """
+    mismatches: list[Mismatch] = []
+    unknown: list[str] = []
+
+    def walk(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for name, value in node.items():
+            key = prefix + name
+            if isinstance(value, dict):
+                result[name] = walk(cast("dict[str, Any]", value), f"{key}.")
+                continue
+            found = known.get(key)
+            result[name] = found.value if found is not None and _is_auto(value) else value
+            if found is not None and found.binding and not _same(result[name], found.value):
+                mismatches.append(Mismatch(key=key, found=value, known=found))
+            if _is_auto(result[name]):
+                unknown.append(key)
+        return result
+
+    filled = walk(config, "")
+    return Filled(config=filled, mismatches=tuple(mismatches), open_keys=tuple(unknown))
+
+
+def put(config: dict[str, Any], key: str, value: Any) -> None:
+    """Set a value by its dotted key, adding missing dictionaries.
+
+    Example:
+        >>> config = {}
+        >>> put(config, "zero_optimization.stage", 3)
+        >>> config
+        {'zero_optimization': {'stage': 3}}
+    """
+    *above, last = key.split(".")
+    for name in above:
+        config = config.setdefault(name, {})
+    config[last] = value
+
+
+def refuse_mismatches(mismatches: Sequence[Mismatch | str]) -> None:
+    """Raise one error that names all contradictions, if there are any."""
+    if mismatches:
+        raise SettingsError(
+            "The DeepSpeed configuration contradicts other settings: "
+            + "; ".join(map(str, mismatches))
+            + ". Set each in one place only, or to 'auto' in the configuration."
+        )
+
+
+def refuse_misspelt(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Refuse misspelt top-level keys of a configuration; return other unknown ones, which have no effect."""
+    known = sorted(set(names))
+    unknown = [name for name in config if name not in known]
+    for name in unknown:
+        hint = did_you_mean(name, known, "", cutoff=0.8)
+        if hint:
+            raise SettingsError(
+                f"The DeepSpeed configuration has {name!r}: {config[name]!r}, which the installed version of "
+                f"DeepSpeed does not know; {hint}"
+            )
+    return unknown
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == AUTO
+
+
+def _same(found: Any, known: Any) -> bool:
+    # JSON has one kind of number: 2 is 2.0, but true is not 1.
+    return isinstance(found, bool) == isinstance(known, bool) and found == known
+
+
+KEYS: Mapping[str, str] = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Keys of the configuration by field of `DeepSpeedPlugin`."""
+
+_DEVICES = ("none", "cpu", "nvme")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+_WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    KEYS["gradient_accumulation_steps"]: ("a whole number above 0", lambda value: is_count(value, least=1)),
+    KEYS["gradient_clipping"]: ("a number, 0 or more", _is_number),
+    KEYS["zero_stage"]: ("0, 1, 2 or 3", lambda value: is_count(value, least=0) and value <= 3),
+    KEYS["offload_optimizer_device"]: (f"one of {_DEVICES}", lambda value: value in _DEVICES),
+    KEYS["offload_param_device"]: (f"one of {_DEVICES}", lambda value: value in _DEVICES),
+    "train_micro_batch_size_per_gpu": ("a whole number above 0", lambda value: is_count(value, least=1)),
+    "train_batch_size": ("a whole number above 0", lambda value: is_count(value, least=1)),
+}
+
+
+def check_fields(config: HfDeepSpeedConfig) -> None:
+    """Check the values that DeepSpeed would refuse later, or ignore."""
+    problems = [
+        f"{key}={value!r}: expected {wanted}"
+        for key, (wanted, holds) in _WANTED.items()
+        if (value := config.get_value(key)) not in {None, AUTO} and not holds(value)
+    ]
+    stage = config.get_value(KEYS["zero_stage"], 0)
+    problems += [] if problems or stage == AUTO else _offloading(config, stage)
+    if config.get_value("managed_gradient_accumulation") is False:
+        problems.append(
+            "managed_gradient_accumulation=False: accel sets the engine's accumulation boundary itself; "
+            "leave it out"
+        )
+    if problems:
+        raise SettingsError(f"The DeepSpeed configuration cannot be used: {'; '.join(problems)}.")
+
+
+def without_none(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove offload sections whose device is `"none"`.
+
+    Example:
+        >>> without_none({"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}})
+        {'zero_optimization': {'stage': 2}}
+    """
+    zero = dict(config.get("zero_optimization", {}))
+    for what in ("offload_optimizer", "offload_param"):
+        node = zero.get(what)
+        if isinstance(node, dict) and cast("dict[str, Any]", node).get("device") in {None, "none"}:
+            del zero[what]
+    return {**config, "zero_optimization": zero}
+
+
+def _offloading(config: HfDeepSpeedConfig, stage: int) -> list[str]:
+    problems: list[str] = []
+    for what, least in (("optimizer", 1), ("param", 3)):
+        device = config.get_value(KEYS[f"offload_{what}_device"]) or "none"
+        path = config.get_value(KEYS[f"offload_{what}_nvme_path"])
+        needed = 3 if device == "nvme" else least
+        if device != "none" and stage < needed:
+            problems.append(
+                f"offload_{what} to {device!r} needs ZeRO stage "
+                f"{needed}{' or higher' if needed < 3 else ''}, but the stage is {stage}"
+            )
+        if device == "nvme" and not path:
+            problems.append(f"offload_{what} to 'nvme' needs offload_{what}_nvme_path, a folder on the disk")
+        if path and device != "nvme":
+            problems.append(
+                f"offload_{what}_nvme_path={path!r} has no effect with offload_{what}_device={device!r}"
+            )
+    return problems
+
+
+class DummyOptim:
+    """Placeholder for the optimizer that the DeepSpeed configuration describes.
+
+    Args:
+        params: Parameters, or groups of parameters, as for any optimizer.
+        lr: Learning rate, used if the configuration's is `"auto"`.
+        weight_decay: Weight decay, used if the configuration's is `"auto"`.
+        **kwargs: Other hyperparameters, such as `betas`, used if the configuration's are `"auto"`.
+
+    Example:
+        >>> import torch
+        >>> DummyOptim(torch.nn.Linear(1, 1).parameters(), lr=0.01).lr
+        0.01
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 0.001,
+        weight_decay: float = 0,
+        **kwargs: Any,
+    ) -> None:
+        # An iterator would be exhausted when the model is prepared.
+        self.params: list[Any] = [*params]
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters of all groups."""
+        found: list[Tensor] = []
+        for one in self.params:
+            found += one["params"] if isinstance(one, dict) else [one]
+        return found
+
+
+class DummyScheduler:
+    """Placeholder for the learning rate scheduler that the DeepSpeed configuration describes.
+
+    Args:
+        optimizer: The optimizer, or its `DummyOptim`.
+        total_num_steps: Steps of the schedule, in batches of one rank.
+        warmup_num_steps: Steps of the warm-up, in batches of one rank.
+        lr_scheduler_callable: Builds a scheduler from the optimizer, instead of the configuration's.
+        **kwargs: Stored in the attribute `kwargs`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+
+logger = get_logger(__name__)
+
+_FROM_HIDDEN_SIZE = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFacts:
+    """Facts about a run from which a configuration is filled; `None` where they are not known.
+
+    `world_size` is data-parallel, `micro_batch` has the samples per rank, and `schedule_shards` are scheduler
+    steps per optimizer step.
+    """
+
+    world_size: int = 1
+    micro_batch: int | None = None
+    accumulation: KnownValue = field(
+        default_factory=lambda: KnownValue(value=1, source="the default of Accelerator", binding=False)
+    )
+    hidden_size: int | None = None
+    optimizer: Any = None
+    scheduler: Any = None
+    schedule_shards: int = 1
+
+
+def autofill(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
+    """Fill a configuration so that an engine can be built from it.
+
+    Example:
+        >>> config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
+        >>> autofill(config, RunFacts(world_size=2, micro_batch=4))["train_batch_size"]
+        8
+    """
+    batches, mismatches = _batches(config, facts)
+    known = {**batches, **_sizes(facts), **_optimizer(facts), **_schedule(facts)}
+    filled = fill(config, known)
+    refuse_mismatches([*mismatches, *filled.mismatches])
+    result = _without_optional(filled)
+    for key, one in batches.items():
+        put(result, key, one.value)
+    # DeepSpeed's own default would clip to 1.
+    result.setdefault("gradient_clipping", 0.0)
+    return result
+
+
+def batch_size_of(loaders: Sequence[Any], *, smallest: bool, split_into: int) -> int | None:
+    """Return the smallest or largest number of samples per batch and rank of several loaders.
+
+    `split_into` ranks share a loader's batch.
+    """
+    sizes: list[int] = []
+    for loader in loaders:
+        size = getattr(loader, "batch_size", None)  # None if there is a batch sampler
+        if size is None:
+            size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        if isinstance(size, int) and size > 0:
+            sizes.append(max(1, size // split_into))
+    if not sizes:
+        return None
+    return min(sizes) if smallest else max(sizes)
+
+
+def hidden_size_of(model: Any) -> int | None:
+    """Return the hidden size of a model of transformers; `None` if its configuration has none.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> hidden_size_of(SimpleNamespace(config=SimpleNamespace(hidden_sizes=[8, 32])))
+        32
+    """
+    config = getattr(model, "config", None)
+    for owner in (config, getattr(config, "text_config", None)):
+        size = getattr(owner, "hidden_size", None)
+        if isinstance(size, int):
+            return size
+        several = getattr(owner, "hidden_sizes", None)
+        if isinstance(several, (list, tuple)) and several:
+            return max(several)
+    return None
+
+
+def _batches(config: Mapping[str, Any], facts: RunFacts) -> tuple[dict[str, KnownValue], list[Mismatch]]:
+    """Return the three batch sizes, of which any two determine the third, and their contradictions."""
+    configured = {
+        name: _configured(config, name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")
+    }
+    mismatches: list[Mismatch] = []
+    steps = _configured(config, "gradient_accumulation_steps")
+    accumulation = facts.accumulation
+    if steps is not None and accumulation.binding and accumulation.value != steps:
+        mismatches.append(Mismatch(key="gradient_accumulation_steps", found=steps, known=accumulation))
+    steps = accumulation.value if steps is None else steps
+    total, micro = configured["train_batch_size"], configured["train_micro_batch_size_per_gpu"]
+    if micro is None and total is not None and facts.micro_batch is None:
+        micro = max(1, total // (facts.world_size * steps))
+    if micro is None:
+        micro = facts.micro_batch
+    if micro is None:
+        micro = 1
+        logger.warning_once(
+            "No data loader was prepared together with the model, so the batch size is unknown to DeepSpeed: "
+            "train_micro_batch_size_per_gpu=1. Only its report of samples per second depends on it; set "
+            "train_micro_batch_size_per_gpu for a correct one."
+        )
+    product = micro * steps * facts.world_size
+    if total is not None and total != product:
+        source = (
+            f"{micro} samples of a batch x {steps} micro-batches of a step x {facts.world_size} process(es)"
+        )
+        known = KnownValue(value=product, source=source)
+        mismatches.append(Mismatch(key="train_batch_size", found=total, known=known))
+    values = {
+        "train_batch_size": product,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
+    return {
+        key: KnownValue(value=value, source="", binding=False) for key, value in values.items()
+    }, mismatches
+
+
+def _configured(config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    return None if value == AUTO else value
+
+
+def _sizes(facts: RunFacts) -> dict[str, KnownValue]:
+    # The formulas of transformers: https://huggingface.co/docs/transformers/deepspeed
+    size = facts.hidden_size
+    if size is None:
+        return {}
+    values = (size * size, int(0.9 * size * size), 10 * size)
+    return {
+        key: KnownValue(value=value, source="the model", binding=False)
+        for key, value in zip(_FROM_HIDDEN_SIZE, values, strict=True)
+    }
+
+
+def _optimizer(facts: RunFacts) -> dict[str, KnownValue]:
+    one = facts.optimizer
+    if not isinstance(one, DummyOptim):
+        return {}
+    values = {"lr": one.lr, "weight_decay": one.weight_decay, **one.kwargs}
+    return {
+        f"optimizer.params.{name}": KnownValue(
+            value=value, source=f"DummyOptim({name}={value!r})", binding=False
+        )
+        for name, value in values.items()
+    }
+
+
+def _schedule(facts: RunFacts) -> dict[str, KnownValue]:
+    one = facts.scheduler
+    if not isinstance(one, DummyScheduler):
+        return {}
+    values: dict[str, Any] = {
+        "warmup_min_lr": 0,
+        "warmup_num_steps": math.ceil(one.warmup_num_steps / facts.schedule_shards),
+    }
+    rate = _rate(facts.optimizer)
+    if rate is not None:
+        values["warmup_max_lr"] = rate
+    if one.total_num_steps is not None:
+        values["total_num_steps"] = math.ceil(one.total_num_steps / facts.schedule_shards)
+    return {
+        f"scheduler.params.{name}": KnownValue(value=value, source="DummyScheduler", binding=False)
+        for name, value in values.items()
+    }
+
+
+def _rate(optimizer: Any) -> float | None:
+    if isinstance(optimizer, DummyOptim):
+        return optimizer.lr
+    return None if optimizer is None else optimizer.defaults.get("lr")
+
+
+def _without_optional(filled: Filled) -> dict[str, Any]:
+    """Drop keys that are still `"auto"` and for which DeepSpeed has a default; refuse the others."""
+    result = filled.config
+    open_keys: list[str] = []
+    for key in filled.open_keys:
+        if key == "gradient_clipping" or key.startswith("zero_optimization."):
+            *above, last = key.split(".")
+            node = result
+            for name in above:
+                node = node[name]
+            del node[last]
+        else:
+            open_keys.append(key)
+    if open_keys:
+        raise SettingsError(
+            "The DeepSpeed configuration has 'auto' for keys whose value is not known: "
+            + ", ".join(f"{key}='auto'" for key in open_keys)
+            + ". Give a value, or leave the key out for DeepSpeed's own default."
+        )
+    return result

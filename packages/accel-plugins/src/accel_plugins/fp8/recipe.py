@@ -1,0 +1,458 @@
+"""Recipe kwargs, Recipe, plain weights."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from accel_ops.tree import is_dtensor
+from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count, resolve_fields
+from accel_state.errors import SettingsError
+from accel_state.lazy import Registry
+from accel_state.libraries import is_installed
+from accel_state.runtime import Runtime
+from accel_state.settings.model import BASE_PRECISIONS, Settings
+from accel_state.settings.option import RECIPE_GROUP
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.strategy import Bundle
+
+
+AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+"""Names that `AORecipeKwargs(config=…)` takes."""
+
+TE_RECIPES = ("delayed", "current", "mxfp8", "nvfp4")
+"""Names that `TERecipeKwargs(recipe=…)` takes."""
+
+
+def is_ao_config(value: object, *, optional: bool = False) -> bool:
+    """Return whether a value is a configuration of torchao's FP8 training, or `None` if that is `optional`.
+
+    Example:
+        >>> is_ao_config({"pad_inner_dim": True}), is_ao_config(None, optional=True)
+        (False, True)
+    """
+    # By name: torchao is an extra, and slow to import.
+    names = {"Float8LinearConfig", "MXFP8TrainingOpConfig"}
+    kinds = ((kind.__name__, kind.__module__.partition(".")[0]) for kind in type(value).__mro__)
+    return (optional and value is None) or any(
+        name in names and package == "torchao" for name, package in kinds
+    )
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """Train in FP8 with torchao; pass it to `Accelerator(mixed_precision="fp8", kwargs_handlers=[…])`.
+
+    Args:
+        config: A `torchao.float8.Float8LinearConfig`, or the name of a recipe (or torchao's enum of them):
+            `"tensorwise"` (fastest), `"rowwise"`, `"rowwise_with_gw_hp"` (gradients of weights in high
+            precision; most accurate) or `"mxfp8"` (blocks of 32 values; compute capability 10.0 and newer,
+            emulated on a CPU; in one process, with DDP and FSDP2). `None`: `"tensorwise"`, emulated on a
+            CPU; the field then has the `Float8LinearConfig` of that recipe if torchao is installed.
+        module_filter_func: Called with a module and its name; whether it is converted. `None`: linear
+            layers whose sizes are divisible by 16 (`"mxfp8"`: 32), except the first and the last one.
+        pad_inner_dim: Whether inner dims are padded to multiples of 16 (`"mxfp8"`: the rows of inputs to
+            multiples of 32); `ACCELERATE_FP8_PAD_INNER_DIM`, else true.
+        enable_fsdp_float8_all_gather: Whether FSDP2 all-gathers converted weights in 8 bits where weights
+            are scaled tensorwise; `ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER`, else true. Without FSDP2
+            there is no such all-gather.
+
+    Raises:
+        SettingsError: A field is unknown, or contradicts `config`.
+
+    Example:
+        >>> AORecipeKwargs(config="rowwise").pad_inner_dim
+        True
+    """
+
+    config: Any = None
+    module_filter_func: Callable[[nn.Module, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        flags = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+        expect_flags(self, *flags)
+        if isinstance(self.config, Enum):
+            self.config = self.config.value
+        expect(
+            self,
+            "config",
+            f"a Float8LinearConfig of torchao, or one of {[*AO_RECIPES]}",
+            lambda value: (
+                value in AO_RECIPES if isinstance(value, str) else is_ao_config(value, optional=True)
+            ),
+        )
+        expect(
+            self,
+            "module_filter_func",
+            "a function of a module and its name",
+            lambda value: value is None or callable(value),
+        )
+        tensorwise = self.config is None or self.config == "tensorwise"
+        if self.enable_fsdp_float8_all_gather and isinstance(self.config, str) and not tensorwise:
+            raise SettingsError(
+                f"AORecipeKwargs(config={self.config!r}, enable_fsdp_float8_all_gather=True): only weights "
+                "that are scaled tensorwise are all-gathered in 8 bits; leave one of the two out."
+            )
+        if self.config is None or isinstance(self.config, str):
+            resolve_fields(self, "fp8", {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": tensorwise})
+            self.enable_fsdp_float8_all_gather = tensorwise and bool(self.enable_fsdp_float8_all_gather)
+            if self.config is None and is_installed("torchao"):
+                self.config = self._default = import_module("torchao.float8").Float8LinearConfig(
+                    pad_inner_dim=bool(self.pad_inner_dim),
+                    enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,
+                )
+            return
+        for name in flags:
+            argument, configured = getattr(self, name), bool(getattr(self.config, name, False))
+            if argument is not None and bool(argument) != configured:
+                raise SettingsError(
+                    f"AORecipeKwargs({name}={argument!r}): the configuration says {configured!r}."
+                )
+            setattr(self, name, configured)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether `config` is the one that was made in place of `None`."""
+        return self.config is getattr(self, "_default", None)
+
+    @property
+    def emulate(self) -> bool:
+        """Whether the configuration asks for the numbers of FP8 without its instructions."""
+        preference = str(getattr(self.config, "kernel_preference", ""))
+        return bool(getattr(self.config, "emulate", False)) or preference.endswith("EMULATED")
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """Train in FP8 with TransformerEngine. A field that is `None` comes from `ACCELERATE_FP8_…`, else below.
+
+    Args:
+        use_autocast_during_eval: Whether evaluation computes in FP8, too; default false.
+        margin: Margin of the scaling factors, in powers of 2; default 0.
+        interval: Steps between two computations of the scaling factors; default 1. TransformerEngine 2
+            computes them in every step, and takes nothing else.
+        fp8_format: `"HYBRID"` (E4M3 forward, E5M2 backward), `"E4M3"` or `"E5M2"`; default `"HYBRID"`, which
+            block-scaled recipes replace by E4M3.
+        amax_history_len: Steps over which delayed scaling looks back; default 1024.
+        amax_compute_algo: `"max"` or `"most_recent"` of these; default `"most_recent"`.
+        override_linear_precision: Whether fprop, dgrad and wgrad compute in higher precision; default all
+            false. TransformerEngine 2 has no such choice.
+        use_mxfp8_block_scaling: The same as `recipe="mxfp8"`.
+        recipe: `"delayed"` (the default), `"current"` (scales of the values at hand), `"mxfp8"` or `"nvfp4"`
+            (blocks; compute capability 10.0 and newer), as far as the installed version has them.
+
+    Raises:
+        SettingsError: A field is unknown, out of its range, or contradicts another one.
+    """
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+    recipe: Literal["delayed", "current", "mxfp8", "nvfp4"] | None = field(default=None, kw_only=True)
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "use_autocast_during_eval": False,
+        "margin": 0,
+        "interval": 1,
+        "fp8_format": "HYBRID",
+        "amax_history_len": 1024,
+        "amax_compute_algo": "most_recent",
+        "override_linear_precision": (False, False, False),
+        "use_mxfp8_block_scaling": False,
+    }
+
+    def __post_init__(self) -> None:
+        blocks = self.use_mxfp8_block_scaling
+        resolve_fields(self, "fp8", self.DEFAULTS)
+        expect_flags(self)
+        expect(self, "margin", "a whole number of at least 0", lambda value: is_count(value, least=0))
+        for name in ("interval", "amax_history_len"):
+            expect(self, name, "a whole number above 0", lambda value: is_count(value, least=1))
+        # Checked below.
+        self.fp8_format = str(self.fp8_format).upper()  # pyright: ignore[reportAttributeAccessIssue]
+        self.amax_compute_algo = str(self.amax_compute_algo).lower()  # pyright: ignore[reportAttributeAccessIssue]
+        for name, wanted in {
+            "fp8_format": ("HYBRID", "E4M3", "E5M2"),
+            "amax_compute_algo": ("max", "most_recent"),
+            "recipe": (None, *TE_RECIPES),
+        }.items():
+            expect(self, name, f"one of {[*wanted]}", lambda value, wanted=wanted: value in wanted)
+        expect(
+            self,
+            "override_linear_precision",
+            "three of True and False",
+            lambda value: len(value) == 3 and all(isinstance(one, bool) for one in value),
+        )
+        if blocks is not None and self.recipe not in {None, "mxfp8" if blocks else self.recipe}:
+            raise SettingsError(
+                f"{type(self).__name__}(use_mxfp8_block_scaling={blocks!r}, recipe={self.recipe!r}): the two "
+                "contradict each other; give one."
+            )
+        self.recipe = self.recipe or ("mxfp8" if self.use_mxfp8_block_scaling else "delayed")
+        self.use_mxfp8_block_scaling = self.recipe == "mxfp8"
+
+
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """Train in FP8 with MS-AMP, which is no longer developed.
+
+    Args:
+        opt_level: `"O1"` (products, and gradients of weights, in 8 bits; weights in 16) or `"O2"` (optimizer
+            state in 8 and 16 bits, too); `ACCELERATE_FP8_OPT_LEVEL`, else `"O2"`.
+
+    Raises:
+        SettingsError: There is no such level.
+
+    Example:
+        >>> MSAMPRecipeKwargs().opt_level
+        'O2'
+    """
+
+    opt_level: Literal["O1", "O2"] | None = None
+
+    def __post_init__(self) -> None:
+        resolve_fields(self, "fp8", {"opt_level": "O2"})
+        expect(self, "opt_level", "'O1' or 'O2'", lambda value: value in {"O1", "O2"})
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The older form of `TERecipeKwargs` and `MSAMPRecipeKwargs`, with the fields of both; use one of these.
+
+    Only the fields of its backend are read.
+
+    Args:
+        backend: `"TE"` or `"MSAMP"`; `ACCELERATE_FP8_BACKEND`, else MS-AMP where only that is installed.
+
+    Raises:
+        SettingsError: As with the two, or there is no such backend.
+    """
+
+    backend: Literal["MSAMP", "TE"] | None = None
+
+    def __post_init__(self) -> None:
+        warnings.warn(
+            "FP8RecipeKwargs is deprecated: use TERecipeKwargs or MSAMPRecipeKwargs (or AORecipeKwargs).",
+            FutureWarning,
+            stacklevel=3,
+        )
+        TERecipeKwargs.__post_init__(self)
+        MSAMPRecipeKwargs.__post_init__(self)
+        only_msamp = is_installed("msamp") and not is_installed("transformer_engine")
+        resolve_fields(self, "fp8", {"backend": "MSAMP" if only_msamp else "TE"})
+        self.backend = str(self.backend).upper()  # pyright: ignore[reportAttributeAccessIssue] - checked next
+        expect(self, "backend", "'TE' or 'MSAMP'", lambda value: value in {"TE", "MSAMP"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How models compute in a format that needs more than autocast, for one run.
+
+    Args:
+        name: The name under which it is registered.
+        convert: Changes the models of a bundle in place, before they are wrapped or sharded, and returns
+            every parameter that it has replaced with the one that took its place; called as
+            `convert(bundle, runtime, mesh)`, on every rank. What modules shared they share afterwards. What
+            must be saved with a model is in its parameters and buffers.
+        precision: The mixed precision of everything that is not converted.
+        initialize: Called before that with a bundle; returns it with the models and optimizers by which a
+            library replaces them.
+        after_step: Called after every optimizer step with the prepared models, wrapped as they are.
+        after_load: Called with them after a checkpoint was loaded, to compute what follows from weights.
+        state_dict: Gives what else must be saved to resume; the same on all ranks.
+        load_state_dict: Takes it back.
+        backend: The library that computes, as `Accelerator.fp8_backend` says it; `None` if it is no FP8.
+    """
+
+    name: str
+    convert: Callable[[Bundle, Runtime, DeviceMesh | None], Mapping[Tensor, Tensor]]
+    precision: Literal["no", "bf16", "fp16"] = "bf16"
+    initialize: Callable[[Bundle], Bundle] | None = None
+    after_step: Callable[[Sequence[nn.Module]], None] | None = None
+    after_load: Callable[[Sequence[nn.Module]], None] | None = None
+    state_dict: Callable[[], dict[str, Any]] | None = None
+    load_state_dict: Callable[[Mapping[str, Any]], None] | None = None
+    backend: str | None = None
+
+
+RecipeFactory: TypeAlias = "Callable[[Settings, Runtime, Mapping[type, Any]], Recipe]"
+"""`build(settings, runtime, handlers)`; `handlers` maps the type of a kwargs handler to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeSpec:
+    """What is known of a recipe before it is built; `Accelerator(mixed_precision=…)` takes its name.
+
+    Args:
+        name: The name under which it is registered; none of `"no"`, `"fp16"`, `"bf16"`.
+        build: Makes it, or `"module:function"` of what does.
+        handlers: The types of kwargs handlers that it reads; `Accelerator(kwargs_handlers=[…])` takes them.
+
+    Example:
+        >>> RecipeSpec(name="int8", build="my_package:build").handlers
+        ()
+    """
+
+    name: str
+    build: RecipeFactory | str
+    handlers: tuple[type, ...] = ()
+
+
+FP8 = RecipeSpec(
+    name="fp8",
+    build="accel_plugins.fp8.build:build",
+    handlers=(FP8RecipeKwargs, AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs),
+)
+"""Matrices multiplied in 8 bits by torchao, TransformerEngine or MS-AMP."""
+
+RECIPES = Registry(group=RECIPE_GROUP, kind=RecipeSpec, noun="precision recipe", built_in={"fp8": FP8})
+"""All recipes, those of installed distributions included."""
+
+
+def build_recipe(
+    name: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
+) -> Recipe | None:
+    """Make the recipe of a run; `None` for a precision that needs none."""
+    spec = None if name in BASE_PRECISIONS else RECIPES.find(name)
+    # Installed recipes are imported only where a handler may be one of theirs.
+    is_foreign = any(kind.__module__.partition(".")[0] != "accel_plugins" for kind in handlers)
+    for other in (RECIPES.available() if is_foreign else RECIPES.built_in).values():
+        for kind in () if spec is other else other.handlers:
+            if kind in handlers:
+                raise SettingsError(
+                    f"kwargs_handlers contains {kind.__name__}, which is for mixed_precision={other.name!r}, "
+                    f"and it is {name!r}; change one of the two."
+                )
+    return None if spec is None else RECIPES.resolve(name, spec.build)(settings, runtime, handlers)
+
+
+def parameter_ids(models: Sequence[nn.Module]) -> list[dict[str, int]]:
+    """Return the `id` of every parameter by its name, for each model; shared ones by all of their names."""
+    return [
+        {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        for model in models
+    ]
+
+
+def check_converted(
+    recipe: Recipe,
+    before: Sequence[Mapping[str, int]],
+    bundle: Bundle,
+    replaced: Mapping[Tensor, Tensor],
+) -> None:
+    """Refuse what a recipe has done if parameters that an optimizer trained would not be trained any more.
+
+    Args:
+        recipe: The recipe.
+        before: The `parameter_ids` of the models before they were converted.
+        bundle: The models, converted, and the optimizers, as they were.
+        replaced: What the recipe's `convert` has returned.
+
+    Raises:
+        SettingsError: An optimizer has a parameter that no model has any more and that `replaced` has not;
+            or a model has one that needs gradients, was in an optimizer under its name, and no longer is.
+    """
+    now = {id(parameter) for model in bundle.models for parameter in model.parameters()}
+    held = {
+        id(parameter): id(replaced.get(parameter, parameter))
+        for optimizer in bundle.optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    lost = [
+        name
+        for names in before
+        for name, identity in names.items()
+        if identity in held and held[identity] not in now
+    ]
+    if lost:
+        raise SettingsError(
+            f"The precision recipe {recipe.name!r} has replaced {len(lost)} parameters, the first of which "
+            f"is {lost[0]!r}, and its convert() does not say by what: they would not be trained."
+        )
+    trained = {*held.values()}
+    frozen = [
+        name
+        for names, model in zip(before, bundle.models, strict=True)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and names.get(name) in held and id(parameter) not in trained
+    ]
+    if frozen:
+        raise SettingsError(
+            f"The precision recipe {recipe.name!r} has untied {frozen[0]!r} from a parameter that it was "
+            "shared with, so that no optimizer would train it; its convert() must share the new one, too."
+        )
+
+
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor, or of a `DTensor`'s shard, without the type that a library put around.
+
+    Example:
+        >>> import torch
+        >>> plain_tensor(one := torch.ones(1)) is one
+        True
+    """
+    detached: Any = tensor.detach()
+    if is_dtensor(detached):
+        local = detached.to_local()
+        plain = plain_tensor(local)
+        if plain is local:
+            return tensor
+        return type(detached)(plain, detached._spec, requires_grad=False)  # pyright: ignore[reportCallIssue, reportPrivateUsage] - as FSDP does
+    if not is_traceable_wrapper_subclass(detached):
+        return tensor
+    return getattr(detached, detached.__tensor_flatten__()[0][0])
+
+
+def save_plain_weights(model: nn.Module, names: Iterable[str]) -> None:
+    """Let state dicts of a model have plain weights, and weights that are loaded get new scales."""
+    for name in names:
+        layer = model.get_submodule(name)
+        layer.register_state_dict_post_hook(_plain_weight)
+        layer.register_load_state_dict_post_hook(_clear_scale)
+
+
+def tied_layers(model: nn.Module) -> set[str]:
+    """Return the names of the layers that share a parameter with another one."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return {name for names in owners.values() if len(names) > 1 for name in names}
+
+
+def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    del metadata
+    for name, _ in module.named_parameters(recurse=False):
+        if prefix + name in state:
+            state[prefix + name] = plain_tensor(state[prefix + name])
+
+
+def _clear_scale(module: nn.Module, incompatible: Any) -> None:
+    """Drop a scale that was computed of other values."""
+    del incompatible
+    weight: Any = module.weight
+    local: Any = weight._local_tensor if is_dtensor(weight) else weight  # pyright: ignore[reportPrivateUsage] - `to_local` gives another object
+    if hasattr(local, "_precomputed_scale"):
+        local._precomputed_scale = None
+
+
+def is_divisible(layer: Any, divisor: int = 16) -> bool:
+    """Return whether both sizes of a linear layer, of torch or a library, are divisible by a number."""
+    return layer.in_features % divisor == 0 and layer.out_features % divisor == 0

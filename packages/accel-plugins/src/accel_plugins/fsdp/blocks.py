@@ -1,0 +1,386 @@
+"""Wrap policies, recompute, ignored modules."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from functools import partial, wraps
+from importlib import import_module
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.utils.checkpoint import checkpoint
+
+from accel_ops.modules import unbound_forward
+from accel_ops.weights.tensors import find_tied_parameters, retie_parameters
+from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
+from accel_state.libraries import compare_versions
+from accel_state.runtime import Runtime
+
+if TYPE_CHECKING:
+    from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+
+
+POLICIES: tuple[str, ...] = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
+"""The names of the built-in wrap policies."""
+
+LEAVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that use parameters of submodules without calling them, always or in their fast path."""
+
+
+def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.Module]]:
+    """Find a model's module classes by name; without names, those in the model's `_no_split_modules`.
+
+    Example:
+        >>> classes_named(nn.Sequential(nn.Linear(1, 1)), ["Linear"])
+        {<class 'torch.nn.modules.linear.Linear'>}
+    """
+    wanted = [*(names or ())]
+    declared = not wanted
+    if declared:
+        wanted = sorted(
+            {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+        )
+    if not wanted:
+        raise SettingsError(
+            f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no _no_split_modules "
+            "with the classes of its blocks; name them in transformer_cls_names_to_wrap."
+        )
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    missing = [name for name in wanted if name not in classes]
+    if missing and not declared:
+        hint = did_you_mean(missing[0], classes, f"it has {', '.join(sorted(classes))}.")
+        raise SettingsError(
+            f"transformer_cls_names_to_wrap={wanted!r}: {type(model).__name__} has no module of a class "
+            f"{missing[0]!r}; {hint}"
+        )
+    found = {classes[name] for name in wanted if name in classes}
+    if not found:
+        raise SettingsError(
+            f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no module of the classes "
+            f"{wanted} of its _no_split_modules; name the classes of its blocks in "
+            "transformer_cls_names_to_wrap."
+        )
+    return found
+
+
+def transformer_policy(classes: set[type[nn.Module]], version: int) -> Callable[..., Any]:
+    """Return a wrap policy that selects modules of given classes, for FSDP version 1 or 2."""
+    if version == 1:
+        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+    kinds = tuple(classes)
+    return lambda module: isinstance(module, kinds)
+
+
+def size_policy(least: int, version: int) -> Callable[..., Any]:
+    """Return a wrap policy that selects modules by their number of parameters, for FSDP version 1 or 2."""
+    if version == 1:
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=least)
+    return SizePolicy(least)
+
+
+class SizePolicy:
+    """Wrap policy that selects modules by the number of their parameters outside of selected submodules.
+
+    Call it bottom-up, as `fully_shard` is applied. It never selects modules without a forward, such as
+    `ModuleList`.
+    """
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+        self._wrapped: set[int] = set()
+
+    def __call__(self, module: nn.Module) -> bool:
+        """Return whether to shard the module separately."""
+        sizes = {id(one): one.numel() for one in module.parameters() if id(one) not in self._wrapped}
+        if sum(sizes.values()) < max(self.least, 1) or not _has_forward(module):
+            return False
+        self._wrapped |= sizes.keys()
+        return True
+
+
+def fsdp2_prepare_auto_wrap_policy(
+    fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
+) -> Callable[[nn.Module], bool] | None:
+    """Return the wrap policy of an FSDP2 plugin for a model.
+
+    Args:
+        fsdp2_plugin: A plugin of version 2.
+        model: The model.
+
+    Returns:
+        A function that returns whether to shard a module; `None` if only the root is sharded.
+
+    Raises:
+        SettingsError: The model has no module of a class to wrap.
+    """
+    policy = fsdp2_plugin.block_policy
+    if policy == "transformer_based_wrap":
+        return transformer_policy(classes_named(model, fsdp2_plugin.transformer_cls_names_to_wrap), 2)
+    if policy == "size_based_wrap":
+        return size_policy(fsdp2_plugin.min_num_params or 0, 2)
+    return policy if callable(policy) else None
+
+
+def blocks(
+    model: nn.Module, policy: Callable[[nn.Module], bool] | None, ignored: set[int]
+) -> list[nn.Module]:
+    """Return the modules of a model to shard separately, bottom-up; the model is the last.
+
+    Modules that are not separable are left to what is around.
+    """
+    if policy is None:
+        return [model]
+    is_separable = separable(model)
+    inner = [
+        module
+        for module in _bottom_up(model, set())
+        if module is not model
+        and id(module) not in ignored
+        and any(True for _ in module.parameters())
+        and policy(module)
+        and is_separable(module)
+    ]
+    return [*inner, model]
+
+
+def _bottom_up(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield every module once, after all inside of it, also those that have several parents."""
+    visited.add(module)
+    for child in module.children():
+        if child not in visited:
+            yield from _bottom_up(child, visited)
+    yield module
+
+
+def separable_only(policy: Any, model: nn.Module) -> Any:
+    """Return a policy of FSDP1 that selects separable modules only; as it is if it is no function."""
+    if not inspect.isfunction(policy) and not isinstance(policy, functools.partial):
+        return policy
+    is_separable = separable(model)
+
+    def selects(*, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        selected = policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        return selected and (recurse or is_separable(module))
+
+    return selects
+
+
+def separable(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """Return a function: whether a module of a model can be sharded on its own.
+
+    It cannot if one of its parameters has a name in the model that is outside of it, since a parameter
+    belongs to one group; nor inside of `LEAVES`, which use its parameters without calling it; nor without a
+    forward, as `ParameterDict`, since nobody calls it.
+    """
+    counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    has_ties = any(count > 1 for count in counts.values())
+    leaves = [part for part in model.modules() if isinstance(part, LEAVES)]
+    uncalled = {id(part) for leaf in leaves for part in leaf.modules() if part is not leaf}
+
+    def is_separable(module: nn.Module) -> bool:
+        if id(module) in uncalled or not _has_forward(module):
+            return False
+        if not has_ties:
+            return True
+        inside = Counter(id(one) for _, one in module.named_parameters(remove_duplicate=False))
+        return all(counts[key] == count for key, count in inside.items())
+
+    return is_separable
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+_LIBRARY = "transformer_engine"
+
+FIRST_VERSION = "2.2"
+"""Of TransformerEngine: earlier ones recompute outside of its autocast, and so in another precision."""
+
+
+def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
+    """Return the function that calls another one with its arguments and recomputes its activations later.
+
+    Layers of TransformerEngine have to be recomputed within its autocast and with the scales of the forward
+    pass, which `transformer_engine.pytorch.checkpoint` sees to.
+
+    Example:
+        >>> layer = torch.nn.Linear(1, 1)
+        >>> checkpoint_function(layer)(layer, torch.ones(1, 1)).shape
+        torch.Size([1, 1])
+    """
+    if not has_te_modules(module):
+        return partial(checkpoint, use_reentrant=False)
+    if compare_versions("transformer-engine", "<", FIRST_VERSION):
+        raise UnsupportedError(
+            "FullyShardedDataParallelPlugin(activation_checkpointing=True): TransformerEngine "
+            f"{FIRST_VERSION} or newer is needed to recompute its layers in FP8; upgrade it, or use the FP8 "
+            "backend 'AO'."
+        )
+    return _checkpoint_in_fp8
+
+
+def has_te_modules(module: nn.Module) -> bool:
+    """Whether there are layers of TransformerEngine in a module; the library is not imported."""
+    classes = {kind for part in module.modules() for kind in type(part).__mro__}
+    return any(kind.__module__.partition(".")[0] == _LIBRARY for kind in classes)
+
+
+def _checkpoint_in_fp8(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():  # versions before 2.20 would keep its scales for a backward pass
+        return function(*args, **kwargs)
+    library = import_module(f"{_LIBRARY}.pytorch")
+    return library.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+
+def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload: bool = False) -> None:
+    """Apply activation checkpointing to a module in place, without renaming or replacing modules.
+
+    Its forward is replaced; a second call does nothing. `offload` moves saved tensors to the CPU, into pinned
+    memory if there is an accelerator.
+
+    Example:
+        >>> import torch
+        >>> module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Tanh())
+        >>> checkpoint_activations(module)
+        >>> module(torch.ones(1, 1)).shape
+        torch.Size([1, 1])
+    """
+    if "_checkpointed_forward" in vars(module):
+        return
+    again = checkpoint_function(module) if recompute else None
+    vars(module)["_checkpointed_forward"] = module.forward
+    forward = unbound_forward(module)
+
+    @wraps(forward)
+    def checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = partial(forward, self)
+        if again is not None:
+            call = partial(again, call)
+        with (
+            save_on_cpu(pin_memory=True) if offload else nullcontext()
+        ):  # pinned only if there is an accelerator
+            return call(*args, **kwargs)
+
+    checkpointed.__name__ = "forward"  # a method is pickled by its name
+    vars(module)["forward"] = MethodType(checkpointed, module)
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """Move modules of a model to a device, and return their parameters.
+
+    Args:
+        modules: The modules, or a regular expression that matches their full names; `None` for none.
+        model: The model.
+        device: The device.
+
+    Raises:
+        SettingsError: No module's name matches.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False))
+        >>> len(get_parameters_from_modules("1", model, "cpu"))
+        1
+    """
+    found = modules_named(modules, model)
+    return {parameter for module in found for parameter in module.to(device).parameters()}
+
+
+def modules_named(modules: Iterable[nn.Module] | str | None, model: nn.Module) -> list[nn.Module]:
+    """Return modules of a model that are given, or whose full names match a regular expression."""
+    if not isinstance(modules, str):
+        return [*(modules or ())]
+    pattern = re.compile(modules)
+    found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    if not found:
+        raise SettingsError(
+            f"ignored_modules={modules!r} matches the name of no module of {type(model).__name__}; "
+            "model.named_modules() lists the names."
+        )
+    return found
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
+) -> Callable[[nn.Module], Any]:
+    """Wrap a `param_init_fn` so that tied weights stay tied.
+
+    Args:
+        param_init_fn: Materialises one module; called module by module.
+        model: The model, on the meta device.
+        device: Device of the materialised parameters.
+
+    Returns:
+        A function that calls `param_init_fn` and then ties the module's tied weights again.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+        >>> model[1].weight = model[0].weight
+        >>> def fill(module):
+        ...     return module.to_empty(device="cpu", recurse=False)
+        >>> init = ensure_weights_retied(fill, model, "cpu")
+        >>> for module in model.modules():
+        ...     _ = init(module)
+        >>> model[0].weight is model[1].weight
+        True
+    """
+    groups = find_tied_parameters(model)
+    if not groups:
+        return param_init_fn
+    group_of = {name: number for number, group in enumerate(groups) for name in group}
+    group_of_leaf: dict[tuple[int, str], int] = {}
+    for prefix, module in model.named_modules():
+        for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if name in group_of:
+                group_of_leaf[id(module), leaf] = group_of[name]
+    first: dict[int, nn.Parameter] = {}
+
+    def init(module: nn.Module) -> Any:
+        result = param_init_fn(module)
+        for leaf, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            number = group_of_leaf.get((id(module), leaf))
+            if number is None:
+                continue
+            if number not in first:
+                first[number] = torch.nn.Parameter(parameter.to(device), parameter.requires_grad)
+            setattr(module, leaf, first[number])
+        return result
+
+    return init
+
+
+def materialize_fsdp1(
+    model: nn.Module, runtime: Runtime, plugin: FullyShardedDataParallelPlugin, *, broadcast: bool
+) -> None:
+    """Materialise a model on the device of a run, and broadcast rank 0's weights if asked.
+
+    The plugin's `param_init_fn` materialises meta modules; without one, they are allocated uninitialised.
+    """
+    tied = find_tied_parameters(model)
+    for module in model.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in own):
+            if plugin.param_init_fn is not None:
+                plugin.param_init_fn(module)
+            else:
+                module.to_empty(device=runtime.device, recurse=False)
+    retie_parameters(model, tied)
+    model.to(runtime.device)
+    if broadcast and runtime.topology.world_size > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            contiguous = tensor.detach().contiguous()
+            runtime.collectives.broadcast(contiguous, 0)
+            tensor.detach().copy_(contiguous)

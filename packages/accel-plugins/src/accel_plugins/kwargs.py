@@ -1,0 +1,488 @@
+"""Handler base; options of no engine."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from accel_state import environ
+from accel_state.errors import SettingsError, did_you_mean
+from accel_state.files import local_path
+from accel_state.labels import DynamoBackend
+from accel_state.settings.model import parse_environ
+
+
+class KwargsHandler:
+    """Base of the dataclasses of keyword arguments for objects that `Accelerator` builds.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Lamp(KwargsHandler):
+        ...     color: str = "white"
+        ...     watts: int = 40
+        >>> Lamp(watts=60).to_kwargs()
+        {'watts': 60}
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields; dictionaries and lists are copied, other values are shared."""
+        return {name: _copy(value) for name, value in vars(self).items() if not name.startswith("_")}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields whose value differs from the default."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if default[name] != value}
+
+
+def expect(owner: object, name: str, wanted: str, holds: Callable[[Any], bool]) -> None:
+    """Check that a condition on a field holds."""
+    value = getattr(owner, name)
+    if not holds(value):
+        raise SettingsError(f"{type(owner).__name__}({name}={value!r}): expected {wanted}.")
+
+
+def expect_flags(owner: Any, *optional: str) -> None:
+    """Check that all fields declared as bools are; a string such as `"false"` would count as true.
+
+    Raises:
+        SettingsError: A field is neither `True`, `False`, 1 nor 0, nor `None` if it is one of the `optional`.
+    """
+    for name in (one.name for one in fields(owner) if one.type in {"bool", "bool | None"}):
+        wanted, kinds = ("True, False or None", int | None) if name in optional else ("True or False", int)
+        expect(owner, name, wanted, partial(_is_flag, kinds))
+
+
+def _is_flag(kinds: Any, value: Any) -> bool:
+    return isinstance(value, kinds) and value in {True, False, None}
+
+
+def is_count(value: object, *, least: int) -> bool:
+    """Return whether a value is an integer of at least `least` (bools excluded)."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, list) else value
+
+
+def resolve_fields(
+    plugin: Any,
+    section: str,
+    defaults: Mapping[str, Any] | None = None,
+    setting_names: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """Replace the fields of a plugin that are `None` by what the environment says, else by their defaults.
+
+    Variables of a section of `Settings` are read whether or not its switch is on: whoever makes a plugin
+    wants it. `setting_names` maps fields to settings where they differ.
+
+    Returns: The source of each field's value as messages name it: the argument or the variable, with the
+    value.
+    """
+    found = parse_environ(environ.read())
+    sources: dict[str, str] = {}
+    for one in fields(plugin):
+        value = getattr(plugin, one.name)
+        sources[one.name] = f"{type(plugin).__name__}({one.name}={value!r})"
+        if value is not None:
+            continue
+        setting = found.get(f"{section}.{(setting_names or {}).get(one.name, one.name)}")
+        if setting is not None:
+            sources[one.name] = f"{setting.origin}={setting.value!r}"
+        setattr(plugin, one.name, setting.value if setting else (defaults or {}).get(one.name))
+    return sources
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """Options of gradient accumulation over several micro-batches per optimizer step.
+
+    Args:
+        num_steps: Number of micro-batches per optimizer step.
+        adjust_scheduler: Has no effect, as in Accelerate: prepared schedulers advance when their optimizers
+            step, never in between.
+        sync_with_dataloader: Whether the last batch of a loader always ends a step.
+        sync_each_batch: Whether gradients are all-reduced after every micro-batch, which costs communication
+            and saves memory under strategies that shard gradients.
+
+    Raises:
+        SettingsError: A field is out of its range.
+    """
+
+    num_steps: int | None = None
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        wanted = "a whole number above 0, or None"
+        expect(self, "num_steps", wanted, lambda value: value is None or is_count(value, least=1))
+        expect_flags(self)
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """Options of prepared data loaders.
+
+    Args:
+        split_batches: Whether a loader's batch is split across ranks; otherwise every rank gets full
+            batches, and the global batch grows with the world size.
+        dispatch_batches: Whether the main process reads all batches and scatters them. If `None`, it does so
+            for iterable datasets.
+        even_batches: Whether the last batches are filled with samples from the beginning, so that every
+            process gets the same number of samples.
+        use_seedable_sampler: Whether the shuffle depends only on the seed and the epoch, and so is the same
+            for any world size.
+        data_seed: The seed of the seedable sampler; torch's if `None`.
+        non_blocking: Whether host-to-device copies of batches are asynchronous; needs pinned memory.
+        use_stateful_dataloader: Whether loaders become torchdata's `StatefulDataLoader`.
+        resume_mid_epoch: Whether `load_state` lets every loader go on with the batch after the last one.
+            Otherwise only stateful ones do; others begin the interrupted epoch again, in the same order, and
+            the script leaves out what it has done, with `skip_first_batches`.
+        already_sharded: Whether loaders give each rank its own data before they are prepared. If `None`, that
+            is recognised where it can be: by a sampler or stream that has the number of ranks and the rank
+            among its attributes, such as a `DistributedSampler`, by streams that `datasets` has split by
+            node, and by Ray Data's.
+
+    Raises:
+        SettingsError: A field has another type.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+    resume_mid_epoch: bool = field(default=False, kw_only=True)
+    already_sharded: bool | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        expect_flags(self, "dispatch_batches", "already_sharded")
+        expect(self, "data_seed", "an integer or None", lambda value: value is None or isinstance(value, int))
+
+
+@dataclass
+class ProjectConfiguration:
+    """Directories of checkpoints and logs, and the names and number of checkpoints.
+
+    Args:
+        project_dir: Directory of the project's files.
+        logging_dir: Directory of the trackers' files; `project_dir` if `None`.
+        automatic_checkpoint_naming: Whether checkpoints are called
+            `<project_dir>/checkpoints/checkpoint_<iteration>`.
+        total_limit: Number of those to keep; all if `None`.
+        iteration: Number of the next checkpoint.
+        save_on_each_node: Whether each node's local main process writes the files of the main process, for
+            nodes without a shared file system.
+
+    Raises:
+        SettingsError: A field has another type or is out of its range, or `project_dir` has a scheme.
+
+    Example:
+        >>> ProjectConfiguration(project_dir="runs/7").logging_dir
+        'runs/7'
+    """
+
+    project_dir: str | Path | None = None
+    logging_dir: str | Path | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("project_dir", "logging_dir"):
+            expect(self, name, "a path or None", lambda value: isinstance(value, str | os.PathLike | None))
+        expect_flags(self)
+        wanted = "a whole number above 0, or None"
+        expect(self, "total_limit", wanted, lambda value: value is None or is_count(value, least=1))
+        expect(self, "iteration", "a whole number of at least 0", lambda value: is_count(value, least=0))
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | Path | None = None) -> None:
+        """Set `project_dir`, and `logging_dir` with it unless that is set.
+
+        Args:
+            project_dir: Directory of the project's files.
+
+        Raises:
+            SettingsError: It has a scheme, such as `"s3://bucket"`.
+        """
+        if project_dir is not None:
+            local_path(project_dir, "project_dir")
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+# PyTorch's own (torch.distributed.constants), repeated since nccl's is unset in builds without nccl.
+_TIMEOUTS = {"nccl": timedelta(minutes=10)}
+_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of `torch.distributed.init_process_group`.
+
+    Args:
+        backend: Name of the backend; the default `"nccl"` means the backend of the run's device.
+        init_method: URL of the rendezvous; the launcher's variables if `None`.
+        timeout: How long a collective may take, also in the groups of a mesh. Then every rank raises an
+            error; NCCL ends the process instead. If `None`, 10 minutes for nccl, 30 minutes for others.
+
+    Raises:
+        SettingsError: A field has another type, or the timeout is not positive.
+
+    Example:
+        >>> InitProcessGroupKwargs(timeout=timedelta(seconds=90)).to_kwargs()
+        {'timeout': datetime.timedelta(seconds=90)}
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        text = "a text or None"
+        expect(self, "backend", text, lambda value: value is None or isinstance(value, str))
+        expect(self, "init_method", text, lambda value: value is None or isinstance(value, str))
+        self._has_timeout = self.timeout is not None
+        if self.timeout is None:
+            self.timeout = _TIMEOUTS.get(self.backend or "", _TIMEOUT)
+        expect(
+            self,
+            "timeout",
+            "a positive time, such as datetime.timedelta(seconds=600)",
+            lambda value: isinstance(value, timedelta) and value > timedelta(0),
+        )
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that were set, also a timeout that equals another backend's default."""
+        timeout = {"timeout": self.timeout} if self._has_timeout else {}
+        return super().to_kwargs() | timeout
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Options of `torch.autocast`, for a run or for one `accelerator.autocast` block.
+
+    Args:
+        enabled: Whether operations run in the lower precision.
+        cache_enabled: Whether casts of weights are kept until the context ends; torch's choice if `None`.
+
+    Raises:
+        SettingsError: A field is not a bool.
+
+    Example:
+        >>> AutocastKwargs(cache_enabled=False).to_kwargs()
+        {'cache_enabled': False}
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+    def __post_init__(self) -> None:
+        expect_flags(self, "cache_enabled")
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Options of the loss scaler that fp16 needs; see `torch.amp.GradScaler`.
+
+    Args:
+        init_scale: The first scale.
+        growth_factor: Multiplies the scale after `growth_interval` good steps; above 1.
+        backoff_factor: Multiplies the scale after a step with infinite gradients; between 0 and 1.
+        growth_interval: Number of good steps in a row before the scale grows.
+        enabled: Whether losses are scaled.
+
+    Raises:
+        SettingsError: A field is out of its range.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        expect(self, "init_scale", "a number above 0", lambda value: value > 0)
+        expect(self, "growth_factor", "a number above 1", lambda value: value > 1)
+        expect(self, "backoff_factor", "a number between 0 and 1", lambda value: 0 < value < 1)
+        expect(self, "growth_interval", "a whole number above 0", lambda value: is_count(value, least=1))
+        expect_flags(self)
+
+
+_DEFAULTS = {
+    "backend": DynamoBackend.NO.value.lower(),
+    "mode": "default",
+    "fullgraph": False,
+    "dynamic": None,
+    "options": None,
+    "disable": False,
+}
+
+
+# PyTorch 2.1 has renamed the backends of torch_xla; scripts and files have the names of before.
+_OF_XLA = {"torchxla_trace_once": "openxla_eval", "aot_torchxla_trace_once": "openxla"}
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Options of `torch.compile`. An argument wins over `ACCELERATE_DYNAMO_*`, and that over the default.
+
+    Args:
+        backend: The compiler, a `DynamoBackend` or its name; `NO` does not compile.
+        mode: `"default"`, `"reduce-overhead"`, `"max-autotune"` or another mode of `torch.compile`.
+        fullgraph: Whether a model must compile into a single graph.
+        dynamic: Whether shapes are dynamic; torch decides if `None`.
+        options: Options of the backend; not together with `mode`.
+        disable: Whether `torch.compile` does nothing, for tests.
+        use_regional_compilation: Whether a model's repeated blocks are compiled instead of the full model.
+
+    Raises:
+        SettingsError: The value of a field, or of its variable, is invalid.
+
+    Example:
+        >>> TorchDynamoPlugin(backend="inductor", mode="max-autotune").to_kwargs()
+        {'backend': 'inductor', 'mode': 'max-autotune'}
+    """
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        names = {"fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
+        resolve_fields(self, "dynamo", {**_DEFAULTS, "use_regional_compilation": False}, names)
+        self.backend = _backend(cast("Any", self.backend))
+        expect(self, "mode", "a text", lambda value: isinstance(value, str))
+        expect_flags(self, "dynamic")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, with the backend as `torch.compile` spells it."""
+        name = cast("DynamoBackend", self.backend).value.lower()
+        return super().to_dict() | {"backend": _OF_XLA.get(name, name)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the arguments of `torch.compile` that differ from its defaults, whatever their source."""
+        fields = self.to_dict()
+        return {name: fields[name] for name, default in _DEFAULTS.items() if fields[name] != default}
+
+
+def _backend(value: DynamoBackend | str) -> DynamoBackend:
+    name = value.value if isinstance(value, DynamoBackend) else str(value).upper()
+    name = next((old.upper() for old, new in _OF_XLA.items() if new.upper() == name), name)
+    if name in DynamoBackend:
+        return DynamoBackend(name)
+    backends = [backend.lower() for backend in DynamoBackend.list()]
+    hint = did_you_mean(name.lower(), backends, f"there are {backends}.")
+    raise SettingsError(f"TorchDynamoPlugin(backend={value!r}): no such compiler; {hint}")
+
+
+_OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Options of `torch.profiler.profile`.
+
+    Args:
+        activities: Activities to record, of `"cpu"`, `"cuda"`, `"xpu"`, `"mtia"`, `"hpu"`; all that this
+            build of torch supports if `None`.
+        schedule_option: Arguments of `torch.profiler.schedule` (`wait`, `warmup`, `active`, `repeat`,
+            `skip_first`, …); records every step if `None`.
+        on_trace_ready: Called with the profiler whenever a trace is complete.
+        record_shapes: Whether shapes of inputs are recorded.
+        profile_memory: Whether allocations are recorded.
+        with_stack: Whether source lines are recorded.
+        with_flops: Whether floating point operations are estimated.
+        with_modules: Whether the hierarchy of modules is recorded.
+        output_trace_dir: Directory into which `Accelerator.profile` writes a Chrome trace of each process.
+        flame_graph: Whether a flame graph `profile_<rank>.html` that opens offline is written next to each
+            trace, which needs plotly; `with_stack` adds Python functions to it.
+
+    Raises:
+        SettingsError: A field has another type.
+
+    Example:
+        >>> with ProfileKwargs(activities=["cpu"]).build() as profiler:
+        ...     _ = torch.ones(2) + 1
+        >>> any("add" in event.key for event in profiler.key_averages())
+        True
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+    flame_graph: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        expect_flags(self)
+        expect(self, "activities", "a list of names, or None", lambda value: not isinstance(value, str))
+        if self.flame_graph and self.output_trace_dir is None:
+            raise SettingsError(
+                f"{type(self).__name__}(flame_graph=True): has no effect without output_trace_dir, the folder"
+                " that it is written to."
+            )
+
+    def build(self) -> torch.profiler.profile:
+        """Make the profiler.
+
+        Raises:
+            SettingsError: An activity is not supported, or `schedule_option` lacks or misspells an argument.
+        """
+        schedule = None if self.schedule_option is None else self._schedule(self.schedule_option)
+        activities = None if self.activities is None else [_activity(name) for name in self.activities]
+        return torch.profiler.profile(
+            activities=activities,
+            schedule=schedule,
+            on_trace_ready=self.on_trace_ready,
+            **{name: getattr(self, name) for name in _OPTIONS},
+        )
+
+    def _schedule(self, options: dict[str, int]) -> Callable[[int], torch.profiler.ProfilerAction]:
+        accepted = inspect.signature(torch.profiler.schedule)
+        try:
+            accepted.bind(**options)
+        except TypeError as error:
+            raise SettingsError(
+                f"ProfileKwargs(schedule_option={options!r}): {error}; "
+                f"torch.profiler.schedule{accepted} takes these."
+            ) from None
+        return torch.profiler.schedule(**options)
+
+
+def _activity(name: str) -> ProfilerActivity:
+    supported = torch.profiler.supported_activities()
+    names = {known.lower(): row for known, row in ProfilerActivity.__members__.items() if row in supported}
+    if name not in names:
+        raise SettingsError(
+            f"ProfileKwargs(activities=[{name!r}]): this build of torch records {sorted(names)}."
+        )
+    return names[name]

@@ -1,1 +1,0 @@
-from accel_plugins.kwargs import comm_hooks as comm_hooks

@@ -1,0 +1,395 @@
+"""Fields and sizes as Megatron arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from inspect import unwrap
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from accel_plugins.megatron.families import FAMILIES
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from accel_plugins.megatron.data import MegatronLMDummyScheduler
+    from accel_plugins.megatron.plugin import MegatronLMPlugin
+
+
+_RENAMED: Mapping[str, str] = {
+    "tp_degree": "tensor_model_parallel_size",
+    "pp_degree": "pipeline_model_parallel_size",
+    "sequence_parallelism": "sequence_parallel",
+    "gradient_clipping": "clip_grad",
+}
+_SAME = (
+    "pipeline_model_parallel_split_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "use_distributed_optimizer",
+    "num_micro_batches",
+    "consumed_samples",
+    "no_wd_decay_cond",
+    "scale_lr_cond",
+    "lr_mult",
+    "megatron_dataset_flag",
+    "eval_iters",
+    "eval_interval",
+    "use_custom_fsdp",
+    "no_load_optim",
+    "eod_mask_loss",
+    "no_save_optim",
+    "optimizer_cpu_offload",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "use_precision_aware_optimizer",
+    "decoder_last_pipeline_num_layers",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "attention_backend",
+    "expert_model_parallel_size",
+    "context_parallel_size",
+    "attention_dropout",
+    "hidden_dropout",
+    "attention_softmax_in_fp32",
+    "expert_tensor_parallel_size",
+    "calculate_per_token_loss",
+    "use_rotary_position_embeddings",
+)
+_OF_SCHEDULES = (
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_fraction",
+    "weight_decay_incr_style",
+    "start_weight_decay",
+    "end_weight_decay",
+    "min_lr",
+)
+
+
+def base_args(plugin: MegatronLMPlugin) -> dict[str, Any]:
+    """Return what is known before anything is prepared; `other_megatron_args` included."""
+    args = {theirs: getattr(plugin, ours) for ours, theirs in _RENAMED.items()}
+    args |= {name: getattr(plugin, name) for name in _SAME}
+    return args | (plugin.other_megatron_args or {})
+
+
+def precision_args(mixed_precision: str) -> dict[str, Any]:
+    """Return the flag of a precision.
+
+    Example:
+        >>> precision_args("bf16"), precision_args("no")
+        ({'bf16': True}, {})
+    """
+    if mixed_precision not in {"no", "bf16", "fp16"}:
+        raise UnsupportedError(
+            f"mixed_precision={mixed_precision!r} is not supported with Megatron, which would compute in "
+            "bfloat16: use 'bf16', or shard the model by FSDP."
+        )
+    return {} if mixed_precision == "no" else {mixed_precision: True}
+
+
+def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
+    """Return an optimizer of PyTorch as Megatron describes it.
+
+    Example:
+        >>> import torch
+        >>> args = optimizer_args(AdamW(torch.nn.Linear(1, 1).parameters(), lr=0.1, weight_decay=0.02))
+        >>> args["optimizer"], args["lr"], args["weight_decay"]
+        ('adam', 0.1, 0.02)
+    """
+    if not isinstance(optimizer, Adam | AdamW | SGD):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is not one of Megatron's optimizers: use torch.optim.AdamW, Adam, "
+            "SGD."
+        )
+    step = unwrap(type(optimizer).step)  # torch wraps the method of a class when its first object is made
+    if not any(step is unwrap(kind.step) for kind in (Adam, AdamW, SGD)):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} has a step() of its own, which Megatron would not call: it steps by "
+            "an optimizer that it makes of the groups. Use torch.optim.AdamW, Adam or SGD itself."
+        )
+    defaults = optimizer.defaults
+    for name in ("amsgrad", "maximize", "nesterov"):
+        if defaults.get(name):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}({name}=True): Megatron's optimizer has no {name}; leave it out."
+            )
+    shared = {"lr": float(defaults["lr"]), "weight_decay": defaults["weight_decay"]}
+    if isinstance(optimizer, Adam | AdamW):  # before torch 2.7 the latter is not one of the former
+        beta1, beta2 = defaults["betas"]
+        return {
+            "optimizer": "adam",
+            "adam_beta1": beta1,
+            "adam_beta2": beta2,
+            "adam_eps": defaults["eps"],
+            "decoupled_weight_decay": isinstance(optimizer, AdamW)
+            or defaults.get("decoupled_weight_decay", False),
+            **shared,
+        }
+    return {"optimizer": "sgd", "sgd_momentum": defaults["momentum"], **shared}
+
+
+def schedule_args(plugin: MegatronLMPlugin, scheduler: MegatronLMDummyScheduler) -> dict[str, Any]:
+    """Return the schedule as Megatron describes it."""
+    ranks = getattr(plugin, "data_parallel_size", 1)
+    args = {name: getattr(plugin, name) for name in _OF_SCHEDULES}
+    steps, samples = plugin.train_iters, plugin.train_samples
+    if steps is None and samples is None:
+        if scheduler.total_num_steps is None:
+            raise SettingsError(
+                "MegatronLMDummyScheduler has no total_num_steps, and MegatronLMPlugin neither train_iters "
+                "nor train_samples: give one of them."
+            )
+        steps = scheduler.total_num_steps // ranks
+    warmup_steps, warmup_samples = plugin.lr_warmup_iters, plugin.lr_warmup_samples
+    if plugin.lr_warmup_fraction is None and warmup_steps is None and warmup_samples is None:
+        warmup = scheduler.warmup_num_steps // ranks
+        if steps is None:
+            warmup_samples = warmup * getattr(plugin, "global_batch_size", 1)
+        else:
+            warmup_steps = warmup
+    return args | {
+        "train_iters": steps,
+        "train_samples": samples,
+        "lr_warmup_iters": warmup_steps or 0,
+        "lr_warmup_samples": warmup_samples or 0,
+    }
+
+
+def scheduler_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of megatron-core's `OptimizerParamScheduler`, which counts in samples.
+
+    One step of the optimizer is `step(global_batch_size)`.
+    """
+    batch = args["global_batch_size"]
+    if args["train_samples"] is None:
+        decay = (args["lr_decay_iters"] or args["train_iters"]) * batch
+        total = args["train_iters"] * batch
+        warmup = args["lr_warmup_iters"] * batch
+    else:
+        decay = args["lr_decay_samples"] or args["train_samples"]
+        total = args["train_samples"]
+        warmup = args["lr_warmup_samples"]
+    if args["lr_warmup_fraction"] is not None:
+        warmup = math.floor(args["lr_warmup_fraction"] * decay)
+    if not warmup < decay:
+        raise SettingsError(
+            f"The warm-up of the schedule takes {warmup} samples of {decay}: make it shorter (lr_warmup_*, "
+            "or warmup_num_steps of MegatronLMDummyScheduler), or the training longer."
+        )
+    if args["min_lr"] > args["lr"]:
+        raise SettingsError(
+            f"MegatronLMPlugin(min_lr={args['min_lr']!r}) is above the learning rate {args['lr']!r}."
+        )
+    start, end = args["start_weight_decay"], args["end_weight_decay"]
+    return {
+        "init_lr": 0.0,
+        "max_lr": args["lr"],
+        "min_lr": args["min_lr"],
+        "lr_warmup_steps": warmup,
+        "lr_decay_steps": decay,
+        "lr_decay_style": args["lr_decay_style"],
+        "start_wd": args["weight_decay"] if start is None else start,
+        "end_wd": args["weight_decay"] if end is None else end,
+        "wd_incr_steps": total,
+        "wd_incr_style": args["weight_decay_incr_style"],
+    }
+
+
+if TYPE_CHECKING:
+    Parser: TypeAlias = Callable[[MegatronLMPlugin, nn.Module, Mapping[str, Any] | None], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The sizes of a transformer that parallel groups divide.
+
+    Args:
+        name: Class of the model or of its configuration, for messages.
+        kv_heads: Key-value heads of a layer: fewer with grouped-query attention.
+        layers: Layers; those of the decoder, where there is an encoder beside it.
+        encoder_layers: Layers of the encoder beside a decoder; else 0.
+        max_positions: Positions that have an embedding; `None` if positions are relative.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    layers: int
+    hidden: int
+    ffn: int
+    vocab: int
+    encoder_layers: int = 0
+    max_positions: int | None = None
+
+
+def model_sizes(config: Any, name: str | None = None) -> Sizes:
+    """Read the sizes of a model.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(
+        ...     num_attention_heads=4, num_hidden_layers=2, hidden_size=64, d_ff=128, vocab_size=96
+        ... )
+        >>> sizes = model_sizes(config, "Mine")
+        >>> sizes.heads, sizes.kv_heads, sizes.ffn
+        (4, 4, 128)
+    """
+    known = name or type(config).__name__
+    hidden = _size(config, known, "hidden_size", "d_model", "n_embd")
+    heads = _size(config, known, "num_attention_heads", "num_heads", "n_head")
+    is_pair = bool(getattr(config, "is_encoder_decoder", False))
+    layers = _size(config, known, "num_hidden_layers", "num_layers", "n_layer")
+    ffn = _first(config, "intermediate_size", "d_ff", "n_inner")
+    return Sizes(
+        name=known,
+        heads=heads,
+        kv_heads=_first(config, "num_key_value_heads") or heads,
+        layers=(_first(config, "num_decoder_layers") or layers) if is_pair else layers,
+        encoder_layers=layers if is_pair else 0,
+        hidden=hidden,
+        ffn=ffn or 4 * hidden,
+        vocab=_size(config, known, "vocab_size"),
+        max_positions=_first(config, "max_position_embeddings", "n_positions"),
+    )
+
+
+def _first(config: Any, *names: str) -> Any:
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _size(config: Any, known: str, *names: str) -> int:
+    value = _first(config, *names)
+    if value is None:
+        raise SettingsError(
+            f"The configuration of {known} has no {names[0]}, without which Megatron cannot train the model."
+        )
+    return int(value)
+
+
+_PARSERS: dict[str, Parser] = {}
+_OF_KINDS: Mapping[str, str] = {"gpt": "llama", "bert": "bert", "t5": "t5"}
+_ANY_LENGTH = 1024
+"""Tokens of a sequence of a model with as many positions as are asked for, if nobody says."""
+
+
+def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
+    """Make a decorator that registers how a type of model is described to Megatron.
+
+    Args:
+        model_type: As in `model.config.model_type`.
+
+    Returns:
+        A decorator of functions `f(megatron_lm_plugin, model, batch_data)` that enter the sizes of the model
+        into `megatron_lm_plugin.megatron_lm_default_args`.
+
+    Example:
+        >>> @add_model_config_to_megatron_parser("my_model")
+        ... def describe(megatron_lm_plugin, model, batch_data):
+        ...     megatron_lm_plugin.megatron_lm_default_args["num_layers"] = model.config.num_layers
+    """
+
+    def register(parser: Parser) -> Parser:
+        _PARSERS[model_type] = parser
+        return parser
+
+    return register
+
+
+def enter_network_args(
+    plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None
+) -> None:
+    """Enter the sizes of a model into the arguments of a plugin."""
+    config: Any = getattr(model, "config", None)
+    model_type: Any = getattr(config, "model_type", None)
+    parser = _PARSERS.get(model_type) or _parser_of_row(model_type)
+    if parser is None:
+        raise SettingsError(
+            f"{type(model).__name__} is of type {model_type!r}, which is not described to Megatron (known: "
+            f"{', '.join(sorted(_PARSERS))}): register a function with "
+            f"@add_model_config_to_megatron_parser({model_type!r})."
+        )
+    parser(plugin, model, batch_data)
+
+
+def _parser_of_row(model_type: Any) -> Parser | None:
+    """Return what describes a family of another distribution: it is like the built-in one of its kind."""
+    row = FAMILIES.available().get(model_type)
+    return None if row is None else _PARSERS[_OF_KINDS[row.kind]]
+
+
+_DESCRIBED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+
+
+def described(plugin: MegatronLMPlugin) -> dict[str, Any]:
+    """Return fields of megatron-core's `TransformerConfig` for a model that has no row."""
+    args = plugin.megatron_lm_default_args
+    return {name: args[name] for name in _DESCRIBED if name in args}
+
+
+def _shared(plugin: MegatronLMPlugin, model: Any, family: str) -> Sizes:
+    sizes = model_sizes(model.config, type(model).__name__)
+    plugin.megatron_lm_default_args |= {
+        "model_type_name": family,
+        "num_layers": sizes.encoder_layers or sizes.layers,
+        "hidden_size": sizes.hidden,
+        "ffn_hidden_size": sizes.ffn,
+        "num_attention_heads": sizes.heads,
+        "num_query_groups": sizes.kv_heads,
+        "max_position_embeddings": sizes.max_positions or _ANY_LENGTH,
+        "orig_vocab_size": sizes.vocab,
+        "model_return_dict": bool(getattr(model.config, "return_dict", True)),
+    }
+    return sizes
+
+
+def _length(batch: Mapping[str, Any] | None, key: str) -> int | None:
+    return None if batch is None or key not in batch else int(batch[key].shape[1])
+
+
+@add_model_config_to_megatron_parser("gpt2")
+@add_model_config_to_megatron_parser("llama")
+def _decoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None) -> None:
+    sizes = _shared(plugin, model, "gpt")
+    plugin.seq_length = plugin.seq_length or _length(batch_data, "input_ids") or sizes.max_positions
+    plugin.megatron_lm_default_args |= {
+        "pretraining_flag": True,
+        "return_logits": plugin.return_logits,
+        "seq_length": plugin.seq_length,
+    }
+
+
+@add_model_config_to_megatron_parser("bert")
+def _encoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None) -> None:
+    sizes = _shared(plugin, model, "bert")
+    plugin.seq_length = plugin.seq_length or _length(batch_data, "input_ids") or sizes.max_positions
+    name = sizes.name.lower()
+    plugin.megatron_lm_default_args |= {
+        "pretraining_flag": "pretraining" in name or "maskedlm" in name,
+        "bert_binary_head": "pretraining" in name,
+        "num_labels": int(getattr(model.config, "num_labels", 2)),
+        "return_logits": plugin.return_logits,
+        "seq_length": plugin.seq_length,
+    }
+
+
+@add_model_config_to_megatron_parser("t5")
+def _encoder_decoder(
+    plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None
+) -> None:
+    sizes = _shared(plugin, model, "t5")
+    longest = sizes.max_positions or _ANY_LENGTH
+    plugin.encoder_seq_length = plugin.encoder_seq_length or _length(batch_data, "input_ids") or longest
+    plugin.decoder_seq_length = plugin.decoder_seq_length or _length(batch_data, "labels") or longest
+    plugin.megatron_lm_default_args |= {
+        "pretraining_flag": True,
+        "return_logits": plugin.return_logits,
+        "decoder_start_token_id": getattr(model.config, "decoder_start_token_id", None) or 0,
+        "pad_token_id": getattr(model.config, "pad_token_id", None) or 0,
+        "encoder_seq_length": plugin.encoder_seq_length,
+        "decoder_seq_length": plugin.decoder_seq_length,
+    }

@@ -1,0 +1,305 @@
+"""Preflight checks; elements per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from itertools import count, takewhile
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from accel_plugins.megatron.arguments import Sizes, model_sizes
+from accel_plugins.megatron.families import Weight, find_family
+from accel_plugins.megatron.plugin import DEFAULTS, OWN_CODE, MegatronLMPlugin
+from accel_state.errors import SettingsError, UnsupportedError
+
+
+def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int) -> int:
+    """Return how many replicas of a model there are.
+
+    Example:
+        >>> data_parallel_size(2, 2, 1, 8)
+        2
+    """
+    one = tensor * pipeline * context
+    if world_size % one:
+        raise SettingsError(
+            f"tp_degree={tensor}, pp_degree={pipeline} and context_parallel_size={context} make groups of "
+            f"{one} ranks, into which {world_size} cannot be divided: start a multiple of {one} processes, "
+            "or make the sizes smaller."
+        )
+    return world_size // one
+
+
+def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
+    """Refuse a model whose sizes the parallel groups do not divide."""
+    tensor = plugin.tp_degree or 1
+    divided = (("attention heads", sizes.heads), ("features of the intermediate layer", sizes.ffn))
+    problems = [
+        f"{number} {what} cannot be divided by tp_degree={tensor}"
+        for what, number in divided
+        if number % tensor
+    ]
+    if sizes.kv_heads % tensor and tensor % sizes.kv_heads:
+        problems.append(
+            f"{sizes.kv_heads} key-value heads neither divide tp_degree={tensor} nor are divided by it"
+        )
+    problems += _layer_problems(plugin, sizes)
+    if problems:
+        raise SettingsError(f"{sizes.name} cannot be divided so: {'; '.join(problems)}.")
+
+
+def _layer_problems(plugin: MegatronLMPlugin, sizes: Sizes) -> list[str]:
+    stages, last = plugin.pp_degree or 1, plugin.decoder_last_pipeline_num_layers
+    virtual, layers = plugin.num_layers_per_virtual_pipeline_stage, sizes.layers
+    if stages > 1 and sizes.encoder_layers:
+        reason = f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages"
+        instead = "leave it out, and use tp_degree, which divides every layer, or use_distributed_optimizer"
+        return [f"{reason}: {instead}"]
+    if last is not None:
+        rest, others = layers - last, stages - 1
+        uneven = (
+            f"{layers} layers, less the {last} of decoder_last_pipeline_num_layers, cannot be divided by the "
+        )
+        return (
+            [f"{uneven}{others} other stages of pp_degree={stages}"] if rest < others or rest % others else []
+        )
+    if layers % stages:
+        return [f"{layers} layers cannot be divided by pp_degree={stages}"]
+    own = layers // stages
+    if virtual is not None and own % virtual:
+        uneven = f"the {own} layers of a stage (pp_degree={stages}) cannot be divided by "
+        return [f"{uneven}num_layers_per_virtual_pipeline_stage={virtual}"]
+    return []
+
+
+_OF_SCHEDULES = (
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_iters",
+    "lr_warmup_samples",
+    "lr_warmup_fraction",
+    "min_lr",
+    "weight_decay_incr_style",
+    "start_weight_decay",
+    "end_weight_decay",
+)
+"""Fields that only Megatron's own schedule reads."""
+
+
+def _changed(plugin: MegatronLMPlugin, names: Iterable[str]) -> str:
+    """List fields that are not at their default, for a message."""
+    default = {one.name: DEFAULTS.get(one.name, one.default) for one in fields(plugin)}
+    found = {name: getattr(plugin, name) for name in names}
+    return ", ".join(f"{name}={value!r}" for name, value in found.items() if value != default[name])
+
+
+def check_schedule(plugin: MegatronLMPlugin, *, has_optimizer: bool, has_placeholder: bool) -> None:
+    """Refuse a schedule without its optimizer, and fields of a schedule that nobody has prepared."""
+    if has_placeholder and not has_optimizer:
+        raise SettingsError(
+            "prepare() got a MegatronLMDummyScheduler without its optimizer: prepare them in one call, as in "
+            "prepare(model, optimizer, scheduler)."
+        )
+    described = _changed(plugin, _OF_SCHEDULES)
+    if described and has_optimizer and not has_placeholder:
+        raise SettingsError(
+            f"MegatronLMPlugin({described}) has no effect without Megatron's schedule: prepare a "
+            "MegatronLMDummyScheduler with the optimizer, or leave it out."
+        )
+
+
+_ROTARY = ("rope", "yarn", "mrope")
+
+
+def check_positions(plugin: MegatronLMPlugin, kind: str | None, name: str) -> None:
+    """Refuse to give a model other positions than its weights were made for.
+
+    `kind` is the model's `position_embedding_type` of megatron-core, `None` for learned positions.
+    """
+    wanted, found = plugin.use_rotary_position_embeddings, kind in _ROTARY
+    if wanted is not None and bool(wanted) is not found:
+        raise SettingsError(
+            f"MegatronLMPlugin(use_rotary_position_embeddings={wanted!r}): {name} "
+            f"{'has' if found else 'does not have'} rotary positions, which its configuration decides: leave "
+            "it out."
+        )
+
+
+def check_context(size: int, kind: str, name: str) -> None:
+    """Refuse context parallelism of models other than decoders."""
+    if size > 1 and kind != "gpt":
+        raise UnsupportedError(
+            f"MegatronLMPlugin(context_parallel_size={size}): megatron-core divides sequences of decoders, "
+            f"not those of {name!r}, whose positions it numbers from 0 in every part: leave it out."
+        )
+
+
+def check_recompute(plugin: MegatronLMPlugin, kind: str) -> None:
+    """Refuse to recompute several layers of a T5 at once."""
+    number = plugin.recompute_num_layers or 1
+    if kind == "t5" and plugin.recompute_method == "uniform" and number > 1:
+        raise UnsupportedError(
+            f"MegatronLMPlugin(recompute_num_layers={number}): a T5 recomputes layer by layer; leave it out, "
+            "or use recompute_method='block'."
+        )
+
+
+def check_indexed_data(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
+    """Refuse to make indexed data sets of models other than decoders."""
+    if kind != "gpt" and plugin.custom_megatron_datasets_provider_function is None:
+        raise UnsupportedError(
+            f"A MegatronLMDummyDataLoader makes data sets of decoders, not those of {name!r}: give "
+            "MegatronLMPlugin a custom_megatron_datasets_provider_function, or prepare a DataLoader of "
+            "PyTorch."
+        )
+
+
+def has_own_code(plugin: MegatronLMPlugin) -> bool:
+    """Return whether code of the user runs within the engine."""
+    return any(getattr(plugin, name) is not None for name in OWN_CODE)
+
+
+def check_offload(plugin: MegatronLMPlugin, optimizer: Optimizer) -> None:
+    """Refuse optimizers that megatron-core does not offload, or keep in fewer bits."""
+    if plugin.use_precision_aware_optimizer and not isinstance(optimizer, Adam | AdamW):
+        raise UnsupportedError(
+            "MegatronLMPlugin(use_precision_aware_optimizer=True): megatron-core does so for AdamW, not for "
+            f"{type(optimizer).__name__}: use torch.optim.AdamW, or leave it out."
+        )
+    is_adamw = isinstance(optimizer, AdamW) or optimizer.defaults.get("decoupled_weight_decay", False)
+    if plugin.optimizer_cpu_offload and not is_adamw:
+        raise UnsupportedError(
+            "MegatronLMPlugin(optimizer_cpu_offload=True): megatron-core does so for AdamW, not for "
+            f"{type(optimizer).__name__}: use torch.optim.AdamW, or leave it out."
+        )
+
+
+def check_attention(plugin: MegatronLMPlugin, kind: str, name: str, *, has_engine: bool) -> None:
+    """Refuse options of attention that the model's own, or TransformerEngine's layers, would not read."""
+    backend = plugin.attention_backend
+    if kind != "gpt" and backend not in {"auto", "local"}:
+        raise UnsupportedError(
+            f"MegatronLMPlugin(attention_backend={backend!r}): only decoders have TransformerEngine's "
+            f"attention, {name!r} has one of its own: leave it out."
+        )
+    by_engine = kind == "gpt" and has_engine
+    if backend in {"flash", "fused"} and not by_engine:
+        raise UnsupportedError(
+            f"MegatronLMPlugin(attention_backend={backend!r}) is attention of TransformerEngine, which needs "
+            "a GPU and the library transformer-engine: install it, or leave it out."
+        )
+    by_torch = kind == "t5" or (plugin.context_parallel_size or 1) > 1
+    if plugin.attention_softmax_in_fp32 is False and (by_engine or by_torch):
+        raise UnsupportedError(
+            f"MegatronLMPlugin(attention_softmax_in_fp32=False): the attention of {name!r} decides itself in "
+            "which precision it computes here: leave it out."
+        )
+
+
+def check_token_loss(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
+    """Refuse the loss by token of models whose train step has none."""
+    if plugin.calculate_per_token_loss and kind == "bert" and plugin.custom_train_step_class is None:
+        raise UnsupportedError(
+            f"MegatronLMPlugin(calculate_per_token_loss=True): the train step of {name!r} has no loss by "
+            "token: leave it out, or give a custom_train_step_class."
+        )
+
+
+_LENGTHS: Mapping[str, tuple[str, ...]] = {"t5": ("encoder_seq_length", "decoder_seq_length")}
+_OF_DECODERS = ("labels", "decoder_input_ids", "decoder_attention_mask", "text_dec")
+
+
+def check_sequence_lengths(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
+    """Refuse the lengths of sequences that a model does not have."""
+    wanted = _LENGTHS.get(kind, ("seq_length",))
+    unused = [f"{one}={value}" for one, value in plugin.longest.items() if one not in wanted]
+    if unused:
+        raise SettingsError(
+            f"MegatronLMPlugin({', '.join(unused)}) has no effect on the sequences of {name!r}: use "
+            f"{', '.join(wanted)}."
+        )
+
+
+def check_lengths_of_batch(plugin: MegatronLMPlugin, sequences: Mapping[str, Any]) -> None:
+    """Refuse sequences that are longer than the plugin says."""
+    for name, longest in plugin.longest.items():
+        of_decoder = name == "decoder_seq_length"
+        lengths = [
+            one.shape[1]
+            for key, one in sequences.items()
+            if getattr(one, "ndim", 0) == 2 and (name == "seq_length" or of_decoder == (key in _OF_DECODERS))
+        ]
+        length = max(lengths, default=0)
+        if length > longest:
+            raise SettingsError(
+                f"Sequences of {length} tokens are longer than MegatronLMPlugin({name}={longest}): truncate "
+                "them, or leave it out."
+            )
+
+
+_OF_DATA = ("eod_mask_loss", "consumed_samples", "eval_iters", "eval_interval")
+_LENGTHS_OF_TRAINING = ("train_iters", "train_samples")
+
+
+def check_data_options(plugin: MegatronLMPlugin, *, has_indexed: bool, has_placeholder: bool) -> None:
+    """Refuse options of indexed data sets where loaders are others; a schedule has a length, too."""
+    if has_indexed or has_own_code(plugin):
+        return
+    unused = _changed(plugin, _OF_DATA if has_placeholder else (*_OF_DATA, *_LENGTHS_OF_TRAINING))
+    if unused:
+        raise SettingsError(
+            f"MegatronLMPlugin({unused}) has no effect without indexed data sets (prepare a "
+            "MegatronLMDummyDataLoader), or a MegatronLMDummyScheduler for the length of the training: leave "
+            "it out."
+        )
+
+
+def stage_elements(
+    model: nn.Module, tensor: int, pipeline: int, context: int = 1, *, last: int | None = None
+) -> list[int]:
+    """Return how many elements of parameters a rank of each pipeline stage has.
+
+    `last` is the number of layers of the last stage; as many as of the others by default.
+    """
+    family = find_family(model)
+    config: Any = model.config
+    check_context(context, family.kind, family.name)
+    family.check(config)
+    sizes = model_sizes(config, type(model).__name__)
+    plugin = MegatronLMPlugin(tp_degree=tensor, pp_degree=pipeline, decoder_last_pipeline_num_layers=last)
+    check_model(plugin, sizes)
+    each = sizes.layers // pipeline if last is None else (sizes.layers - last) // (pipeline - 1)
+    is_copied = pipeline > 1 and family.model_arguments(model)["share_embeddings_and_output_weights"]
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    found = [0] * pipeline
+    counted: set[int] = set()
+    for row in family.weights(config):
+        for layer, names in _parameters(row, weights):
+            parts = [torch.empty(weights[name].shape, device="meta") for name in names]
+            if id(weights[names[0]]) in counted and not is_copied:
+                continue
+            counted.add(id(weights[names[0]]))
+            own = row.packing.shard(row.packing.pack(parts), 0, tensor)
+            found[_stage(row, layer, each, pipeline)] += own.numel()
+    return found
+
+
+def _parameters(row: Weight, weights: dict[str, Any]) -> Iterator[tuple[int, list[str]]]:
+    """Yield the layers that have the parameter, and the names of its weights."""
+    every = ((layer, [one.format(layer=layer) for one in row.names]) for layer in count())
+    there = takewhile(lambda one: all(name in weights for name in one[1]), every)
+    for layer, names in there:
+        yield layer, names
+        if names == [*row.names]:  # of no layer
+            return
+
+
+def _stage(row: Weight, layer: int, each: int, pipeline: int) -> int:
+    if "{layer}" in row.parameter:
+        return min(layer // each, pipeline - 1)
+    return 0 if row.parameter.startswith("embedding.") else pipeline - 1

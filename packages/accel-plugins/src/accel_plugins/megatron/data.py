@@ -1,0 +1,303 @@
+"""Placeholders for what Megatron makes itself, and loaders whose batches have all micro-batches of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accel_plugins.megatron.library import core, load_library, without_core_warnings
+from accel_state.accelerator_state import AcceleratorState, is_initialized
+from accel_state.errors import SettingsError, did_you_mean
+
+if TYPE_CHECKING:
+    from accel_plugins.megatron.plugin import MegatronLMPlugin
+
+
+class MegatronLMDummyScheduler:
+    """Placeholder for the schedule of learning rate and weight decay that `MegatronLMPlugin` describes.
+
+    Args:
+        optimizer: The optimizer whose learning rate is scheduled.
+        total_num_steps: Steps of the schedule, in batches of one rank; the plugin's `train_iters` or
+            `train_samples` if `None`.
+        warmup_num_steps: Steps of the warm-up, in batches of one rank.
+        **kwargs: Stored in the attribute `kwargs`.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.AdamW(torch.nn.Linear(1, 1).parameters())
+        >>> MegatronLMDummyScheduler(optimizer, total_num_steps=100).warmup_num_steps
+        0
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.kwargs = kwargs
+
+
+class MegatronLMDummyDataLoader:
+    """Placeholder for the loaders of Megatron's indexed data sets, which it cuts into three.
+
+    Prepare it three times in one call: the first result trains, the second validates, the third tests.
+
+    Args:
+        **dataset_kwargs: `data_path` (prefix of the files, or several, each after its weight),
+            `splits_string` (shares of the three, such as `"969,30,1"`), `seq_length`, `micro_batch_size`,
+            `tokenizer` (of transformers; its end-of-sequence token ends documents), `seed`, and fields of
+            megatron-core's `GPTDatasetConfig`.
+
+    Example:
+        >>> loader = MegatronLMDummyDataLoader(data_path=["corpus"], splits_string="98,1,1", seq_length=128)
+        >>> loader.dataset_args["seq_length"]
+        128
+    """
+
+    def __init__(self, **dataset_kwargs: Any) -> None:
+        self.dataset_args: dict[str, Any] = dict(dataset_kwargs)
+
+    def set_megatron_data_args(self) -> None:
+        """Enter the arguments into those of the active `MegatronLMPlugin`, whose own are kept.
+
+        Raises:
+            SettingsError: There is no active plugin.
+        """
+        plugin = AcceleratorState().megatron_lm_plugin if is_initialized() else None
+        if plugin is None:
+            raise SettingsError(
+                "set_megatron_data_args() needs an Accelerator(megatron_lm_plugin=…), which this run does "
+                "not have."
+            )
+        plugin.megatron_lm_default_args.update(
+            (name, value)
+            for name, value in self.dataset_args.items()
+            if plugin.megatron_lm_default_args.get(name) is None
+        )
+
+    def get_train_valid_test_datasets_provider(
+        self, accelerator: Any
+    ) -> Callable[[Sequence[int]], tuple[Any, Any, Any]]:
+        """Return a function that makes the three data sets from the number of samples of each.
+
+        Args:
+            accelerator: Its plugin may have a `custom_megatron_datasets_provider_function`, which is used.
+        """
+        plugin = accelerator.state.megatron_lm_plugin
+        own = plugin.custom_megatron_datasets_provider_function
+        return own or partial(indexed_datasets, plugin, self.dataset_args)
+
+    def build_train_valid_test_data_iterators(
+        self, accelerator: Any
+    ) -> tuple[DataLoader[Any] | None, DataLoader[Any] | None, DataLoader[Any] | None]:
+        """Make the loaders of the three data sets, from which `consumed_samples` are left out.
+
+        Args:
+            accelerator: Prepared with a model and optimizer, so that the sizes of batches are known.
+
+        Returns:
+            Loaders of micro-batches over all ranks, to be prepared; `None` for a split without samples.
+        """
+        self.set_megatron_data_args()
+        provider = self.get_train_valid_test_datasets_provider(accelerator)
+        plugin = accelerator.state.megatron_lm_plugin
+        return indexed_loaders(plugin, provider(num_samples(plugin)))
+
+
+def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
+    """Return a loader whose batches have `num_micro_batches` times as many samples.
+
+    A loader's batch size is the micro-batch size of a rank, as documented. A loader without one is returned
+    as it is: its batches are sharded.
+    """
+    number = plugin.num_micro_batches or 1
+    if number == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return loader
+    options: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "in_order": loader.in_order,
+        "drop_last": loader.drop_last,
+    }
+    if type(loader.batch_sampler) is BatchSampler and not isinstance(loader.dataset, IterableDataset):
+        options["sampler"] = loader.sampler
+    return DataLoader(loader.dataset, batch_size=loader.batch_size * number, **options)
+
+
+def micro_batch_sizes(loaders: Sequence[Any]) -> list[int]:
+    """Return the batch sizes that loaders, or what stands for them, have.
+
+    Example:
+        >>> micro_batch_sizes([MegatronLMDummyDataLoader(micro_batch_size=4), DataLoader([1], batch_size=2)])
+        [4, 2]
+    """
+    sizes = [
+        one.dataset_args.get("micro_batch_size")
+        if isinstance(one, MegatronLMDummyDataLoader)
+        else getattr(one, "batch_size", None)
+        for one in loaders
+    ]
+    return [size for size in sizes if size]
+
+
+def with_real_loaders(loaders: Sequence[Any], context: Any) -> list[Any]:
+    """Replace placeholders: the first occurrence of one by the loader that trains, then those that evaluate.
+
+    Called on every rank, once the sizes of batches are known.
+    """
+    made: dict[int, Iterator[Any]] = {}
+    found: list[Any] = []
+    for one in loaders:
+        if not isinstance(one, MegatronLMDummyDataLoader):
+            found.append(one)
+            continue
+        if id(one) not in made:
+            made[id(one)] = iter(one.build_train_valid_test_data_iterators(context))
+        loader = next(made[id(one)], None)
+        if loader is None:
+            raise SettingsError(
+                "A MegatronLMDummyDataLoader is prepared for training, validation and test, in this order, "
+                "each with a share of splits_string: one of them has no samples; leave it out."
+            )
+        found.append(loader)
+    return found
+
+
+# Options of data sets under the names of Megatron-LM's command line.
+_RENAMED = {"splits_string": "split", "seq_length": "sequence_length", "seed": "random_seed"}
+_OF_BATCHES = ("micro_batch_size",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Documents:
+    """What megatron-core asks of a tokenizer when it reads tokens; -1 for no token that ends a document."""
+
+    vocab_size: int | None
+    eod: int
+    name: str
+
+    @property
+    def unique_identifiers(self) -> dict[str, Any]:
+        """What cached indices depend on."""
+        return {"class": "tokenizer", "name": self.name, "eod": self.eod}
+
+
+def num_samples(plugin: MegatronLMPlugin) -> tuple[int, int, int]:
+    """Return how many samples training, all validations and the test read.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> known = {"train_samples": None, "train_iters": 10, "eval_iters": 2, "eval_interval": 4}
+        >>> num_samples(SimpleNamespace(megatron_lm_default_args={}, global_batch_size=8, **known))
+        (80, 48, 16)
+    """
+    batch = getattr(plugin, "global_batch_size", None)
+    samples = plugin.train_samples
+    steps = plugin.train_iters or plugin.megatron_lm_default_args.get("train_iters")
+    if samples is None and steps is not None and batch is not None:
+        samples = steps * batch
+    if samples is None or batch is None:
+        raise SettingsError(
+            "How many samples to read is not known: give MegatronLMPlugin train_iters or train_samples, and "
+            "MegatronLMDummyDataLoader micro_batch_size."
+        )
+    steps = -(-samples // batch)
+    validations = steps // plugin.eval_interval + 1
+    return samples, validations * plugin.eval_iters * batch, plugin.eval_iters * batch
+
+
+def indexed_datasets(
+    plugin: MegatronLMPlugin, options: Mapping[str, Any], samples: Sequence[int]
+) -> tuple[Any, Any, Any]:
+    """Make the data sets for training, validation and test of a decoder; `None` for splits without documents.
+
+    Called on every rank: the first builds the indices, the others wait for it.
+    """
+    load_library("MegatronLMDummyDataLoader")
+    datasets = core("datasets.gpt_dataset")
+    builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
+    config = datasets.GPTDatasetConfig(**dataset_options(plugin, options, datasets.GPTDatasetConfig))
+    with without_core_warnings():
+        return tuple(builder(datasets.GPTDataset, [*samples], lambda: True, config).build())
+
+
+def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config: type) -> dict[str, Any]:
+    """Return the options of data sets as megatron-core calls them."""
+    known = {one.name for one in fields(config)}
+    requested = {
+        _RENAMED.get(name, name): value for name, value in options.items() if name not in _OF_BATCHES
+    }
+    paths, tokenizer = requested.pop("data_path", None), requested.pop("tokenizer", None)
+    for name, value in requested.items():
+        if name not in known:
+            hint = did_you_mean(name, {*known, *_RENAMED, "data_path"}, "see the fields of GPTDatasetConfig.")
+            raise SettingsError(f"MegatronLMDummyDataLoader({name}={value!r}): no such option; {hint}")
+    if paths is not None:
+        one = [paths] if isinstance(paths, str) else [str(path) for path in paths]
+        requested["blend"] = core("datasets.utils").get_blend_from_list(one)
+    length = requested.get("sequence_length") or plugin.seq_length
+    if not ("blend" in requested or "blend_per_split" in requested) or length is None:
+        missing = "data_path" if length is not None else "seq_length"
+        raise SettingsError(f"MegatronLMDummyDataLoader: {missing} is missing.")
+    documents = _documents(tokenizer)
+    if plugin.eod_mask_loss and documents.eod < 0:
+        raise SettingsError(
+            "MegatronLMPlugin(eod_mask_loss=True): which token ends a document is not known: give "
+            "MegatronLMDummyDataLoader a tokenizer that has one, or leave it out."
+        )
+    return {
+        "random_seed": 1234,
+        "split": "969,30,1" if "blend" in requested else None,
+        "reset_position_ids": False,
+        "reset_attention_mask": False,
+        "eod_mask_loss": bool(plugin.eod_mask_loss),
+        "create_attention_mask": False,
+        **requested,
+        "sequence_length": length,
+        "tokenizer": documents,
+    }
+
+
+def _documents(tokenizer: Any) -> _Documents:
+    if tokenizer is None:
+        return _Documents(vocab_size=None, eod=-1, name="none")
+    end = tokenizer.eos_token_id
+    name = str(getattr(tokenizer, "name_or_path", type(tokenizer).__name__))
+    return _Documents(vocab_size=len(tokenizer), eod=-1 if end is None else int(end), name=name)
+
+
+def indexed_loaders(
+    plugin: MegatronLMPlugin, datasets: Sequence[Any]
+) -> tuple[DataLoader[Any] | None, DataLoader[Any] | None, DataLoader[Any] | None]:
+    """Make loaders of micro-batches that begin after what was consumed before."""
+    consumed = plugin.consumed_samples or [0, 0, 0]
+    if len(consumed) != len(datasets):
+        raise SettingsError(
+            f"MegatronLMPlugin(consumed_samples={consumed!r}): expected three, for the loaders that train, "
+            "validate and test."
+        )
+    size = plugin.megatron_lm_default_args["micro_batch_size"]
+    train, valid, test = (
+        None
+        if one is None
+        else DataLoader(one, batch_size=size, sampler=range(start, len(one)), drop_last=True)
+        for one, start in zip(datasets, consumed, strict=True)
+    )
+    return train, valid, test

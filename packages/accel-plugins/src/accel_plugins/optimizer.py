@@ -1,0 +1,429 @@
+"""AcceleratedOptimizer, AcceleratedScheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+
+from accel_ops.tree import send_to_device
+from accel_plugins.precision import LossScaling, step_unscaled
+from accel_state.accelerator_state import AcceleratorState, GradientState
+from accel_state.errors import SettingsError
+from accel_state.logging import get_logger
+from accel_state.runtime import current_or_single
+
+if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler
+
+
+class ItemCounter(Protocol):
+    """The items of summed losses since the last step, by whose number gradients are divided."""
+
+    is_open: bool
+    """Whether items have been counted since the last step."""
+
+    def normalize(self) -> None:
+        """Divide the gradients by the number of items of all processes, once."""
+        ...
+
+    def close(self, *, used: bool = False) -> None:
+        """Begin a new window."""
+        ...
+
+
+def move_to_device(state: Any, device: torch.device | str) -> Any:
+    """Move the tensors of an optimizer's state, however nested, to a device.
+
+    Args:
+        state: Dicts, lists and tuples of tensors and anything else.
+        device: The device.
+
+    Example:
+        >>> move_to_device({"step": 1, "mean": torch.zeros(2)}, "cpu")
+        {'step': 1, 'mean': tensor([0., 0.])}
+    """
+    return send_to_device(state, device)
+
+
+def patch_optimizer_step(
+    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Record on a prepared optimizer that a function, such as the step of the wrapped one, was called.
+
+    Args:
+        accelerated_optimizer: Whose `_accelerate_step_called` becomes true.
+        method: The function.
+
+    Example:
+        >>> optimizer = AcceleratedOptimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5))
+        >>> patch_optimizer_step(optimizer, lambda: "stepped")(), optimizer._accelerate_step_called
+        ('stepped', True)
+    """
+
+    @wraps(method)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        vars(accelerated_optimizer)["_accelerate_step_called"] = True
+        return method(*args, **kwargs)
+
+    return patched
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose `step` and `zero_grad` act only when gradients are synchronised.
+
+    Within `Accelerator.accumulate`, calls between synchronisations do nothing, so that a training loop
+    can call both for every micro-batch. Anything else is the wrapped optimizer's.
+
+    Args:
+        optimizer: The optimizer to wrap, available as `.optimizer`.
+        device_placement: Whether to move the optimizer's state to where its parameters are.
+        scaler: The loss scaler to step through, where float16 is used without an `Accelerator`.
+        step: How to step, as of a strategy's `Stepper`; returns False for a skipped step. By default
+            the optimizer itself, through `scaler` where there is one.
+        window: The items that are counted until the next step, which ends the window.
+
+    Attributes:
+        num_steps (int): Number of `step` calls with synchronised gradients.
+
+    Example:
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], lr=0.5))
+        >>> weight.sum().backward()
+        >>> optimizer.step()
+        >>> weight.item()
+        0.5
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: GradScaler | None = None,
+        *,
+        step: Callable[..., bool | torch.Tensor] | None = None,
+        window: ItemCounter | None = None,
+    ) -> None:
+        # Optimizer.__init__ would make a second set of groups and state: all of that is the wrapped one's.
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.device_placement = device_placement
+        self.gradient_state = GradientState()
+        if step is None and scaler is not None:
+            step = LossScaling(scaler).step
+        self._step = None if step is step_unscaled else step  # None: the optimizer's own
+        self._window = window
+        self._stepped: bool | torch.Tensor = True
+        self.num_steps = 0
+        if device_placement and _state_lags_behind(optimizer):
+            # Loading its own state is how an optimizer moves it to its parameters.
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The state of this process."""
+        return AcceleratorState()
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step the wrapped optimizer if gradients are synchronised now.
+
+        Args:
+            closure: Computes the loss anew, as for any PyTorch optimizer.
+
+        Returns:
+            What `closure` returned first; `None` without one, or if nothing was done.
+        """
+        if not self.gradient_state.sync_gradients:
+            return None
+        self.num_steps += 1
+        window = self._window
+        if window is not None and window.is_open:
+            window.normalize()
+            window.close(used=True)
+        if closure is None:
+            if self._step is None:
+                self.optimizer.step()
+            else:
+                self._stepped = self._step(self.optimizer, None)
+            return None
+        losses: list[float] = []
+
+        def recorded() -> float:
+            losses.append(closure())
+            return losses[-1]
+
+        self._stepped = (self._step or step_unscaled)(self.optimizer, recorded)
+        return losses[0] if losses else None
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Clear the gradients if they are synchronised now.
+
+        Args:
+            set_to_none: Passed on if given.
+        """
+        if not self.gradient_state.sync_gradients:
+            return
+        window = self._window
+        if window is not None and window.is_open:
+            window.close()
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because gradients were not finite."""
+        self._stepped = bool(self._stepped)  # only now does the host wait, where the device decides
+        return not self._stepped
+
+    @property
+    def _is_overflow(self) -> bool:
+        """The same, which scripts set where they skip a step themselves; schedulers then stay."""
+        return self.step_was_skipped
+
+    @_is_overflow.setter
+    def _is_overflow(self, skipped: bool) -> None:
+        self._stepped = not skipped
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state, by parameter."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's defaults."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state dict."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def train(self) -> Any:
+        """Switch a schedule-free optimizer to training mode."""
+        return self._set_mode("train")
+
+    def eval(self) -> Any:
+        """Switch a schedule-free optimizer to evaluation mode."""
+        return self._set_mode("eval")
+
+    def _set_mode(self, mode: str) -> Any:
+        # Schedule-free optimizers share no base class: the method itself is their interface.
+        change = getattr(self.optimizer, mode, None)
+        return None if change is None else change()
+
+    def __getattr__(self, name: str) -> Any:
+        # Hooks and whatever a particular optimizer adds. Also asked by copy and pickle, before there is one.
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.pop("step", None)  # where a scheduler has put a counter around it
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def _state_lags_behind(optimizer: torch.optim.Optimizer) -> bool:
+    return any(
+        isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device
+        for parameter, values in optimizer.state.items()
+        for value in values.values()
+    )
+
+
+logger = get_logger(__name__)
+
+
+StepPer: TypeAlias = Literal["process", "update", "sample"]
+"""What one step of a schedule stands for."""
+
+
+class AcceleratedScheduler:
+    """Scheduler wrapper that steps when its optimizers have stepped, by a selectable clock.
+
+    While gradients are accumulated, and when an optimizer skipped its step because gradients were not finite,
+    the schedule stays where it is. Otherwise it advances, as `step_per` says:
+
+    - `"process"`, the documented default: as many steps as there are processes, since every one of them
+      has used up a batch of a data set for whose batches the schedule was written; one step if batches are
+      split.
+    - `"update"`: one step per optimizer step, on any number of processes.
+    - `"sample"`: as many steps as all processes have read samples since the last optimizer step. A
+      `ReduceLROnPlateau` counts no samples: each metric is one observation.
+
+    Args:
+        scheduler: The scheduler to wrap.
+        optimizers: The prepared optimizer, or optimizers, whose learning rate it sets.
+        step_with_optimizer: Whether to follow the optimizers as described. `False` forwards every `step`
+            as it is.
+        split_batches: Whether each batch of the data loader is sharded across ranks.
+        step_per: What one step of the schedule stands for. `None` is `"process"`, and says so in the log,
+            at level INFO, where that is more than one step.
+        num_shards: How many processes have batches of their own; all if `None`.
+
+    Raises:
+        SettingsError: There is no such clock, or it is given along with `step_with_optimizer=False`.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+        >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+        >>> scheduler = AcceleratedScheduler(schedule, [], step_per="update")
+        >>> _ = optimizer.step(), scheduler.step()
+        >>> scheduler.get_last_lr()
+        [0.5]
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler,
+        optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        step_per: StepPer | None = None,
+        num_shards: int | None = None,
+    ) -> None:
+        check_clock(step_per, "step_per")
+        if step_per is not None and not step_with_optimizer:
+            raise SettingsError(
+                f"step_per={step_per!r} has no effect with step_with_optimizer=False, by which every call of "
+                "step() is one step of the schedule; leave one of the two out."
+            )
+        self.scheduler = scheduler
+        self.optimizers: Sequence[AcceleratedOptimizer] = (
+            optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]  # pyright: ignore[reportAttributeAccessIssue]
+        )
+        self.step_with_optimizer = step_with_optimizer
+        self.split_batches = split_batches
+        self.gradient_state = GradientState()
+        all_ranks = current_or_single().topology.world_size if num_shards is None else num_shards
+        processes = 1 if split_batches else all_ranks
+        self._steps_per_update = processes if step_per in {None, "process"} else 1
+        self._counts_samples = step_per == "sample" and not isinstance(scheduler, ReduceLROnPlateau)
+        self._steps_once = (
+            self._steps_per_update == 1 and not self._counts_samples and not isinstance(scheduler, OneCycleLR)
+        )
+        self._samples = 0
+        if step_per is None and step_with_optimizer and processes > 1:
+            logger.info(
+                "The learning rate schedule advances %d steps per optimizer step, one for each process, "
+                "because a schedule is taken to be written for the batches of one process. If it is written "
+                "for optimizer steps, pass Accelerator(step_scheduler_per='update'); 'process' keeps it "
+                "as it is and says nothing.",
+                processes,
+            )
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule, if the optimizers have stepped; arguments go to the wrapped scheduler.
+
+        Raises:
+            ValueError: Samples are to be counted where no loader says how many there are.
+        """
+        scheduler = self.scheduler
+        if not self.step_with_optimizer:
+            scheduler.step(*args, **kwargs)
+            return
+        state = self.gradient_state
+        if self._counts_samples:
+            self._samples += samples_per_step(state.active_dataloader)
+        if not state.sync_gradients:
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                self._samples = 0
+                return
+        if self._steps_once and not args and not kwargs:
+            scheduler.step()
+        else:
+            self._advance(*args, **kwargs)
+
+    def _advance(self, *args: Any, **kwargs: Any) -> None:
+        """Make the steps of one update, of which there may be several, or none."""
+        scheduler = self.scheduler
+        steps, self._samples = self._samples if self._counts_samples else self._steps_per_update, 0
+        if self._counts_samples and type(scheduler) is LambdaLR:
+            # It computes its rates from the position alone, and thousands of steps would take their time.
+            scheduler.last_epoch += steps - 1
+            steps = min(steps, 1)
+        for _ in range(steps):
+            # PyTorch raises on a step past the end, and one update may be several steps.
+            if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps:
+                return
+            scheduler.step(*args, **kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of every parameter group, as last computed."""
+        return self.scheduler.get_last_lr()  # pyright: ignore[reportReturnType] - a tensor where the user gave one
+
+    def get_lr(self) -> list[float]:
+        """The wrapped scheduler's `get_lr`."""
+        return self.scheduler.get_lr()  # pyright: ignore[reportReturnType]
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """The wrapped scheduler's `print_lr`, where the installed PyTorch still has it."""
+        self.scheduler.print_lr(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped scheduler's state."""
+        self.scheduler.load_state_dict(state_dict)
+
+
+def check_clock(step_per: str | None, argument: str) -> None:
+    """Refuse an unknown clock."""
+    if step_per is not None and step_per not in get_args(StepPer):
+        raise SettingsError(
+            f"{argument}={step_per!r} is no clock of a schedule; use 'process' (one step for every process), "
+            "'update' (one step per optimizer step) or 'sample' (one for every sample)."
+        )
+
+
+def samples_per_step(loader: Any | None) -> int:
+    """Return the number of samples of the last batch of a loader, over all ranks."""
+    problem = "no prepared loader is being iterated over; call step() within the loop over one"
+    if loader is not None:
+        if loader.counts_samples:
+            in_last = loader.remainder if loader.end_of_dataloader else 0
+            return in_last if in_last > 0 else loader.total_batch_size
+        problem = f"{type(loader).__qualname__} has batches of another size each, as its batch sampler says"
+    raise ValueError(f"A schedule with step_per='sample' cannot count samples: {problem}, or use 'update'.")

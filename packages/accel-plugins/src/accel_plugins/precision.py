@@ -1,0 +1,525 @@
+"""Autocast policies and loss scaling."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from accel_ops.modules import wrap_forward
+from accel_ops.tree import convert_to_fp32, local_part, recursively_apply
+from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
+from accel_state import hang_monitor
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.labels import DistributedType, has_sharded_gradients
+from accel_state.partial_state import PartialState
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_plugins.strategy import Bundle, PrecisionPolicy, StateDict
+
+
+logger = logging.getLogger(__name__)
+
+
+@final
+class LossScaling:
+    """A `GradScaler` that is updated once per iteration, however many optimizers step in it.
+
+    All gradients of an iteration were made with one scale, so that it must not change between the steps of
+    two optimizers: it is updated when all known optimizers have stepped, or else before the next loss. With
+    `master_weights`, parameters in float16 are put into float32 when they are wrapped.
+    """
+
+    def __init__(self, scaler: GradScaler, *, master_weights: bool = False) -> None:
+        self.scaler = scaler
+        self._master_weights = master_weights
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._unscaled: WeakSet[Optimizer] = WeakSet()
+        self._stepped: WeakSet[Optimizer] = WeakSet()
+        # What the gradients of unscaled optimizers were when a later loss was scaled.
+        self._versions: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], ...]] = WeakKeyDictionary()
+
+    def add(self, optimizers: Iterable[Optimizer]) -> None:
+        """Add optimizers, whose steps an update waits for; the dtypes of their parameters are checked now."""
+        for optimizer in optimizers:
+            if self.scaler.is_enabled() and not self._master_weights and _has_half_parameters(optimizer):
+                raise SettingsError(
+                    f"{type(optimizer).__qualname__} trains parameters in float16 with "
+                    "mixed_precision='fp16', whose loss scaling needs them in float32. Load the model in "
+                    "float32; or keep it, in bfloat16 rather than float16, and use mixed_precision='no'."
+                )
+            self._optimizers.add(optimizer)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply the loss by the scale."""
+        if self._stepped:
+            self._update()
+        elif self._unscaled:
+            self._start_window_without_step()
+        return self.scaler.scale(loss)
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the gradients of optimizers by the scale, unless that was done since the last update."""
+        if not self.scaler.is_enabled():
+            return
+        for optimizer in optimizers:
+            if optimizer in self._unscaled:
+                self._check_unmixed(optimizer)
+            elif _has_gradients(optimizer):
+                self.scaler.unscale_(optimizer)
+                self._unscaled.add(optimizer)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        """Step unless a gradient is not finite.
+
+        Returns:
+            Whether it stepped. Fused optimizers decide that in their kernel: for them it is a 0-d tensor on
+            the device, so that only those who ask for its value wait.
+        """
+        if not self.scaler.is_enabled() or not _has_gradients(optimizer):
+            return step_unscaled(optimizer, closure)
+        if closure is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}.step(closure) cannot be combined with the loss scaling of "
+                "mixed_precision='fp16'; use 'bf16' or 'no'."
+            )
+        if optimizer in self._stepped:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called twice for one loss; "
+                "call accelerator.backward() in between."
+            )
+        if optimizer not in self._optimizers:
+            self.add([optimizer])
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)  # as GradScaler itself asks
+        stepped = self._step_fused(optimizer) if is_fused else self._step_unless_infinite(optimizer)
+        self._stepped.add(optimizer)
+        if len(self._stepped) == len(self._optimizers):
+            self._update()
+        return stepped
+
+    def state_dict(self) -> StateDict:
+        """Return the state of the scaler between two iterations."""
+        if self._stepped:
+            self._update()
+        return self.scaler.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Resume; without a state, as of a run in another precision, begin anew with a warning."""
+        if state:
+            self.scaler.load_state_dict(state)
+        elif self.scaler.is_enabled():
+            logger.warning(
+                "The checkpoint has no state of a loss scaler: scaling begins anew at %s.",
+                self.scaler.get_scale(),
+            )
+
+    def _step_fused(self, optimizer: Optimizer) -> Tensor:
+        if optimizer in self._unscaled:
+            self._check_unmixed(optimizer)
+        self.scaler.step(optimizer)
+        flags = self._infinite(optimizer)
+        found = flags[0]
+        for flag in flags[1:]:
+            found = torch.maximum(found, flag.to(found.device))
+        return found == 0
+
+    def _step_unless_infinite(self, optimizer: Optimizer) -> bool:
+        # As GradScaler.step, which keeps to itself whether it stepped: to ask the device a second time would
+        # wait for the kernels of the step.
+        self.unscale([optimizer])
+        if any(flag.item() for flag in self._infinite(optimizer)):
+            return False
+        return step_unscaled(optimizer)
+
+    def _infinite(self, optimizer: Optimizer) -> list[Tensor]:
+        return [*self.scaler._found_inf_per_device(optimizer).values()]  # pyright: ignore[reportPrivateUsage]
+
+    def _start_window_without_step(self) -> None:
+        """A loss follows gradients that were unscaled, as for clipping, and have made no step.
+
+        If they are gone, the step was left out. If not, they may still make it, as those of one optimizer of
+        several with a loss each do; unless the loss's own gradients are added to them.
+        """
+        if not any(_has_gradients(optimizer) for optimizer in self._unscaled):
+            self._update()
+            return
+        for optimizer in self._unscaled:
+            self._versions.setdefault(optimizer, _versions(optimizer))
+
+    def _check_unmixed(self, optimizer: Optimizer) -> None:
+        if self._versions.pop(optimizer, None) not in {None, _versions(optimizer)}:
+            raise RuntimeError(
+                f"The gradients of {type(optimizer).__name__} were unscaled, as for clipping, and a "
+                "later backward pass has added scaled ones. Call optimizer.step(), or leave it out and "
+                "call optimizer.zero_grad(set_to_none=True), before the next accelerator.backward()."
+            )
+
+    def _update(self) -> None:
+        self.scaler.update()
+        self._stepped.clear()
+        self._unscaled.clear()
+        self._versions.clear()
+
+
+def step_unscaled(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+    """Step an optimizer; return True."""
+    if closure is None:  # some optimizers take no closure at all
+        optimizer.step()
+    else:
+        optimizer.step(closure)
+    return True
+
+
+def warn_unused_scaler_state(state: StateDict, name: str) -> None:
+    """Warn that a loss scaler's state cannot be used by a policy without one."""
+    if state:
+        logger.warning(
+            "The checkpoint holds the state of a loss scaler, which mixed_precision=%r does not have: "
+            "it is not used.",
+            name,
+        )
+
+
+def _has_half_parameters(optimizer: Optimizer) -> bool:
+    return any(
+        p.dtype is torch.float16 and p.requires_grad
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _versions(optimizer: Optimizer) -> tuple[tuple[int, int], ...]:
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return tuple((id(one), one._version) for one in gradients if one is not None)
+
+
+class ShardedGradScaler(GradScaler):
+    """A `GradScaler` that skips a step on every rank if any rank has a gradient that is not finite.
+
+    Gradients may be ordinary tensors and DTensors on several meshes, on the device and on the CPU.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        """Divide this rank's parts of the gradients; torch calls it once per step."""
+        del allow_fp16
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    part = local_part(parameter.grad)
+                    groups.setdefault((part.device, part.dtype), []).append(part)
+        worst = found_inf.clone()
+        for (device, _), parts in groups.items():
+            flag = found_inf.to(device, copy=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, flag, inv_scale.to(device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - as GradScaler itself
+            worst = torch.maximum(worst, flag.to(worst.device))
+        if dist.is_initialized():
+            with hang_monitor.collective_scope("all_reduce of the loss scaler"):
+                dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        # Also where this rank has a part of no gradient: GradScaler wants one flag at least.
+        return {device: worst.to(device) for device in {worst.device, *(device for device, _ in groups)}}
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
+    """Make the loss scaler for models that FSDP2 has sharded.
+
+    Args:
+        **kwargs: As of `torch.amp.GradScaler`.
+
+    Example:
+        >>> get_fsdp2_grad_scaler(device="cpu", init_scale=8.0).get_scale()
+        8.0
+    """
+    return ShardedGradScaler(**kwargs)
+
+
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What models compute in, by the name of a mixed precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`."""
+
+    name: str
+    dtype: torch.dtype
+    device_type: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    scaling: LossScaling | None = None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler, if there is one."""
+        return None if self.scaling is None else self.scaling.scaler
+
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> torch.autocast:
+        """A fresh autocast context; `kwargs` replace the policy's own options."""
+        options = self.options if kwargs is None else kwargs.to_kwargs()
+        return torch.autocast(self.device_type, self.dtype, **options)
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """Put autocast, and the conversion of its results to float32, around every model's `forward`."""
+        for model in bundle.models:
+            wrap_forward(model, self._around)
+        if self.scaling is not None:
+            self.scaling.add(bundle.optimizers)
+        return bundle
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, if there is one."""
+        return loss if self.scaling is None else self.scaling.scale(loss)
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the gradients of optimizers by the scale, once per step."""
+        if self.scaling is not None:
+            self.scaling.unscale(optimizers)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        """Step; return False if gradients were not finite and nothing was done."""
+        if self.scaling is None:
+            return step_unscaled(optimizer, closure)
+        return self.scaling.step(optimizer, closure)
+
+    def state_dict(self) -> StateDict:
+        """The loss scaler's state; empty without one."""
+        return {} if self.scaling is None else self.scaling.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Resume from a state."""
+        if self.scaling is None:
+            warn_unused_scaler_state(state, self.name)
+        else:
+            self.scaling.load_state_dict(state)
+
+    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def mixed(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                result = forward(*args, **kwargs)
+            return convert_to_fp32(result)
+
+        return mixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullPrecision:
+    """The policy `"no"`: no autocast, no loss scaling."""
+
+    device_type: str
+    name: str = "no"
+    scaler: None = None
+
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A context that changes nothing, or that switches off an autocast around it if `kwargs` say so."""
+        if kwargs is None or kwargs.enabled:
+            return nullcontext()
+        return torch.autocast(self.device_type, enabled=False)
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """Return the bundle."""
+        return bundle
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss."""
+        return loss
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Do nothing."""
+
+    step = staticmethod(step_unscaled)
+
+    def state_dict(self) -> StateDict:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Do nothing, and say so if there is a state."""
+        warn_unused_scaler_state(state, self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePrecision:
+    """Models take inputs of any floating format and return float32, whatever the engine made of them.
+
+    Args:
+        read_scale: Returns the state of the engine's loss scale, unless the engine's own files have it.
+        write_scale: Resumes from it.
+    """
+
+    name: str
+    device_type: str
+    scaler: None = None
+    read_scale: Callable[[], StateDict] = dict
+    write_scale: Callable[[StateDict], None] = lambda _: None
+
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A context for what is computed outside of models."""
+        dtype = DTYPES.get(self.name)
+        if dtype is None:
+            return FullPrecision(device_type=self.device_type).autocast(kwargs)
+        return torch.autocast(self.device_type, dtype, **({} if kwargs is None else kwargs.to_kwargs()))
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """Let every model's `forward` convert what it gets and returns."""
+        if self.name in DTYPES:
+            for model in bundle.models:
+                wrap_forward(model, self._around)
+        return bundle
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss; the engine scales it."""
+        return loss
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Do nothing; the engine does it when it steps."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+        """Step."""
+        return step_unscaled(optimizer, closure)
+
+    def state_dict(self) -> StateDict:
+        """The state of the engine's loss scale; empty where the engine's own files have it."""
+        return self.read_scale()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Resume from a state."""
+        self.write_scale(state)
+
+    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        dtype = DTYPES[self.name]
+
+        @wraps(forward)
+        def converted(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if _dtype_of(model) is not dtype:  # not in the hands of an engine, as for evaluation
+                with self.autocast():
+                    return convert_to_fp32(forward(model, *args, **kwargs))
+            args, kwargs = recursively_apply(
+                lambda tensor: tensor.to(dtype), (args, kwargs), test_type=_is_floating
+            )
+            return convert_to_fp32(forward(model, *args, **kwargs))
+
+        return converted
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype | None:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def build_precision(
+    name: str,
+    device: torch.device,
+    autocast_kwargs: AutocastKwargs | None = None,
+    scaler_kwargs: GradScalerKwargs | None = None,
+    *,
+    shared: bool = False,
+    master_weights: bool = False,
+) -> PrecisionPolicy:
+    """Make the policy of a run.
+
+    Args:
+        name: `"no"`, `"bf16"` or `"fp16"`.
+        device: Where models compute.
+        autocast_kwargs: Options of autocast; not used by `"no"`.
+        scaler_kwargs: Options of the loss scaler; used by `"fp16"` alone.
+        shared: Whether ranks have parts of the gradients, and so have to look together whether all are
+            finite.
+        master_weights: Whether the strategy puts trained parameters into float32.
+
+    Raises:
+        SettingsError: There is no such precision.
+        UnsupportedError: The device has no autocast, or the precision is not available.
+
+    Example:
+        >>> policy = build_precision("bf16", torch.device("cpu"))
+        >>> with policy.autocast():
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.bfloat16
+    """
+    if name == "no":
+        return FullPrecision(device_type=device.type)
+    if name not in DTYPES:
+        raise SettingsError(f"mixed_precision={name!r}: expected one of {['no', *DTYPES]}.")
+    if not torch.amp.is_autocast_available(device.type):
+        raise UnsupportedError(
+            f"mixed_precision={name!r}: torch has no autocast for devices of type {device.type!r}; use 'no'."
+        )
+    scaling = None
+    if name == "fp16":
+        scaler = build_scaler(device, scaler_kwargs or GradScalerKwargs(), shared=shared)
+        scaling = LossScaling(scaler, master_weights=master_weights)
+    return MixedPrecision(
+        name=name,
+        dtype=DTYPES[name],
+        device_type=device.type,
+        options=(autocast_kwargs or AutocastKwargs()).to_kwargs(),
+        scaling=scaling,
+    )
+
+
+def build_scaler(device: torch.device, options: GradScalerKwargs, *, shared: bool) -> GradScaler:
+    """Make a loss scaler."""
+    kind = ShardedGradScaler if shared else GradScaler
+    return kind(device.type, **options.to_kwargs())
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """A context in which operations run in the mixed precision of this process.
+
+    Args:
+        native_amp: Whether mixed precision is wanted; without it the context does nothing.
+        autocast_kwargs: Options of autocast.
+
+    Example:
+        >>> with get_mixed_precision_context_manager():
+        ...     pass
+    """
+    if not native_amp:
+        return nullcontext()
+    state = AcceleratorState()
+    return build_precision(
+        state.mixed_precision, state.device, autocast_kwargs, GradScalerKwargs()
+    ).autocast()
+
+
+def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> GradScaler:
+    """A loss scaler for the device of this process.
+
+    Args:
+        distributed_type: How models are run; where each rank holds a part of the gradients, all skip a step
+            together.
+        **kwargs: Fields of `GradScalerKwargs`.
+
+    Example:
+        >>> get_grad_scaler(enabled=False).is_enabled()
+        False
+    """
+    shared = has_sharded_gradients(distributed_type)
+    return build_scaler(PartialState().device, GradScalerKwargs(**kwargs), shared=shared)

@@ -1,0 +1,513 @@
+"""DCP folders, local files, without collectives.
+
+Ranks exchange no plans: which rank writes a tensor follows from its placements, and one rank merges the
+metadata files into the folder's index (`accel_plugins.sharding.folder`). The format is that of
+`torch.distributed.checkpoint.FileSystemWriter`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem, metadata, planner, storage
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # pyright: ignore[reportPrivateUsage] - how keys come from names
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    _StorageInfo,  # pyright: ignore[reportPrivateUsage] - what the format's index consists of
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from accel_plugins.sharding.state import (
+    INDEX_NAME,
+    RankPlanners,
+    ShardedStates,
+    local_metadata_file,
+    shard_file,
+)
+from accel_state.errors import CheckpointError, did_you_mean
+from accel_state.files import open_regular
+from accel_state.topology import Topology
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_ops.weights.safetensors_io import ByteSink
+    from accel_plugins.strategy import Write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMetadata:
+    """One value of a DCP folder; one without a shape is an object that is no tensor.
+
+    `path` has the keys of nested dictionaries, and indices of lists, that lead to it.
+    """
+
+    key: str
+    path: tuple[str | int, ...]
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
+
+
+def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
+    """Merge the metadata files of all ranks into the index of a DCP folder; remove and name them."""
+    metadata_files = [folder / local_metadata_file(rank) for rank in ranks]
+    found = [unpickle(file) for file in metadata_files]
+    try:
+        _, index = DefaultSavePlanner().create_global_plan([plan for plan, _ in found])
+    except (ValueError, AssertionError) as error:
+        raise CheckpointError(
+            f"The shards that the ranks wrote to {str(folder)!r} do not add up to full tensors: {error}. "
+            "Prepare the same objects on every rank."
+        ) from error
+    index.storage_data = {result.index: result.storage_data for _, results in found for result in results}
+    index.storage_meta = StorageMeta()
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    for file in metadata_files:
+        file.unlink()
+    return [file.name for file in metadata_files]
+
+
+def read_index(folder: Path) -> Metadata:
+    """Read the index of a DCP folder."""
+    path = folder / INDEX_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{str(folder)!r} has no {INDEX_NAME!r}: it is not the folder of a sharded state, or its save "
+            "was not completed."
+        )
+    index = unpickle(path)
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state.")
+    storage_data: Mapping[Any, Any] = index.storage_data
+    try:
+        entries(index)
+        names = [PurePath(stored.relative_path) for stored in storage_data.values()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error
+    for name in names:
+        if name.is_absolute() or ".." in name.parts:
+            raise CheckpointError(f"{str(path)!r} names {str(name)!r}, which is not in its folder.")
+    return index
+
+
+def entries(index: Metadata) -> list[TensorMetadata]:
+    """List the values of an index."""
+    paths: Mapping[str, tuple[str | int, ...]] = index.planner_data or {}
+    return [
+        TensorMetadata(key=key, path=paths.get(key, (key,)), shape=row.size, dtype=row.properties.dtype)
+        if isinstance(row, TensorStorageMetadata)
+        else TensorMetadata(key=key, path=paths.get(key, (key,)))
+        for key, row in index.state_dict_metadata.items()
+    ]
+
+
+_NAMES = {
+    metadata: (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    filesystem: ("_StorageInfo", "_StoragePrefix"),
+    planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    storage: ("WriteResult",),
+}
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(module.__name__, name): getattr(module, name) for module, names in _NAMES.items() for name in names},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # pyright: ignore[reportPrivateUsage] - how a layout is pickled
+    **{
+        (module, name): PurePath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+    },
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): dict,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Return one of the allowed classes."""
+        found = _ALLOWED.get((module_name, global_name))
+        if found is None and module_name == "torch":
+            found = getattr(torch, global_name, None)
+            found = found if isinstance(found, torch.dtype) else None
+        if found is None:
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in an index")
+        return found
+
+
+DAMAGE = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,  # a length that the file lacks; CPython prints a SystemError if it is a bytearray's
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+"""Raised by pickle and torch for damaged bytes, and for pickles that would run code."""
+
+
+def unpickle(path: Path) -> Any:
+    """Unpickle an index or a rank's metadata file.
+
+    Raises:
+        CheckpointError: The file is damaged, or has objects of classes that are not allowed.
+    """
+    try:
+        with open_regular(path) as file:
+            return _Unpickler(file).load()
+    except DAMAGE as error:
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error
+
+
+class TorchPlanners:
+    """Plans for plain tensors and DTensors; rank 0 writes replicated tensors and objects."""
+
+    def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[SavePlanner, SavePlan]:
+        """Plan what this rank writes."""
+        planner = DefaultSavePlanner()
+        planner.set_up_planner(dict(state), is_coordinator=rank == 0)
+        plan = planner.create_local_plan()
+        items = [item for item in plan.items if _is_ours(item, planner.state_dict[item.index.fqn], rank)]
+        return planner, replace(plan, items=items)
+
+    def plan_load(
+        self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
+    ) -> tuple[LoadPlanner, LoadPlan]:
+        """Plan what this rank reads."""
+        planner = _LoadPlanner(flatten_state_dict=not flat, allow_partial_load=not strict)
+        planner.set_up_planner(state, index, is_coordinator=False)
+        return planner, planner.create_local_plan()
+
+
+def _is_ours(item: WriteItem, value: Any, rank: int) -> bool:
+    """Whether this rank writes an item: it follows from the placements, ranks exchange nothing."""
+    if item.type is not WriteItemType.SHARD or not isinstance(value, DTensor) or item.tensor_data is None:
+        return rank == 0
+    coordinate = value.device_mesh.get_coordinate() or ()  # a rank outside of the mesh has no item
+    replicas = [
+        index
+        for index, placement in zip(coordinate, value.placements, strict=True)
+        if placement.is_replicate()  # FSDP2 on tensor-parallel shards has `_StridedShard`
+    ]
+    has_any = math.prod(item.tensor_data.chunk.sizes) > 0
+    return not any(replicas) and (has_any or (not value.numel() and not any(coordinate)))
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Load plan that unpickles objects with `weights_only=True`."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        load_object(self.original_state_dict, self.mappings.get(key, (key,)), value)
+
+
+def load_object(state: Any, path: tuple[str | int, ...], file: io.BytesIO) -> None:
+    """Set a value in a state to a pickled object, which is read with `weights_only=True`."""
+    put(state, path, torch.load(file, weights_only=True))
+
+
+def put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Set a value in nested dictionaries and lists, adding those that are missing.
+
+    Example:
+        >>> state = {}
+        >>> put(state, ("a", 1, "b"), 5)
+        >>> state
+        {'a': [None, {'b': 5}]}
+    """
+    container = state
+    for key, following in pairwise(path):
+        empty: Any = [] if isinstance(following, int) else {}
+        if isinstance(key, int):
+            container.extend([None] * (key + 1 - len(container)))
+            if container[key] is None:
+                container[key] = empty
+            container = container[key]
+        else:
+            container = container.setdefault(key, empty)
+    last = path[-1]
+    if isinstance(last, int):
+        container.extend([None] * (last + 1 - len(container)))
+    container[last] = value
+
+
+def read_into(
+    folder: Path,
+    state: dict[str, Any],
+    *,
+    strict: bool = True,
+    flat: bool = False,
+    planners: RankPlanners | None = None,
+) -> None:
+    """Read this rank's shards of a state in place.
+
+    Args:
+        folder: A DCP folder with an index.
+        state: Nested dictionaries and lists, as they were saved. Tensors and DTensors are filled in place;
+            other values are replaced.
+        strict: Whether the folder must have every key of `state`; else values without one are unchanged.
+        flat: Whether the keys of `state` are already those of the folder's index.
+        planners: Plan what is read; PyTorch's, for plain tensors and DTensors, if `None`.
+
+    Raises:
+        CheckpointError: The folder is damaged, or does not fit `state`.
+    """
+    index = read_index(folder)
+    _check_fit(folder, index, state if flat else flatten_state_dict(state)[0], strict=strict)
+    reader = FileSystemReader(folder)
+    try:
+        planner, plan = (planners or TorchPlanners()).plan_load(state, index, strict=strict, flat=flat)
+        reader.set_up_storage_reader(index, is_coordinator=False)
+        reader.read_data(reader.prepare_local_plan(plan), planner).wait()
+    except (OSError, *DAMAGE) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{str(folder)!r} cannot be read: {reason}.") from error
+
+
+def read_all(
+    folder: Path, allocate: Callable[[TensorMetadata], Any], planners: RankPlanners | None = None
+) -> dict[str, Any]:
+    """Read every value of a DCP folder into nested dictionaries and lists, as they were saved.
+
+    `allocate` makes the destination tensor of an entry with a shape.
+    """
+    state: dict[str, Any] = {}
+    for entry in entries(read_index(folder)):
+        put(state, entry.path, None if entry.shape is None else allocate(entry))
+    read_into(folder, state, planners=planners)
+    return state
+
+
+def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, strict: bool) -> None:
+    present = {entry.key: entry for entry in entries(index)}
+    for key, value in wanted.items():
+        entry = present.get(key)
+        if entry is None:
+            if strict:
+                hint = did_you_mean(key, present, f"it has {len(present)} others.")
+                raise CheckpointError(f"{str(folder)!r} has no {key!r}; {hint}")
+        elif isinstance(value, torch.Tensor) and entry.shape is not None and value.shape != entry.shape:
+            raise CheckpointError(
+                f"{str(folder)!r} has {key!r} with shape {tuple(entry.shape)}, but this run's has shape "
+                f"{tuple(value.shape)}: build the model as in the run that was saved."
+            )
+
+
+class ShardWriter:
+    """Write one rank's shards of a state: nested dictionaries and lists, with the same names on all ranks.
+
+    PyTorch's planners, for plain tensors and DTensors, plan what it writes unless others are given.
+    """
+
+    def __init__(self, state: Mapping[str, Any], rank: int, planners: RankPlanners | None = None) -> None:
+        self._planner, self._plan = (planners or TorchPlanners()).plan_save(state, rank)
+        self._file = shard_file(rank)
+        self._results: list[WriteResult] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the tensors that this rank writes, without headers."""
+        return sum(
+            math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            for item in self._plan.items
+            if item.tensor_data is not None
+        )
+
+    def local_values(self) -> list[Tensor | bytes]:
+        """Return the values that this rank writes: tensors on their devices, objects as bytes."""
+        values = (self._planner.resolve_data(item) for item in self._plan.items)
+        return [one.getvalue() if isinstance(one, io.BytesIO) else one.detach() for one in values]
+
+    def write_shards(self, values: Sequence[Tensor | bytes], sink: ByteSink) -> None:
+        """Write this rank's file of shards: the result of `local_values`, or a copy of it."""
+        counted: Any = _Counted(sink)
+        self._results = []
+        for item, value in zip(self._plan.items, values, strict=True):
+            begin = counted.size
+            if isinstance(value, bytes):
+                counted.write(value)
+            else:
+                torch.save(compact(value.cpu()), counted)
+            length = counted.size - begin
+            stored = _StorageInfo(self._file, begin, length)
+            self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=stored))
+
+    def write_local_metadata(self, values: object, sink: ByteSink) -> None:
+        """Write this rank's metadata file; call it after `write_shards`."""
+        del values
+        sink.write(pickle.dumps((self._plan, self._results)))
+
+
+class _Counted:
+    """Sink that counts the bytes written to it."""
+
+    def __init__(self, sink: ByteSink) -> None:
+        self._sink = sink
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        count = memoryview(data).nbytes
+        self._sink.write(data)
+        self.size += count
+        return count
+
+    def flush(self) -> None:
+        """Do nothing; `torch.save` calls it."""
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """Copy a view to its own storage, since `torch.save` writes a view's whole storage."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+_PART, _SHAPE = "part", "shape_of_whole"
+MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer_fsdp"
+"""Stems of the files' names, for `local_file`."""
+
+
+def save_local(state: Any, path: Path, world_size: int, *, write: Write = torch.save) -> None:
+    """Write this rank's local state."""
+    write({"world_size": world_size, "state": _packed(state)}, path)
+
+
+def load_local(
+    path: Path, world_size: int, allocate: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor]
+) -> Any:
+    """Read what `save_local` wrote.
+
+    `allocate` makes a destination tensor, sharded as in this run, from the keys that lead to it and the shape
+    and dtype of the full tensor.
+    """
+    if not path.is_file():
+        raise CheckpointError(
+            f"{str(path)!r}, the local state dict of this rank, does not exist: load the folder that "
+            "save_state wrote with LOCAL_STATE_DICT on the same ranks."
+        )
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    if found["world_size"] != world_size:
+        raise CheckpointError(
+            f"{str(path)!r} was saved with world size {found['world_size']}, but this run has {world_size}: "
+            "local state dicts load only with the same world size. Save with SHARDED_STATE_DICT instead."
+        )
+    return _unpacked(found["state"], (), allocate, path)
+
+
+def _packed(state: Any) -> Any:
+    if isinstance(state, DTensor):
+        return {_PART: compact(state.to_local().detach().cpu()), _SHAPE: tuple(state.shape)}
+    if isinstance(state, dict):
+        items: dict[Any, Any] = state
+        return {key: _packed(value) for key, value in items.items()}
+    return state.detach().cpu() if isinstance(state, Tensor) else state
+
+
+def _unpacked(
+    state: Any,
+    keys: tuple[Any, ...],
+    allocate: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor],
+    path: Path,
+) -> Any:
+    if not isinstance(state, dict):
+        return state
+    items: dict[Any, Any] = state
+    if items.keys() != {_PART, _SHAPE}:
+        return {key: _unpacked(value, (*keys, key), allocate, path) for key, value in items.items()}
+    part, shape = items[_PART], torch.Size(items[_SHAPE])
+    target: Any = allocate(keys, shape, part.dtype)
+    local: Tensor = target.to_local() if isinstance(target, DTensor) else target
+    if local.shape != part.shape:
+        raise CheckpointError(
+            f"{str(path)!r}: this rank's shard of {'.'.join(map(str, keys))!r} has shape "
+            f"{tuple(local.shape)}, but the saved one has {tuple(part.shape)}. Wrap the model as in the "
+            "run that was saved."
+        )
+    local.copy_(part)
+    return target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFiles:
+    """Save and load models and optimizers as one file per rank."""
+
+    shards: ShardedStates
+    topology: Topology
+
+    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
+        """Write `pytorch_model_fsdp_rank<rank>.bin`, or `pytorch_model_fsdp_<index>_rank<rank>.bin`."""
+        path = self._file(directory, MODEL, index)
+        save_local(self.shards.model_tensors(model), path, self.topology.world_size, write=write)
+
+    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Load what `save_model` wrote."""
+        like = self.shards.model_tensors(model)
+        path = self._file(directory, MODEL, index)
+        self.shards.load_model(
+            model, load_local(path, self.topology.world_size, lambda keys, *_: like[keys[0]])
+        )
+
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        directory: Path,
+        index: int,
+        *,
+        write: Write = torch.save,
+    ) -> None:
+        """Write `optimizer_fsdp_rank<rank>.bin`, or `optimizer_fsdp_<index>_rank<rank>.bin`."""
+        path = self._file(directory, OPTIMIZER, index)
+        state = self.shards.optimizer_tensors(optimizer, [model])
+        save_local(state, path, self.topology.world_size, write=write)
+
+    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+        """Load what `save_optimizer` wrote."""
+        allocate = self.shards.state_allocator(optimizer, [model])
+        path = self._file(directory, OPTIMIZER, index)
+        state = load_local(path, self.topology.world_size, lambda keys, *what: allocate(keys[1], *what))
+        self.shards.load_optimizer(optimizer, [model], state)
+
+    def _file(self, directory: Path, stem: str, index: int) -> Path:
+        return directory / local_file(stem, index, self.topology.rank)
+
+
+def local_file(stem: str, index: int, rank: int) -> str:
+    """Return the name of the file with a rank's local state of a model or an optimizer.
+
+    Example:
+        >>> local_file(MODEL, 1, 0)
+        'pytorch_model_fsdp_1_rank0.bin'
+    """
+    number = f"_{index}" if index else ""
+    return f"{stem}{number}_rank{rank}.bin"

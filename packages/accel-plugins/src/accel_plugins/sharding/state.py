@@ -1,0 +1,307 @@
+"""Sharded states by name; file names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from accel_ops.modules import extract_model_from_parallel
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+    from torch.optim import Optimizer
+
+    from accel_plugins.strategy import StateDict
+
+
+StateAllocator: TypeAlias = "Callable[[str, torch.Size, torch.dtype], Tensor]"
+
+
+class StateForm(Enum):
+    """The form in which `save_state` writes models and optimizers."""
+
+    FULL = auto()
+    """Rank 0 writes the full state dict: `model.safetensors`, `optimizer.bin`."""
+    SHARDED = auto()
+    """Every rank writes its shards, to a folder that PyTorch Distributed Checkpoint reads."""
+    NATIVE = auto()
+    """The strategy writes its own files, through its `NativeFiles`."""
+
+
+class ShardedStates(Protocol):
+    """State dicts of models and optimizers, by fully qualified name.
+
+    A sharded tensor is a `DTensor`; any other tensor is replicated. Names have no prefixes of wrappers, so
+    that one strategy loads what another has saved.
+    """
+
+    def form(self) -> StateForm:
+        """Return the form that `save_state` writes."""
+        ...
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        """Return the sharded state dict of a prepared model.
+
+        Its tensors may be read until the model changes, and written before `load_model`.
+        """
+        ...
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
+        """Load a state dict of the layout of `model_tensors`."""
+        ...
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        """Return the sharded state dict of an optimizer, with parameters by name.
+
+        Args:
+            optimizer: Prepared, without the wrapper `AcceleratedOptimizer`.
+            models: All prepared models, some of which own its parameters.
+
+        Returns:
+            `{"state": {name: {key: value}}, "param_groups": [{…, "params": [name, …]}]}`.
+        """
+        ...
+
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
+        """Return an allocator for the destination tensors of an optimizer load.
+
+        Returns:
+            A function of a parameter's name and of the shape and dtype of the full saved tensor.
+        """
+        ...
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        """Load a state dict of the layout of `optimizer_tensors`.
+
+        Raises:
+            CheckpointError: Its parameters are not those of the optimizer.
+        """
+        ...
+
+
+class RankPlanners(Protocol):
+    """Plans of what one rank writes to a DCP folder and reads from it, for tensors of some kind."""
+
+    def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[SavePlanner, SavePlan]:
+        """Plan what this rank writes.
+
+        Returns:
+            A planner whose `resolve_data` gives the values, and the items of this rank alone: all ranks
+            together write every value once. The data of the plan maps keys to paths in `state`.
+        """
+        ...
+
+    def plan_load(
+        self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
+    ) -> tuple[LoadPlanner, LoadPlan]:
+        """Plan what this rank reads: return a planner that takes what is read, and the items.
+
+        Arguments are those of `read_into`.
+        """
+        ...
+
+
+def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
+    """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
+
+    def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        parameter = parameters.get(name)
+        if parameter is not None and parameter.shape == shape and shape:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype)
+
+    return allocate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorShards:
+    """State dicts with the tensors of the model and of the optimizer as they are.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> TensorShards().optimizer_tensors(optimizer, [model])["param_groups"][0]["params"]
+        ['weight', 'bias']
+    """
+
+    form_now: Callable[[], StateForm] = lambda: StateForm.FULL
+    allocator_like: Callable[[Mapping[str, Tensor]], StateAllocator] = allocator_like
+
+    def form(self) -> StateForm:
+        """Return the form that `save_state` writes."""
+        return self.form_now()
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        """Return the state dict of the model; tied weights are one object."""
+        state = _core(model).state_dict(keep_vars=True)
+        detached = {
+            id(value): value.detach() if isinstance(value, torch.Tensor) else value
+            for value in state.values()
+        }
+        return {strip_wrapper_prefixes(name): detached[id(value)] for name, value in state.items()}
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
+        """Load a state dict of the layout of `model_tensors`."""
+        core = _core(model)
+        names = {strip_wrapper_prefixes(name): name for name in core.state_dict()}
+        core.load_state_dict({names.get(name, name): value for name, value in state.items()}, **options)
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        """Return the state dict of the optimizer, with parameters by name."""
+        return state_by_name(optimizer.state_dict(), parameter_names(optimizer, models))
+
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
+        """Allocate tensors as `allocator_like` does for the parameters."""
+        groups = zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True)
+        parameters: dict[str, Tensor] = {}
+        for names, group in groups:
+            parameters |= zip(names, group["params"], strict=True)
+
+        return self.allocator_like(parameters)
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        """Load a state dict of the layout of `optimizer_tensors`."""
+        optimizer.load_state_dict(state_by_index(state, parameter_names(optimizer, models)))
+
+
+def state_by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
+    """Replace the parameter indices of an optimizer's state dict by names.
+
+    Example:
+        >>> state_by_name({"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.5, "params": [0]}]}, [["a"]])
+        {'state': {'a': {'step': 1}}, 'param_groups': [{'lr': 0.5, 'params': ['a']}]}
+    """
+    by_number: dict[int, str] = {}
+    for group, group_names in zip(state["param_groups"], names, strict=True):
+        by_number |= zip(group["params"], group_names, strict=True)
+    return {
+        **state,
+        "state": {by_number[number]: dict(values) for number, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": list(group_names)}
+            for group, group_names in zip(state["param_groups"], names, strict=True)
+        ],
+    }
+
+
+def state_by_index(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
+    """Replace the names of `state_by_name` by parameter indices; the order within a group may differ.
+
+    Example:
+        >>> state = {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["b", "a"]}]}
+        >>> state_by_index(state, [["a", "b"]])
+        {'state': {1: {'step': 1}}, 'param_groups': [{'params': [0, 1]}]}
+    """
+    check_groups([group["params"] for group in state["param_groups"]], names)
+    return names_to_indices(state, names)
+
+
+def names_to_indices(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
+    """Do so with groups that are checked."""
+    numbers: dict[str, int] = {}
+    for group_names in names:
+        for name in group_names:
+            numbers.setdefault(name, len(numbers))
+    return {
+        **state,
+        "state": {numbers[name]: values for name, values in state["state"].items() if name in numbers},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in group_names]}
+            for group, group_names in zip(state["param_groups"], names, strict=True)
+        ],
+    }
+
+
+def check_groups(saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> None:
+    """Check that a saved optimizer has the parameters of the loading one."""
+    if len(saved) != len(names):
+        raise CheckpointError(
+            f"The saved optimizer has {len(saved)} parameter group(s), this run's has {len(names)}: build "
+            "the optimizer as in the run that was saved."
+        )
+    for index, (then, now) in enumerate(zip(saved, names, strict=True)):
+        gone, new = sorted({*then} - {*now}), sorted({*now} - {*then})
+        if gone or new:
+            only = f"only in the checkpoint {gone[:3]}" if gone else f"only in this optimizer {new[:3]}"
+            raise CheckpointError(
+                f"Group {index} of the saved optimizer has other parameters than this optimizer: {only}. "
+                "Build the model and the optimizer as in the run that was saved."
+            )
+
+
+def _core(model: nn.Module) -> nn.Module:
+    return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+# The prefixes of FSDP1, of activation checkpointing and of compiled modules.
+_LAYERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+
+
+def strip_wrapper_prefixes(name: str) -> str:
+    """Remove the prefixes of wrappers from a parameter's name.
+
+    Example:
+        >>> strip_wrapper_prefixes("layers.0._checkpoint_wrapped_module.weight")
+        'layers.0.weight'
+    """
+    return _LAYERS.sub("", name)
+
+
+def parameter_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
+    """Return the names of an optimizer's parameters, group by group.
+
+    If several models own some, names begin with the model's index; a parameter of none of them is named by
+    its group and position.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> parameter_names(torch.optim.SGD(model.parameters()), [model])
+        [['weight', 'bias']]
+    """
+    owners: dict[int, tuple[int, str]] = {}
+    for number, model in enumerate(models):
+        inside = extract_model_from_parallel(model, keep_torch_compile=False)
+        for name, parameter in inside.named_parameters(remove_duplicate=False):
+            owners.setdefault(id(parameter), (number, strip_wrapper_prefixes(name)))
+    groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
+    numbers = {owners[id(one)][0] for group in groups for one in group if id(one) in owners}
+    named: list[list[str]] = []
+    for index, group in enumerate(groups):
+        named.append([])
+        for position, parameter in enumerate(group):
+            number, name = owners.get(id(parameter), (-1, f"param_groups.{index}.{position}"))
+            named[-1].append(f"{number}.{name}" if number >= 0 and len(numbers) > 1 else name)
+    return named
+
+
+INDEX_NAME = ".metadata"
+
+
+def is_sharded_folder(folder: Path) -> bool:
+    """Return whether a folder has a DCP index."""
+    return (folder / INDEX_NAME).is_file()
+
+
+def shard_file(rank: int) -> str:
+    """Return the name of a rank's file of shards.
+
+    Example:
+        >>> shard_file(3)
+        '__3_0.distcp'
+    """
+    return f"__{rank}_0.distcp"
+
+
+def local_metadata_file(rank: int) -> str:
+    """Return the name of a rank's metadata file, which exists only while the folder is written."""
+    return f"__{rank}.note"

@@ -1,1 +1,0 @@
-"""Training on XLA devices, which record operations and execute them on request."""

@@ -1,0 +1,492 @@
+"""Quantised layers: replace, save, offload.
+
+The kernels of bitsandbytes take addresses, a shape and a block size, and check nothing: a scale too few, or a
+shape too large, is a read outside of the tensor.
+
+On a processor with AVX512-BF16, bitsandbytes repacks a 4-bit layer at its first forward without gradients. It
+permutes the weights, which it undoes on saving. It also rounds their scales to bfloat16 and transposes them,
+which it does not undo: what is saved or run after that has wrong scales. The packed form has no backward, and
+takes only some shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_bigmodel.align import slot_of
+from accel_bigmodel.placement import owner_of
+from accel_ops.weights.tensors import child_table, find_tied_parameters, parameter_table
+from accel_state.errors import CheckpointError
+from accel_state.files import parse_json
+from accel_state.libraries import is_bnb_available, require
+
+if TYPE_CHECKING:
+    from accel_quant.config import BnbQuantizationConfig
+
+
+if TYPE_CHECKING:
+    Expected = dict[str, tuple[torch.dtype, int]]
+
+STATE_4BIT = "quant_state.bitsandbytes__"
+STATE_8BIT = "SCB"
+
+_QUANT_TYPES = ("fp4", "nf4")
+_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_DTYPES = ("float16", "bfloat16", "float32")
+_CODE, _NESTED_CODE = 16, 256  # values of 4 bits, and of the 8 bits of scales that are quantised themselves
+_STATE_BYTES = 4096
+_FIELDS = {"quant_type", "blocksize", "dtype", "shape"}
+_NESTED_FIELDS = {"nested_blocksize", "nested_dtype", "nested_offset"}
+
+
+def check_4bit(where: str, weight: Tensor, statistics: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
+    """Refuse a saved 4-bit weight that does not fit its layer.
+
+    Raises:
+        CheckpointError: A part is missing, unknown, or of another type or size.
+    """
+    parts = dict(statistics)
+    state = _pop_quant_state(where, parts)
+    count = math.prod(shape)
+    nested = "nested_absmax" in parts
+    _check_fields(where, state, shape, nested=nested)
+    blocks = -(-count // state["blocksize"])
+    expected: Expected = {"quant_map": (torch.float32, _CODE), "absmax": (torch.float32, blocks)}
+    if nested:
+        expected |= {
+            "absmax": (torch.uint8, blocks),
+            "nested_absmax": (torch.float32, -(-blocks // state["nested_blocksize"])),
+            "nested_quant_map": (torch.float32, _NESTED_CODE),
+        }
+    _check_tensors(where, parts, expected)
+    _check_tensors(where, {"weight": weight}, {"weight": (torch.uint8, -(-count // 2))})
+
+
+def check_8bit(where: str, weight: Tensor, statistics: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
+    """Refuse a saved 8-bit weight that does not fit its layer; arguments as for `check_4bit`."""
+    scales = statistics.get(STATE_8BIT)
+    if scales is None:
+        raise CheckpointError(f"{where} has no {STATE_8BIT!r}, the scales of an 8-bit weight.")
+    _check_tensors(
+        where,
+        {"weight": weight, STATE_8BIT: scales},
+        {"weight": (torch.int8, math.prod(shape)), STATE_8BIT: (torch.float32, shape[0])},
+    )
+    check_shape(where, weight, shape)
+
+
+def check_shape(where: str, weight: Tensor, shape: tuple[int, int]) -> None:
+    """Refuse a weight of another shape than its layer's; arguments as for `check_4bit`."""
+    if tuple(weight.shape) != shape:
+        raise CheckpointError(f"{where} has the shape {list(weight.shape)}; its layer needs {list(shape)}.")
+
+
+def _pop_quant_state(where: str, parts: dict[str, Tensor]) -> dict[str, Any]:
+    """Take the part out of a state that is JSON, and read it."""
+    names = [name for name in parts if name.startswith(STATE_4BIT)]
+    if len(names) != 1 or names[0].removeprefix(STATE_4BIT) not in _QUANT_TYPES:
+        raise CheckpointError(
+            f"{where} needs one tensor {STATE_4BIT}nf4 or {STATE_4BIT}fp4, and has {sorted(names)[:5]}."
+        )
+    packed = parts.pop(names[0])
+    if packed.dtype is not torch.uint8 or packed.layout is not torch.strided or packed.numel() > _STATE_BYTES:
+        raise CheckpointError(
+            f"{where}: {names[0]!r} is {packed.dtype} of shape {list(packed.shape)}, and not up to "
+            f"{_STATE_BYTES} bytes of JSON."
+        )
+    text = bytes(packed.flatten().tolist())
+    state: Any = parse_json(text, where, what="weight that can be used")
+    if not isinstance(state, dict) or state.get("quant_type") != names[0].removeprefix(STATE_4BIT):  # pyright: ignore[reportUnknownMemberType]
+        raise CheckpointError(f"{where}: {names[0]!r} holds {_shown(state)}, another kind of state.")
+    return state  # pyright: ignore[reportUnknownVariableType]
+
+
+def _check_fields(where: str, state: dict[str, Any], shape: tuple[int, int], *, nested: bool) -> None:
+    fields = _FIELDS | _NESTED_FIELDS if nested else _FIELDS
+    if state.keys() != fields:
+        differing = sorted(state.keys() ^ fields)
+        raise CheckpointError(f"{where}: its quantisation state lacks, or has too many: {_shown(differing)}.")
+    allowed: dict[str, tuple[Any, ...]] = {
+        "blocksize": _BLOCK_SIZES,
+        "nested_blocksize": _BLOCK_SIZES,
+        "dtype": _DTYPES,
+        "nested_dtype": _DTYPES,
+    }
+    for name in sorted(fields & allowed.keys()):
+        value = state[name]
+        if type(value) not in {int, str} or value not in allowed[name]:
+            choices = ", ".join(map(str, allowed[name]))
+            raise CheckpointError(f"{where}: {name} is {_shown(value)}, and not one of {choices}.")
+    sizes = state["shape"]
+    if not isinstance(sizes, list) or [(type(one), one) for one in sizes] != [(int, one) for one in shape]:  # pyright: ignore[reportUnknownVariableType]
+        raise CheckpointError(f"{where} says its shape is {_shown(sizes)}; its layer needs {list(shape)}.")
+    offset = state.get("nested_offset", 0.0)
+    if (type(offset) is not float and type(offset) is not int) or not abs(offset) < torch.finfo().max:
+        raise CheckpointError(f"{where}: nested_offset is {_shown(offset)}, and not a float32 number.")
+
+
+def _check_tensors(where: str, found: Mapping[str, Tensor], expected: Expected) -> None:
+    if found.keys() != expected.keys():
+        differing = sorted(found.keys() ^ expected.keys())
+        raise CheckpointError(f"{where} lacks tensors, or has too many: {_shown(differing)}.")
+    for name, tensor in found.items():
+        dtype, count = expected[name]
+        if tensor.dtype is not dtype or tensor.numel() != count or tensor.layout is not torch.strided:
+            raise CheckpointError(
+                f"{where}: {name} is {tensor.dtype} of shape {list(tensor.shape)}; its layer needs {count} "
+                f"elements of {dtype}."
+            )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
+
+
+if TYPE_CHECKING:
+    StateDict = dict[str, Any]
+
+_ROWS, _COLUMNS = 32, 64
+"""The packed form wants multiples of these: rows per panel of its kernel, weights per scale."""
+_SCALES = ("absmax", "offset", "state2", "nested", "dtype")
+
+
+def preserve_exact_state(layer: Any) -> None:
+    """Make the state dict of a 4-bit layer independent of whether the layer has run, and loadable.
+
+    While a layer is packed it keeps its exact scales, a sixteenth of a byte per weight, but no second copy
+    of the weights.
+    """
+    layer.register_load_state_dict_pre_hook(_load_scales)
+    if not getattr(layer, "support_avx512bf16_for_cpu", False):
+        return
+    if layer.out_features % _ROWS or layer.in_features % _COLUMNS:
+        layer.support_avx512bf16_for_cpu = False
+        return
+    layer.register_state_dict_post_hook(_restore_scales)
+    layer.register_forward_pre_hook(_before_forward, with_kwargs=True)
+
+
+def never_pack(layer: Any) -> None:
+    """Undo the packing of a 4-bit layer and let it never be packed again."""
+    if _is_packed(_quant_state(layer)):
+        _unpack(layer)
+    layer.support_avx512bf16_for_cpu = False
+
+
+def _quant_state(layer: Any) -> Any:
+    # An offloaded weight is a meta tensor without a state.
+    return getattr(layer.weight, "quant_state", None)
+
+
+def _is_packed(state: Any) -> bool:
+    return getattr(state, "packing_format_for_cpu", False)
+
+
+def _unpack(layer: nn.Module) -> None:
+    # The library unpacks the weights on saving, and `_restore_scales` does the rest.
+    layer.state_dict()
+
+
+def _before_forward(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    x = args[0] if args else kwargs["x"]
+    state = _quant_state(layer)
+    packs = (
+        layer.support_avx512bf16_for_cpu
+        and x.device.type == "cpu"
+        and not layer.training
+        and not x.requires_grad
+    )
+    if _is_packed(state):
+        if not packs:
+            _unpack(layer)
+    elif packs and state is not None:
+        state.exact = {name: getattr(state, name) for name in _SCALES}
+
+
+def _restore_scales(layer: Any, state_dict: StateDict, prefix: str, _metadata: object) -> None:
+    state = _quant_state(layer)
+    if not hasattr(state, "exact"):
+        return
+    vars(state).update(vars(state).pop("exact"))
+    state.to(layer.weight.device)
+    state_dict.update(
+        {f"{prefix}weight.{name}": part.detach() for name, part in state.as_dict(packed=True).items()}
+    )
+
+
+def _load_scales(layer: Any, state_dict: StateDict, prefix: str, *_: object) -> None:
+    prefix = f"{prefix}weight."
+    parts = {
+        name.removeprefix(prefix): state_dict.pop(name)
+        for name in list(state_dict)
+        if name.startswith(prefix)
+    }
+    state = _quant_state(layer)
+    if not parts or state is None:
+        return
+    where = f"The state dict's quantised weight {prefix.removesuffix('.')!r}"
+    weight = state_dict.get(prefix.removesuffix("."), layer.weight)
+    check_4bit(where, weight, parts, (layer.out_features, layer.in_features))
+    parts = {name: part.contiguous() for name, part in parts.items()}
+    if _is_packed(state):
+        _unpack(layer)
+    layer.quant_state = layer.weight.quant_state = type(state).from_dict(parts, device=layer.weight.device)
+
+
+WEIGHT_FORMAT = "weight_format"
+
+_CHUNK = 1 << 20
+_BLOCK, _NESTED_BLOCK = 64, 256
+"""The library's own block sizes, of weights and of their scales."""
+
+
+def bitsandbytes() -> Any:
+    """Import the library."""
+    require("bnb", "quantised weights", install="accel-quant[bnb]")
+    return import_module("bitsandbytes")
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Return whether any layer of a model has 4-bit weights.
+
+    Example:
+        >>> has_4bit_bnb_layers(nn.Linear(2, 2))
+        False
+    """
+    if not is_bnb_available():
+        return False
+    return any(isinstance(module, bitsandbytes().nn.Linear4bit) for module in model.modules())
+
+
+def default_skipped(model: nn.Module) -> list[str]:
+    """Name what is better not quantised: the output head, and modules whose weights are tied.
+
+    Example:
+        >>> default_skipped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        ['1']
+    """
+    tied = [name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group]
+    return list(dict.fromkeys([*tied, *_head(model)]))
+
+
+def is_listed(name: str, listed: Iterable[str]) -> bool:
+    """Return whether a module is in a list of names, itself, below, or by a part of its dotted name.
+
+    Example:
+        >>> is_listed("model.layers.0.mlp", ["layers.0"]), is_listed("layers.01", ["layers.0"])
+        (True, False)
+    """
+    return any(f".{entry}." in f".{name}." for entry in listed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantizer:
+    """Makes quantised layers and weights as a configuration says."""
+
+    config: BnbQuantizationConfig
+    bnb: Any
+
+    def replace_linears(self, model: nn.Module, keep: Iterable[str]) -> dict[str, nn.Linear]:
+        """Put quantised layers, still without weights, where linear layers are; return those by name."""
+        excluded = list(keep)
+        replaced: dict[str, nn.Linear] = {}
+        for name, module in list(model.named_modules()):
+            prefix = f"{name}." if name else ""
+            for leaf, child in list(child_table(module).items()):
+                if type(child) is nn.Linear and not is_listed(prefix + leaf, excluded):
+                    replaced[prefix + leaf] = child
+                    setattr(module, leaf, self._layer(child))
+        return replaced
+
+    def quantize(self, weight: Tensor, device: torch.device, layer: nn.Module) -> nn.Parameter:
+        """Quantise a weight on a device, wherever it is."""
+        config = self.config
+        value = weight.detach()
+        if config.load_in_8bit:
+            # `Int8Params.to` quantises what is on the CPU alone. The kernels take float16 alone.
+            value = value.to(device, torch.float16).contiguous()
+            data, scales, _ = self.bnb.functional.int8_vectorwise_quant(value)
+            return self.bnb.nn.Int8Params(
+                data, requires_grad=False, has_fp16_weights=False, CB=data, SCB=scales
+            )
+        options = {
+            "requires_grad": False,
+            "compress_statistics": config.bnb_4bit_use_double_quant,
+            "quant_type": config.bnb_4bit_quant_type,
+            "module": layer,
+        }
+        if device.type != "cpu":
+            return self.bnb.nn.Params4bit(value.contiguous(), **options).to(device)
+        packed, state = self._packed_on_cpu(value)
+        made = self.bnb.nn.Params4bit(packed, quant_state=state, bnb_quantized=True, **options)
+        owner: Any = layer
+        owner.quant_state = state
+        return made
+
+    def restore(
+        self,
+        weight: Tensor,
+        statistics: Mapping[str, Tensor],
+        device: torch.device,
+        layer: nn.Linear,
+        *,
+        where: str,
+    ) -> nn.Parameter:
+        """Restore a weight of packed numbers; messages say `where` it is from.
+
+        The statistics are what was saved beside it: `SCB` for 8 bits, the parts of the state for 4.
+        """
+        check = check_8bit if self.config.load_in_8bit else check_4bit
+        check(where, weight, statistics, (layer.out_features, layer.in_features))
+        weight = weight.contiguous()
+        statistics = {name: part.contiguous() for name, part in statistics.items()}
+        if self.config.load_in_8bit:
+            data = weight.to(device)
+            return self.bnb.nn.Int8Params(
+                data,
+                requires_grad=False,
+                has_fp16_weights=False,
+                CB=data,
+                SCB=statistics[STATE_8BIT].to(device),
+            )
+        return self.bnb.nn.Params4bit.from_prequantized(
+            data=weight, quantized_stats=dict(statistics), requires_grad=False, device=device, module=layer
+        )
+
+    def _packed_on_cpu(self, value: Tensor) -> tuple[Tensor, Any]:
+        """Quantise in chunks: the CPU kernel's temporaries take sixteen times its input.
+
+        The blocks of 64 are independent of each other, and double quantisation works on all scales at the
+        end, so that the result is that of one call, bit for bit.
+        """
+        config, functional = self.config, self.bnb.functional
+        packed: list[Tensor] = []
+        scales: list[Tensor] = []
+        state: Any = None
+        for chunk in value.contiguous().view(-1).split(_CHUNK):
+            out, state = functional.quantize_4bit(
+                chunk, blocksize=_BLOCK, compress_statistics=False, quant_type=config.bnb_4bit_quant_type
+            )
+            packed.append(out)
+            scales.append(state.absmax)
+        absmax, offset, nested = torch.cat(scales), None, None
+        if config.bnb_4bit_use_double_quant:
+            offset = absmax.mean()
+            absmax, nested = functional.quantize_blockwise(absmax - offset, blocksize=_NESTED_BLOCK)
+        return torch.cat(packed), functional.QuantState(
+            absmax=absmax,
+            shape=value.shape,
+            dtype=value.dtype,
+            blocksize=_BLOCK,
+            code=state.code,
+            quant_type=config.bnb_4bit_quant_type,
+            offset=offset,
+            state2=nested,
+        )
+
+    def _layer(self, linear: nn.Linear) -> nn.Module:
+        config, bias = self.config, linear.bias is not None
+        with torch.device("meta"):
+            if config.load_in_8bit:
+                new = self.bnb.nn.Linear8bitLt(
+                    linear.in_features,
+                    linear.out_features,
+                    bias,
+                    has_fp16_weights=False,
+                    threshold=config.llm_int8_threshold,
+                )
+            else:
+                new = self.bnb.nn.Linear4bit(
+                    linear.in_features,
+                    linear.out_features,
+                    bias,
+                    compute_dtype=config.bnb_4bit_compute_dtype,
+                    compress_statistics=config.bnb_4bit_use_double_quant,
+                    quant_type=config.bnb_4bit_quant_type,
+                )
+                preserve_exact_state(new)
+        new.weight.requires_grad = False
+        if bias:
+            new.bias = linear.bias
+        return new.train(linear.training)
+
+
+def _head(model: nn.Module) -> list[str]:
+    base = getattr(model, "base_model_prefix", None)
+    if base is not None and not hasattr(model, base):
+        return []
+    output = getattr(model, "get_output_embeddings", None)
+    head = output() if callable(output) else None
+    if head is not None:
+        return [name for name, module in model.named_modules() if module is head]
+    children = [name for name, _ in model.named_children()]
+    return children[-1:]
+
+
+@functools.cache
+def register_slots() -> None:
+    """Register with offloading hooks how quantised parameters are flattened."""
+    bnb = bitsandbytes()
+    slot_of.register(bnb.nn.Int8Params, lambda tensor, module, name: Int8Slot(module, name, tensor))
+    slot_of.register(bnb.nn.Params4bit, _4bit_slot)
+
+
+class QuantizedSlot:
+    """The slot of a quantised weight."""
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        self.name = name
+        self._owner, self._leaf = owner_of(module, name)
+        self._table = parameter_table(self._owner)
+        self._class: Any = type(tensor)
+        self._attributes: dict[str, Any] = dict(vars(tensor))
+        self._meta: Any = self._class(tensor.data.to("meta"), requires_grad=False, **self._attributes)
+
+    def enter(self, value: Tensor) -> None:
+        """Hold the weight made of its numbers and its scales."""
+        self._table[self._leaf] = self._class(value, requires_grad=False, **self._statistics(value))
+
+    def leave(self) -> None:
+        """Hold a meta tensor with the scales, which state dicts name beside the weight."""
+        self._table[self._leaf] = self._meta
+
+    def _statistics(self, value: Tensor) -> dict[str, Any]:
+        state = self._attributes["quant_state"]
+        state.to(value.device)
+        return self._attributes
+
+
+class Int8Slot(QuantizedSlot):
+    """The slot of an 8-bit weight, whose layer keeps numbers and scales in a state of its own."""
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        super().__init__(module, name, tensor)
+        owner: Any = self._owner
+        scales = self._attributes.get("SCB")
+        self._scales: Tensor = owner.state.SCB if scales is None else scales
+        self._meta.CB, self._meta.SCB = None, self._scales
+
+    def leave(self) -> None:
+        """Hold a meta tensor, and let the layer forget the numbers."""
+        owner: Any = self._owner
+        owner.state.CB = owner.state.SCB = None
+        super().leave()
+
+    def _statistics(self, value: Tensor) -> dict[str, Any]:
+        self._scales = self._meta.SCB = self._scales.to(value.device)
+        return {"has_fp16_weights": False, "CB": value, "SCB": self._scales}
+
+
+def _4bit_slot(tensor: Tensor, module: nn.Module, name: str) -> QuantizedSlot:
+    # Weights come unpacked each time.
+    never_pack(owner_of(module, name)[0])
+    return QuantizedSlot(module, name, tensor)

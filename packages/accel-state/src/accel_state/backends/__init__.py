@@ -1,1 +1,0 @@
-"""Collectives on single tensors, for one process and for `torch.distributed`."""

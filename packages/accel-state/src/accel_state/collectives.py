@@ -1,0 +1,530 @@
+"""Tensor collectives: protocol, single process, torch, recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from accel_state.hang_monitor import collective_scope
+
+ReduceOp = Literal["sum", "max", "min", "prod"]
+"""How an all-reduce combines the values of the ranks."""
+
+
+class Collectives(Protocol):
+    """Collectives on single tensors; `accel_ops` flattens nested data.
+
+    Every method is called by all ranks in the same order. Tensors are contiguous and live on the CPU or on
+    the device of the run. Every dtype is supported; an operation that fails raises on the ranks that see it.
+
+    Work that a caller passes as `meanwhile` is done exactly once, while the message is under way if the
+    backend allows it; it must not touch the contents of the tensors.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Index of this process, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        ...
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The size of the largest chunk that `exchange_chunks` takes, 0 where it cannot be used."""
+        ...
+
+    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Send some bytes to every rank, each rank as many as it likes.
+
+        Ranks thus need not know of each other how much they send, and can compare in the message itself
+        whether their calls fit together.
+
+        Args:
+            chunk: Up to `chunk_bytes` of type uint8, one-dimensional, on the CPU.
+            meanwhile: Work for the time that this takes.
+
+        Returns:
+            A tensor of shape `(world_size, chunk_bytes)` with the chunk of each rank at the beginning of its
+            row, and anything behind. The next call overwrites it, and may return it again.
+        """
+        ...
+
+    def all_gather_into(
+        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Fill `out` with the tensors of all ranks, in rank order.
+
+        Args:
+            out: `world_size * tensor.numel()` elements of the type of `tensor`, any shape.
+            tensor: The same number of elements on every rank, possibly 0.
+            meanwhile: Work for the time that this takes.
+        """
+        ...
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Overwrite `tensor` with that of rank `src`, which has the same size and type."""
+        ...
+
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Begin to fill `out` with this rank's tensor of those of rank `src`.
+
+        The tensors are left alone until what is returned has been called.
+
+        Args:
+            out: Of the same size and type on all ranks.
+            parts: On rank `src` one such tensor for every rank, elsewhere None. The one of `src` itself may
+                be `out`.
+            src: The sending rank.
+
+        Returns:
+            What waits until `out` is filled.
+        """
+        ...
+
+    def all_reduce(
+        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
+    ) -> None:
+        """Overwrite `tensor` with the values of all ranks combined, if need be in a wider type.
+
+        Args:
+            tensor: Of the same size and type on all ranks; real unless added.
+            meanwhile: Work for the time that this takes.
+            op: The reduction.
+        """
+        ...
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Gather the picklable objects of all ranks, in rank order."""
+        ...
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        """Replace the items of `objects` by those of rank `src`, whose list is as long."""
+        ...
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SingleCollectives:
+    """The collectives of a world of one; see `Collectives` for their contracts.
+
+    Example:
+        >>> SingleCollectives().all_gather_object("me")
+        ['me']
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    chunk_bytes: int = 0
+
+    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Return the only chunk."""
+        if meanwhile is not None:
+            meanwhile()
+        return chunk[None]
+
+    def all_gather_into(
+        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Copy `tensor` into `out`."""
+        out.view(-1).copy_(tensor.view(-1))
+        if meanwhile is not None:
+            meanwhile()
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Do nothing, if `src` is this process."""
+        del tensor
+        self._check(src)
+
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Copy the only part at once, if `src` is this process."""
+        self._check(src)
+        if parts is not None and parts[0] is not out:
+            out.copy_(parts[0])
+        return _done
+
+    def all_reduce(
+        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
+    ) -> None:
+        """Do the work of `meanwhile` only."""
+        del tensor, op
+        if meanwhile is not None:
+            meanwhile()
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Return a list of the object."""
+        return [obj]
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        """Do nothing, if `src` is this process."""
+        del objects
+        self._check(src)
+
+    def barrier(self) -> None:
+        """Do nothing."""
+
+    def _check(self, src: int) -> None:
+        if src != 0:
+            raise ValueError(f"There is no rank {src!r} to broadcast from: this process is alone.")
+
+
+def _done() -> None:
+    """Do nothing: there is nothing to wait for."""
+
+
+# Every backend moves these as they are; all others travel as bytes. bfloat16: since torch 2.2.
+_MOVED = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+# What is added in another type, which holds the sums of the first.
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    **{
+        getattr(torch, name): torch.float32
+        for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    },
+}
+_OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+_SIGN = -(1 << 63)
+# Between so few ranks every one sends its chunk to all others at once. gloo accepts less than a receiver has
+# room for, so that all ranks can offer the same room for chunks of any size.
+_CHUNK_BYTES = 1 << 17
+_CHUNK_RANKS = 16
+
+
+class TorchCollectives:
+    """The collectives of the default process group; see `Collectives` for their contracts."""
+
+    __slots__ = ("_device", "_device_types", "_rows", "_sent", "chunk_bytes", "rank", "world_size")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._device_types = _supported_device_types()
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
+        direct = self.world_size <= _CHUNK_RANKS and _is_gloo()
+        self.chunk_bytes: int = _CHUNK_BYTES if direct else 0
+        self._rows = self._sent = torch.empty(0, dtype=torch.uint8)
+
+    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Send some bytes to every rank, each rank as many as it likes."""
+        limit, ranks, own = self.chunk_bytes, self.world_size, self.rank
+        if not len(self._rows):
+            with torch.inference_mode(mode=False):  # else later calls outside of it could not write here
+                self._rows = torch.empty(ranks, limit, dtype=torch.uint8)
+                self._sent = torch.empty(ranks * limit, dtype=torch.uint8)
+        nbytes = len(chunk)
+        sizes = [nbytes] * ranks
+        sizes[own] = limit  # gloo wants as much from a rank to itself as it has room for
+        sent = self._sent[: sum(sizes)]
+        sent[: (own + 1) * nbytes].view(own + 1, nbytes).copy_(chunk)
+        sent[own * nbytes + limit :].view(ranks - own - 1, nbytes).copy_(chunk)
+        with collective_scope("exchange"):
+            deferred = meanwhile is not None
+            rows = self._rows.view(-1)
+            work = dist.all_to_all_single(rows, sent, [limit] * ranks, sizes, async_op=deferred)
+            _finish(work, meanwhile)
+        return self._rows
+
+    def all_gather_into(
+        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Fill `out` with the tensors of all ranks, in rank order."""
+        if self._goes_as_it_is(tensor):
+            with collective_scope("all_gather"):
+                self._all_gather(out.view(-1), tensor.view(-1), meanwhile)
+            return
+        if tensor.numel() == 0:
+            _do(meanwhile)
+            return
+        with (
+            collective_scope("all_gather"),
+            self._transferable(out) as target,
+            self._transferable(tensor) as source,
+        ):
+            resolved = source.resolve_conj() if source.is_complex() else source
+            # Flat, since backends differ in which shapes of `out` they take.
+            self._all_gather(_as_moved(target.view(-1)), _as_moved(resolved.view(-1)), meanwhile)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Overwrite `tensor` with that of rank `src`."""
+        if self._goes_as_it_is(tensor):
+            with collective_scope("broadcast"):
+                dist.broadcast(tensor, src=src)
+            return
+        if tensor.numel() == 0:
+            return
+        with collective_scope("broadcast"), self._transferable(tensor) as buffer:
+            dist.broadcast(_as_moved(buffer), src=src)
+
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Begin to fill `out` with this rank's tensor of those of rank `src`; return what waits."""
+        if out.numel() == 0:
+            return _done
+        if out.device.type not in self._device_types:
+            with collective_scope("scatter"), self._staged(out) as target:
+                dist.scatter(_as_moved(target), _sources(out, target, parts), src=src)
+            return _done
+        work: Any = dist.scatter(_as_moved(out), _sources(out, out, parts), src=src, async_op=True)
+
+        def finish() -> None:
+            with collective_scope("scatter"):
+                work.wait()
+
+        return finish
+
+    def all_reduce(
+        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
+    ) -> None:
+        """Overwrite `tensor` with the values of all ranks combined."""
+        if self._goes_as_it_is(tensor):
+            with collective_scope("all_reduce"):
+                self._all_reduce(tensor, meanwhile, op)
+            return
+        if tensor.numel() == 0:
+            _do(meanwhile)
+            return
+        with collective_scope("all_reduce"), self._transferable(tensor) as buffer:
+            wider = _WIDER.get(buffer.dtype)
+            total = _as_reduced(buffer) if wider is None else buffer.to(wider)
+            unsigned = buffer.dtype == torch.uint64 and op in {"max", "min"}
+            if unsigned:
+                total.bitwise_xor_(_SIGN)  # the order of unsigned numbers in that of signed ones
+            self._all_reduce(total, meanwhile, op)
+            if unsigned:
+                total.bitwise_xor_(_SIGN)
+            if wider is not None:
+                buffer.copy_(total)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Gather the picklable objects of all ranks, in rank order."""
+        gathered: list[Any] = [None] * self.world_size
+        with collective_scope("all_gather_object"):
+            dist.all_gather_object(gathered, obj)
+        return gathered
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        """Replace the items of `objects` by those of rank `src`."""
+        with collective_scope("broadcast_object_list"):
+            device = None if "cpu" in self._device_types else self._device
+            dist.broadcast_object_list(objects, src=src, device=device)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        with collective_scope("barrier"):
+            # Without the CPU's backend the barrier runs on the device, which is named lest one be guessed.
+            indices = (
+                None if "cpu" in self._device_types or self._device.index is None else [self._device.index]
+            )
+            dist.barrier(device_ids=indices)
+
+    def _goes_as_it_is(self, tensor: Tensor) -> bool:
+        """Whether a tensor can be sent as it is: the common case, in which microseconds count."""
+        return tensor.dtype in _MOVED and tensor.device.type in self._device_types and tensor.numel() > 0
+
+    def _all_gather(self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None) -> None:
+        deferred = meanwhile is not None
+        _finish(dist.all_gather_into_tensor(out, tensor, async_op=deferred), meanwhile)
+
+    def _all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None, op: ReduceOp) -> None:
+        deferred = meanwhile is not None
+        _finish(dist.all_reduce(tensor, op=_OPS[op], async_op=deferred), meanwhile)
+
+    @contextmanager
+    def _staged(self, tensor: Tensor) -> Generator[Tensor]:
+        """Yield a copy on the run's device of a tensor whose device has no backend; copy it back after."""
+        staged = tensor.to(self._device)
+        yield staged
+        tensor.copy_(staged)
+
+    def _transferable(self, tensor: Tensor) -> Any:
+        return _Same(tensor) if tensor.device.type in self._device_types else self._staged(tensor)
+
+
+def _sources(out: Tensor, target: Tensor, parts: Sequence[Tensor] | None) -> list[Tensor] | None:
+    """Return the tensors to scatter, on the device of `target`, the staged `out`."""
+    if parts is None:
+        return None
+    return [_as_moved(target if part is out else part.to(target.device)) for part in parts]
+
+
+class _Same:
+    """A context manager of a tensor that needs no staging."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __enter__(self) -> Tensor:
+        return self._tensor
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def group_timeout(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:
+    """Return the timeout of collectives of the backend of a device; in the default group, if `None`."""
+    try:
+        return (group or _default_group())._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # backends of third parties have no such option
+        return dist.default_pg_timeout
+
+
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Set the timeout of collectives of a group, the default one if `None`."""
+    change = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage, reportDeprecated] - what older torch has
+    change(timeout, group)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] - no public way to it
+
+
+def _default_group() -> dist.ProcessGroup:
+    return c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
+
+
+def _supported_device_types() -> frozenset[str]:
+    """Return the device types for which the default process group has a backend."""
+    return frozenset(device.type for device in _default_group()._device_types)
+
+
+def _is_gloo() -> bool:
+    """Return whether the backend of CPU tensors is gloo."""
+    try:
+        return _default_group()._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:  # a group without a backend for the CPU
+        return False
+
+
+def _do(work: Callable[[], None] | None) -> None:
+    if work is not None:
+        work()
+
+
+def _finish(under_way: dist.Work | None, meanwhile: Callable[[], None] | None) -> None:
+    """Do the work of `meanwhile`, then wait, also if it fails: until then the message uses its memory."""
+    try:
+        _do(meanwhile)
+    finally:
+        if under_way is not None:
+            under_way.wait()
+
+
+def _as_moved(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor in a dtype that every backend sends."""
+    if tensor.dtype in _MOVED:
+        return tensor
+    flat = tensor.reshape(-1)
+    return torch.view_as_real(flat) if flat.is_complex() else flat.view(torch.uint8)
+
+
+def _as_reduced(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor in a dtype that every backend reduces."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    # Two's complement: sum and product are the same, signed or not.
+    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
+
+
+_NUMBERS = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16}
+    | {torch.int8, torch.uint8}
+)
+# What every device has collectives for; all other types are sent as the second.
+_SENT_AS = {dtype: dtype for dtype in _NUMBERS} | {torch.bool: torch.uint8}
+_ADDED_AS = {dtype: dtype for dtype in _NUMBERS} | {torch.bool: torch.int32}
+
+
+class RecordedCollectives:
+    """The collectives of a device that records operations; see `Collectives` for their contracts.
+
+    Those of the device's tensors become a part of the recorded program, and wait for nothing. Tensors of the
+    CPU and objects go over the process group of the host, as do types that the device does not have.
+
+    Args:
+        device: The device of this process.
+        own: The module of its family, `DeviceKind.own_runtime`.
+    """
+
+    def __init__(self, device: torch.device, own: Any) -> None:
+        self._host = host = TorchCollectives(torch.device("cpu"))
+        self._device = device
+        self._own = own
+        self.rank: int = host.rank
+        self.world_size: int = host.world_size
+        self.chunk_bytes: int = host.chunk_bytes
+        self.exchange_chunks = host.exchange_chunks
+        self.start_scatter = host.start_scatter
+        self.all_gather_object = host.all_gather_object
+        self.broadcast_object_list = host.broadcast_object_list
+        self.barrier = host.barrier  # what ranks have recorded waits only once something needs it
+
+    def all_gather_into(
+        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Fill `out` with the tensors of all ranks, in rank order."""
+        if not self._is_recorded(tensor):
+            self._host.all_gather_into(out, tensor, meanwhile)
+            return
+        if meanwhile is not None:
+            meanwhile()
+        with collective_scope("all_gather"):
+            gathered = self._own.all_gather(tensor.reshape(-1).to(_SENT_AS[tensor.dtype]))
+            out.copy_(gathered.reshape(out.shape))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Overwrite `tensor` with that of rank `src`."""
+        if not self._is_recorded(tensor):
+            self._host.broadcast(tensor, src)
+            return
+        with collective_scope("broadcast"):
+            sent = self._own.broadcast(tensor.to(_SENT_AS[tensor.dtype]), is_source=self.rank == src)
+            tensor.copy_(sent)
+
+    def all_reduce(
+        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
+    ) -> None:
+        """Overwrite `tensor` with the values of all ranks combined."""
+        if not self._is_recorded(tensor):
+            self._host.all_reduce(tensor, meanwhile, op=op)
+            return
+        if meanwhile is not None:
+            meanwhile()
+        with collective_scope("all_reduce"):
+            tensor.copy_(self._own.all_reduce(tensor.to(_ADDED_AS[tensor.dtype]), op))
+
+    def _is_recorded(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device.type and tensor.dtype in _SENT_AS and tensor.numel() > 0

@@ -1,0 +1,266 @@
+"""Table of device families; driver facts; torch-free.
+
+Without torch, so that settings and the command derive their lists from it; `probe` and `module` import it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import platform
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import InvalidVersion, Version
+
+from accel_state.errors import MissingDependencyError
+from accel_state.labels import DistributedType
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """One family of devices.
+
+    Args:
+        name: What the family is called; unique.
+        type: The `type` of its `torch.device`.
+        backend: The process-group backend that moves its tensors; `None` where there is none.
+        distributed_type: What users call several processes on such devices.
+        visible_devices_env: The variable that restricts which devices a process sees.
+        rng_key: The `RNGType` of its random number generator, if it has one of its own.
+        plugin: The package that teaches torch the device type, if torch does not know it by itself.
+        least_torch: The oldest torch with which all works; `None` for that of the package's metadata.
+        probe: Whether a device of this family can be used by this process.
+        runtime: The module that stands for `torch.<type>`, for devices that torch does not know. It also says
+            which ranks there are (`topology`), how they meet (`group_options`), makes their `collectives`,
+            and executes what was recorded (`flush`), since such devices record operations.
+    """
+
+    name: str
+    type: str
+    backend: str | None
+    distributed_type: DistributedType
+    visible_devices_env: str | None
+    rng_key: str | None
+    probe: Callable[[], bool]
+    plugin: str | None = None
+    least_torch: str | None = None
+    runtime: str | None = None
+
+    def __reduce__(self) -> tuple[Callable[[str], DeviceKind], tuple[str]]:
+        return _named, (self.name,)
+
+    @property
+    def module(self) -> Any:
+        """The namespace of torch for the device type, such as `torch.cuda`; `None` if it has none."""
+        return self.own_runtime or getattr(import_module("torch"), self.type, None)
+
+    @property
+    def own_runtime(self) -> Any:
+        """The module named by `runtime`; `None` if torch knows the device."""
+        return None if self.runtime is None else import_module(self.runtime)
+
+    @property
+    def group_backend(self) -> str | None:
+        """What `init_process_group` is asked for: tensors of the device, and those of the CPU beside them.
+
+        Devices with a `runtime` have collectives of their own: their group is that of the hosts alone.
+        """
+        if self.runtime is not None:
+            return "gloo"
+        if self.backend is None or self.type == "cpu":
+            return self.backend
+        return f"cpu:gloo,{self.type}:{self.backend}"
+
+
+def _named(name: str) -> DeviceKind:
+    return BY_NAME[name]
+
+
+def _asking(function: str, *args: Any) -> Callable[[], bool]:
+    """Return a probe that calls a function of `accel_state.devices`."""
+    return functools.partial(_detect, function, *args)
+
+
+def _detect(function: str, *args: Any) -> bool:
+    return getattr(import_module("accel_state.devices"), function)(*args)
+
+
+def _row(
+    name: str,
+    backend: str | None,
+    label: DistributedType,
+    visible_devices_env: str | None,
+    plugin: str | None = None,
+    **row: Any,
+) -> DeviceKind:
+    """Make a row; its name is also the type of its devices, its namespace in torch and its RNG key."""
+    row = {"type": name, "rng_key": name, "probe": _asking("has_device", name, plugin), **row}
+    return DeviceKind(
+        name=name,
+        backend=backend,
+        distributed_type=label,
+        visible_devices_env=visible_devices_env,
+        plugin=plugin,
+        **row,
+    )
+
+
+_CUDA: dict[str, Any] = {"probe": _asking("is_nvidia"), "least_torch": "2.11"}
+_ROCM: dict[str, Any] = {**_CUDA, "type": "cuda", "rng_key": "cuda", "probe": _asking("is_rocm_available")}
+_XLA: dict[str, Any] = {"runtime": "accel_state.xla_devices", "probe": _asking("has_xla")}
+
+KINDS: tuple[DeviceKind, ...] = (
+    _row("cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES", **_CUDA),
+    _row("rocm", "nccl", DistributedType.MULTI_GPU, "HIP_VISIBLE_DEVICES", **_ROCM),  # RCCL has NCCL's name
+    _row("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK", least_torch="2.11"),
+    _row("mps", None, DistributedType.NO, None, rng_key=None, probe=_asking("is_mps_available")),
+    _row("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
+    _row("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES", "torch_mlu"),
+    _row("musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES", "torch_musa"),
+    _row("sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES", "torch_sdaa"),
+    _row("hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES", "habana_frameworks.torch"),
+    _row("neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES", "torch_neuronx"),
+    _row("xla", "xla", DistributedType.XLA, "TPU_VISIBLE_CHIPS", "torch_xla", **_XLA),
+    _row("cpu", "gloo", DistributedType.MULTI_CPU, None, rng_key=None, probe=lambda: True),
+)
+"""In probe order; the CPU, which is always there, comes last."""
+
+WITHOUT_STORAGE = frozenset(kind.type for kind in KINDS if kind.runtime is not None)
+"""Types of devices whose tensors have no storage that could be addressed."""
+
+BY_NAME = {kind.name: kind for kind in KINDS}
+CPU = BY_NAME["cpu"]
+
+
+def available_kind() -> DeviceKind:
+    """The first family of `KINDS` of which this process can use a device.
+
+    Example:
+        >>> available_kind().probe()
+        True
+    """
+    return next(kind for kind in KINDS if kind.probe())
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """The family that a device belongs to.
+
+    Raises:
+        ValueError: No family has devices of this type.
+
+    Example:
+        >>> import torch
+        >>> kind_of(torch.device("cpu")).backend
+        'gloo'
+    """
+    rows = [kind for kind in KINDS if kind.type == device.type]
+    if not rows:
+        known = ", ".join(dict.fromkeys(kind.type for kind in KINDS))
+        raise ValueError(f"There is no device family for {str(device)!r}: known types are {known}.")
+    return next((kind for kind in rows if kind.probe()), rows[0])
+
+
+def runtime_module(device: torch.device) -> Any:
+    """The module that stands for `torch.<type>` of a device that torch does not know; `None` for any other.
+
+    Example:
+        >>> import torch
+        >>> runtime_module(torch.device("cpu")) is None
+        True
+    """
+    return next((kind.own_runtime for kind in KINDS if kind.type == device.type), None)
+
+
+# GeForce cards of this generation were sold without peer access, which drivers pretended to offer until then:
+# https://docs.nvidia.com/datacenter/tesla/tesla-release-notes-550-54-14/index.html
+_NO_PEER_ACCESS = ("RTX 40",)
+PEER_ACCESS_DRIVER = Version("550.40.07")
+"""The first driver of NVIDIA whose peer-to-peer copies are right on consumer cards."""
+
+_KERNEL = Version("5.5.0")
+
+logger = logging.getLogger(__name__)
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Return the names of the NVIDIA GPUs of this machine, and their number; 0 without a driver."""
+    try:
+        names = nvidia_smi("name")
+    except MissingDependencyError:
+        return [], 0
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """Return the version of the NVIDIA driver, such as `"550.54.14"`.
+
+    Raises:
+        MissingDependencyError: There is no NVIDIA driver.
+    """
+    return nvidia_smi("driver_version")[0]
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Return whether the GPUs of this machine support peer-to-peer and InfiniBand transfers.
+
+    Returns:
+        False for cards that cannot (`NCCL_P2P_DISABLE=1` and `NCCL_IB_DISABLE=1` help); True otherwise, and
+        where there is no GPU to ask.
+    """
+    names, count = get_gpu_info()
+    if count < 2 or not any(card in name for name in names for card in _NO_PEER_ACCESS):
+        return True
+    try:
+        return Version(get_driver_version()) >= PEER_ACCESS_DRIVER
+    except InvalidVersion:
+        return False
+
+
+def peer_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that NCCL lacks where GPUs cannot reach each other's memory."""
+    missing = {name: "1" for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in variables}
+    return missing if missing and not check_cuda_p2p_ib_support() else {}
+
+
+def check_os_kernel() -> None:
+    """Log a warning if the Linux kernel is older than 5.5, with which processes may hang."""
+    release = platform.release().split("-")[0]
+    if platform.system() != "Linux":
+        return
+    try:
+        old = Version(release) < _KERNEL
+    except InvalidVersion:
+        return
+    if old:
+        logger.warning(
+            "The kernel of this machine is %s. Processes may hang with kernels before %s: upgrade it.",
+            release,
+            _KERNEL,
+        )
+
+
+def nvidia_smi(field: str) -> list[str]:
+    """Query one field of every GPU.
+
+    Raises:
+        MissingDependencyError: There is no NVIDIA driver.
+    """
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise MissingDependencyError(
+            f"nvidia-smi does not answer ({error}): install the NVIDIA driver, or ask where there is a GPU."
+        ) from None
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

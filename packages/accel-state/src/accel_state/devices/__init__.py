@@ -1,1 +1,0 @@
-"""The kinds of devices: detection, names and properties."""

@@ -1,0 +1,147 @@
+"""Read JSON and files of unknown origin; libc.
+
+A FIFO in place of a file would be waited for, and `/dev/zero` read until memory is full.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import re
+import stat
+import sys
+from collections.abc import Callable
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from accel_state.errors import CheckpointError, SettingsError
+
+JSON_LIMIT = 100_000_000
+"""Bytes; the bound of the safetensors format for its header, and generous for every index."""
+
+CONFIG_LIMIT = 200_000
+"""Bytes of a config file; parsing YAML takes a second per 100 kB."""
+
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFSOCK: "socket",
+}
+
+
+def open_regular(
+    path: str | os.PathLike[str], error: Callable[[str], Exception] = CheckpointError
+) -> BufferedReader:
+    """Open a file for reading, without blocking; raise `error` if it is a folder, FIFO, device or socket.
+
+    Example:
+        >>> open_regular("/dev/null")
+        Traceback (most recent call last):
+        accel_state.errors.CheckpointError: '/dev/null' is a device, not a file
+    """
+    kind = stat.S_IFMT(Path(path).stat().st_mode)
+    if kind == stat.S_IFREG:
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - it is the caller's; Path has no opener
+        kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)  # another may have taken its name meanwhile
+        if kind == stat.S_IFREG:
+            return file
+        file.close()
+    raise error(f"{os.fspath(path)!r} is a {_KINDS.get(kind, 'special file')}, not a file")
+
+
+def read_regular(
+    path: str | os.PathLike[str],
+    *,
+    limit: int = JSON_LIMIT,
+    error: Callable[[str], Exception] = CheckpointError,
+) -> bytes:
+    """Read a file in full; raise `error` if it is no regular file, or has more bytes than `limit`."""
+    with open_regular(path, error) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise error(f"{os.fspath(path)!r} is larger than {limit} bytes, the bound of such files")
+    return content
+
+
+def read_json(
+    path: str | os.PathLike[str],
+    *,
+    what: str = "JSON",
+    limit: int = JSON_LIMIT,
+    error: Callable[[str], Exception] = CheckpointError,
+) -> Any:
+    """Read a JSON file."""
+    return parse_json(read_regular(path, limit=limit, error=error), path, what=what, error=error)
+
+
+def parse_json(
+    text: str | bytes,
+    path: object,
+    *,
+    what: str = "JSON",
+    error: Callable[[str], Exception] = CheckpointError,
+    **how: Any,
+) -> Any:
+    """Parse JSON, however deep.
+
+    Example:
+        >>> parse_json("[" * 100_000, "a.json")
+        Traceback (most recent call last):
+        accel_state.errors.CheckpointError: 'a.json' is no JSON: it is nested too deeply
+    """
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode(), **how)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as found:
+        reason = str(found)
+    raise error(f"{str(path)!r} is no {what}: {reason}")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
+
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, as Path drops the other; "C:/" is a drive
+
+
+def local_path(path: str | os.PathLike[str], argument: str) -> Path:
+    """Return a path, with `~` expanded.
+
+    Args:
+        path: As a user gave it.
+        argument: Where it came from, for the message.
+
+    Raises:
+        SettingsError: It has a scheme, such as `"s3://bucket/run"`.
+
+    Example:
+        >>> local_path("runs/7", "project_dir").name
+        '7'
+    """
+    text = os.fspath(path)
+    scheme = _SCHEME.match(text)
+    if scheme:
+        raise SettingsError(
+            f"{argument}={text!r}: paths with the scheme {scheme[1]!r} are not supported yet; give a local "
+            "folder, such as one on which the remote file system is mounted."
+        )
+    return Path(path).expanduser()
+
+
+@functools.cache
+def libc() -> ctypes.CDLL | None:
+    """Return the C library; `None` on other systems than Linux.
+
+    Example:
+        >>> import os
+        >>> library = libc()
+        >>> library is None or library.getpid() == os.getpid()
+        True
+    """
+    return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

@@ -1,0 +1,202 @@
+"""Names and entry points, imported at first use."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from types import ModuleType
+from typing import Any, Generic, Protocol, TypeVar
+
+from accel_state.errors import SettingsError, did_you_mean
+
+_IMPORT = re.compile(r"^from (\S+) import (\([^)]*\)|.*)$", re.MULTILINE)
+_AS_ITSELF = re.compile(r"\b(\w+) as \1\b")
+
+
+class LazyModule(ModuleType):
+    """A package or module whose names live in others.
+
+    What is assigned to such a name replaces it there, too, and in each of our modules that has imported it:
+    a program that replaces a function under the documented name replaces the one that is called. Deleting
+    the name puts the original back everywhere; `unittest.mock` and pytest's `monkeypatch` delete a name that
+    they had to ask for.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
+        is_export = name in vars(self).get("_EXPORTS", ())
+        # The import system binds a submodule in its package, which replaces nothing.
+        if not is_export or (name not in originals and _is_submodule(value, self, name)):
+            super().__setattr__(name, value)
+            return
+        before = getattr(self, name)
+        if originals.setdefault(name, before) is value:
+            del originals[name]
+        super().__setattr__(name, value)
+        _replace(name, before, value)
+
+    def __delattr__(self, name: str) -> None:
+        replacement = vars(self).get(name)
+        super().__delattr__(name)
+        originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
+        if name in originals:
+            _replace(name, replacement, originals.pop(name))
+
+
+def _is_submodule(value: object, package: ModuleType, name: str) -> bool:
+    return isinstance(value, ModuleType) and value.__name__ == f"{package.__name__}.{name}"
+
+
+def _replace(name: str, before: object, after: object) -> None:
+    """Replace an object in each of our modules that has it under a name, also as `accelerate`."""
+    for module in list(sys.modules.values()):
+        top = getattr(module, "__name__", "").partition(".")[0]
+        is_ours = top in ("accel", "accelerate") or top.startswith("accel_")
+        if is_ours and vars(module).get(name, module) is before:
+            vars(module)[name] = after
+
+
+def attach(package: str) -> None:
+    """Give a module the names that its stub imports from other modules, each imported at its first use.
+
+    The stub, the file beside the module that ends in `.pyi`, is the one list of them: type checkers read it
+    as it is. `__all__` has the public names without submodules.
+    """
+    module: Any = sys.modules[package]
+    spec = module.__spec__
+    stub: bytes = spec.loader.get_data(f"{spec.origin.rpartition('.')[0]}.pyi")
+    exports = exports_of(stub.decode(), spec.name)
+
+    def __getattr__(name: str) -> object:  # noqa: N807 - PEP 562
+        if name not in exports:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
+        target = exports[name]
+        value = import_module(target[:-1]) if target.endswith(":") else getattr(import_module(target), name)
+        vars(module)[name] = value
+        return value
+
+    vars(module).update(
+        __getattr__=__getattr__,
+        __dir__=lambda: sorted(exports),
+        __all__=sorted(name for name in exports if name[0] != "_" and exports[name][-1] != ":"),
+        _EXPORTS=exports,
+        _ORIGINALS={},
+    )
+    module.__class__ = LazyModule
+
+
+def exports_of(stub: str, package: str) -> dict[str, str]:
+    r"""Return the names that a stub exports: those that it imports as themselves.
+
+    Returns:
+        Name to the dotted module that defines it, or to that of a submodule with a trailing colon.
+
+    Example:
+        >>> exports_of("from json import dumps as dumps\nfrom zoo import keepers as keepers", "zoo")
+        {'dumps': 'json', 'keepers': 'zoo.keepers:'}
+    """
+    return {
+        name: f"{source}.{name}:" if source == package else source
+        for source, names in _IMPORT.findall(stub)
+        for name in _AS_ITSELF.findall(names)
+    }
+
+
+class Named(Protocol):
+    """A row of a table."""
+
+    @property
+    def name(self) -> str:
+        """The name under which it is registered."""
+        ...
+
+
+Row = TypeVar("Row", bound=Named)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registry(Generic[Row]):
+    """The rows that come with accel, and those of installed distributions.
+
+    A distribution adds a row with `[project.entry-points."GROUP"] name = "module:ROW"`.
+
+    Args:
+        group: The entry-point group.
+        kind: The type of a row.
+        noun: What a row is, for messages, such as `"strategy"`.
+        built_in: The rows that come with accel, by name.
+
+    Example:
+        >>> class Color(str):
+        ...     name = property(str)
+        >>> colors = Registry(group="my.colors", kind=Color, noun="color", built_in={"red": Color("red")})
+        >>> colors.find("red")
+        'red'
+    """
+
+    group: str
+    kind: type[Row]
+    noun: str
+    built_in: Mapping[str, Row]
+
+    def names(self, installed: Iterable[EntryPoint] | None = None) -> list[str]:
+        """Return all names, those of installed distributions first; nothing is imported."""
+        return [*dict.fromkeys([*(point.name for point in self._points(installed)), *self.built_in])]
+
+    def available(self, installed: Iterable[EntryPoint] | None = None) -> dict[str, Row]:
+        """Return all rows by name: those of installed distributions, by name, then the built-in ones.
+
+        Args:
+            installed: The entry points to add; those of this environment when `None`.
+
+        Raises:
+            SettingsError: Two distributions claim one name, or a built-in one; or what an entry point names
+                cannot be imported, or is no such row.
+        """
+        found: dict[str, Row] = {}
+        values: dict[str, str] = dict.fromkeys(self.built_in, "accel's own")
+        for point in self._points(installed):
+            if values.setdefault(point.name, point.value) != point.value:
+                raise SettingsError(
+                    f"The entry point {point.name!r} = {point.value!r} in the group {self.group!r} takes "
+                    f"a name that {values[point.name]!r} has already; uninstall one of the two."
+                )
+            found[point.name] = self._load(point)
+        return {**found, **self.built_in}
+
+    def find(self, name: str, *, source: str | None = None) -> Row:
+        """Return one row."""
+        found = self.available()
+        if name not in found:
+            hint = did_you_mean(name, found, "")
+            raise SettingsError(
+                f"{f'{source}: ' if source else ''}There is no {self.noun} {name!r}: registered are "
+                f"{', '.join(map(repr, found))}{f'; {hint}' if hint else '.'}"
+            )
+        return found[name]
+
+    def resolve(self, name: str, reference: Any) -> Any:
+        """Import what a row names as `"module:object"`; return anything else as it is."""
+        return EntryPoint(name, reference, self.group).load() if isinstance(reference, str) else reference
+
+    def _points(self, installed: Iterable[EntryPoint] | None) -> list[EntryPoint]:
+        points = entry_points(group=self.group) if installed is None else installed
+        return sorted(points, key=lambda point: point.name)
+
+    def _load(self, point: EntryPoint) -> Row:
+        about = f"The entry point {point.name!r} = {point.value!r} in the group {self.group!r}"
+        try:
+            row: Any = point.load()
+        except (ImportError, AttributeError) as error:
+            raise SettingsError(
+                f"{about} cannot be imported: {error}. Mend or uninstall the distribution that declares it."
+            ) from error
+        if not isinstance(row, self.kind) or row.name != point.name:
+            raise SettingsError(
+                f"{about} is {row!r}; it must be a {self.kind.__name__} of the name {point.name!r}."
+            )
+        return row

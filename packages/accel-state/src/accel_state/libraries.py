@@ -1,0 +1,436 @@
+"""Optional libraries, versions, FP8 support; torch-free."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from packaging.version import InvalidVersion, Version
+
+from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+
+STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Version, Version], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+"""What the texts of comparisons mean."""
+
+MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.1.0"
+"""The version of torch since which its profiler records devices that are not CUDA's."""
+XPU_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0"
+"""The version of torch since which its profiler records Intel GPUs."""
+
+BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
+"""The version of torch since which tensor parallelism works."""
+BETA_TP_AVAILABLE_TRANSFORMERS_VERSION = "4.52.0"
+"""The version of transformers since which its models have a plan for tensor parallelism."""
+BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
+"""The version of torch since which context parallelism works."""
+BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
+"""The version of DeepSpeed since which sequence parallelism works."""
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Compare a version with another.
+
+    Args:
+        library_or_version: The distribution name of an installed library, or a parsed version.
+        operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
+        requirement_version: The version on the other side.
+
+    Raises:
+        SettingsError: The operation or the version cannot be read.
+        MissingDependencyError: The library is not installed.
+
+    Example:
+        >>> compare_versions("packaging", ">=", "1.0")
+        True
+        >>> compare_versions(Version("2.6.0+cu124"), "<", "2.6")
+        False
+    """
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise SettingsError(
+            f"operation {operation!r} is unknown: use one of {', '.join(STR_OPERATION_TO_FUNC)}"
+        )
+    found = (
+        installed_version(library_or_version) if isinstance(library_or_version, str) else library_or_version
+    )
+    return STR_OPERATION_TO_FUNC[operation](found, _parsed(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare the version of the installed torch with another.
+
+    A pre-release or nightly counts as the release that it leads to.
+
+    Example:
+        >>> is_torch_version(">=", "2.9")
+        True
+    """
+    return compare_versions(Version(installed_version("torch").base_version), operation, version)
+
+
+@functools.cache
+def installed_version(distribution: str) -> Version:
+    """Return the version of an installed distribution.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+
+    Example:
+        >>> installed_version("packaging") > Version("1.0")
+        True
+    """
+    try:
+        return Version(version(distribution))
+    except PackageNotFoundError:
+        raise MissingDependencyError(
+            f"the version of {distribution!r} was asked for, but no distribution of this name is installed"
+        ) from None
+
+
+def _parsed(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise SettingsError(f"{text!r} is not a version: expected something like '2.9.0'") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """An optional library.
+
+    Args:
+        modules: Top-level modules, any of which is enough.
+        distribution: What to install; the module's own name if None.
+        minimum: The first version that is enough.
+    """
+
+    modules: tuple[str, ...]
+    distribution: str | None = None
+    minimum: str | None = None
+
+
+def _library(*modules: str, distribution: str | None = None, minimum: str | None = None) -> Library:
+    return Library(modules=modules, distribution=distribution, minimum=minimum)
+
+
+_NAMED_ALIKE = (
+    "aim", "amdsmi", "boto3", "clearml", "datasets", "deepspeed", "dvclive", "matplotlib", "mlflow",
+    "pandas", "peft", "plotly", "pytest", "rich", "sagemaker", "schedulefree", "swanlab", "timm",
+    "torchdata", "torchvision", "trackio", "transformers", "triton", "wandb",
+)  # fmt: skip
+"""Libraries whose module and distribution have the name by which we know them."""
+
+LIBRARIES: Mapping[str, Library] = {
+    **{name: _library(name) for name in _NAMED_ALIKE},
+    "bnb": _library("bitsandbytes"),
+    "comet_ml": _library("comet_ml", distribution="comet-ml"),
+    "import_timer": _library("import_timer", distribution="import-timer"),
+    "lomo": _library("lomo_optim", distribution="lomo-optim"),
+    "megatron_lm": _library("megatron", distribution="megatron-core"),
+    "msamp": _library("msamp", distribution="ms-amp"),
+    "pynvml": _library("pynvml", distribution="nvidia-ml-py"),
+    "tensorboard": _library("tensorboard", "tensorboardX"),
+    "torchao": _library("torchao", minimum="0.6.1"),
+    "torchdata_stateful_dataloader": _library("torchdata", minimum="0.8.0"),
+    "transformer_engine": _library("transformer_engine", distribution="transformer-engine"),
+}
+"""Every optional library that is asked about, by the name in `is_<name>_available`."""
+
+
+def is_installed(name: str) -> bool:
+    """Return whether a library of the table is installed, in a version that is enough.
+
+    Example:
+        >>> is_installed("import_timer")
+        False
+    """
+    return _is_installed(LIBRARIES[name])
+
+
+def require(name: str, what: str, *, install: str | None = None) -> None:
+    """Raise if an optional library is absent.
+
+    Args:
+        name: A key of `LIBRARIES`.
+        what: The feature that needs it, as the subject of a sentence.
+        install: What to install, such as an extra of one of our packages; its own distribution if None.
+
+    Raises:
+        MissingDependencyError: It is not installed, or too old.
+    """
+    library = LIBRARIES[name]
+    if _is_installed(library):
+        return
+    distribution = library.distribution or library.modules[0]
+    wanted = f"{distribution}>={library.minimum}" if library.minimum else distribution
+    raise MissingDependencyError(
+        f"{what} needs {library.modules[0]}, which is not installed"
+        f"{f' in version {library.minimum} or newer' if library.minimum else ''}: "
+        f"run `pip install '{install or wanted}'`"
+    )
+
+
+@functools.cache
+def _is_installed(library: Library) -> bool:
+    if not any(map(_has_module, library.modules)):
+        return False
+    if library.minimum is None:
+        return True
+    return compare_versions(_version_of(library), ">=", library.minimum)
+
+
+def _has_module(name: str) -> bool:
+    """Whether `import name` would find code, rather than a folder that happens to have the name.
+
+    A folder with Python modules deeper down, as of `megatron`, is code; an empty or a data folder is not.
+    """
+    if sys.modules.get(name) is not None:
+        return True
+    spec = find_spec(name)  # None for a name that `sys.modules` blocks with None, too
+    if spec is None:
+        return False
+    return spec.origin is not None or name in _NAMESPACES
+
+
+_NAMESPACES = frozenset({"megatron"})
+
+
+def _version_of(library: Library) -> Version:
+    """The installed version; 0 for a module that no distribution brought, such as a stub."""
+    try:
+        return installed_version(library.distribution or library.modules[0])
+    except MissingDependencyError:
+        return Version("0")
+
+
+def _question(name: str) -> Callable[[], bool]:
+    """Make `is_<name>_available` of a library of the table."""
+    library = LIBRARIES[name]
+
+    def is_available() -> bool:
+        return is_installed(name)
+
+    since = f" ({library.minimum} or newer)" if library.minimum else ""
+    is_available.__name__ = is_available.__qualname__ = f"is_{name}_available"
+    is_available.__doc__ = f"Return whether {' or '.join(library.modules)}{since} is installed."
+    return is_available
+
+
+is_aim_available = _question("aim")
+is_amdsmi_available = _question("amdsmi")
+is_boto3_available = _question("boto3")
+is_clearml_available = _question("clearml")
+is_comet_ml_available = _question("comet_ml")
+is_datasets_available = _question("datasets")
+is_deepspeed_available = _question("deepspeed")
+is_dvclive_available = _question("dvclive")
+is_import_timer_available = _question("import_timer")
+is_lomo_available = _question("lomo")
+is_matplotlib_available = _question("matplotlib")
+is_megatron_lm_available = _question("megatron_lm")
+is_mlflow_available = _question("mlflow")
+is_msamp_available = _question("msamp")
+is_pandas_available = _question("pandas")
+is_peft_available = _question("peft")
+is_plotly_available = _question("plotly")
+is_pynvml_available = _question("pynvml")
+is_pytest_available = _question("pytest")
+is_rich_available = _question("rich")
+is_sagemaker_available = _question("sagemaker")
+is_schedulefree_available = _question("schedulefree")
+is_swanlab_available = _question("swanlab")
+is_tensorboard_available = _question("tensorboard")
+is_timm_available = _question("timm")
+is_torchao_available = _question("torchao")
+is_torchdata_available = _question("torchdata")
+is_torchdata_stateful_dataloader_available = _question("torchdata_stateful_dataloader")
+is_torchvision_available = _question("torchvision")
+is_trackio_available = _question("trackio")
+is_transformer_engine_available = _question("transformer_engine")
+is_transformers_available = _question("transformers")
+is_triton_available = _question("triton")
+is_wandb_available = _question("wandb")
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Return whether bitsandbytes is installed, without importing it.
+
+    Args:
+        min_version: The first version that is enough; None for any.
+    """
+    return is_installed("bnb") and (
+        min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+    )
+
+
+def is_8bit_bnb_available() -> bool:
+    """Return whether bitsandbytes is installed in a version with 8-bit layers (0.37.2)."""
+    return is_bnb_available(min_version="0.37.2")
+
+
+def is_4bit_bnb_available() -> bool:
+    """Return whether bitsandbytes is installed in a version with 4-bit layers (0.39.0)."""
+    return is_bnb_available(min_version="0.39.0")
+
+
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Return whether bitsandbytes is installed in a version for more than CUDA (0.46.0)."""
+    return is_bnb_available(min_version="0.46.0")
+
+
+def is_fp8_available() -> bool:
+    """Return whether any library for FP8 training is installed."""
+    return any(map(is_installed, ("msamp", "transformer_engine", "torchao")))
+
+
+def is_pippy_available() -> bool:
+    """Return whether torch brings `torch.distributed.pipelining` (2.4)."""
+    return is_torch_version(">=", "2.4.0")
+
+
+def is_weights_only_available() -> bool:
+    """Return whether `torch.load(weights_only=True)` accepts a list of safe classes (torch 2.4)."""
+    return is_torch_version(">=", "2.4.0")
+
+
+ADA = (8, 9)
+"""The first compute capability with FP8 tensor cores (Ada; Hopper is 9.0)."""
+
+_MI300 = (9, 4)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Backend:
+    """A library that multiplies matrices in 8 bits.
+
+    Args:
+        name: As in `ACCELERATE_FP8_BACKEND`.
+        title: Its own name.
+        library: A key of `accel_state.libraries.LIBRARIES`.
+        install: What `pip install` takes.
+        devices: The types of devices on which it runs, of those where FP8 is computed.
+        otherwise: What to use where it cannot run.
+    """
+
+    name: str
+    title: str
+    library: str
+    install: str
+    devices: tuple[str, ...]
+    otherwise: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Device:
+    """What is known of a device before torch is imported.
+
+    Args:
+        type: Such as `"cuda"`.
+        capability: Its compute capability; `None` if it has none, or nobody knows it.
+        is_rocm: Whether `"cuda"` means ROCm.
+    """
+
+    type: str
+    capability: tuple[int, int] | None = None
+    is_rocm: bool = False
+
+
+BACKENDS = (
+    Fp8Backend(
+        name="AO",
+        title="torchao",
+        library="torchao",
+        install="accel-plugins[torchao]",
+        devices=("cuda", "xpu", "cpu"),
+        otherwise="use mixed_precision='bf16'",
+    ),
+    Fp8Backend(
+        name="TE",
+        title="TransformerEngine",
+        library="transformer_engine",
+        install="accel-plugins[transformer-engine]",
+        devices=("cuda",),
+        otherwise="use the FP8 backend 'AO' (torchao, also on a CPU), or mixed_precision='bf16'",
+    ),
+    Fp8Backend(
+        name="MSAMP",
+        title="MS-AMP",
+        library="msamp",
+        install="git+https://github.com/Azure/MS-AMP.git",
+        devices=("cuda",),
+        otherwise="use the FP8 backend 'AO' (torchao: AORecipeKwargs()), or mixed_precision='bf16'",
+    ),
+)
+"""In the order in which they are used when none is named."""
+
+BY_NAME = {backend.name: backend for backend in BACKENDS}
+
+
+def why_unusable(backend: Fp8Backend, device: Fp8Device, *, emulate: bool = False) -> str | None:
+    """Explain why a backend cannot train on a device, or emulate FP8 there; `None` if it can.
+
+    Example:
+        >>> why_unusable(BY_NAME["AO"], Fp8Device(type="cpu"))
+        >>> reason = why_unusable(BY_NAME["AO"], Fp8Device(type="cuda", capability=(8, 0)))
+        >>> print(reason)
+        FP8 needs a GPU of compute capability 8.9 or newer (Ada, Hopper), and this one has 8.0: use 'bf16'.
+    """
+    if device.type not in backend.devices:
+        supported = " or ".join(map(repr, backend.devices))
+        found = f"{backend.title} trains on devices of type {supported}, not {device.type!r}"
+        return f"{found}: {backend.otherwise}."
+    if device.type != "cuda" or device.capability is None or emulate:
+        return None
+    least, names = (_MI300, "MI300") if device.is_rocm else (ADA, "Ada, Hopper")
+    if device.capability >= least:
+        return None
+    found = ".".join(map(str, device.capability))
+    needed = ".".join(map(str, least))
+    return (
+        f"FP8 needs a GPU of compute capability {needed} or newer ({names}), and this one has {found}: "
+        "use 'bf16'."
+    )
+
+
+def choose_backend(
+    named: str | None, device: Fp8Device, *, emulate: bool = False, installed: Iterable[str] | None = None
+) -> Fp8Backend:
+    """Return the backend of a run: the one that was named, else the first that is installed and can run.
+
+    Raises:
+        MissingDependencyError: The one that was named, or all of them, are not installed.
+        UnsupportedError: The device cannot do it.
+
+    Example:
+        >>> choose_backend(None, Fp8Device(type="cpu"), installed=["TE", "AO"]).title
+        'torchao'
+    """
+    current = (
+        [one.name for one in BACKENDS if is_installed(one.library)] if installed is None else [*installed]
+    )
+    candidates = [one for one in BACKENDS if one.name in current] if named is None else [BY_NAME[named]]
+    for backend in candidates:
+        if backend.name in current and why_unusable(backend, device, emulate=emulate) is None:
+            return backend
+    wanted = (candidates or BACKENDS)[0]
+    reason = why_unusable(wanted, device, emulate=emulate)
+    if reason is not None:
+        raise UnsupportedError(f"mixed_precision='fp8': {reason}")
+    remedy = f"run `pip install '{wanted.install}'`"
+    if wanted.name == "MSAMP":
+        remedy = f"it is no longer developed; {wanted.otherwise}"
+    raise MissingDependencyError(
+        f"mixed_precision='fp8' with the backend {wanted.name!r} needs {wanted.title}, which is not "
+        f"installed: {remedy}."
+    )

@@ -1,0 +1,208 @@
+"""Destroy groups; use their store from threads.
+
+gloo's destructor waits for collectives that have not completed, NCCL's `shutdown` for kernels; both for as
+long as the limit of the group allows, half an hour by default. A rank that is dead breaks its connections,
+and ends such a wait at once under gloo; one that is stopped or busy elsewhere does not. Where nothing may
+wait, gloo's groups are therefore left to the end of the process, and NCCL gets some seconds.
+
+Before the interpreter ends, gloo's threads have to finish: a collective is done as soon as its result is
+there, and the thread that has carried it out drops it a moment later, and with it the last reference to its
+tensors. If they have a Python object, it needs the interpreter's lock for that. While the interpreter ends,
+CPython before 3.14 ends a thread that asks for the lock; its stack cannot be unwound through C++, and the
+process, whose work is done, aborts with "terminate called without an active exception".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage] - documented
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage] - documented
+)
+from torch.distributed import distributed_c10d as c10d
+
+from accel_state.libraries import is_torch_version
+
+EXIT_LIMIT_S = 5.0  # what is left undone at the end of a program; the usual end takes milliseconds
+FAILED_LIMIT_S = 1.0
+_NAME = "pt_gloo_runloop"  # in newer versions of torch; 2.9 and older give no name
+_PAUSE = 0.001
+_CALM = 3  # looks in a row that find all asleep: one may have waited for the lock that a look held
+_LIMIT = (
+    5.0  # seconds; a thread that waits for another rank sleeps, so this is for a machine without any time
+)
+
+logger = logging.getLogger(__name__)
+
+_joined: tuple[int, weakref.ref[Any]] | None = None
+_number = 0
+
+
+def joined() -> None:
+    """Record that this process has initialised the default group, which `destroy_at_exit` destroys."""
+    global _joined, _number  # noqa: PLW0603 - a process has one default group at a time
+    _number = groups_joined() + 1
+    _joined = os.getpid(), weakref.ref(dist.group.WORLD)
+
+
+def join_single(backend: str | None, device: torch.device) -> None:
+    """Initialise the default process group of a job of one process, which has none; gloo's by default."""
+    if not dist.is_initialized():
+        store, backend = dist.HashStore(), backend or "gloo"  # pyright: ignore[reportPrivateImportUsage] - documented
+        bound = bound_device(backend, device)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, **bound)
+        joined()
+
+
+def bound_device(backend: str, device: torch.device) -> dict[str, Any]:
+    """Return the argument of `init_process_group` that binds NCCL to its device, which it then never guesses.
+
+    Before torch 2.10, groups of some of the ranks fail or hang if a group with several backends is bound.
+    """
+    if "nccl" not in backend or device.index is None or (":" in backend and is_torch_version("<", "2.10")):
+        return {}
+    return {"device_id": device}
+
+
+def groups_joined() -> int:
+    """Return how many default process groups this process has initialised, itself and not its parent."""
+    return _number if _joined is not None and _joined[0] == os.getpid() else 0
+
+
+def destroy(group: Any = None) -> None:
+    """Destroy a process group as torch does; the default one and all others, if `None`.
+
+    While an exception is handled or on its way, ranks may never answer: collectives are aborted where the
+    backend can do that, and what is not done after a second is left to the end of the process.
+    """
+    if sys.exc_info()[0] is None or group is not None:
+        dist.destroy_process_group(group)
+    else:
+        _destroy_with_timeout(FAILED_LIMIT_S, abort=True)
+
+
+def destroy_at_exit() -> None:
+    """Destroy the default process group at the end of the program, if this process has initialised it."""
+    if _joined is None or not dist.is_initialized():
+        return
+    pid, group = _joined
+    if pid != os.getpid() or group() is not dist.group.WORLD:
+        return  # a forked child has no threads that could be joined; a group of the user is theirs
+    failed = getattr(sys, "last_value", None) is not None  # what the interpreter has shown of an exception
+    _destroy_with_timeout(FAILED_LIMIT_S if failed else EXIT_LIMIT_S, abort=failed)
+
+
+def _destroy_with_timeout(seconds: float, *, abort: bool) -> None:
+    """Destroy all groups in another thread; abandon it after a timeout."""
+    for group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage] - no public list
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # gloo's destructor would wait
+    end = getattr(c10d, "_abort_process_group", dist.destroy_process_group)
+    end = end if abort else dist.destroy_process_group
+    thread = threading.Thread(target=_run, args=(end,), name="accel-destroy", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12.0 to 3.12.2 start no thread in `atexit`
+        _run(end)
+        return
+    thread.join(seconds)
+    if thread.is_alive():
+        logger.warning(
+            "Left the process group with collectives that have not completed in %.0f s: another rank does "
+            "not take part in them.",
+            seconds,
+        )
+
+
+def _run(end: Any) -> None:
+    try:
+        end()
+    except Exception as error:  # noqa: BLE001 - whatever the backend says: the process ends as it would have
+        logger.debug("the process group could not be destroyed: %s", error)
+
+
+def wait_for_gloo_threads(*, or_unnamed: bool = False) -> None:
+    """Wait until no thread of gloo runs.
+
+    Args:
+        or_unnamed: If none has the name, wait for all threads that Python has not started.
+    """
+    threads = _threads(or_unnamed=or_unnamed)
+    if not threads:
+        return
+    calm, deadline = 0, time.monotonic() + _LIMIT
+    while calm < _CALM and time.monotonic() < deadline:
+        time.sleep(_PAUSE)  # which hands over the lock
+        calm = 0 if any(map(_runs, threads)) else calm + 1
+
+
+def _threads(*, or_unnamed: bool) -> list[Path]:
+    """The folders of gloo's threads in `/proc`, which only Linux has."""
+    threads = list(Path("/proc/self/task").glob("*"))
+    named = [path for path in threads if _read(path / "comm").strip() == _NAME]
+    if named or not or_unnamed:
+        return named
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    return [path for path in threads if path.name not in known]
+
+
+def _runs(thread: Path) -> bool:
+    """Whether a thread runs or would run if there were a core for it, rather than wait for something."""
+    return _read(thread / "stat").rpartition(")")[2].split()[:1] == ["R"]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # the thread has ended
+        return ""
+
+
+def clone_store(store: Any) -> Any:
+    """Open a second connection to a store, for another thread; a waiting request blocks the first."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        return TCPStore(store.host, store.port, None, False, timedelta(seconds=30))  # noqa: FBT003 - no keywords there
+    return store
+
+
+def absent_keys(store: Any, keys: Sequence[str]) -> list[str]:
+    """Return the keys that are not in a store: one request if none is absent, else some log(n) for each.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> store = HashStore()
+        >>> store.set("1", "here")
+        >>> absent_keys(store, ["0", "1", "2"])
+        ['0', '2']
+    """
+    if not keys or store.check(list(keys)):
+        return []
+    if len(keys) == 1:
+        return list(keys)
+    half = len(keys) // 2
+    return absent_keys(store, keys[:half]) + absent_keys(store, keys[half:])
+
+
+def get_all(store: Any, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of keys that are all in a store, in one request where the store can."""
+    if not keys:
+        return []
+    if store.has_extended_api():
+        return store.multi_get(list(keys))
+    return [store.get(key) for key in keys]

@@ -1,0 +1,702 @@
+"""Rows: DeepSpeed, FSDP, Megatron, FP8, mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accel_state.settings.option import (
+    Answers,
+    boolean,
+    booleans,
+    comma_list,
+    documented,
+    integer,
+    number,
+    one_of,
+    optional,
+    rows_of,
+    setting,
+    spelled,
+    switch,
+)
+from accel_state.settings.run import is_local, several_machines
+
+_DEVICES = ("none", "cpu", "nvme")
+_LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh")
+
+
+def _deepspeed_on(answers: Answers) -> bool:
+    return bool(answers("deepspeed"))
+
+
+def _without_file(answers: Answers) -> bool:
+    return _deepspeed_on(answers) and not answers("deepspeed.hf_ds_config")
+
+
+def _is_zero(answers: Answers) -> bool:
+    return _without_file(answers) and answers("deepspeed.zero_stage") in {2, 3}
+
+
+def _stage_three(answers: Answers) -> bool:
+    return _deepspeed_on(answers) and (
+        answers("deepspeed.zero_stage") == 3 or bool(answers("deepspeed.hf_ds_config"))
+    )
+
+
+def _among_machines(answers: Answers) -> bool:
+    return _deepspeed_on(answers) and several_machines(answers)
+
+
+def _deepspeed_row(help: str, *, long: str | None = None, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    def derive(field: str) -> dict[str, Any]:
+        variable = f"ACCELERATE_{'' if long else 'DEEPSPEED_'}{(long or field).upper()}"
+        return spelled(long or field, "deepspeed_config", variable=variable, ask_if=_deepspeed_on)
+
+    return setting(derive, help=help, **more)
+
+
+def _hosts(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    names = {
+        "inclusion": "inclusion_filter",
+        "exclusion": "exclusion_filter",
+        "launcher": "multinode_launcher",
+    }
+
+    def derive(field: str) -> dict[str, Any]:
+        name = f"deepspeed_{names.get(field, field)}"
+        return {"flags": (f"--{name}",), "key": f"deepspeed_config.{name}"}
+
+    return setting(derive, help=help, **more)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedSettings:
+    """How DeepSpeed trains; the fields of `DeepSpeedPlugin`.
+
+    Accumulation is in `Settings.training`, as for every engine.
+    """
+
+    hf_ds_config: str | None = _deepspeed_row(
+        "A DeepSpeed configuration in JSON; its values auto are filled in.",
+        long="deepspeed_config_file",
+        question="The path of a DeepSpeed configuration in JSON? (empty: answer questions)",
+    )
+    zero_stage: int | None = _deepspeed_row(
+        "ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
+        parse=integer(0, 3),
+        choices=("0", "1", "2", "3"),
+        question="Which ZeRO stage? (0: none, 1: optimizer state, 2: also gradients, 3: also parameters)",
+        ask_if=_without_file,
+    )
+    offload_optimizer_device: str | None = _deepspeed_row(
+        "Device to which optimizer state is offloaded; none: it stays on the GPU.",
+        choices=_DEVICES,
+        question="To which device is optimizer state offloaded? (none: it stays on the GPU)",
+        ask_if=_is_zero,
+    )
+    offload_param_device: str | None = _deepspeed_row(
+        "Device to which parameters are offloaded, with stage 3; none: they stay on the GPU.",
+        choices=_DEVICES,
+        question="To which device are parameters offloaded? (none: they stay on the GPU)",
+        ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.zero_stage") == 3,
+    )
+    offload_optimizer_nvme_path: str | None = _deepspeed_row(
+        "The folder for optimizer state on nvme.",
+        parse=optional(str, "none"),
+        question="In which folder?",
+        ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.offload_optimizer_device") == "nvme",
+    )
+    offload_param_nvme_path: str | None = _deepspeed_row(
+        "The folder for parameters on nvme.",
+        parse=optional(str, "none"),
+        question="In which folder are offloaded parameters?",
+        ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.offload_param_device") == "nvme",
+    )
+    gradient_clipping: float | None = _deepspeed_row(
+        "The norm that gradients are clipped to at every step.",
+        long="gradient_clipping",
+        parse=optional(number(0), "none", "auto"),
+        question="To which norm are gradients clipped? (empty: as the script does)",
+        ask_if=_without_file,
+    )
+    zero3_init_flag: bool | None = _deepspeed_row(
+        "Shard models while they are constructed, with stage 3 (deepspeed.zero.Init).",
+        variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        question="Shard models while they are constructed? (deepspeed.zero.Init)",
+        ask_if=_stage_three,
+    )
+    zero3_save_16bit_model: bool | None = _deepspeed_row(
+        "Gather sharded weights into a full state dict when a model is saved, with stage 3.",
+        question="Gather sharded weights into a full state dict when a model is saved?",
+        ask_if=lambda answers: _without_file(answers) and _stage_three(answers),
+    )
+    transformer_moe_cls_names: str | None = _deepspeed_row(
+        "Classes of mixture-of-experts layers, separated by commas.",
+        long="deepspeed_moe_layer_cls_names",
+        question="Classes of mixture-of-experts layers, separated by commas? (empty: none)",
+        ask_if=lambda answers: _without_file(answers) and _stage_three(answers),
+    )
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSettings:
+    """Starting processes on the machines of a DeepSpeed hostfile."""
+
+    launcher: str | None = _hosts(
+        "Program that starts workers on the other nodes.",
+        choices=_LAUNCHERS,
+        question="What starts processes on the other machines? (standard: you do, with this command)",
+        ask_if=_among_machines,
+    )
+    hostfile: str | None = _hosts(
+        "The file that lists the machines, as worker-1 slots=8.",
+        question="The path of the file that lists the machines?",
+        ask_if=lambda answers: (
+            _among_machines(answers) and answers("hosts.launcher") not in {None, "standard"}
+        ),
+    )
+    inclusion: str | None = _hosts(
+        "The machines and slots that take part, as worker-1@worker-2:0,2.",
+        question="Which machines and slots take part, as worker-1@worker-2:0,2? (empty: all)",
+        ask_if=lambda answers: _among_machines(answers) and bool(answers("hosts.hostfile")),
+    )
+    exclusion: str | None = _hosts(
+        "The machines and slots that do not, as worker-1:0.",
+        question="Which do not, as worker-1:0? (empty: none)",
+        ask_if=lambda answers: (
+            _among_machines(answers) and bool(answers("hosts.hostfile")) and not answers("hosts.inclusion")
+        ),
+    )
+
+
+DEEPSPEED = (
+    switch(
+        "deepspeed",
+        "deepspeed",
+        help="Train with DeepSpeed.",
+        topic="DeepSpeed",
+        question="Train with DeepSpeed?",
+        ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") not in {"NO", "XLA"},
+    ),
+    *rows_of("deepspeed", DeepSpeedSettings, topic="DeepSpeed"),
+    *rows_of("hosts", HostSettings, topic="DeepSpeed"),
+)
+
+
+_NOT_ON_XLA = "The interview for TPUs asks for nothing about FSDP."
+
+# The lists are public in Accelerate, as lists in this order; transformers relies on it.
+FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+"""How FSDP1 shards parameters, gradients and optimizer states; numbered from 1."""
+FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
+"""When FSDP1 prefetches the parameters of the next module in a backward pass."""
+FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+"""By what modules are wrapped."""
+FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+"""The forms in which FSDP1 saves a model."""
+FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+"""The forms in which FSDP2 saves a model."""
+
+
+def _reshard(text: str) -> bool | int | str:
+    """A truth value, a number of ranks, or a strategy of version 1."""
+    if text.strip().isdecimal() and int(text) > 1:
+        return int(text)
+    try:
+        return boolean(text)
+    except ValueError:
+        pass
+    try:
+        return one_of(*FSDP_SHARDING_STRATEGY)(text)
+    except ValueError:
+        raise ValueError(
+            "expected 'true', 'false', a number of ranks, or one of "
+            f"{', '.join(map(repr, FSDP_SHARDING_STRATEGY))}"
+        ) from None
+
+
+def _fsdp_on(answers: Answers) -> bool:
+    return bool(answers("fsdp"))
+
+
+def _first(answers: Answers) -> bool:
+    return _fsdp_on(answers) and answers("fsdp.fsdp_version") != 2
+
+
+def _second(answers: Answers) -> bool:
+    return _fsdp_on(answers) and answers("fsdp.fsdp_version") == 2
+
+
+def _fsdp_row(help: str, *, short: str | None = None, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    return setting(
+        lambda field: spelled(f"fsdp_{short or field}", "fsdp_config", ask_if=_fsdp_on), help=help, **more
+    )
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpSettings:
+    """How PyTorch's FSDP shards models; the fields of `FullyShardedDataParallelPlugin`."""
+
+    fsdp_version: int | None = _fsdp_row(
+        "1 for FullyShardedDataParallel, 2 for fully_shard.",
+        short="version",
+        parse=integer(1, 2),
+        choices=("1", "2"),
+        launch_default="1",
+        question="Which version of FSDP? (2 is recommended)",
+    )
+    sharding_strategy: str | None = _fsdp_row(
+        "Version 1: sharding strategy.",
+        parse=one_of(*FSDP_SHARDING_STRATEGY, numbered=True),
+        choices=tuple(FSDP_SHARDING_STRATEGY),
+        question="Which sharding strategy?",
+        ask_if=_first,
+    )
+    reshard_after_forward: bool | int | str | None = _fsdp_row(
+        "Version 2: free parameters after the forward pass (true, false); or reshard to a number of ranks.",
+        parse=_reshard,
+        question="Free parameters after the forward pass, and gather them again? (true: less memory)",
+        ask_if=_second,
+    )
+    cpu_offload: bool | None = _fsdp_row(
+        "Offload parameters, gradients and optimizer state to the CPU.",
+        short="offload_params",
+        question="Offload parameters, gradients and optimizer state to the CPU?",
+    )
+    auto_wrap_policy: str | None = _fsdp_row(
+        "Auto-wrap policy: which modules are FSDP units.",
+        choices=tuple(FSDP_AUTO_WRAP_POLICY),
+        question="Which auto-wrap policy?",
+    )
+    transformer_cls_names_to_wrap: tuple[str, ...] | None = _fsdp_row(
+        "The classes that TRANSFORMER_BASED_WRAP shards on their own, with commas between.",
+        short="transformer_layer_cls_to_wrap",
+        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        parse=comma_list,
+        question="Their classes, with commas between? (empty: what the model itself names)",
+        ask_if=lambda answers: (
+            _fsdp_on(answers) and answers("fsdp.auto_wrap_policy") == "TRANSFORMER_BASED_WRAP"
+        ),
+    )
+    min_num_params: int | None = _fsdp_row(
+        "How many parameters a module has at least that SIZE_BASED_WRAP shards on its own.",
+        parse=integer(0),
+        launch_default="100000000",
+        question="How many parameters have they at least?",
+        ask_if=lambda answers: _fsdp_on(answers) and answers("fsdp.auto_wrap_policy") == "SIZE_BASED_WRAP",
+    )
+    backward_prefetch: str | None = _fsdp_row(
+        "Version 1: when the next all-gather is prefetched in the backward pass.",
+        parse=one_of(*FSDP_BACKWARD_PREFETCH, numbered=True),
+        choices=tuple(FSDP_BACKWARD_PREFETCH),
+        key_aliases=("fsdp_config.fsdp_backward_prefetch_policy",),
+        question="When is the next all-gather prefetched in the backward pass?",
+        ask_if=_first,
+    )
+    forward_prefetch: bool | None = _fsdp_row(
+        "Prefetch the next all-gather in the forward pass.",
+        question="Prefetch the next all-gather in the forward pass?",
+        ask_if=_first,
+    )
+    state_dict_type: str | None = _fsdp_row(
+        "State dict type of checkpoints.",
+        parse=one_of(*FSDP_STATE_DICT_TYPE, numbered=True),
+        choices=tuple(FSDP_STATE_DICT_TYPE),
+        question="Which type of state dict do checkpoints hold?",
+    )
+    use_orig_params: bool | None = _fsdp_row(
+        "Version 1: keep the original parameters visible instead of flat ones.",
+        launch_default="true",
+        question="Keep the original parameters visible instead of flat ones?",
+        ask_if=_first,
+    )
+    cpu_ram_efficient_loading: bool | None = _fsdp_row(
+        "Load weights on rank 0 only; prepare materialises the other ranks from it.",
+        launch_default="true",
+        question="Load weights on rank 0 only, and materialise the other ranks from it?",
+    )
+    sync_module_states: bool | None = _fsdp_row(
+        "Version 1: broadcast the parameters and buffers of rank 0 to all ranks.",
+        launch_default="true",
+        question="Broadcast the parameters and buffers of rank 0 to all ranks?",
+        ask_if=lambda answers: _first(answers) and not answers("fsdp.cpu_ram_efficient_loading"),
+    )
+    activation_checkpointing: bool | None = _fsdp_row(
+        "Activation checkpointing: recompute the activations of blocks in the backward pass.",
+        question="Use activation checkpointing? (less memory, more time)",
+    )
+    activation_checkpointing_offload: bool | None = _fsdp_row(
+        "Offload checkpointed activations to the CPU.",
+        question="Offload checkpointed activations to the CPU?",
+        ask_if=lambda answers: _fsdp_on(answers) and answers("fsdp.activation_checkpointing"),
+    )
+    ignored_modules: str | None = _fsdp_row(
+        "Modules that are not sharded: a regular expression that matches their whole names.",
+        skip_reason="Few models need it; write it into the file.",
+    )
+    xla: bool | None = _fsdp_row(
+        "Shard models over XLA devices.", key="fsdp_config.xla", skip_reason=_NOT_ON_XLA
+    )
+    xla_fsdp_v2: bool | None = _fsdp_row(
+        "On XLA devices: let the compiler shard (SPMD), with one process for all devices of a host.",
+        short="xla_v2",
+        key="fsdp_config.xla_fsdp_v2",
+        skip_reason=_NOT_ON_XLA,
+    )
+    xla_fsdp_grad_ckpt: bool | None = _fsdp_row(
+        "On XLA devices: recompute the activations of blocks in the backward pass.",
+        short="xla_grad_ckpt",
+        key="fsdp_config.xla_fsdp_grad_ckpt",
+        skip_reason=_NOT_ON_XLA,
+    )
+
+
+FSDP = (
+    switch(
+        "fsdp",
+        "fsdp",
+        help="Shard models with PyTorch's FSDP.",
+        topic="FSDP",
+        question="Shard the model with PyTorch's FSDP?",
+        ask_if=lambda answers: (
+            is_local(answers)
+            and answers("launch.distributed_type") not in {"NO", "XLA"}
+            and not answers("deepspeed")
+            and not answers("megatron")
+        ),
+    ),
+    *rows_of("fsdp", FsdpSettings, topic="FSDP"),
+)
+
+
+_TUNING = "It tunes what runs without it; the reference page lists it."
+_GRANULARITIES = ("full", "selective")
+_METHODS = ("uniform", "block")
+_ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
+_REFUSED = "It is not supported."
+_NO_EXPERTS = "Not supported: no supported model has experts."
+
+
+def _attention_backend(text: str) -> str:
+    """A name; or a truth value, as in other libraries' files: whether to choose a fused one."""
+    try:
+        return "auto" if boolean(text) else "unfused"
+    except ValueError:
+        return one_of(*_ATTENTION_BACKENDS)(text)
+
+
+def _megatron_on(answers: Answers) -> bool:
+    return bool(answers("megatron"))
+
+
+def _megatron_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    asked: dict[str, Any] = {"ask_if": _megatron_on} if "question" in more else {"skip_reason": _TUNING}
+    return setting(
+        lambda field: spelled(f"megatron_lm_{field}", "megatron_lm_config", **asked), help=help, **more
+    )
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronSettings:
+    """How Megatron-LM trains; the fields of `MegatronLMPlugin` that can be set from outside."""
+
+    tp_degree: int | None = _megatron_row("Tensor-parallel size.", question="Tensor-parallel size?")
+    sequence_parallelism: bool | None = _megatron_row(
+        "Shard activations along the sequence dim (sequence parallelism).",
+        question="Shard activations along the sequence dim? (sequence parallelism)",
+        ask_if=lambda answers: _megatron_on(answers) and (answers("megatron.tp_degree") or 1) > 1,
+    )
+    pp_degree: int | None = _megatron_row("Pipeline-parallel size.", question="Pipeline-parallel size?")
+    num_micro_batches: int | None = _megatron_row(
+        "Micro-batches per step.",
+        question="How many micro-batches per step?",
+    )
+    recompute_activations: bool | None = _megatron_row(
+        "Recompute selected activations in the backward pass.",
+        question="Recompute selected activations in the backward pass? (less memory)",
+    )
+    use_distributed_optimizer: bool | None = _megatron_row(
+        "Shard optimizer state across data-parallel ranks.",
+        question="Shard optimizer state across data-parallel ranks?",
+    )
+    gradient_clipping: float | None = _megatron_row(
+        "The norm that gradients are clipped to; 0 for none.",
+        parse=number(0),
+        question="To which norm are gradients clipped? (0: not at all)",
+    )
+    use_custom_fsdp: bool | None = _megatron_row("Not supported: use --use_fsdp.", skip_reason=_REFUSED)
+    no_load_optim: bool | None = _megatron_row("Read checkpoints without the optimizer.")
+    no_save_optim: bool | None = _megatron_row("Write checkpoints without the optimizer.")
+    eod_mask_loss: bool | None = _megatron_row("Leave ends of documents out of the loss.")
+    optimizer_cpu_offload: bool | None = _megatron_row("Let the optimizer work on the CPU.")
+    overlap_cpu_optimizer_d2h_h2d: bool | None = _megatron_row(
+        "Copy for an offloaded optimizer while it computes."
+    )
+    use_precision_aware_optimizer: bool | None = _megatron_row(
+        "Keep the state of the optimizer in fewer bits."
+    )
+    decoder_last_pipeline_num_layers: int | None = _megatron_row(
+        "How many layers the last stage has.",
+        parse=integer(0),
+    )
+    recompute_granularity: str | None = _megatron_row(
+        "Granularity of activation recompute.", choices=_GRANULARITIES
+    )
+    recompute_method: str | None = _megatron_row("Method of activation recompute.", choices=_METHODS)
+    recompute_num_layers: int | None = _megatron_row("Layers per recompute unit.")
+    attention_backend: str | None = _megatron_row(
+        "Attention backend; true stands for auto and false for unfused.",
+        parse=_attention_backend,
+        choices=_ATTENTION_BACKENDS,
+    )
+    expert_model_parallel_size: int | None = _megatron_row(_NO_EXPERTS, skip_reason=_REFUSED)
+    context_parallel_size: int | None = _megatron_row("Context-parallel size.")
+    expert_tensor_parallel_size: int | None = _megatron_row(_NO_EXPERTS, skip_reason=_REFUSED)
+    attention_dropout: float | None = _megatron_row(
+        "Dropout probability of attention weights.", parse=number(0, 1)
+    )
+    hidden_dropout: float | None = _megatron_row("Dropout probability of hidden states.", parse=number(0, 1))
+    attention_softmax_in_fp32: bool | None = _megatron_row("Compute the softmax of attention in float32.")
+    calculate_per_token_loss: bool | None = _megatron_row("Average the loss over tokens.")
+    use_rotary_position_embeddings: bool | None = _megatron_row("Use rotary positions.")
+
+
+MEGATRON = (
+    switch(
+        "megatron",
+        "megatron_lm",
+        help="Train with Megatron: tensor, pipeline, sequence and data parallelism by megatron-core.",
+        topic="Megatron-LM",
+        question="Train with Megatron?",
+        ask_if=lambda answers: (
+            is_local(answers)
+            and answers("launch.distributed_type") == "MULTI_GPU"
+            and not answers("deepspeed")
+        ),
+    ),
+    *rows_of("megatron", MegatronSettings, topic="Megatron-LM"),
+)
+
+
+_FP8_BACKENDS = ("AO", "TE", "MSAMP")
+_FORMATS = ("HYBRID", "E4M3", "E5M2")
+_ALGORITHMS = ("max", "most_recent")
+_LEVELS = ("O1", "O2")
+
+
+def _fp8_on(answers: Answers) -> bool:
+    return answers("precision.mixed_precision") == "fp8"
+
+
+def _with(*backends: str) -> Any:
+    return lambda answers: _fp8_on(answers) and answers("fp8.backend") in backends
+
+
+def _fp8_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    def derive(field: str) -> dict[str, Any]:
+        name = field.removeprefix("fp8_")
+        return {
+            "variable": f"ACCELERATE_FP8_{name.upper()}",
+            "flags": () if field == "use_mxfp8_block_scaling" else (f"--fp8_{name}",),
+            "key": f"fp8_config.{field}",
+            "key_aliases": (f"fp8_config.fp8_{field}",) if field == name else (),
+        }
+
+    return setting(derive, help=help, **more)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fp8Settings:
+    """How matrices are multiplied in eight bits; the fields of the FP8 recipes."""
+
+    backend: str | None = _fp8_row(
+        "What multiplies matrices in eight bits: torchao, transformer-engine or MS-AMP.",
+        choices=_FP8_BACKENDS,
+        question="What multiplies matrices in eight bits? (AO: torchao, TE: transformer-engine)",
+        ask_if=_fp8_on,
+    )
+    use_autocast_during_eval: bool | None = _fp8_row(
+        "TE: use FP8 in evaluation, too.",
+        const="true",
+        question="Use FP8 in evaluation, too?",
+        ask_if=_with("TE"),
+    )
+    margin: int | None = _fp8_row(
+        "TE: margin of the scaling factors.",
+        parse=integer(0),
+        question="Which margin do scaling factors have?",
+        ask_if=_with("TE"),
+    )
+    interval: int | None = _fp8_row(
+        "TE: steps between two computations of the scaling factors.",
+        question="How many steps between two computations of the scaling factors?",
+        ask_if=_with("TE"),
+    )
+    fp8_format: str | None = _fp8_row(
+        "TE: the format of numbers; HYBRID: E4M3 forward and E5M2 backward.",
+        choices=_FORMATS,
+        question="In which format? (HYBRID: E4M3 forward and E5M2 backward)",
+        ask_if=_with("TE"),
+    )
+    amax_history_len: int | None = _fp8_row(
+        "TE: steps that are looked back on for the scaling factors.",
+        key_aliases=("fp8_config.fp8_amax_history_len", "fp8_config.amax_history_length"),
+        question="How many steps are looked back on for the scaling factors?",
+        ask_if=_with("TE"),
+    )
+    amax_compute_algo: str | None = _fp8_row(
+        "TE: which of them counts.",
+        choices=_ALGORITHMS,
+        key_aliases=("fp8_config.fp8_amax_compute_algo", "fp8_config.amax_compute_algorithm"),
+        question="Which of them counts?",
+        ask_if=_with("TE"),
+    )
+    override_linear_precision: tuple[bool, bool, bool] | None = _fp8_row(
+        "TE: whether fprop, dgrad and wgrad compute in higher precision, as false,false,true; in the"
+        " environment also as ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and _WGRAD.",
+        parse=booleans(3),
+        question="Do fprop, dgrad and wgrad compute in higher precision, as false,false,true?",
+        ask_if=_with("TE"),
+    )
+    use_mxfp8_block_scaling: bool | None = _fp8_row(
+        "TE: give every block of 32 values a scale of its own.",
+        question="Give every block of 32 values a scale of its own?",
+        ask_if=_with("TE"),
+    )
+    opt_level: str | None = _fp8_row(
+        "MS-AMP: what is in eight bits; O2: optimizer state as well.",
+        choices=_LEVELS,
+        question="What is in eight bits? (O2: optimizer state as well)",
+        ask_if=_with("MSAMP"),
+    )
+    enable_fsdp_float8_all_gather: bool | None = _fp8_row(
+        "AO: let FSDP gather parameters in eight bits.",
+        question="Let FSDP gather parameters in eight bits?",
+        ask_if=lambda answers: _with("AO")(answers) and bool(answers("fsdp")),
+    )
+    pad_inner_dim: bool | None = _fp8_row(
+        "AO: pad the inner dim of matrices to a multiple of 16.",
+        question="Pad the inner dim of matrices to a multiple of 16?",
+        ask_if=_with("AO"),
+    )
+
+
+FP8 = rows_of("fp8", Fp8Settings, topic="FP8")
+
+
+_COMMUNICATION = ("allgather", "alltoall")
+_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
+
+
+def _parallelism_on(answers: Answers) -> bool:
+    return bool(answers("parallelism"))
+
+
+def _context(answers: Answers) -> bool:
+    return _parallelism_on(answers) and (answers("parallelism.cp_size") or 1) > 1
+
+
+def _sequence(answers: Answers) -> bool:
+    return _parallelism_on(answers) and (answers("parallelism.sp_size") or 1) > 1
+
+
+def _with_deepspeed(answers: Answers) -> bool:
+    return _parallelism_on(answers) and bool(answers("deepspeed"))
+
+
+def _with_torch(answers: Answers) -> bool:
+    return _parallelism_on(answers) and not answers("deepspeed")
+
+
+def _parallelism_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    def derive(field: str) -> dict[str, Any]:
+        aliases = (f"parallelism_config.{field}",)
+        name = f"parallelism_config_{field}"
+        return spelled(name, "parallelism_config", key_aliases=aliases, ask_if=_parallelism_on)
+
+    return setting(derive, help=help, **more)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelismSettings:
+    """The sizes of the axes of parallelism; the fields of `ParallelismConfig` and of its handlers."""
+
+    dp_replicate_size: int | None = _parallelism_row(
+        "Replicated data-parallel size: number of replicas of the model.",
+        question="How many replicas of the model? (replicated data-parallel size)",
+        ask_if=_with_torch,
+    )
+    dp_shard_size: int | None = _parallelism_row(
+        "Sharded data-parallel size: number of ranks that shard each replica (FSDP).",
+        question="How many ranks shard each replica? (sharded data-parallel size)",
+        ask_if=_with_torch,
+    )
+    tp_size: int | None = _parallelism_row(
+        "Tensor-parallel size.", question="Tensor-parallel size?", ask_if=_with_torch
+    )
+    cp_size: int | None = _parallelism_row(
+        "Context-parallel size (PyTorch).",
+        question="Context-parallel size?",
+        ask_if=_with_torch,
+    )
+    cp_backend: str | None = _parallelism_row(
+        "Implementation of context parallelism.",
+        choices=("torch",),
+        skip_reason="There is one.",
+        ask_if=None,
+    )
+    cp_comm_strategy: str | None = _parallelism_row(
+        "Collective that exchanges keys and values.",
+        choices=_COMMUNICATION,
+        question="Which collective exchanges keys and values?",
+        ask_if=_context,
+    )
+    sp_size: int | None = _parallelism_row(
+        "Sequence-parallel size (DeepSpeed).",
+        question="Sequence-parallel size?",
+        ask_if=_with_deepspeed,
+    )
+    sp_backend: str | None = _parallelism_row(
+        "Implementation of sequence parallelism.",
+        choices=("deepspeed",),
+        skip_reason="There is one.",
+        ask_if=None,
+    )
+    sp_seq_length_is_variable: bool | None = _parallelism_row(
+        "Whether sequence lengths vary between batches.",
+        question="Do sequence lengths vary between batches?",
+        ask_if=_sequence,
+    )
+    sp_seq_length: int | None = _parallelism_row(
+        "Sequence length in tokens.",
+        question="Sequence length in tokens? (empty: taken from the first batch)",
+        ask_if=_sequence,
+    )
+    sp_attn_implementation: str | None = _parallelism_row(
+        "Attention implementation.",
+        choices=_ATTENTION,
+        question="Which attention implementation?",
+        ask_if=_sequence,
+    )
+
+
+PARALLELISM = (
+    switch(
+        "parallelism",
+        "parallelism_config",
+        help="Use tensor, context or sequence parallelism, with the sizes of the axes below.",
+        topic="tensor, context and sequence parallelism",
+        question="Use tensor, context or sequence parallelism?",
+        ask_if=lambda answers: (
+            is_local(answers) and (bool(answers("deepspeed")) or answers("fsdp.fsdp_version") == 2)
+        ),
+    ),
+    *rows_of("parallelism", ParallelismSettings, topic="tensor, context and sequence parallelism"),
+)

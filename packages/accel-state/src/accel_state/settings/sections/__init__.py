@@ -1,1 +1,0 @@
-"""The sections of `Settings`: every field with its row of the settings table."""

@@ -1,0 +1,3 @@
+"""Every private torch name, nothing else."""
+
+from __future__ import annotations

@@ -1,0 +1,254 @@
+"""What stands for `torch.xla`, which torch does not have: XLA devices through PJRT. It imports torch_xla."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
+
+from accel_state.collectives import Collectives, RecordedCollectives, ReduceOp, TorchCollectives
+from accel_state.errors import MissingDependencyError, SettingsError
+from accel_state.topology import Topology
+
+_SEED_BYTES = 8
+
+
+@dataclass(slots=True)
+class _Use:
+    """Whether the devices of this process are in use, and the last seed."""
+
+    started: bool = False
+    seed: int | None = None
+
+
+_use = _Use()
+
+
+@functools.cache
+def library() -> Any:
+    """Import torch_xla."""
+    check_versions(version("torch"), version("torch_xla"))
+    return import_module("torch_xla")
+
+
+def check_versions(torch_version: str, xla_version: str) -> None:
+    """Refuse a torch and a torch_xla that do not belong together.
+
+    Example:
+        >>> check_versions("2.9.1+cpu", "2.9.0")
+    """
+    ours, theirs = (".".join(text.split(".")[:2]) for text in (torch_version, xla_version))
+    if ours != theirs:
+        raise MissingDependencyError(
+            f"torch {torch_version} and torch_xla {xla_version} are installed, which do not belong together: "
+            f"run `pip install 'torch=={theirs}.*' 'torch_xla=={theirs}.*'`, or pass cpu=True (or set "
+            "ACCELERATE_USE_CPU=1) to compute on the CPU."
+        )
+
+
+def topology(launched: Topology) -> Topology:
+    """Return the ranks that PJRT knows: one for every device, or for every host where no launcher ran.
+
+    Raises:
+        SettingsError: They say something else; or torch_xla runs several ranks as threads of one process.
+    """
+    library()
+    runtime = import_module("torch_xla.runtime")
+    ranks = runtime.world_size()
+    if ranks == 1:
+        found = Topology(rank=runtime.process_index(), world_size=runtime.process_count())
+    elif ranks > runtime.process_count():
+        raise SettingsError(
+            f"torch_xla runs {ranks} ranks in {runtime.process_count()} processes, as threads, which TPU v2 "
+            "and v3 need. State is kept by process here: use one process for all devices, with "
+            "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)."
+        )
+    else:
+        found = Topology(
+            rank=runtime.global_ordinal(),
+            world_size=ranks,
+            local_rank=runtime.local_ordinal(),
+            local_world_size=runtime.local_process_count(),
+            launcher="torch_xla",
+        )
+    if launched.world_size not in {1, found.world_size}:
+        raise SettingsError(
+            f"{launched.launcher} started {launched.world_size} processes, and PJRT (PJRT_DEVICE="
+            f"{runtime.device_type()}) knows of {found.world_size}: XLA devices are for processes that "
+            "torch_xla starts, as `accel launch --tpu` does; pass cpu=True to compute on the CPU."
+        )
+    return found
+
+
+def group_options(earlier: int) -> dict[str, Any]:
+    """Return store, rank and world size of a process group of the host, as PJRT knows them.
+
+    Args:
+        earlier: How many groups this process has joined before: their keys stay in the store.
+    """
+    library()
+    import_module("torch_xla.distributed.xla_backend")  # registers "xla://"
+    if not is_replicated() and import_module("torch_xla.runtime").process_count() > 1:
+        start(spmd=True)  # then PJRT counts processes, not devices
+    store, rank, world_size = next(rendezvous("xla://"))
+    life = dist.PrefixStore(f"accel/{earlier}", store)  # pyright: ignore[reportPrivateImportUsage]
+    return {"store": life, "rank": rank, "world_size": world_size}
+
+
+def collectives(device: torch.device) -> Collectives:
+    """Return the collectives of the ranks, on top of the process group of their hosts."""
+    if is_replicated():
+        return RecordedCollectives(device, sys.modules[__name__])
+    return TorchCollectives(torch.device("cpu"))
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Return the tensors of all ranks, of one dimension each: there is no layout to agree on."""
+    return import_module("torch_xla.core.xla_model").all_gather(tensor, pin_layout=False)
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp) -> Tensor:
+    """Return the tensors of all ranks combined."""
+    return import_module("torch_xla.core.xla_model").all_reduce("mul" if op == "prod" else op, tensor)
+
+
+def broadcast(tensor: Tensor, *, is_source: bool) -> Tensor:
+    """Return the tensor of the source: a sum to which all others add zeros.
+
+    Which rank is the source is data, so that all record the same program. (torch_xla's `collective_broadcast`
+    multiplies by zero, which leaves NaN of what is infinite elsewhere.)
+    """
+    (flag,) = send([torch.tensor(is_source)], tensor.device)
+    return all_reduce(torch.where(flag, tensor, torch.zeros_like(tensor)), "sum")
+
+
+def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Begin to copy tensors of the CPU to a device, all at once."""
+    return import_module("torch_xla.core.xla_model").send_cpu_data_to_device([*tensors], device)
+
+
+def run_on_each_device(
+    function: Callable[..., Any], args: Sequence[Any], count: int | None
+) -> dict[int, Any]:
+    """Run a function in a process for every device of this machine, forked from this one.
+
+    Args:
+        function: Any function, also one of a notebook or of a local scope. Its result is pickled.
+        args: What it is called with.
+        count: The number of devices that the caller expects, if it says so.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        SettingsError: There is another number of devices.
+    """
+    library()
+    _inherited[:] = [(function, args, count)]
+    try:
+        return import_module("torch_xla._internal.pjrt").run_multiprocess(_run_inherited, start_method="fork")
+    finally:
+        _inherited.clear()
+
+
+_inherited: list[tuple[Callable[..., Any], Sequence[Any], int | None]] = []
+"""What forked processes run; they inherit it, since functions of a local scope cannot be pickled."""
+
+
+def _run_inherited() -> Any:
+    ((function, args, count),) = _inherited
+    found = import_module("torch_xla.runtime").world_size()
+    if count not in {None, found}:
+        raise SettingsError(
+            f"notebook_launcher(num_processes={count!r}): PJRT runs {found}, one for each device; leave "
+            "num_processes out, or pass 1 for one process that drives all devices."
+        )
+    return function(*args)
+
+
+def is_replicated() -> bool:
+    """Return whether there is a rank for every device, rather than a process for all devices of a host."""
+    return library()._XLAC._xla_get_replication_devices_count() > 0
+
+
+def is_global() -> bool:
+    """Return whether tensors of the device are those of several hosts, over which the compiler shards."""
+    runtime = import_module("torch_xla.runtime")
+    return runtime.is_spmd() and runtime.process_count() > 1
+
+
+def flush() -> None:
+    """Execute what was recorded since the last time, without waiting for the end."""
+    library().sync()
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Execute what was recorded on every device of the process, and wait until it is done."""
+    del device
+    library().sync(wait=True)
+    import_module("torch_xla.core.xla_model").wait_device_ops()
+
+
+def device_count() -> int:
+    """Return the number of devices that this process drives: one, or one that stands for all of a mesh."""
+    return 1
+
+
+def current_device() -> int:
+    """Return the index of the device of this process."""
+    return 0
+
+
+def is_initialized() -> bool:
+    """Return whether this process has started to use its devices."""
+    return _use.started
+
+
+def start(*, spmd: bool) -> None:
+    """Begin to use the devices of this process, seeded as was asked for before.
+
+    Args:
+        spmd: Whether one device stands for all of them, over which the compiler shards (SPMD).
+
+    Raises:
+        SettingsError: SPMD is asked for, and a tensor was moved to a device without it.
+    """
+    extension, runtime = library()._XLAC, import_module("torch_xla.runtime")
+    if spmd and not runtime.is_spmd():
+        if extension._xla_get_spmd_config_is_locked():
+            raise SettingsError(
+                "An XLA device was used in this process before sharding by the compiler (SPMD) began: "
+                "make the Accelerator before any tensor is moved to the device."
+            )
+        runtime.use_spmd()
+    _use.started = True
+    if _use.seed is not None:
+        library().manual_seed(_use.seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed the device's generator; before `start` the seed is only remembered, and no device used."""
+    _use.seed = seed
+    if _use.started:
+        library().manual_seed(seed)
+
+
+def get_rng_state() -> Tensor:
+    """Return the seed of the device's generator as 8 bytes."""
+    library()
+    seed = import_module("torch_xla.core.xla_model").get_rng_state()
+    return torch.frombuffer(bytearray(seed.to_bytes(_SEED_BYTES, sys.byteorder)), dtype=torch.uint8)
+
+
+def set_rng_state(state: Tensor) -> None:
+    """Set the seed of the device's generator."""
+    manual_seed_all(int.from_bytes(state.numpy().tobytes(), sys.byteorder))

@@ -1,0 +1,118 @@
+"""Aim: a repository on this machine or a server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
+from accel_trackers.values import join_keys, separate_vectors, to_images, to_numbers, to_plain, warn_skipped
+
+
+class AimTracker(GeneralTracker):
+    """Log to a run in an Aim repository, which is written before a call returns.
+
+    Args:
+        run_name: Name of the run.
+        logging_dir: The repository; made if absent.
+        **kwargs: More arguments of `aim.Run`.
+
+    Raises:
+        MissingDependencyError: aim is not installed.
+    """
+
+    name = "aim"
+    requires_logging_directory = True
+
+    @on_main_process
+    def __init__(
+        self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any
+    ) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self._aim = import_vendor(self.name)
+        self._pil = import_vendor(self.name, "PIL.Image")
+        aim_object = import_vendor(self.name, "aim.storage.object").CustomObject
+        self._kinds = (bool, int, float, list, tuple, aim_object)
+        repo = None if logging_dir is None else str(logging_dir)
+        self.writer: Any = self._aim.Run(**{"repo": repo, **kwargs})
+        self.writer.name = run_name
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.writer
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's hash."""
+        return self.writer.hash
+
+    @classmethod
+    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
+        """Arguments of `aim.Run`."""
+        return {"run_hash": run_id, "force_resume": True}
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters as `run["hparams"]`."""
+        self.writer["hparams"] = to_plain(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers, texts and objects of Aim; tensors with several elements as distributions."""
+        scalars, vectors = separate_vectors(join_keys(values))
+        for name, value in scalars.items():
+            tracked = self._aim.Text(value) if isinstance(value, str) else value
+            if isinstance(tracked, self._kinds):
+                self.writer.track(tracked, name=name, step=step, **kwargs)
+            else:
+                warn_skipped(self.name, name, value)
+        self._log_vectors(vectors, step)
+
+    @on_main_process
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Log images; see `GeneralTracker.log_images`.
+
+        Args:
+            values: By name.
+            step: At which step.
+            kwargs: More arguments of `aim.Image` under `"aim_image"` and of `run.track` under `"track"`.
+            **options: `dataformats`, the axes of arrays, and more arguments of `aim.Image`.
+        """
+        dataformats = options.pop("dataformats", None)
+        to_library = kwargs or {}
+        for name, value in values.items():
+            images = [
+                self._aim.Image(
+                    self._pil.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image),
+                    **{**to_library.get("aim_image", {}), **options},
+                )
+                for image in to_images(name, value, dataformats)
+            ]
+            self.writer.track(images, name=name, step=step, **to_library.get("track", {}))
+
+    @on_main_process
+    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log distributions of values; `kwargs` go to `aim.Distribution`."""
+        for name, value in values.items():
+            distribution = self._aim.Distribution(to_numbers(value), **kwargs)
+            self.writer.track(distribution, name=name, step=step)
+
+    @on_main_process
+    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Log texts; `kwargs` go to `run.track`."""
+        for name, text in values.items():
+            self.writer.track(self._aim.Text(text), name=name, step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the run."""
+        self.writer.close()

@@ -1,0 +1,163 @@
+"""ClearML."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
+from accel_trackers.values import split, to_images, to_numbers, to_plain
+
+_PREFIXES = ("train_", "eval_", "test_")
+
+
+class ClearMLTracker(GeneralTracker):
+    """Log to a task of ClearML, a running one of this process if there is one.
+
+    What is logged is written within ten seconds.
+
+    Args:
+        run_name: Name of the project and of the task.
+        **kwargs: More arguments of `clearml.Task.init`.
+
+    Raises:
+        MissingDependencyError: clearml is not installed.
+    """
+
+    name = "clearml"
+    requires_logging_directory = False
+
+    @on_main_process
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        task_type = import_vendor(self.name).Task
+        current = task_type.current_task()
+        self._is_ours = current is None
+        names = {"project_name": run_name, "task_name": run_name}
+        self.task: Any = current or task_type.init(**{**names, **kwargs})
+
+    @property
+    def tracker(self) -> Any:
+        """The task."""
+        return self.task
+
+    @property
+    def run_id(self) -> str | None:
+        """The task's id."""
+        return self.task.id
+
+    @classmethod
+    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
+        """Arguments of `Task.init`; an offline task cannot be gone on with."""
+        return {} if run_id.startswith("offline-") else {"continue_last_task": run_id}
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters of the task."""
+        self.task.connect(to_plain(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as scalars, or without a step as single values; texts go to the task's log.
+
+        Tensors with several elements become histograms.
+
+        Args:
+            values: By name; `"a/b"` and `"train_b"`, `"eval_b"`, `"test_b"` are series of a chart each.
+            step: At which step.
+            **kwargs: More arguments of `Logger.report_scalar`.
+        """
+        logger = self.task.get_logger()
+        numbers, texts, vectors = split(self.name, values)
+        for name, number in numbers.items():
+            if step is None:
+                logger.report_single_value(name=name, value=number, **kwargs)
+            else:
+                title, series = _title_and_series(name)
+                logger.report_scalar(title=title, series=series, value=number, iteration=step, **kwargs)
+        self.log_text(texts, step=step)
+        self._log_vectors(vectors, step)
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; `kwargs` are `dataformats`, their axes, and arguments of `Logger.report_image`."""
+        dataformats = kwargs.pop("dataformats", None)
+        for name, value in values.items():
+            title, series = _title_and_series(name)
+            images = to_images(name, value, dataformats)
+            for number, image in enumerate(images):
+                one = series if len(images) == 1 else f"{series}/{number}"
+                where = {"title": title, "series": one, "iteration": step}
+                self.task.get_logger().report_image(**where, image=image, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any | None = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table; `kwargs` go to `Logger.report_table`."""
+        title, series = _title_and_series(table_name)
+        table = dataframe
+        if table is None:
+            table = [*([columns] if columns else []), *([*row] for row in data or ())]
+        self.task.get_logger().report_table(
+            title=title, series=series, table_plot=table, iteration=step, **kwargs
+        )
+
+    @on_main_process
+    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log distributions of values in 30 bins; `kwargs` go to `Logger.report_histogram`."""
+        for name, value in values.items():
+            title, series = _title_and_series(name)
+            heights, edges = np.histogram(to_numbers(value), bins=30)
+            labels = [f"{edge:.4g}" for edge in edges[:-1]]
+            self.task.get_logger().report_histogram(
+                title=title, series=series, values=heights, iteration=step, xlabels=labels, **kwargs
+            )
+
+    @on_main_process
+    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Log texts in the task's log; `kwargs` go to `Logger.report_text`."""
+        for name, text in values.items():
+            at = "" if step is None else f" (step {step})"
+            self.task.get_logger().report_text(f"{name}{at}: {text}", print_console=False, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Store a file; `kwargs` go to `Task.upload_artifact`."""
+        name = artifact_path or Path(local_path).name
+        self.task.upload_artifact(name, artifact_object=str(local_path), **kwargs)
+
+    @on_main_process
+    def flush(self) -> None:
+        """Send what was reported."""
+        self.task.flush()
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the task if it was begun here."""
+        if self._is_ours:
+            self.task.close()
+
+
+def _title_and_series(name: str) -> tuple[str, str]:
+    """The chart of a value and its series there.
+
+    Example:
+        >>> _title_and_series("train_loss"), _title_and_series("loss/a"), _title_and_series("lr")
+        (('loss', 'train'), ('loss', 'a'), ('lr', 'lr'))
+    """
+    title, slash, series = name.partition("/")
+    if slash:
+        return title, series
+    prefix = next((one for one in _PREFIXES if name.startswith(one)), None)
+    return (name, name) if prefix is None else (name.removeprefix(prefix), prefix[:-1])

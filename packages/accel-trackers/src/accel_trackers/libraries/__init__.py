@@ -1,1 +1,0 @@
-"""One module for the tracker of each library."""

@@ -1,0 +1,185 @@
+"""MLflow: a store on this machine, or a server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
+from accel_trackers.values import named_images, split, to_flat
+
+logger = logging.getLogger(__name__)
+
+
+class MLflowTracker(GeneralTracker):
+    """Log to a run of MLflow, in the store that `mlflow.set_tracking_uri` or `MLFLOW_TRACKING_URI` name.
+
+    It is written before a call returns.
+
+    Args:
+        experiment_name: Name of the experiment; made if absent. MLflow's own choice if `None`.
+        logging_dir: Where artifacts of a new experiment go.
+        run_id: A run to go on with.
+        tags: Of the run, as a dictionary or its JSON.
+        nested_run: Whether the run is a child of the active one.
+        run_name: Name of the run.
+        description: Of the run.
+
+    Raises:
+        MissingDependencyError: mlflow is not installed.
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+
+    @on_main_process
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        self._mlflow = import_vendor(self.name)
+        self._client: Any = self._mlflow.MlflowClient()
+        experiment_id = None
+        if experiment_name is not None:
+            found = self._client.get_experiment_by_name(experiment_name)
+            location = None if logging_dir is None else str(logging_dir)
+            experiment_id = (
+                found.experiment_id
+                if found is not None
+                else self._client.create_experiment(experiment_name, artifact_location=location)
+            )
+        self.active_run: Any = self._mlflow.start_run(
+            run_id=run_id,
+            experiment_id=experiment_id,
+            run_name=run_name,
+            nested=nested_run,
+            tags=json.loads(tags) if isinstance(tags, str) else tags,
+            description=description,
+        )
+
+    @property
+    def tracker(self) -> Any:
+        """The active run."""
+        return self.active_run
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's id."""
+        return self.active_run.info.run_id
+
+    @classmethod
+    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
+        """Arguments of this class."""
+        return {"run_id": run_id}
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters as parameters, flattened; what is too long for one is cut, with a warning.
+
+        MLflow keeps a parameter for good: where a run goes on with another value, the first one stays, with a
+        warning.
+        """
+        known: dict[str, str] = self._client.get_run(self.run_id).data.params
+        limit: int = self._mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
+        most: int = self._mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH
+        params: list[Any] = []
+        for name, value in to_flat(values).items():
+            text = str(value)
+            if len(text) > limit:
+                logger.warning("MLflow's parameters have %d characters at most: %r is cut.", limit, name)
+            if name not in known:
+                params.append(self._mlflow.entities.Param(name, text[:limit]))
+            elif known[name] != text[:limit]:
+                logger.warning(
+                    "MLflow keeps the parameter %r at %r: a run that goes on cannot change it to %r.",
+                    name,
+                    known[name],
+                    text[:limit],
+                )
+        for first in range(0, len(params), most):
+            self._client.log_batch(self.run_id, params=params[first : first + most])
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as metrics, and texts as files."""
+        numbers, texts, vectors = split(self.name, values)
+        now = int(time.time() * 1000)
+        metric = self._mlflow.entities.Metric
+        metrics = [metric(name, float(number), now, step or 0) for name, number in numbers.items()]
+        if metrics:
+            self._client.log_batch(self.run_id, metrics=metrics, **kwargs)
+        if texts:
+            self.log_text(texts, step=step)
+        self._log_vectors(vectors, step)
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; `kwargs` are `dataformats`, their axes, and arguments of `MlflowClient.log_image`."""
+        dataformats = kwargs.pop("dataformats", None)
+        for key, image in named_images(values, dataformats):
+            self._client.log_image(self.run_id, image, key=key, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any | None = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table as a JSON file, to which rows of the same name are added."""
+        if dataframe is not None:
+            table = {str(name): list(dataframe[name]) for name in dataframe.columns}
+        else:
+            rows = [list(row) for row in data or ()]
+            names = columns or [str(number) for number in range(len(rows[0]) if rows else 0)]
+            table = {name: [row[number] for row in rows] for number, name in enumerate(names)}
+        if step is not None:
+            table["step"] = [step] * max(map(len, table.values()), default=0)
+        file = table_name if table_name.endswith(".json") else f"{table_name}.json"
+        self._client.log_table(self.run_id, table, file, **kwargs)
+
+    @on_main_process
+    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Log texts as files `<name>.txt`, or `<name>/<step>.txt` if there is a step."""
+        for name, text in values.items():
+            file = f"{name}.txt" if step is None else f"{name}/{step}.txt"
+            self._client.log_text(self.run_id, text, file, **kwargs)
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Store a figure of matplotlib or plotly."""
+        self._client.log_figure(self.run_id, figure, artifact_file, **save_kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Store a file."""
+        self._client.log_artifact(self.run_id, str(local_path), artifact_path, **kwargs)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str | Path, artifact_path: str | None = None) -> None:
+        """Store the files of a folder."""
+        self._client.log_artifacts(self.run_id, str(local_dir), artifact_path)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the run."""
+        active = self._mlflow.active_run()
+        if active is not None and active.info.run_id == self.run_id:
+            self._mlflow.end_run()
+        else:
+            self._client.set_terminated(self.run_id)

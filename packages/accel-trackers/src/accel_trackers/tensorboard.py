@@ -1,0 +1,112 @@
+"""TensorBoard: event files in the logging directory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
+from accel_trackers.values import PLAIN, named_images, split, to_flat, to_numbers
+
+# Two brands of the same writer; PyTorch's needs the `tensorboard` package.
+_WRITERS = {True: "torch.utils.tensorboard", False: "tensorboardX"}
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Write event files to `<logging_dir>/<run_name>`, within ten seconds; a run goes on in the same folder.
+
+    Args:
+        run_name: Name of the run, a folder.
+        logging_dir: Directory of all runs.
+        **kwargs: More arguments of `SummaryWriter`.
+
+    Raises:
+        MissingDependencyError: Neither tensorboard nor tensorboardX is installed.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    @on_main_process
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = str(Path(logging_dir) / run_name)
+        module = _WRITERS[find_spec("tensorboard") is not None]
+        self._summary: Any = import_vendor(self.name, f"{module}.summary")
+        self.writer: Any = import_vendor(self.name, module).SummaryWriter(self.logging_dir, **kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The `SummaryWriter`."""
+        return self.writer
+
+    @property
+    def run_id(self) -> str | None:
+        """The folder."""
+        return self.logging_dir
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters for the dashboard HParams; nested ones are flattened, `None` is a text."""
+        flat = {name: "None" if value is None else value for name, value in to_flat(values).items()}
+        for summary in self._summary.hparams(flat, {}):
+            self.writer.file_writer.add_summary(summary)
+        self.writer.flush()
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as scalars, texts as texts, and dictionaries of numbers into one chart.
+
+        Tensors with several elements become histograms.
+        """
+        groups = {
+            name: value
+            for name, value in values.items()
+            if type(value) not in PLAIN and isinstance(value, Mapping)
+        }
+        ungrouped = {n: value for n, value in values.items() if n not in groups} if groups else values
+        numbers, texts, vectors = split(self.name, ungrouped)
+        for name, group in groups.items():
+            in_chart, more_texts, more_vectors = split(self.name, {name: group})
+            lines = {key.removeprefix(f"{name}."): number for key, number in in_chart.items()}
+            self.writer.add_scalars(name, lines, global_step=step, **kwargs)
+            texts |= more_texts
+            vectors |= more_vectors
+        for name, number in numbers.items():
+            self.writer.add_scalar(name, number, global_step=step, **kwargs)
+        for name, text in texts.items():
+            self.writer.add_text(name, text, global_step=step, **kwargs)
+        self._log_vectors(vectors, step)
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; `kwargs` are `dataformats`, the axes of arrays, and more arguments of `add_image`."""
+        dataformats = kwargs.pop("dataformats", None)
+        for tag, image in named_images(values, dataformats):
+            self.writer.add_image(tag, image, global_step=step, dataformats="HWC", **kwargs)
+
+    @on_main_process
+    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log distributions of values; `kwargs` go to `add_histogram`."""
+        for name, value in values.items():
+            self.writer.add_histogram(name, to_numbers(value), global_step=step, **kwargs)
+
+    @on_main_process
+    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Log texts; `kwargs` go to `add_text`."""
+        for name, text in values.items():
+            self.writer.add_text(name, text, global_step=step, **kwargs)
+
+    @on_main_process
+    def flush(self) -> None:
+        """Write what the writer holds."""
+        self.writer.flush()
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the writer."""
+        self.writer.close()

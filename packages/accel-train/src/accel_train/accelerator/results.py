@@ -1,0 +1,399 @@
+"""Facets: gather metrics, log to trackers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+
+from accel_ops import collectives, pad
+from accel_ops.tree import recursively_apply
+from accel_state import runtime
+from accel_state.errors import CheckpointError, DistributedOperationException
+from accel_train.accelerator.run import Facet
+from accel_train.checkpoint import layout
+
+if TYPE_CHECKING:
+    from accel_trackers.general import GeneralTracker
+    from accel_trackers.session import TrackerSession
+    from accel_train.checkpoint.contents import CheckpointContext
+
+
+def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bool | None = None) -> Any:
+    """Gather the results for the real samples of the last batch of a loader, as `gather_for_metrics`.
+
+    Every rank keeps as many rows as it has real samples in the batch, and what is left is gathered, of
+    whatever lengths. Data with another number of rows than the batch has is gathered whole, and as many rows
+    are kept as there are samples in the last batches together: Accelerate does that, and
+    `transformers.Trainer` relies on it for the weight of the last batch's loss.
+
+    Without an active loader nothing is cut off. Where ranks share batches, `repeats` says whether this one
+    has only what another has, too, and is left out.
+    """
+    real, is_padded = _real_samples(loader)
+    if as_objects or not all_tensors(data):
+        return _gather_objects(data, loader, real, is_padded=is_padded, counts=not repeats)
+    others: list[bool] = []
+
+    def trim(tensor: torch.Tensor) -> torch.Tensor:
+        others.append(real is not None and tensor.dim() > 0 and _has_other_rows(loader, len(tensor)))
+        return tensor if others[-1] or real is None else trim_tensors(tensor, real=real)
+
+    trimmed = recursively_apply(trim, data)
+    if repeats is not None:
+        trimmed = recursively_apply(lambda tensor: _rows_of_one(tensor, repeats=repeats), trimmed)
+    gathered = collectives.gather(trimmed)
+    if not any(others):
+        return gathered
+    is_other = iter(others)
+    return recursively_apply(
+        lambda tensor: tensor[: loader.remainder] if next(is_other) else tensor, gathered
+    )
+
+
+def _has_other_rows(loader: Any, rows: int) -> bool:
+    """Whether data of the last batch has not one row for each of the rank's samples, padding included."""
+    return loader.remainder > 0 and loader.batch_size_seen not in {None, rows}
+
+
+def _real_samples(loader: Any) -> tuple[int | None, bool]:
+    """Return the number of real samples of this rank's batch, None for all, and whether it has padding."""
+    if loader is None:
+        return None, False
+    if loader.real_in_batch is not None:
+        return loader.real_in_batch, True
+    if not (loader.end_of_dataloader and loader.remainder > 0):
+        return None, False
+    rows = loader.batch_size_seen
+    # A batch may have more rows than samples, such as the two answers of a preference.
+    return (None if rows is None else min(rows, loader.remainder)), False
+
+
+def _gather_objects(data: Any, loader: Any, real: int | None, *, is_padded: bool, counts: bool) -> Any:
+    problem: ValueError | None = None
+    is_rows = has_object_per_sample(data)
+    is_other = real is not None and is_rows and _has_other_rows(loader, len(data))
+    try:
+        if not is_other and real is not None and (is_padded or is_rows or isinstance(data, torch.Tensor)):
+            data = trim_objects(data, real=real)
+    except ValueError as error:
+        problem = error
+    mine = (problem and str(problem), data if counts else None, counts, is_other)
+    all_ranks: list[tuple[str | None, Any, bool, bool]] = collectives.gather_object([mine])
+    if problem is not None:
+        raise problem
+    for rank, (text, *_) in enumerate(all_ranks):
+        if text is not None:
+            raise DistributedOperationException(f"Rank {rank}: {text}")
+    if len(all_ranks) == 1:
+        return data[: loader.remainder] if is_other else data
+    values = [value for _, value, counted, _ in all_ranks if counted]
+    if all(isinstance(value, list | tuple) for value in values):
+        limit = loader.remainder if any(other for *_, other in all_ranks) else None
+        return [one for value in values for one in value][:limit]
+    return values if len(values) > 1 else values[0]
+
+
+def _rows_of_one(tensor: torch.Tensor, *, repeats: bool) -> torch.Tensor:
+    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    return rows[:0] if repeats else rows
+
+
+def all_tensors(data: object) -> bool:
+    """Whether nested data consists of tensors only.
+
+    Example:
+        >>> all_tensors({"loss": torch.ones(())}), all_tensors([torch.ones(1), "text"])
+        (True, False)
+    """
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def trim_tensors(data: Any, *, real: int) -> Any:
+    """Keep the rows of real samples.
+
+    Example:
+        >>> trim_tensors({"ids": torch.tensor([7, 8, 7])}, real=2)
+        {'ids': tensor([7, 8])}
+    """
+    return recursively_apply(lambda tensor: tensor if tensor.dim() == 0 else tensor[:real], data)
+
+
+def has_object_per_sample(data: object) -> bool:
+    """Whether these are the objects of samples, and no fields, each for all samples.
+
+    Fields are those of a named tuple, of a tuple of containers, and of a list of tensors and other things.
+
+    Example:
+        >>> has_object_per_sample([[3, 4], [5]]), has_object_per_sample(("a", "b"))
+        (True, True)
+        >>> has_object_per_sample((["a", "b"], [1, 2])), has_object_per_sample([torch.ones(2), ["a", "b"]])
+        (False, False)
+    """
+    if isinstance(data, list):
+        items: list[Any] = data
+        return len({isinstance(item, torch.Tensor) for item in items}) < 2
+    if type(data) is not tuple:
+        return False
+    fields: tuple[Any, ...] = data
+    return not any(isinstance(field, torch.Tensor | list | tuple | Mapping) for field in fields)
+
+
+def trim_objects(data: Any, *, real: int) -> Any:
+    """Keep the real samples of a list of one object per sample.
+
+    Example:
+        >>> trim_objects(["a", "b", "a"], real=2)
+        ['a', 'b']
+    """
+    if isinstance(data, torch.Tensor):
+        return trim_tensors(data, real=real)
+    if not has_object_per_sample(data):
+        raise ValueError(
+            f"gather_for_metrics got a {type(data).__qualname__} for a batch that ends in padding, and "
+            "cannot cut the padding off; give a list with one object per sample."
+        )
+    objects: Sequence[Any] = data
+    return objects[:real]
+
+
+T = TypeVar("T")
+
+
+class CollectFacet(Facet):
+    """Collectives over nested data."""
+
+    __slots__ = ()
+
+    def gather(self, tensor: T) -> T:
+        """Concatenate tensors of all processes along their first dimension, on every process.
+
+        Args:
+            tensor: A tensor, or nested lists, tuples and dicts of tensors; 0-d ones become one row each.
+                First dimensions may differ between processes.
+
+        Returns:
+            The same structure, rows in the order of the processes.
+        """
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(
+        self,
+        input_data: T,
+        use_gather_object: bool = False,
+    ) -> T:
+        """Gather what the processes computed for the batch that a prepared loader yielded last.
+
+        Loaders fill up the last batches so that all processes have equally many samples; these repeated
+        samples are cut off, so that over an epoch every sample of the data set comes exactly once. Processes
+        that compute parts of the same layers have the same samples, and one of them counts. Of an incomplete
+        last batch no more rows are kept than it has samples, whatever is given.
+
+        Args:
+            input_data: Tensors as for `gather`, with one row per sample of the batch; 0-d ones are gathered
+                as they are. Or a list, or a plain tuple, of one object per sample; a named tuple, a tuple of
+                containers and a list of tensors and other things are fields.
+            use_gather_object: Gather as objects even if there are only tensors.
+
+        Returns:
+            Tensors gathered as by `gather`; or the objects of all processes in one list; of a single process
+            the objects as they are.
+
+        Raises:
+            ValueError: There is padding in the batch, and `input_data` is neither tensors nor one object per
+                sample.
+            DistributedOperationException: That is so on another process, or the data does not fit together.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(range(5), batch_size=2))
+            >>> torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+            tensor([0, 1, 2, 3, 4])
+        """
+        parts = self._parts
+        sharding = parts.strategy.sharding
+        return gather_real(
+            input_data,
+            parts.gradient_state.active_dataloader,
+            as_objects=use_gather_object,
+            repeats=sharding.repeats if sharding.num_shards < parts.process.num_processes else None,
+        )
+
+    def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
+        """Combine tensors of all processes, element by element, on every process.
+
+        Args:
+            tensor: A tensor or nested tensors, of the same shapes on all processes.
+            reduction: `"sum"`, `"mean"`, or `"none"` for none.
+            scale: What the result is multiplied with.
+        """
+        return collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(
+        self,
+        tensor: T,
+        dim: int = 0,
+        pad_index: int = 0,
+        pad_first: bool = False,
+    ) -> T:
+        """Make tensors of all processes equally long along a dimension.
+
+        Args:
+            tensor: A tensor or nested tensors.
+            dim: The dimension to pad.
+            pad_index: The value to pad with.
+            pad_first: Whether to pad at the beginning instead of the end.
+        """
+        return pad.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+
+class TrackingFacet(Facet):
+    """Log hyperparameters and values. Every method may be called on every process; the main one logs."""
+
+    __slots__ = ()
+
+    @property
+    def log_with(self) -> list[str | GeneralTracker]:
+        """The trackers of `Accelerator(log_with=…)`."""
+        return self._parts.trackers.log_with
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers, after `init_trackers`; on other ranks, placeholders that do nothing."""
+        return self._parts.trackers.trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Any = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start every tracker of `log_with`, and store hyperparameters.
+
+        After `load_state`, the runs go on that the checkpoint names. Runs of an earlier `init_trackers` are
+        finished first.
+
+        Args:
+            project_name: Name of the project, or of the run where a tracker has no projects.
+            config: Hyperparameters: a dictionary, a dataclass or an argparse namespace. It is not changed.
+            init_kwargs: More arguments for a tracker's construction, by its name, such as
+                `{"wandb": {"name": "baseline"}}`.
+
+        Raises:
+            SettingsError: `config` has another type.
+            Exception: What a tracker raised, with `on_tracker_error="raise"`.
+
+        Example:
+            >>> import tempfile
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.init_trackers("digits", config={"lr": 0.1})
+            >>> accelerator.log({"loss": 0.5}, step=1)
+            >>> accelerator.end_training()
+        """
+        self._parts.trackers.start(project_name, config, init_kwargs)
+        _save_runs(self._parts.checkpoints, self._parts.trackers)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log values with every tracker; nothing without trackers.
+
+        It does not wait for a device: tensors there are copied on the side and written by a later call, in
+        order, by `save_state`, by `end_training`, or at the end of the program, also by an exception. Every
+        ten seconds a call lets the trackers flush. With `log_system_metrics=True`, what was measured since
+        the last call is added.
+
+        Args:
+            values: By name numbers, texts, tensors, dictionaries of these, and what else a tracker's library
+                takes. Tensors with several elements become histograms where the library has them; what it
+                cannot take is skipped with one warning for each name.
+            step: The step.
+            log_kwargs: More arguments of a tracker's `log`, by its name.
+
+        Raises:
+            TrackerError: It is too early, before `init_trackers`, too late, after `end_training`, or in a
+                process that was forked from the one that called `init_trackers`.
+            UnsupportedError: `values` is no dictionary.
+            Exception: What a tracker raised, with `on_tracker_error="raise"`.
+        """
+        parts = self._parts
+        if parts.meter is not None and isinstance(values, Mapping):
+            values = {**parts.meter.read(), **values}
+        parts.trackers.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Find a tracker, for what only it can do, such as `log_images`.
+
+        Args:
+            name: Its name.
+            unwrap: Whether to return the library's own object, such as the run of wandb.
+
+        Returns:
+            The tracker; on other ranks, and without trackers, a placeholder that does nothing.
+
+        Raises:
+            SettingsError: There are trackers, but none of that name.
+        """
+        return self._parts.trackers.get(name, unwrap=unwrap)
+
+    def end_training(self) -> None:
+        """Write what was logged, finish the trackers, and leave the process group.
+
+        The last call of a program. Without trackers and with one process it does nothing. While an exception
+        is on its way, as in `finally`, it does not wait for ranks that do not answer.
+
+        Raises:
+            Exception: What a tracker raised, with `on_tracker_error="raise"`.
+        """
+        try:
+            self._parts.trackers.finish()
+        finally:
+            self._parts.process.destroy_process_group()
+
+
+def _save_runs(checkpoints: CheckpointContext, trackers: TrackerSession) -> None:
+    """Let `save_state` flush logged values, and write the ids of the runs to `trackers.json`."""
+
+    def save(models: Any, weights: Any, folder: str | os.PathLike[str]) -> None:
+        del models, weights
+        trackers.write()
+        run_ids = trackers.run_ids()
+        if run_ids and checkpoints.rank == 0:
+            (Path(folder) / layout.TRACKERS_NAME).write_text(json.dumps(run_ids))
+
+    checkpoints.save_hooks[-1] = save  # beside those of users, whose numbers are not negative
+
+
+def resume_runs(trackers: TrackerSession, folder: Path) -> None:
+    """Resume the runs whose ids are in a checkpoint, on the main process."""
+    file = folder / layout.TRACKERS_NAME
+    if trackers.log_with and runtime.current_topology().is_main and file.exists():
+        trackers.resume(_read_run_ids(file))
+
+
+def _read_run_ids(file: Path) -> dict[str, str]:
+    try:
+        read: Any = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} is damaged: {error}. Load another checkpoint, or remove it."
+        ) from error
+    if not isinstance(read, dict) or not all(isinstance(value, str) for value in read.values()):
+        raise CheckpointError(
+            f"{file} holds no ids of runs by tracker. Load another checkpoint, or remove it."
+        )
+    return read

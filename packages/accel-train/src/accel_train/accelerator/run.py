@@ -1,0 +1,387 @@
+"""Facets: process, mesh, directories, profiling."""
+
+from __future__ import annotations
+
+from abc import ABC
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.deepspeed.library import ds_module
+from accel_plugins.kwargs import ProfileKwargs, ProjectConfiguration
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.html_table import html_table
+from accel_state.labels import DistributedType, FP8BackendType
+from accel_state.partial_state import PartialState, RankMethods
+from accel_train.data.adapter import PreparedLoader
+from accel_train.profiling import profiling
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.profiler import profile
+
+    from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+    from accel_plugins.parallelism.config import ParallelismConfig
+    from accel_train.accelerator.build import Parts
+
+
+class Facet(ABC):
+    """Methods that belong together; all state is in the parts."""
+
+    __slots__ = ("_parts",)
+    _parts: Parts
+
+    if not TYPE_CHECKING:  # type checkers are to report unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Say what to use where an attribute of another library's `Accelerator` is asked for."""
+            raise missing_attribute(self, name)
+
+
+_FLAG = "use set_trigger() and check_trigger()"
+_PREPARE = "use prepare()"
+_HANDLERS = "keep the object that you gave as one of kwargs_handlers"
+_HOOKS = "keep the handles that register_save_state_pre_hook() and register_load_state_pre_hook() return"
+
+INSTEAD = {
+    "flag_tensor": _FLAG,
+    "init_handler": _HANDLERS,
+    "has_fp8_handler": _HANDLERS,
+    "fp8_recipe_handler": _HANDLERS,
+    "ao_recipe_handler": _HANDLERS,
+    "te_recipe_handler": _HANDLERS,
+    "msamp_recipe_handler": _HANDLERS,
+    "has_lomo_optimizer": "call lomo_backward() where the optimizer is one",
+    "delayed_fp8_autocast": "use autocast()",
+    "_clip_grad_norm_dtensor_aware": "use clip_grad_norm_(), which takes DTensors",
+    "_custom_objects": "keep the objects that you give to register_for_checkpointing()",
+    "_do_sync": "use accumulate(), or gradient_state for what it found",
+    "_get_devices": "use device",
+    "_get_named_parameters": "use named_parameters() of the model",
+    "_load_model_state_pre_hook": _HOOKS,
+    "_save_model_state_pre_hook": _HOOKS,
+    "_prepare_ao": _PREPARE,
+    "_prepare_cp": _PREPARE,
+    "_prepare_deepspeed": _PREPARE,
+    "_prepare_device_mesh": "use torch_device_mesh",
+    "_prepare_fsdp2": _PREPARE,
+    "_prepare_megatron_lm": _PREPARE,
+    "_prepare_msamp": _PREPARE,
+    "_prepare_te": _PREPARE,
+    "_prepare_tp": _PREPARE,
+}
+"""Name to advice: what scripts may know from Hugging Face Accelerate, most of it private there."""
+
+
+def missing_attribute(owner: object, name: str) -> AttributeError:
+    """Make the error of an attribute that is not there.
+
+    Example:
+        >>> print(missing_attribute(1, "flag_tensor"))
+        'int' object has no attribute 'flag_tensor': use set_trigger() and check_trigger()
+    """
+    advice = f": {INSTEAD[name]}" if name in INSTEAD else ""
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}{advice}"
+    return AttributeError(text, name=name, obj=owner)
+
+
+class ProcessFacet(Facet, RankMethods):
+    """Rank, world size and device of this process."""
+
+    __slots__ = ()
+
+    @property
+    def _process(self) -> PartialState:
+        return self._parts.process
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The process-wide state."""
+        return self._parts.state
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self._parts.process.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The documented label of the strategy and device."""
+        return self._parts.state.distributed_type
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that multiplies matrices in 8 bits; `FP8BackendType.NO` without FP8.
+
+        Example:
+            >>> from accel_train import Accelerator
+            >>> Accelerator(cpu=True).fp8_backend.value
+            'NO'
+        """
+        converter = self._parts.converter
+        backend = None if converter is None else converter.recipe.backend
+        return FP8BackendType(backend or "NO")
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether matrices are multiplied in 8 bits."""
+        return self.fp8_backend is not FP8BackendType.NO
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of the run."""
+        return self._parts.process.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process among all."""
+        return self._parts.process.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """The local rank of this process."""
+        return self._parts.process.local_process_index
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes each have an accelerator of their own."""
+        process = self._parts.process
+        return process.num_processes > 1 and process.device.type != "cpu"
+
+    def set_trigger(self) -> None:
+        """Set a flag on this rank, which `check_trigger` returns on all ranks.
+
+        Example:
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.set_trigger()
+            >>> accelerator.check_trigger(), accelerator.check_trigger()
+            (True, False)
+        """
+        self._parts.trigger.set()
+
+    def check_trigger(self) -> bool:
+        """Return whether any rank has called `set_trigger` since the last check; call it on every rank."""
+        return self._parts.trigger.check()
+
+
+class ParallelFacet(Facet):
+    """The device mesh, and the coordinates of this rank on it."""
+
+    __slots__ = ()
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the mesh axes."""
+        return self._parts.state.parallelism_config
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The active DeepSpeed plugin; `None` where DeepSpeed is not used."""
+        return self._parts.state.deepspeed_plugin
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The device mesh of this run; `None` where models are replicated on all ranks."""
+        return self._parts.strategy.mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by `fully_shard`."""
+        return self._parts.strategy.fsdp_version == 2
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether parameters are `DTensor`s, so that several kinds of parallelism combine."""
+        return self._parts.strategy.mesh is not None
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The tensor-parallel rank; 0 without tensor parallelism."""
+        return self._rank_along("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The context-parallel rank; 0 without context parallelism."""
+        return self._rank_along("cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The rank along the axis of replicas; 0 with one replica."""
+        parts = self._parts
+        if parts.strategy.mesh is None:
+            return parts.strategy.sharding.shard_index
+        return self._rank_along("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The data-parallel rank among the shards of a replica."""
+        return self._rank_along("dp_shard")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """The pipeline-parallel rank.
+
+        Raises:
+            UnsupportedError: Always: pipelines are not trained.
+        """
+        raise UnsupportedError("pipeline_parallel_rank: models are not trained in pipeline stages.")
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this rank belongs to the replica that is saved: the first one."""
+        parts = self._parts
+        if parts.strategy.mesh is None:
+            return parts.process.is_main_process
+        return self._rank_along("dp_replicate") == 0
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Shard sequences within the block under context parallelism; do nothing without.
+
+        Scaled-dot-product attention within it sees full sequences although every rank has a shard of them.
+
+        Args:
+            buffers: Tensors with a sequence dim, such as the inputs, labels and positions of a batch. They
+                are cut to this rank's shard in place.
+            buffer_seq_dims: The sequence dim of each.
+            no_restore_buffers: Buffers that are not needed afterwards; the others are restored to full
+                sequences.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> tokens = torch.arange(8).reshape(1, 8)
+            >>> with Accelerator(cpu=True).maybe_context_parallel([tokens], [1], {tokens}):
+            ...     tokens.shape
+            torch.Size([1, 8])
+        """
+        split = self._parts.strategy.split_sequences
+        if split is None:
+            return nullcontext()
+        return split(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """Let a loader shard the sequences of its batches under DeepSpeed's Ulysses.
+
+        `prepare` does so for loaders that are passed together with the model.
+
+        Args:
+            dl: A prepared loader, which is changed and returned. Any other iterable of dictionaries of
+                tensors, of which every process has its own, is read through DeepSpeed's
+                `UlyssesSPDataLoaderAdapter`: the batches of sequence-parallel ranks are used one after the
+                other.
+            model: The prepared model.
+
+        Returns:
+            A loader of this rank's shards; `dl` itself in other runs.
+
+        Raises:
+            SettingsError: The model is not prepared.
+        """
+        parts = self._parts
+        shard_sequences = parts.strategy.shard_sequences
+        if shard_sequences is None:
+            return dl
+        if model not in parts.prepared:
+            raise SettingsError(
+                f"deepspeed_ulysses_dl_adapter(): {type(model).__name__} is not prepared; pass what "
+                "prepare() has returned."
+            )
+        if isinstance(dl, PreparedLoader):
+            dl.shard_sequences = shard_sequences
+            return dl
+        mesh: Any = parts.strategy.mesh
+        sequences = mesh["sp"]
+        adapter = ds_module("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter
+        return adapter(
+            dl,
+            sp_rank=sequences.get_local_rank(),
+            sp_group=sequences.get_group(),
+            sp_world_size=sequences.size(),
+            device=parts.process.device,
+        )
+
+    def _rank_along(self, axis: str) -> int:
+        mesh = self._parts.strategy.mesh
+        if mesh is None or axis not in (mesh.mesh_dim_names or ()):
+            return 0
+        return mesh.get_local_rank(axis)
+
+
+class ObserveFacet(Facet):
+    """Directories, profiling, and what an accelerator shows of itself."""
+
+    __slots__ = ()
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Directories, and how checkpoints are named and kept."""
+        return self._parts.project
+
+    @property
+    def project_dir(self) -> str | Path | None:
+        """Directory of the project's files."""
+        return self._parts.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | Path | None:
+        """Directory of the trackers' files."""
+        return self._parts.project.logging_dir
+
+    def __repr__(self) -> str:
+        return f"Accelerator({', '.join(f'{name}={value!r}' for name, value in self._facts().items())})"
+
+    def _repr_html_(self) -> str:
+        rows = [(name.replace("_", " "), value) for name, value in self._facts().items()]
+        return html_table(rows, title="Accelerator")
+
+    def _facts(self) -> dict[str, str | int]:
+        if not hasattr(self, "_parts"):  # shown in the traceback of a constructor that failed
+            return {}
+        state, process = self._parts.state, self._parts.process
+        return {
+            "device": str(process.device),
+            "process_index": process.process_index,
+            "num_processes": process.num_processes,
+            "distributed_type": state.distributed_type.value,
+            "mixed_precision": state.mixed_precision,
+            "gradient_accumulation_steps": self._parts.gradient_state.num_steps,
+        }
+
+    @property
+    def profile_handler(self) -> ProfileKwargs | None:
+        """The `ProfileKwargs` of the accelerator."""
+        return self._parts.handlers.get(ProfileKwargs)  # pyright: ignore[reportReturnType] - by its own type
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
+        """Record the block with `torch.profiler`.
+
+        With `output_trace_dir`, every process writes a Chrome trace `profile_<rank>.json` there, and one
+        `profile_<rank>_<n>.json` for every further cycle of `schedule_option`. With `flame_graph` there is an
+        HTML page of each, which opens offline.
+
+        Args:
+            profile_handler: What to record; the accelerator's `ProfileKwargs` if `None`.
+
+        Raises:
+            SettingsError: The profiler cannot be built as the handler says.
+            MissingDependencyError: A flame graph needs plotly, which is not installed.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> with Accelerator(cpu=True).profile() as profiler:
+            ...     _ = torch.ones(2) + 1
+            >>> any("add" in event.key for event in profiler.key_averages())
+            True
+        """
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        return profiling(handler, self._parts.process.runtime)

@@ -1,0 +1,564 @@
+"""Documented single-file functions; merge."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_ops.modules import extract_model_from_parallel
+from accel_ops.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel_ops.weights.safetensors_io import create_safetensors
+from accel_ops.weights.write import save
+from accel_plugins import sharding
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
+from accel_plugins.optimizer import AcceleratedOptimizer
+from accel_plugins.sharding.folder import LocalFiles, TensorMetadata
+from accel_plugins.sharding.state import ShardedStates, StateForm, is_sharded_folder, strip_wrapper_prefixes
+from accel_state import runtime
+from accel_state.errors import CheckpointError, SettingsError
+from accel_state.files import local_path
+from accel_state.partial_state import PartialState
+from accel_state.topology import Topology
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.contents import (
+    MODEL_KEY,
+    OPTIMIZER_KEY,
+    CheckpointContext,
+    Contents,
+    parts_of_folder,
+    rank_files,
+    restore_model_shards,
+    restore_optimizer_shards,
+    shared_parts,
+)
+from accel_train.checkpoint.files import make_folder, move, remove, write_file
+from accel_train.checkpoint.folder import read_manifest
+from accel_train.checkpoint.layout import FileRecord, Manifest
+from accel_train.checkpoint.load import (
+    CheckpointReader,
+    restore_model,
+    restore_positions,
+    restore_rng,
+    restore_states,
+    step_of,
+)
+from accel_train.checkpoint.staging import read_object, write_object
+
+if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import Optimizer
+
+    from accel_plugins.strategy import Persister
+
+
+def save_accelerator_state(
+    output_dir: str | os.PathLike[str],
+    model_states: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    step: int,
+    scaler: GradScaler | None = None,
+    save_on_each_node: bool = False,
+    safe_serialization: bool = True,
+) -> Path:
+    """Write this rank's files of a checkpoint.
+
+    The manifest lists what the main process wrote. `Accelerator.save_state` does more: it commits the files
+    of all ranks at once.
+
+    Args:
+        output_dir: The folder; made if absent.
+        model_states: The state dict of every model.
+        optimizers: In the order of preparation.
+        schedulers: In the order of preparation.
+        dataloaders: Prepared ones.
+        process_index: Rank of this process.
+        step: Micro-batches since the last optimizer step.
+        scaler: The loss scaler.
+        save_on_each_node: Whether one process of every host writes what all share.
+        safe_serialization: Write weights as safetensors; else as `torch.save` does.
+
+    Returns:
+        The folder.
+    """
+    current = runtime.current_or_single()
+    target = Path(output_dir)
+    make_folder(target)
+    contents = Contents(
+        weights=model_states,
+        optimizers=[one.state_dict() for one in optimizers],
+        schedulers=schedulers,
+        dataloaders=dataloaders,
+        scaler={} if scaler is None else scaler.state_dict(),
+    )
+    writes = current.topology.is_local_main if save_on_each_node else process_index == 0
+    shared = shared_parts(contents, safe=safe_serialization) if writes else []
+    records = {
+        part.name: _write(target / part.name, part.write_to)
+        for part in [*shared, *rank_files(contents, rank=process_index, device=current.device)]
+    }
+    if writes:
+        manifest = Manifest(world_size=current.topology.world_size, step=step, files=records)
+        _write(target / layout.MANIFEST_NAME, lambda sink: sink.write(manifest.to_text().encode()))
+    return target
+
+
+def load_accelerator_state(
+    input_dir: str | os.PathLike[str],
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    dataloaders: Sequence[Any],
+    process_index: int,
+    scaler: GradScaler | None = None,
+    map_location: Any = None,
+    load_kwargs: Mapping[str, Any] | None = None,
+    **load_model_func_kwargs: Any,
+) -> dict[str, Any]:
+    """Read a checkpoint into objects; files are not verified.
+
+    Args:
+        input_dir: The folder.
+        models: The unwrapped models.
+        optimizers: In the order of preparation.
+        schedulers: In the order of preparation.
+        dataloaders: Prepared ones.
+        process_index: Rank of this process.
+        scaler: The loss scaler.
+        map_location: Where the states of optimizers are read to first: `"cpu"`, `"on_device"` or a device.
+        load_kwargs: More arguments of `torch.load`.
+        **load_model_func_kwargs: More arguments of `Module.load_state_dict`.
+
+    Returns:
+        What an accelerator has to remember: `{"step": …}`.
+
+    Raises:
+        CheckpointError: A file is absent or damaged, or holds what is not read without trust.
+    """
+    current = runtime.current_or_single()
+    folder = Path(input_dir)
+    source = CheckpointReader(
+        folder=folder,
+        manifest=read_manifest(folder),
+        rank=process_index,
+        world_size=current.topology.world_size,
+        device=current.device,
+        map_location=current.device if map_location == "on_device" else map_location or "cpu",
+        options=load_kwargs or {},
+    )
+    for index, model in enumerate(models):
+        restore_model(source, index, model, **load_model_func_kwargs)
+    restore_states(source, layout.optimizer_name, [one.load_state_dict for one in optimizers])
+    restore_states(source, layout.scheduler_name, [one.load_state_dict for one in schedulers])
+    if scaler is not None:
+        scaler.load_state_dict(source.read(layout.SCALER_NAME))
+    restore_positions(source, dataloaders)
+    restore_rng(source)
+    return {"step": step_of(source)}
+
+
+def save_custom_state(
+    obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False
+) -> None:
+    """Save the state of an object as `<path>/custom_checkpoint_<index>.pkl`, on the main process.
+
+    Args:
+        obj: With `state_dict`.
+        path: A folder.
+        index: Number of the object.
+        save_on_each_node: Whether one process of every host saves.
+    """
+    topology = runtime.current_or_single().topology
+    if topology.is_local_main if save_on_each_node else topology.is_main:
+        _write(Path(path) / layout.custom_name(index), lambda sink: write_object(obj.state_dict(), sink))
+
+
+def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
+    """Load what `save_custom_state` has saved.
+
+    Args:
+        obj: With `load_state_dict`.
+        path: The folder.
+        index: Number of the object.
+
+    Raises:
+        CheckpointError: The file holds more than tensors and plain containers, or is damaged.
+    """
+    obj.load_state_dict(read_object(Path(path) / layout.custom_name(index)))
+
+
+def _write(path: Path, write: Callable[[Any], object]) -> FileRecord:
+    """Write to a temporary file, then rename it."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    try:
+        record = write_file(temporary, write, to_disk=True)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    move(temporary, path)
+    return record
+
+
+def save_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Save a model in the form of the plugin's `state_dict_type`. Call it on every process.
+
+    Args:
+        fsdp_plugin: Has the form: one file, a folder to which every rank writes, or one file per rank.
+        accelerator: The `Accelerator` that has prepared the model.
+        model: The prepared model.
+        output_dir: The folder; made if absent.
+        model_index: Number of the model, part of the name.
+        adapter_only: Whether only the adapter of a PEFT model is saved. Other models are saved in full.
+        use_dcp: Whether shards go to a folder that any number of ranks can read; else every rank writes a
+            file for itself.
+    """
+    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
+    folder = _made(output_dir)
+    if access.form is StateForm.FULL:
+        state = access.persister.full_state_dict(model, keep=access.topology.is_main)
+        save(_adapter_of(model, state, adapter_only), folder / layout.fsdp_weights_name(model_index))
+    elif access.form is StateForm.NATIVE:
+        access.local.save_model(model, folder, model_index)
+    else:
+        state = _adapter_of(model, access.shards.model_tensors(model), adapter_only)
+        target = folder / layout.sharded_model_name(model_index)
+        _write_folder(access, accelerator, target, {MODEL_KEY: state})
+    accelerator.wait_for_everyone()
+
+
+def load_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_model` has saved. Call it on every process.
+
+    Args:
+        fsdp_plugin: Has the form.
+        accelerator: The `Accelerator` that has prepared the model.
+        model: The prepared model.
+        input_dir: The folder; of shards also the one that they are in.
+        model_index: Number of the model.
+        adapter_only: Whether only the adapter of a PEFT model was saved.
+        use_dcp: As it was when the model was saved.
+
+    Raises:
+        CheckpointError: There is no such model, or it does not fit.
+    """
+    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
+    folder = Path(input_dir)
+    strict = {"strict": False} if adapter_only and _has_adapter(model) else {}
+    if access.form is StateForm.FULL:
+        state: Any = read_object(_existing(folder / layout.fsdp_weights_name(model_index)))
+        access.persister.load_full_state_dict(model, state, **strict)
+    elif access.form is StateForm.NATIVE:
+        access.local.load_model(model, folder, model_index)
+    else:
+        source = _folder(folder, layout.sharded_model_name(model_index))
+        restore_model_shards(access.run, source, model, **strict)
+    accelerator.wait_for_everyone()
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    optimizer: Optimizer,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Save an optimizer in the form of the plugin's `state_dict_type`. Call it on every process.
+
+    Args:
+        fsdp_plugin: Has the form.
+        accelerator: The `Accelerator` that has prepared the optimizer.
+        optimizer: The prepared optimizer.
+        model: The prepared model that it trains.
+        output_dir: The folder; made if absent.
+        optimizer_index: Number of the optimizer, part of the name.
+        use_dcp: As for `save_fsdp_model`.
+    """
+    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
+    folder, inner = _made(output_dir), _inner(optimizer)
+    if access.form is StateForm.FULL:
+        state = access.persister.full_optimizer_state(inner, [model], keep=access.topology.is_main)
+        save(state, folder / layout.optimizer_name(optimizer_index))
+    elif access.form is StateForm.NATIVE:
+        access.local.save_optimizer(inner, model, folder, optimizer_index)
+    else:
+        state = access.shards.optimizer_tensors(inner, [model])
+        target = folder / layout.sharded_optimizer_name(optimizer_index)
+        _write_folder(access, accelerator, target, {OPTIMIZER_KEY: state})
+    accelerator.wait_for_everyone()
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    optimizer: Optimizer,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Load what `save_fsdp_optimizer` has saved. Call it on every process.
+
+    Args:
+        fsdp_plugin: Has the form.
+        accelerator: The `Accelerator` that has prepared the optimizer.
+        optimizer: The prepared optimizer.
+        model: The prepared model that it trains.
+        input_dir: The folder; of shards also the one that they are in.
+        optimizer_index: Number of the optimizer.
+        adapter_only: An optimizer has the state of the parameters that it trains, an adapter's or others:
+            nothing is different.
+        use_dcp: As it was when the optimizer was saved.
+
+    Raises:
+        CheckpointError: There is no such optimizer, or it is of other parameters.
+    """
+    del adapter_only
+    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
+    folder, inner = Path(input_dir), _inner(optimizer)
+    if access.form is StateForm.FULL:
+        state: Any = read_object(_existing(folder / layout.optimizer_name(optimizer_index)))
+        access.persister.load_full_optimizer_state(inner, [model], state)
+    elif access.form is StateForm.NATIVE:
+        access.local.load_optimizer(inner, model, folder, optimizer_index)
+    else:
+        source = _folder(folder, layout.sharded_optimizer_name(optimizer_index))
+        restore_optimizer_shards(access.run, source, inner)
+    accelerator.wait_for_everyone()
+
+
+class _Access:
+    """The parts of an accelerator's strategy that these functions use."""
+
+    def __init__(self, accelerator: Any, plugin: FullyShardedDataParallelPlugin, *, use_dcp: bool) -> None:
+        parts = accelerator._parts
+        form = form_of(plugin)
+        self.form = StateForm.NATIVE if form is StateForm.SHARDED and not use_dcp else form
+        self.run: CheckpointContext = parts.checkpoints
+        self.persister: Persister = parts.strategy.persister
+        self.topology: Topology = parts.process.runtime.topology
+        if parts.strategy.shards is None:
+            raise SettingsError(
+                f"The strategy {parts.strategy.name!r} shards nothing; use save_state() and load_state(), "
+                "which work under every strategy."
+            )
+        self.shards: ShardedStates = parts.strategy.shards
+        self.local = LocalFiles(shards=self.shards, topology=self.topology)
+
+
+def _write_folder(access: _Access, accelerator: Any, folder: Path, state: Mapping[str, Any]) -> None:
+    """Write the shards of this rank; after all ranks, the main process writes the index."""
+    make_folder(folder)
+    if accelerator.is_main_process:
+        for path in folder.iterdir():
+            remove(path)  # of an earlier save, of perhaps more ranks
+    accelerator.wait_for_everyone()
+    for part in parts_of_folder(access.run, folder.name, state):
+        write_file(folder.parent / part.name, part.write_to, to_disk=True)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        sharding.folder.write_index(folder, range(accelerator.num_processes))
+
+
+def _has_adapter(model: nn.Module) -> bool:
+    """Whether a model is a PEFT model."""
+    core: Any = extract_model_from_parallel(model, keep_torch_compile=False)
+    return getattr(core, "peft_config", None) is not None
+
+
+def _adapter_of(model: nn.Module, state: Mapping[str, Any], adapter_only: bool) -> dict[str, Any]:
+    """Return the weights of a PEFT model's active adapter if only these are wanted; else all."""
+    if not adapter_only or not _has_adapter(model):
+        return dict(state)
+    core = extract_model_from_parallel(model, keep_torch_compile=False)
+    names = {name for name, parameter in core.named_parameters() if parameter.requires_grad}
+    return {
+        name: value
+        for name, value in state.items()
+        if strip_wrapper_prefixes(name) in {*map(strip_wrapper_prefixes, names)}
+    }
+
+
+def _inner(optimizer: Any) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def _made(folder: str | os.PathLike[str]) -> Path:
+    path = Path(folder)
+    make_folder(path)
+    return path
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise CheckpointError(f"There is no {str(path)!r}.")
+    return path
+
+
+def _folder(path: Path, name: str) -> Path:
+    return path if is_sharded_folder(path) else path / name
+
+
+logger = logging.getLogger(__name__)
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Merge a folder with the shards of a model into one weight file.
+
+    Tensors go from file to file one after the other: the model need not fit into memory. With several
+    processes, the main one does it, and all wait.
+
+    Args:
+        checkpoint_dir: The folder `pytorch_model_fsdp_0`, or the checkpoint that it is in.
+        output_path: The folder of the new file, which is named `model.safetensors` or `pytorch_model.bin`.
+        safe_serialization: Write safetensors; else as `torch.save` does.
+        remove_checkpoint_dir: Whether to delete the shards when the file is complete.
+
+    Raises:
+        CheckpointError: There are no shards, or those of several models, or they are damaged.
+        OSError: There is no room for the file.
+    """
+    state = PartialState() if torch.distributed.is_initialized() else None
+    if state is None or state.is_main_process:
+        folder = _folder_of_model(local_path(checkpoint_dir, "checkpoint_dir"))
+        name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+        target = local_path(output_path, "output_path") / name
+        _merge(folder, target, safe=safe_serialization)
+        if remove_checkpoint_dir:
+            remove(folder)
+    if state is not None:
+        state.wait_for_everyone()
+
+
+def _merge(folder: Path, target: Path, *, safe: bool) -> None:
+    tensors = {
+        name: entry
+        for entry in sharding.folder.entries(sharding.folder.read_index(folder))
+        if (name := _name(entry)) is not None
+    }
+    make_folder(target.parent)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        rows = {
+            name: (tuple(entry.shape), entry.dtype)
+            for name, entry in tensors.items()
+            if entry.shape is not None and entry.dtype is not None
+        }
+        mapped = create_safetensors(temporary, rows)
+        sharding.folder.read_into(
+            folder, {entry.key: mapped[name] for name, entry in tensors.items()}, flat=True
+        )
+        if not safe:
+            temporary_bin = temporary.with_suffix(".bin")
+            torch.save(mapped, temporary_bin)
+            remove(temporary)
+            temporary = temporary_bin
+        del mapped
+        move(temporary, target)
+    finally:
+        remove(temporary)
+
+
+def _folder_of_model(source: Path) -> Path:
+    """Find the folder with the shards of one model."""
+    if is_sharded_folder(source):
+        return source
+    inside = [path for path in sorted(source.glob(f"{layout.FSDP_MODEL_NAME}_*")) if is_sharded_folder(path)]
+    if len(inside) == 1:
+        return inside[0]
+    if not inside:
+        raise CheckpointError(
+            f"{str(source)!r} holds no shards of a model: pass the folder "
+            f"{layout.sharded_model_name(0)!r} of a checkpoint that was saved with SHARDED_STATE_DICT."
+        )
+    raise CheckpointError(
+        f"{str(source)!r} holds the shards of {len(inside)} models: pass one of "
+        f"{', '.join(repr(str(path)) for path in inside)}."
+    )
+
+
+def _name(entry: TensorMetadata) -> str | None:
+    """Return the name of a weight; `None` for other entries."""
+    if entry.shape is None:
+        return None
+    path = entry.path if entry.path[0] != "model" or len(entry.path) == 1 else entry.path[1:]
+    return ".".join(map(str, path))
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model, offloaded weights included; those on the disk are mapped.
+
+    Args:
+        model: A model with the hooks of `cpu_offload`, `disk_offload` or `dispatch_model`, or without any.
+
+    Raises:
+        CheckpointError: A tensor is on the meta device, and no hook keeps its values.
+    """
+    return with_offloaded_weights(model.state_dict(), model)
+
+
+def with_offloaded_weights(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Replace meta tensors by the offloaded weights, as `get_state_dict_offloaded_model`."""
+    core = extract_model_from_parallel(model, keep_torch_compile=False)
+    return {
+        name: _offloaded(core, name) if isinstance(value, Tensor) and value.is_meta else value
+        for name, value in state.items()
+    }
+
+
+def _offloaded(model: nn.Module, name: str) -> Tensor:
+    module, rest = model, name
+    while True:
+        for weights in _weights_of(module):
+            try:
+                return weights[rest].detach()
+            except KeyError:
+                continue
+        child, _, rest = rest.partition(".")
+        if not rest:
+            raise CheckpointError(
+                f"{name!r} of {type(model).__name__} is on the meta device, and no hook keeps its values: "
+                "load weights before you save the model."
+            )
+        module = module.get_submodule(child)
+
+
+def _weights_of(module: nn.Module) -> Iterator[Mapping[str, Tensor]]:
+    hook: Any = vars(module).get("_hf_hook")  # the name that all libraries use
+    for one in getattr(hook, "hooks", (hook,)):
+        weights = getattr(one, "weights_map", None)
+        if weights is not None:
+            yield weights

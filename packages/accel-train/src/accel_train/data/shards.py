@@ -1,0 +1,686 @@
+"""Which rank gets which batches, samples."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from accel_train.data.samplers import (
+    OrderState,
+    SeedableRandomSampler,
+    drawn,
+    indices_from,
+    innermost_sampler,
+    is_plain_batch_sampler,
+    known_order,
+    record_order,
+    replay_order,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlan:
+    """How an epoch is cut into *rounds*, one batch for every rank in each, ranks in order.
+
+    Round `k` of an epoch that begins at sample `start` is made of the samples `start + k * stride` and
+    following; rank `r` gets the `r`-th part of it.
+
+    Args:
+        batch_size: Size of the batches that are sharded: a rank's own, or with `split` the global one. None
+            where it is not known.
+        split: A round is one batch, of which every rank gets a part; else as many batches as ranks.
+        even: Complete the last round with samples from the epoch's beginning, for the ranks to have equally
+            many batches of one size; with whole batches from there where the size is not known. Otherwise
+            some ranks may get a shorter last batch, or one batch less.
+        static_shapes: Complete the last batch where there is only one rank, too, for devices that compile
+            anew for every shape; needs `even`.
+    """
+
+    num_processes: int = 1
+    process_index: int = 0
+    batch_size: int | None
+    drop_last: bool = False
+    split: bool = False
+    even: bool = True
+    static_shapes: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.process_index < self.num_processes:
+            raise ValueError(
+                f"process_index={self.process_index!r} is not one of the "
+                f"num_processes={self.num_processes!r} processes, which count from 0."
+            )
+        if self.split and (self.batch_size or 0) % self.num_processes:
+            raise ValueError(
+                "split_batches=True shards every batch across the processes, but "
+                f"batch_size={self.batch_size!r} is not a multiple of num_processes={self.num_processes!r}."
+            )
+
+    @property
+    def rows(self) -> int:
+        """Number of samples in a batch of one rank; 1 where it is not known."""
+        return (self.batch_size or 1) // (self.num_processes if self.split else 1)
+
+    @property
+    def stride(self) -> int:
+        """Number of samples in a complete round."""
+        return self.rows * self.num_processes
+
+    @property
+    def batches_per_step_all_ranks(self) -> int:
+        """Number of batches of the sharded batch sampler in a complete round."""
+        return 1 if self.split else self.num_processes
+
+    @property
+    def pads(self) -> bool:
+        """Whether a last round that is not complete gets samples from the epoch's beginning."""
+        return self.even and not self.drop_last and (self.num_processes > 1 or self.static_shapes)
+
+    def count(self, total: int) -> int:
+        """Return how many batches this rank gets out of `total` samples."""
+        full_steps, rest = divmod(total, self.stride)
+        return full_steps + (
+            not self.drop_last and rest > 0 and (self.even or rest > self.rows * self.process_index)
+        )
+
+    def spans(self, total: int, start: int = 0) -> Iterator[tuple[int, int]]:
+        """Return this rank's batches as spans of positions in the order of the epoch.
+
+        Yields:
+            `(first, last)`: a batch has the samples `first … last - 1`. Positions from `total` on are
+            padding: sample `total + i` is sample `i % total` again.
+
+        Example:
+            >>> list(BatchPlan(num_processes=2, process_index=1, batch_size=3).spans(10))
+            [(3, 6), (9, 12)]
+        """
+        first = start + self.process_index * self.rows
+        for _ in range(self.count(max(0, total - start))):
+            last = first + self.rows
+            yield first, last if self.pads else min(last, total)
+            first += self.stride
+
+    def count_batches(self, batches: int) -> int:
+        """Return how many batches this rank gets out of `batches` whole ones."""
+        full_steps, rest = divmod(batches, self.batches_per_step_all_ranks)
+        return full_steps + (not self.drop_last and rest > 0 and (self.even or rest > self.process_index))
+
+    def assign(
+        self, batches: Iterable[Sequence[int]], head: Iterable[Sequence[int]] = ()
+    ) -> Iterator[tuple[list[int], int]]:
+        """Return this rank's batches out of a stream of batches of whatever length.
+
+        Args:
+            batches: The batches of the epoch, or of the rest of it.
+            head: The batches of the epoch before these, as far as they are needed to pad with.
+
+        Yields:
+            A batch, and how many of its samples (the first ones) are not padding.
+        """
+        stream = iter(batches)
+        seen = list(head)
+        step_batches = list(islice(stream, self.batches_per_step_all_ranks))
+        while step_batches and not (self.drop_last and len(step_batches) < self.batches_per_step_all_ranks):
+            following = list(islice(stream, self.batches_per_step_all_ranks))
+            if self.pads and self.pads_with(seen):
+                seen.extend(step_batches)
+            local = self._local_indices(step_batches)
+            padding = self._padding(step_batches, local, seen) if self.split or not following else []
+            if local or padding:
+                yield local + padding, len(local)
+            step_batches = following
+
+    def pads_with(self, seen: Sequence[Sequence[int]]) -> bool:
+        """Whether more batches than these, from the epoch's beginning, may be needed to pad with."""
+        return len(seen) < self.num_processes or sum(map(len, seen)) < self.stride
+
+    def _local_indices(self, step_batches: list[Sequence[int]]) -> list[int]:
+        """This rank's part of a round, as far as there is one."""
+        if not self.split:
+            return list(step_batches[self.process_index]) if self.process_index < len(step_batches) else []
+        rows = self._rows_of(step_batches[0])
+        return list(step_batches[0][self.process_index * rows : (self.process_index + 1) * rows])
+
+    def _rows_of(self, batch: Sequence[int]) -> int:
+        """How many samples of a batch that is split each rank gets; custom samplers may exceed their size."""
+        return max(-(-len(batch) // self.num_processes), 0 if self.batch_size is None else self.rows)
+
+    def _padding(
+        self, step_batches: list[Sequence[int]], local: list[int], seen: list[Sequence[int]]
+    ) -> list[int]:
+        if not self.pads:
+            return []
+        if self.batch_size is None and not self.split:
+            missing = self.process_index - len(step_batches)
+            return [] if missing < 0 else [*seen[missing % len(seen)]]
+        if self.split:
+            rows = self._rows_of(step_batches[0])
+            before = self.process_index * rows - len(step_batches[0])
+        else:
+            rows = self.rows if self.process_index >= len(step_batches) - 1 else len(local)
+            before = (self.process_index - len(step_batches) + 1) * rows - len(step_batches[-1])
+        before = max(0, before)
+        first = [*chain.from_iterable(seen)]
+        return [first[i % len(first)] for i in range(before, before + rows - len(local))]
+
+
+class BatchSamplerShard(BatchSampler):
+    """Yield this rank's part of the batches of a batch sampler.
+
+    Args:
+        batch_sampler: The batch sampler to shard; any iterable of lists of indices will do.
+        num_processes: The number of ranks.
+        process_index: This rank.
+        split_batches: Shard every batch across ranks; otherwise the ranks get full batches, one after the
+            other.
+        even_batches: Where the samples run out before every rank has a whole batch, begin again with the
+            first ones, so that all ranks get equally many batches of the same size. Of batch samplers
+            without a `batch_size`, whole batches are repeated.
+        static_shapes: As for `BatchPlan`.
+
+    Raises:
+        ValueError: The arguments do not fit together.
+
+    Example:
+        >>> batches = BatchSampler(range(10), batch_size=3, drop_last=False)
+        >>> [list(BatchSamplerShard(batches, 2, rank)) for rank in (0, 1)]
+        [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 0, 1]]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler | Sampler[list[int]] | Iterable[list[int]],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        *,
+        static_shapes: bool = False,
+    ) -> None:
+        self.batch_sampler: Any = batch_sampler
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.static_shapes = static_shapes
+        _ = self.plan  # refuses what does not fit together
+        self.padded: dict[int, int] = {}
+        """Of the iteration begun last: number of a padded batch -> how many of its samples are real."""
+        self.padded_rows: int | None = None
+        """Number of samples in the padded batches; None before there is one, 0 if they have several sizes."""
+        self.order: OrderState | None = None
+        """Of the iteration begun last: what replays its order."""
+        self.replays: OrderState | None = None
+        """The order of the iteration that begins next, where none is given."""
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How an epoch is sharded; `even_batches` may be changed between epochs."""
+        return BatchPlan(
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            split=self.split_batches,
+            even=self.even_batches,
+            static_shapes=self.static_shapes,
+        )
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of indices below."""
+        return innermost_sampler(self.batch_sampler)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the sharded batch sampler."""
+        return len(self.batch_sampler)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether positions in the epoch are numbers of samples; otherwise of whole batches."""
+        return is_plain_batch_sampler(self.batch_sampler)
+
+    @property
+    def unit(self) -> str:
+        """What positions are numbers of: `"samples"` or whole `"batches"`."""
+        return "samples" if self.counts_samples else "batches"
+
+    @property
+    def stride(self) -> int:
+        """By how much one batch on every rank moves the position forward."""
+        return self.plan.stride if self.counts_samples else self.plan.batches_per_step_all_ranks
+
+    def __len__(self) -> int:
+        """Number of batches of this rank."""
+        return self.length_from(0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches of indices."""
+        return self.iterate_from(0)
+
+    def length_from(self, position: int) -> int:
+        """Return how many batches this rank gets after a position.
+
+        Args:
+            position: Samples (or whole batches, see `counts_samples`) already consumed by all ranks together.
+        """
+        if self.counts_samples:
+            return self.plan.count(max(0, len(self.batch_sampler.sampler) - position))
+        return self.plan.count_batches(max(0, len(self.batch_sampler) - position))
+
+    def remainder_from(self, position: int) -> int:
+        """Return how many samples the last round after a position has: 0 for a complete one, -1 if not known.
+
+        Args:
+            position: As for `length_from`.
+        """
+        if self.drop_last:
+            return 0
+        if not self.counts_samples or not isinstance(self.batch_sampler.sampler, Sized):
+            return -1
+        return max(0, len(self.batch_sampler.sampler) - position) % self.plan.stride
+
+    def iterate_from(self, position: int, order: OrderState | None = None) -> Iterator[list[int]]:
+        """Yield this rank's batches after a position.
+
+        Args:
+            position: As for `length_from`.
+            order: What replays the order of the epoch, or None for `replays`, or whatever comes.
+        """
+        # What is not sharded comes from torch's own iterator, with no call of ours per batch.
+        return chain.from_iterable(self._epoch_from(position, order))
+
+    def _epoch_from(self, position: int, order: OrderState | None) -> Iterator[Iterator[list[int]]]:
+        """Draw the epoch; yield its batches after a position, all at once, and end it."""
+        if order is None:
+            order, self.replays = self.replays, None
+        self.padded, self.padded_rows = {}, None
+        sampler, plan = self.sampler, self.plan
+        with replay_order(sampler, order):  # whatever is random is drawn inside
+            self.order = record_order(sampler) if order is None else order
+            known = known_order(sampler) if self.counts_samples else None
+            epoch = sampler.epoch if isinstance(sampler, SeedableRandomSampler) else 0
+            if plan.num_processes == 1 and not plan.pads:
+                batches, _ = self._rest(position, known)
+            elif known is not None:
+                batches = self._noting_padding(_cut(known, plan.spans(len(known), position)))
+            else:
+                batches = self._noting_padding(plan.assign(*self._rest(position, known)))
+        yield batches
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.end_epoch(epoch)
+
+    def _noting_padding(self, parts: Iterable[tuple[list[int], int]]) -> Iterator[list[int]]:
+        """The batches of these pairs; those with fewer real samples are put into `padded`."""
+        padded = self.padded
+        for number, (batch, real) in enumerate(parts):
+            if real != len(batch):
+                padded[number] = real
+                self.padded_rows = len(batch) if self.padded_rows in {None, len(batch)} else 0
+            yield batch
+
+    def _rest(
+        self, position: int, known: Sequence[int] | None
+    ) -> tuple[Iterator[list[int]], list[list[int]]]:
+        """The batches of all ranks after a position, and the batches before it that padding may need."""
+        plan = self.plan
+        head: list[list[int]] = []
+        if not self.counts_samples:
+            batches = drawn(self.batch_sampler)
+            for batch in islice(batches, position):
+                if plan.pads and plan.pads_with(head):
+                    head.append(batch)
+            return batches, head
+        if known is not None:
+            indices = indices_from(known, position)
+        else:
+            indices = drawn(self.batch_sampler.sampler)
+            first = list(islice(indices, min(position, plan.stride if plan.pads else 0)))
+            head = [first] if first else []
+            indices = islice(indices, position - len(first), None)
+        return iter(BatchSampler(cast("Any", indices), self.batch_size, self.drop_last)), head
+
+
+class RemainingBatches(BatchSampler):
+    """The batches of a shard after a position.
+
+    Args:
+        position: Samples (or whole batches) already consumed by all ranks together.
+        order: What replays the order of the epoch, or None for whatever comes.
+        single: Yield the one index of every batch instead of the batch.
+    """
+
+    def __init__(
+        self,
+        shard: BatchSamplerShard,
+        position: int = 0,
+        order: OrderState | None = None,
+        *,
+        single: bool = False,
+    ) -> None:
+        self.batch_sampler = shard
+        self.batch_size: Any = shard.batch_size
+        self.drop_last = shard.drop_last
+        self.position = position
+        self.order = order
+        self.single = single
+
+    def __len__(self) -> int:
+        """Number of batches left."""
+        return self.batch_sampler.length_from(self.position)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches left."""
+        batches = self.batch_sampler.iterate_from(self.position, self.order)
+        return (batch[0] for batch in batches) if self.single else batches
+
+
+def _cut(order: Sequence[int], spans: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], int]]:
+    total = len(order)
+    for first, last in spans:
+        batch = list(order[first:last])
+        yield batch + [order[i % total] for i in range(max(first, total), last)], len(batch)
+
+
+Collate = Callable[[Any], Any]
+
+
+@runtime_checkable
+class SeekableDataset(Protocol):
+    """An iterable dataset that can begin anywhere, so that a resumed run does not read what it skips."""
+
+    def iterate_from(self, position: int) -> Iterator[Any]:
+        """Iterate from sample number `position` on; in a loader's worker, of that worker's part."""
+        ...
+
+
+def set_epoch_of(source: Any, epoch: int) -> None:
+    """Set the epoch of a dataset or sampler, where its order depends on one."""
+    set_epoch = getattr(source, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedSample:
+    """The last sample of a rank in an incomplete round, with those that pad it.
+
+    Args:
+        real: Number of samples in the round, over all ranks, that are not padding.
+        is_padding: Whether it stands for a missing one.
+    """
+
+    sample: Any
+    real: int
+    is_padding: bool
+
+
+@dataclass(slots=True)
+class BatchWithMeta:
+    """A batch with what the loader needs to know about it.
+
+    Args:
+        real: How many of its samples are not padding; None for all.
+        real_in_step: The same over all ranks, where `real` is given.
+        worker: The worker process that made it, or None for the loader's own.
+    """
+
+    batch: Any
+    real: int | None = None
+    real_in_step: int | None = None
+    worker: int | None = None
+
+    def pin_memory(self) -> BatchWithMeta:
+        """Copy the batch into pinned memory; called by torch's loader."""
+        return replace(self, batch=pin_memory(self.batch))
+
+
+class MetaCollate:
+    """A collate function that looks for `PaddedSample`s, and returns batches with what the loader must know.
+
+    A batch without marks from the loader's own process is passed as it is.
+    """
+
+    def __init__(self, collate: Collate, *, batched: bool = True) -> None:
+        self.collate = collate
+        self.batched = batched
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate the samples of one batch."""
+        info = get_worker_info()
+        worker = None if info is None else info.id
+        last = samples[-1] if self.batched else samples  # the end of a round is the end of a batch
+        if type(last) is not PaddedSample:
+            batch = self.collate(samples)
+            return batch if worker is None else BatchWithMeta(batch, worker=worker)
+        if not self.batched:
+            return BatchWithMeta(self.collate(last.sample), 0 if last.is_padding else None, last.real, worker)
+        real = sum(not (type(sample) is PaddedSample and sample.is_padding) for sample in samples)
+        plain = [sample.sample if type(sample) is PaddedSample else sample for sample in samples]
+        return BatchWithMeta(self.collate(plain), real if real < len(plain) else None, last.real, worker)
+
+
+class IterableDatasetShard(IterableDataset[Any]):
+    """Yield this rank's samples of an iterable dataset, all of which is read by every rank.
+
+    The samples are taken in rounds of one batch for every rank; see `BatchPlan`.
+
+    Args:
+        dataset: The dataset to shard. It has to give the same samples in the same order on every rank. One
+            that shuffles has a `set_epoch` method, or draws from a `torch.Generator` in its attribute
+            `generator`, which is seeded with the epoch.
+        batch_size: Size of a batch of one rank, or with `split_batches` of all ranks together.
+        drop_last: Leave out the last round if it is not complete; otherwise complete it with samples from the
+            beginning.
+        num_processes: The number of ranks.
+        process_index: This rank.
+        split_batches: Whether `batch_size` counts the samples of all ranks.
+        even_batches: Whether to complete the last round; otherwise some ranks may get less of it.
+        mark_padding: Yield what completes a round as `PaddedSample`, for `MetaCollate`.
+        starts: How many samples of the epoch are already consumed, for every worker of the loader.
+        static_shapes: As for `BatchPlan`.
+
+    Raises:
+        ValueError: `split_batches` is asked for with a batch size that does not divide.
+
+    Example:
+        >>> shards = [IterableDatasetShard(range(7), 2, num_processes=2, process_index=r) for r in (0, 1)]
+        >>> [list(shard) for shard in shards]
+        [[0, 1, 4, 5], [2, 3, 6, 0]]
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        *,
+        even_batches: bool = True,
+        mark_padding: bool = False,
+        starts: tuple[int, ...] = (),
+        static_shapes: bool = False,
+    ) -> None:
+        self.dataset: Any = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.mark_padding = mark_padding
+        self.starts = starts
+        self.static_shapes = static_shapes
+        self._epoch = torch.tensor(-1).share_memory_()  # workers that live on see it change
+        _ = self.plan  # refuses what does not fit together
+
+    @property
+    def plan(self) -> BatchPlan:
+        """How the samples are sharded."""
+        return BatchPlan(
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            split=self.split_batches,
+            even=self.even_batches,
+            static_shapes=self.static_shapes,
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that was set last, 0 at first."""
+        return max(0, int(self._epoch))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose samples come next, here, in the dataset, and in workers that live on."""
+        self._epoch.fill_(epoch)
+        set_epoch_of(self.dataset, epoch)
+
+    def starting_at(self, starts: tuple[int, ...]) -> IterableDatasetShard:
+        """Return the same samples without those that are already consumed, for every worker of the loader."""
+        rest = copy(self)
+        rest.starts = starts
+        return rest
+
+    def __len__(self) -> int:
+        """Number of samples of this rank, if the dataset has a length."""
+        plan = self.plan
+        full_steps, rest = divmod(len(self.dataset), plan.stride)
+        if not rest or plan.drop_last:
+            return full_steps * plan.rows
+        low = plan.process_index * plan.rows
+        return full_steps * plan.rows + (plan.rows if plan.pads else min(max(rest - low, 0), plan.rows))
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this rank's samples."""
+        plan, info = self.plan, get_worker_info()
+        self._follow_epoch(in_worker=info is not None)
+        start = self.starts[0 if info is None else info.id] if self.starts else 0
+        stream, head = self._open(start, plan.stride if plan.pads else 0)
+        low, high = plan.process_index * plan.rows, (plan.process_index + 1) * plan.rows
+        while len(step_samples := list(islice(stream, plan.stride))) == plan.stride:
+            if plan.pads and len(head) < plan.stride:
+                head += step_samples
+            yield from step_samples[low:high]
+        if not step_samples or plan.drop_last:
+            return
+        real = step_samples[low:high]
+        padding: list[Any] = []
+        if plan.pads:
+            head += step_samples
+            first = max(low - len(step_samples), 0)  # what comes before it pads the parts of other ranks
+            padding = [head[index % len(head)] for index in range(first, first + plan.rows - len(real))]
+        yield from self._marked(real, padding, len(step_samples)) if self.mark_padding else real + padding
+
+    def _marked(self, real: list[Any], padding: list[Any], real_in_step: int) -> Iterator[Any]:
+        if real and not padding:
+            real[-1] = PaddedSample(real[-1], real_in_step, is_padding=False)
+        yield from real
+        for sample in padding:
+            yield PaddedSample(sample, real_in_step, is_padding=True)
+
+    def _open(self, start: int, needed: int) -> tuple[Iterator[Any], list[Any]]:
+        """The samples from `start` on, and the first `needed` ones as far as they come before."""
+        if start and isinstance(self.dataset, SeekableDataset):
+            head = list(islice(self.dataset.iterate_from(0), min(start, needed)))
+            return self.dataset.iterate_from(start), head
+        stream = iter(self.dataset)
+        head = list(islice(stream, min(start, needed)))
+        return islice(stream, start - len(head), None), head
+
+    def _follow_epoch(self, *, in_worker: bool) -> None:
+        if getattr(self.dataset, "set_epoch", None) is not None:
+            if in_worker and self._epoch >= 0:
+                set_epoch_of(self.dataset, self.epoch)
+            return
+        generator = getattr(self.dataset, "generator", None)
+        alone = self.static_shapes and self.num_processes == 1  # then the order is the dataset's own
+        if isinstance(generator, torch.Generator) and not alone:
+            generator.manual_seed(self.epoch)
+
+
+logger = logging.getLogger(__name__)
+
+_SHARD_OF = (
+    ("num_replicas", "rank"),  # torch's DistributedSampler and what follows it, torchdata's among others
+    ("_world_size", "_rank"),  # detectron2
+    ("data_parallel_size", "data_parallel_rank"),  # Megatron-LM, NeMo
+    ("world_size", "rank"),
+)
+"""The attributes by which samplers and streams say how many ranks read, and which of them this is."""
+
+
+def is_sharded_already(
+    dataloader: DataLoader[Any], *, num_processes: int, process_index: int, asked: bool | None = None
+) -> bool:
+    """Whether ranks get different samples from a loader without our doing.
+
+    Recognised are samplers and iterable datasets with the number of ranks and the rank among their attributes
+    (`num_replicas` and `rank`, for instance), an `IterableDatasetShard`, what
+    `datasets.distributed.split_dataset_by_node` returns for an iterable dataset, and Ray Data's iterables.
+
+    Args:
+        dataloader: The loader.
+        num_processes: The number of ranks that share the data.
+        process_index: Which of them this is.
+        asked: What the user says; `None` to look.
+
+    Raises:
+        ValueError: The data is sharded for another number of ranks, or for another rank.
+    """
+    if asked is not None:
+        return asked
+    if num_processes == 1:
+        return False
+    dataset: Any = dataloader.dataset
+    if not isinstance(dataset, IterableDataset):
+        source: Any = dataloader.batch_sampler if dataloader.batch_sampler is not None else dataloader.sampler
+        while source is not None:
+            if _is_shard(source, num_processes, process_index):
+                return True
+            source = getattr(source, "batch_sampler", getattr(source, "sampler", None))
+        return False
+    if isinstance(dataset, IterableDatasetShard):
+        return dataset.num_processes > 1
+    return (
+        getattr(dataset, "_distributed", None)
+        is not None  # set by datasets.distributed.split_dataset_by_node
+        or type(dataset).__module__.startswith("ray.data.")
+        or _is_shard(dataset, num_processes, process_index)
+    )
+
+
+def _is_shard(source: Any, num_processes: int, process_index: int) -> bool:
+    """Whether a sampler or dataset is the shard of this rank, by its attributes."""
+    for count_name, rank_name in _SHARD_OF:
+        count, rank = getattr(source, count_name, None), getattr(source, rank_name, None)
+        if not (isinstance(count, int) and isinstance(rank, int)) or count == 1:
+            continue
+        name, says = type(source).__qualname__, f"{count_name}={count!r} and {rank_name}={rank!r}"
+        if (count, rank) != (num_processes, process_index):
+            raise ValueError(
+                f"The loader's {name} shards the data with {says}, but this is rank {process_index!r} of "
+                f"{num_processes!r} that read different data. Make it with these numbers, make the loader "
+                "without it, or say already_sharded=True (in DataLoaderConfiguration) to read what it yields."
+            )
+        logger.info(
+            "The loader's %s shards the data already (%s): it is not sharded again. If that is wrong, say "
+            "DataLoaderConfiguration(already_sharded=False).",
+            *(name, says),
+        )
+        return True
+    return False

@@ -1,0 +1,462 @@
+"""Accumulation, bound backward, normaliser, Local SGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_ops import collectives
+from accel_ops.modules import replace_forward
+from accel_ops.tree import by_device, recursively_apply
+from accel_plugins.strategy import Feature, Strategy
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.libraries import require
+from accel_state.runtime import Runtime
+
+if TYPE_CHECKING:
+    from accel_plugins.optimizer import AcceleratedOptimizer
+    from accel_state.accelerator_state import GradientState
+    from accel_train.accelerator import Accelerator
+    from accel_train.profiling import StepMeter
+
+
+def bind_backward(
+    strategy: Strategy, engine: EngineCalls | None, hook: Callable[[], None] | None
+) -> Callable[..., None]:
+    """Return the backward pass of a run, as `Stepper.backward`."""
+    backward = strategy.stepper.backward if engine is None else engine.backward
+    if hook is None:
+        return backward
+
+    def with_hook(loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+        if not sync:
+            hook()
+
+    return with_hook
+
+
+def bind_step(
+    step: Callable[..., bool | Tensor], hooks: Sequence[Callable[[], None] | None]
+) -> Callable[..., bool | Tensor]:
+    """Return a step of an optimizer that calls hooks afterwards."""
+    calls = [hook for hook in hooks if hook is not None]
+    if not calls:
+        return step
+
+    def with_hooks(*args: Any) -> bool | Tensor:
+        stepped = step(*args)
+        for call in calls:
+            call()
+        return stepped
+
+    return with_hooks
+
+
+@final
+class EngineCalls:
+    """Calls of models whose engine runs forward and backward at once."""
+
+    def __init__(self, strategy: Strategy, state: GradientState) -> None:
+        self._train_step: Any = strategy.train_step
+        self._name = strategy.name
+        self._state = state
+        self._returned: Any = WeakIdKeyDictionary()
+
+    def route(self, model: nn.Module) -> None:
+        """Route calls in training mode, with gradients enabled, through the engine."""
+
+        def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def routed(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                if not (model.training and torch.is_grad_enabled()):
+                    return forward(model, *args, **kwargs)
+                output = self._train_step(
+                    model,
+                    lambda *args, **kwargs: forward(model, *args, **kwargs),
+                    args,
+                    kwargs,
+                    accumulation=self._state.num_steps,
+                    sync=self._state.sync_gradients,
+                )
+                recursively_apply(self._remember, output)
+                return output
+
+            return routed
+
+        replace_forward(model, around)
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        """Accept a loss whose gradients the engine has computed.
+
+        Raises:
+            SettingsError: The loss is not the engine's, or there are arguments for a backward pass.
+        """
+        del accumulation, sync
+        if kwargs or loss not in self._returned:
+            what = f"arguments {', '.join(kwargs)}" if kwargs else "a tensor that no model returned"
+            raise SettingsError(
+                f"backward() got {what}: the strategy {self._name!r} computes gradients when the model is "
+                "called, of the loss that it returns; pass that very tensor, and nothing else."
+            )
+
+    def _remember(self, tensor: Tensor) -> Tensor:
+        self._returned[tensor] = True
+        return tensor
+
+
+def next_micro_batch(done: int, *, num_steps: int, at_end: bool) -> tuple[int, bool]:
+    """Count one micro-batch; the last one of a loader ends a window early.
+
+    Returns:
+        The micro-batches since the last optimizer step, and whether this one ends the window.
+
+    Example:
+        >>> next_micro_batch(0, num_steps=2, at_end=False)
+        (1, False)
+        >>> next_micro_batch(1, num_steps=2, at_end=False)
+        (0, True)
+        >>> next_micro_batch(0, num_steps=2, at_end=True)
+        (0, True)
+    """
+    done += 1
+    return (0, True) if at_end or done >= num_steps else (done, False)
+
+
+class Synchronizer:
+    """Counter of micro-batches that keeps gradients local until an accumulation window is complete.
+
+    Itself the context manager of a micro-batch that is a whole window; `Accumulation` is that of all others.
+    """
+
+    __slots__ = ("_no_sync", "_state", "step")
+
+    def __init__(
+        self,
+        state: GradientState,
+        no_sync: Callable[[nn.Module], AbstractContextManager[None]] | None,
+    ) -> None:
+        self._state = state
+        self._no_sync = no_sync
+        self.step = 0
+        state.sync_gradients = True  # also where the window of an earlier `Accelerator` was interrupted
+
+    def __enter__(self) -> None:
+        """Begin a micro-batch that is a whole window."""
+        self.step, self._state.sync_gradients = 0, True
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+    def advance(self) -> bool:
+        """Count one micro-batch; return whether its gradients complete a window."""
+        state = self._state
+        at_end = state.sync_with_dataloader and state.end_of_dataloader
+        self.step, sync = next_micro_batch(self.step, num_steps=state.num_steps, at_end=at_end)
+        state.sync_gradients = sync
+        return sync
+
+    def local(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Return a context manager in which the gradients of these models stay local."""
+        if self._no_sync is None:
+            return nullcontext()
+        with ExitStack() as stack:  # leaves what it has entered if a later model's context raises
+            for model in models:
+                stack.enter_context(self._no_sync(model))
+            return stack.pop_all()
+
+    def skips_sync(self) -> bool:
+        """Whether micro-batches inside a window leave their gradients local."""
+        return self._no_sync is not None and not self._state.plugin_kwargs.get("sync_each_batch", False)
+
+
+class Accumulation:
+    """One micro-batch: counted on entry, its gradients kept local unless it completes a window.
+
+    A class and not a generator: it is entered once per micro-batch, and must cost next to nothing.
+    """
+
+    __slots__ = ("_local", "_models", "_synchronizer")
+
+    def __init__(self, synchronizer: Synchronizer, models: Sequence[nn.Module]) -> None:
+        self._synchronizer = synchronizer
+        self._models = models
+        self._local: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        """Count the micro-batch."""
+        synchronizer = self._synchronizer
+        if not synchronizer.advance() and synchronizer.skips_sync():
+            self._local = synchronizer.local(self._models)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave the models' own contexts."""
+        if self._local is not None:
+            self._local.__exit__(kind, error, traceback)
+
+
+ItemCount: TypeAlias = "int | float | torch.Tensor"
+"""A number of items: 0 or more, a tensor of one element to leave it where it was computed."""
+
+
+class ItemWindow:
+    """Counter of the items of summed losses since the last optimizer step, by which gradients are divided.
+
+    A window begins with the first counted backward pass and ends with an optimizer step. Its gradients hold
+    the sum over the micro-batches (over processes the strategy has averaged them) until `normalize` divides
+    them by the number of items of all processes. A backward pass after that takes the division back first, so
+    that a window may grow at any time.
+
+    Attributes:
+        is_open (bool): Whether items have been counted since the last optimizer step.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        meter: StepMeter | None = None,
+    ) -> None:
+        self._runtime = runtime
+        self._parameters = parameters
+        self._meter = meter
+        self._total: torch.Tensor | None = None
+        self._count: torch.Tensor | None = None
+        self._divisor: torch.Tensor | None = None
+        self._holds = 0
+        self._refusing: str | None = None
+        self._alone = False
+        self.is_open = False  # read in every step
+
+    @property
+    def is_held(self) -> bool:
+        """Whether more micro-batches are certain to come."""
+        return self._holds > 0
+
+    def add(self, num_items: ItemCount) -> None:
+        """Count the items of one micro-batch, before its backward pass."""
+        if self._refusing is not None:
+            raise UnsupportedError(
+                f"backward(num_items={num_items!r}) within {self._refusing}: counting the items of a window "
+                "needs every process, and one that has no batches left would be missing."
+            )
+        count = self._tensor(num_items)
+        gradients = self._gradients()
+        if self._count is not None and gradients:
+            if self._divisor is not None:
+                _scale(torch._foreach_mul_, gradients, self._divisor)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
+            count = self._count + count
+        self._count, self._divisor, self.is_open = count, None, True
+
+    def normalize(self) -> None:
+        """Divide the gradients by the number of items of the window, once; do nothing without items.
+
+        A collective in runs of several processes.
+        """
+        if self._count is None or self._divisor is not None:
+            return
+        total, processes = self._count.clone(), 1
+        if not self._alone:
+            self._runtime.collectives.all_reduce(total)
+            processes = self._runtime.topology.world_size
+        self._total = total
+        # The gradients are the mean over the processes of what each has summed up.
+        self._divisor = torch.where(total == 0, torch.ones_like(total), total / processes)
+        _scale(torch._foreach_div_, self._gradients(), self._divisor)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
+
+    def close(self, *, used: bool = False) -> None:
+        """Begin a new window."""
+        if used and self._meter is not None and self._total is not None:
+            self._meter.count_items(self._total, of_all_ranks=not self._alone)
+        self._count = self._divisor = self._total = None
+        self.is_open = False
+
+    @contextmanager
+    def hold(self, inner: AbstractContextManager[Any]) -> Generator[None]:
+        """Enter another context manager, and postpone normalization until its end."""
+        self._holds += 1
+        try:
+            with inner:
+                yield
+        finally:
+            self._holds -= 1
+
+    @contextmanager
+    def refuse(self, where: str) -> Generator[None]:
+        """Refuse to count items within the block; `where` names it in the message."""
+        before, self._refusing = self._refusing, where
+        try:
+            yield
+        finally:
+            self._refusing = before
+
+    @contextmanager
+    def counting_alone(self) -> Generator[None]:
+        """Count and normalize on this rank alone within the block, since its gradients are local."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
+    def _tensor(self, num_items: ItemCount) -> torch.Tensor:
+        device = self._runtime.device
+        # Exact for whole numbers below 2**53, and the same dtype on all processes whatever they were given.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if isinstance(num_items, torch.Tensor):
+            if num_items.numel() != 1:
+                raise ValueError(
+                    f"backward(num_items=…) got a tensor of shape {tuple(num_items.shape)}; give one number, "
+                    "such as `(labels != -100).sum()`."
+                )
+            return num_items.detach().to(device=device, dtype=dtype).reshape(())
+        if isinstance(num_items, bool) or not num_items >= 0:
+            raise ValueError(f"backward(num_items={num_items!r}): give the number of items, 0 or more.")
+        return torch.tensor(num_items, device=device, dtype=dtype)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        known = {id(one): one for one in self._parameters()}
+        if not known:
+            raise ValueError(
+                "backward(num_items=…) divides the gradients of prepared models and optimizers, and nothing "
+                "was prepared; pass them through accelerator.prepare() first."
+            )
+        return [one.grad for one in known.values() if one.grad is not None]
+
+
+def _scale(operation: Callable[..., object], gradients: list[torch.Tensor], number: torch.Tensor) -> None:
+    for group in by_device(gradients):
+        operation(group, number.to(group[0].device))
+
+
+def fused_backward(
+    optimizers: Iterable[AcceleratedOptimizer], loss: Tensor, learning_rate: float | None
+) -> None:
+    """Let every optimizer of lomo-optim run the backward pass, in which it steps."""
+    require("lomo", "lomo_backward()")
+    if learning_rate is None:
+        raise SettingsError(
+            "lomo_backward(learning_rate=None): Lomo steps in here, so give the learning rate."
+        )
+    fused: list[Any] = [one.optimizer for one in optimizers if _is_fused(one.optimizer)]
+    if not fused:
+        names = [type(one.optimizer).__qualname__ for one in optimizers]
+        raise SettingsError(
+            f"lomo_backward() needs a prepared optimizer of lomo-optim (Lomo or AdaLomo), and found {names}; "
+            "use backward() for others."
+        )
+    for optimizer in fused:
+        optimizer.fused_backward(loss, learning_rate)
+
+
+def _is_fused(optimizer: object) -> bool:
+    return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
+
+
+class Trigger:
+    """A flag that is set on one rank and checked on all, such as "stop early"."""
+
+    __slots__ = ("_raised", "_runtime")
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._raised = False
+
+    def set(self) -> None:
+        """Set the flag on this rank."""
+        self._raised = True
+
+    def check(self) -> bool:
+        """Return whether any rank has set the flag since the last check, and reset it. A collective."""
+        count = torch.tensor(int(self._raised), device=self._runtime.device)
+        self._raised = False
+        self._runtime.collectives.all_reduce(count)
+        return bool(count.item())
+
+
+class LocalSGD:
+    """Context manager in which ranks train on local gradients and average their models every few steps.
+
+    Communication takes place every `local_sgd_steps` optimizer steps instead of every one, at the price of
+    other results (https://arxiv.org/abs/1805.09767). At its end all processes have the same model again.
+    `backward(num_items=…)` divides by the items of each process within it.
+
+    Args:
+        accelerator: The `Accelerator` that has prepared the model.
+        model: The prepared model.
+        local_sgd_steps: Optimizer steps between two averages.
+        enabled: Whether to do anything at all; with one process there is nothing to do.
+
+    Raises:
+        SettingsError: `local_sgd_steps` is no number of steps.
+        UnsupportedError: The strategy has no gradients of single processes.
+
+    Example:
+        >>> from accel_train import Accelerator
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        >>> with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
+        ...     for batch in torch.ones(10, 1):
+        ...         accelerator.backward(model(batch).sum())
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         local_sgd.step()
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
+            raise SettingsError(
+                f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): expected a whole number above 0."
+            )
+        parts = accelerator._parts  # pyright: ignore[reportPrivateUsage] - of this package
+        self.enabled = enabled and parts.process.use_distributed
+        if self.enabled:
+            parts.strategy.require(Feature.NO_SYNC, "LocalSGD()")
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
+        self.num_steps = 0
+        self._parts = parts
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Keep gradients local."""
+        if self.enabled:
+            self._stack.enter_context(self._parts.strategy.stepper.no_sync(self.model))
+            self._stack.enter_context(self._parts.items.counting_alone())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Average the models, unless an error ends the context, and synchronise gradients again."""
+        self._stack.close()
+        if self.enabled and kind is None:
+            self._average()
+
+    def step(self) -> None:
+        """Count an optimizer step, and average the models if it is time to.
+
+        Call it after every optimizer step, on all processes. Micro-batches that complete no step do not
+        count.
+        """
+        if not self._parts.gradient_state.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.enabled and self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        own: list[Any] = [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+        averages = collectives.reduce(own, "mean")
+        torch._foreach_copy_(own, averages)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
