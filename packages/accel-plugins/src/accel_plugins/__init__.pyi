@@ -1,4 +1,6 @@
 from accel_plugins.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accel_plugins.fp8.recipe import Recipe as Recipe
+from accel_plugins.fp8.recipe import RecipeSpec as RecipeSpec
 from accel_plugins.kwargs import AutocastKwargs as AutocastKwargs
 from accel_plugins.kwargs import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_plugins.kwargs import GradientAccumulationPlugin as GradientAccumulationPlugin
@@ -8,7 +10,10 @@ from accel_plugins.kwargs import KwargsHandler as KwargsHandler
 from accel_plugins.kwargs import ProfileKwargs as ProfileKwargs
 from accel_plugins.kwargs import ProjectConfiguration as ProjectConfiguration
 from accel_plugins.kwargs import TorchDynamoPlugin as TorchDynamoPlugin
+from accel_plugins.megatron.families import LLAMA as LLAMA
+from accel_plugins.megatron.families import ModelFamily as ModelFamily
 from accel_plugins.precision import build_precision as build_precision
+from accel_plugins.registry import load as load
 from accel_plugins.strategy import BatchSharding as BatchSharding
 from accel_plugins.strategy import Bundle as Bundle
 from accel_plugins.strategy import Feature as Feature
