@@ -133,7 +133,7 @@ def test_what_only_version_1_knows_is_named_in_version_2(caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(
-    ("fields", "story"),
+    ("fields", "policy"),
     [
         ({"transformer_cls_names_to_wrap": ["Block"]}, "'transformer_based_wrap'"),
         ({"min_num_params": 5, "auto_wrap_policy": "transformer_based_wrap"}, "'size_based_wrap'"),
@@ -143,13 +143,13 @@ def test_what_only_version_1_knows_is_named_in_version_2(caplog: pytest.LogCaptu
     ids=str,
 )
 def test_what_only_another_policy_knows_is_named(
-    fields: dict[str, Any], story: str | None, caplog: pytest.LogCaptureFixture
+    fields: dict[str, Any], policy: str | None, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.WARNING):
         make(**fields)
-    told = [record.getMessage() for record in caplog.records]
-    assert len(told) == (story is not None)
-    assert all(f"has no effect without auto_wrap_policy={story}" in one for one in told)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (policy is not None)
+    assert all(f"has no effect without auto_wrap_policy={policy}" in message for message in messages)
 
 
 def test_version_1_finds_its_prefetching():
@@ -242,8 +242,8 @@ def test_a_policy_becomes_the_function_of_its_version():
         )
         plugin.set_auto_wrap_policy(model)
         policy: Any = plugin.auto_wrap_policy
-        told = policy(model.blocks[0]) if version == 2 else policy(model.blocks[0], False, 1)
-        assert told
+        selected = policy(model.blocks[0]) if version == 2 else policy(model.blocks[0], False, 1)
+        assert selected
 
 
 @pytest.mark.parametrize(("recompute", "offload"), [(True, False), (False, True), (True, True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import (
+    EFFECTS,
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -23,6 +26,7 @@ from accel_plugins.kwargs import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.environ import clear_environment, patch_environment
 from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType, DynamoBackend
@@ -254,3 +258,16 @@ def test_the_kwargs_of_the_plugin_are_taken_by_torch():
 )
 def test_the_compilers_of_xla_have_the_names_that_torch_knows(given, backend):
     assert TorchDynamoPlugin(backend=given).to_kwargs() == {"backend": backend}
+
+
+def test_every_row_of_effects_names_a_field_of_its_class():
+    classes: list[type[Any]] = [
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        ProfileKwargs,
+    ]
+    assert {kind.__name__ for kind in classes} == EFFECTS.keys()
+    for kind in classes:
+        rows = {name for name, _, _ in EFFECTS[kind.__name__]}
+        assert rows <= {option.name for option in dataclasses.fields(kind)}

@@ -1,11 +1,11 @@
-"""DDP: kwargs, hooks, wrapper, build."""
+"""The strategy DDP: its options, the model wrapper and communication hooks that compress gradients."""
 
 from __future__ import annotations
 
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,14 +20,13 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ops.modules import without_compiler
-from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count
+from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count, refuse_ineffective
 from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Bundle, PrecisionPolicy, Strategy
 from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType
-from accel_state.labels import DDPCommunicationHookType as Hook
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
@@ -35,8 +34,15 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
 
+logger = logging.getLogger(__name__)
+
+
 _Hook = DDPCommunicationHookType
+
+
 _WRAPPERS = (_Hook.NO, _Hook.FP16, _Hook.BF16)
+
+
 _WITH_STATE = frozenset({_Hook.POWER_SGD, _Hook.BATCHED_POWER_SGD})
 
 
@@ -79,13 +85,16 @@ class DistributedDataParallelKwargs(KwargsHandler):
         expect_flags(self)
         expect(self, "dim", "an integer", lambda value: isinstance(value, int))
         expect(self, "bucket_cap_mb", "a whole number above 0", lambda value: is_count(value, least=1))
-        self.comm_hook = self._hook("comm_hook", _Hook)
-        self.comm_wrapper = self._hook("comm_wrapper", _WRAPPERS)
-        if self.comm_state_option and self.comm_hook not in _WITH_STATE:
-            raise SettingsError(
-                f"{type(self).__name__}(comm_state_option={self.comm_state_option!r}): has no effect with "
-                f"comm_hook={self.comm_hook.value!r}; it belongs to 'power_sgd' and 'batched_power_sgd'."
+        for name, choices in (("comm_hook", _Hook), ("comm_wrapper", _WRAPPERS)):
+            values = [choice.value for choice in choices]
+            expect(
+                self,
+                name,
+                f"one of {values}",
+                lambda value, values=values: getattr(value, "value", value) in values,
             )
+            setattr(self, name, _Hook(getattr(self, name)))
+        refuse_ineffective(self)
 
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -108,13 +117,34 @@ class DistributedDataParallelKwargs(KwargsHandler):
         options = self.comm_state_option if self.comm_hook in _WITH_STATE else None
         register_comm_hook(model, self.comm_hook, self.comm_wrapper, options)
 
-    def _hook(self, name: str, choices: Iterable[DDPCommunicationHookType]) -> DDPCommunicationHookType:
-        values = [choice.value for choice in choices]
-        expect(self, name, f"one of {values}", lambda value: getattr(value, "value", value) in values)
-        return _Hook(getattr(self, name))
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpWrapper:
+    """Model wrapper that puts models into `DistributedDataParallel`."""
 
-_graphs_seen: WeakSet[nn.Module] = WeakSet()
+    device: torch.device
+    options: DistributedDataParallelKwargs
+
+    def check(self, bundle: Bundle) -> None:
+        check_materialised(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""
+        models = move_to_device(bundle, self.device)
+        if not evaluation:
+            models = [self._wrap(model) if _needs_ddp(model) else model for model in models]
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
+            # The documented option, with the documented meaning, is deprecated by newer versions of torch.
+            warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
+            wrapped = MonitoredDDP(model, device_ids=_device_ids(model), **self.options.to_kwargs())
+        self.options.register_comm_hook(wrapped)
+        return wrapped
 
 
 class MonitoredDDP(DistributedDataParallel):
@@ -131,38 +161,20 @@ class MonitoredDDP(DistributedDataParallel):
             return super()._post_forward(output)
 
     def _get_name(self) -> str:
-        return DistributedDataParallel.__name__  # printed as what it is
+        return DistributedDataParallel.__name__  # `print(model)` shows torch's own name
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DdpWrapper:
-    """Model wrapper that puts models into `DistributedDataParallel`."""
+def _needs_ddp(model: nn.Module) -> bool:
+    if isinstance(without_compiler(model), DistributedDataParallel):
+        return False
+    return any(parameter.requires_grad for parameter in model.parameters())
 
-    device: torch.device
-    options: DistributedDataParallelKwargs
 
-    def check(self, bundle: Bundle) -> None:
-        """Refuse models with parameters on the meta device."""
-        check_materialised(bundle)
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""
-        models = move_to_device(bundle, self.device)
-        if not evaluation:
-            models = [self._wrap(model) if _is_to_wrap(model) else model for model in models]
-        return replace(bundle, models=models)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model inside."""
-        return model.module if isinstance(model, DistributedDataParallel) else model
-
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
-            # The documented option, with the documented meaning, is deprecated by newer versions of torch.
-            warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
-            wrapped = MonitoredDDP(model, device_ids=_device_ids(model), **self.options.to_kwargs())
-        self.options.register_comm_hook(wrapped)
-        return wrapped
+def _device_ids(model: nn.Module) -> list[torch.device] | None:
+    """Return the one accelerator of a model; `None` on the CPU or if it spans several devices."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    only = devices.pop()
+    return None if devices or only.type == "cpu" else [only]
 
 
 def build(
@@ -188,17 +200,7 @@ def build(
     )
 
 
-def _is_to_wrap(model: nn.Module) -> bool:
-    if isinstance(without_compiler(model), DistributedDataParallel):
-        return False
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _device_ids(model: nn.Module) -> list[torch.device] | None:
-    """Return the one accelerator of a model; `None` on the CPU or if it spans several devices."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    only = devices.pop()
-    return None if devices or only.type == "cpu" else [only]
+_graphs_seen: WeakSet[nn.Module] = WeakSet()
 
 
 def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -214,18 +216,19 @@ def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def _join(joinables: Sequence[Any], divide_by_initial_world_size: bool) -> AbstractContextManager[None]:
-    inside = [without_compiler(one) for one in joinables]
-    members: list[Joinable] = [one for one in inside if isinstance(one, Joinable)]
+    inside = [without_compiler(joinable) for joinable in joinables]
+    members: list[Joinable] = [joinable for joinable in inside if isinstance(joinable, Joinable)]
     if not members:
+        kinds = [type(joinable).__name__ for joinable in joinables]
         raise SettingsError(
-            f"join_uneven_inputs({[type(one).__name__ for one in joinables]}): none of these takes part in "
-            "joining; give prepared models that have something to train."
+            f"join_uneven_inputs({kinds}): none of these takes part in joining; give prepared models that "
+            "have something to train."
         )
     return Join(members, divide_by_initial_world_size=divide_by_initial_world_size)  # pyright: ignore[reportReturnType] - a context manager without annotations
 
 
 def register_comm_hook(
-    model: DistributedDataParallel, hook: Hook, wrapper: Hook, power_sgd_options: Mapping[str, Any] | None
+    model: DistributedDataParallel, hook: _Hook, wrapper: _Hook, power_sgd_options: Mapping[str, Any] | None
 ) -> None:
     """Register a communication hook with a wrapped model that has none yet.
 
@@ -233,20 +236,20 @@ def register_comm_hook(
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    functions: dict[Hook, Callable[..., Any]] = {
-        Hook.NO: default_hooks.allreduce_hook,
-        Hook.FP16: default_hooks.fp16_compress_hook,
-        Hook.BF16: default_hooks.bf16_compress_hook,
-        Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    functions: dict[_Hook, Callable[..., Any]] = {
+        _Hook.NO: default_hooks.allreduce_hook,
+        _Hook.FP16: default_hooks.fp16_compress_hook,
+        _Hook.BF16: default_hooks.bf16_compress_hook,
+        _Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
         # torch refuses annotations that are strings; a lambda has none.
-        Hook.BATCHED_POWER_SGD: lambda state, bucket: batched_power_sgd_hook(state, bucket),  # noqa: PLW0108
+        _Hook.BATCHED_POWER_SGD: lambda state, bucket: batched_power_sgd_hook(state, bucket),  # noqa: PLW0108
     }
-    wrappers: dict[Hook, Callable[..., Any]] = {
-        Hook.FP16: default_hooks.fp16_compress_wrapper,
-        Hook.BF16: default_hooks.bf16_compress_wrapper,
+    wrappers: dict[_Hook, Callable[..., Any]] = {
+        _Hook.FP16: default_hooks.fp16_compress_wrapper,
+        _Hook.BF16: default_hooks.bf16_compress_wrapper,
     }
     function = functions[hook]
-    if wrapper is not Hook.NO:
+    if wrapper is not _Hook.NO:
         function = wrappers[wrapper](function)
     state: Any = model.process_group
     if power_sgd_options is not None:
@@ -257,9 +260,6 @@ def register_comm_hook(
                 f"DistributedDataParallelKwargs(comm_state_option={power_sgd_options!r}): {error}."
             ) from None
     model.register_comm_hook(state, function)
-
-
-logger = logging.getLogger(__name__)
 
 
 def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
@@ -279,16 +279,16 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
         state.maybe_increase_iter(bucket)
         return default_hooks.allreduce_hook(state.process_group, bucket)  # pyright: ignore[reportArgumentType] - None is the default group
     buffer, index = bucket.buffer(), bucket.index()
-    matrix = _square(buffer)
+    matrix = _to_square(buffer)
     if state.use_error_feedback and index in state.error_dict:
         matrix += state.error_dict[index]
-    left, right = _factors(state, index, matrix, buffer.dtype)
+    left, right = _low_rank_factors(state, index, matrix, buffer.dtype)
     approximation = left @ right.T
     if state.use_error_feedback:
         state.error_dict[index] = matrix - approximation
     if state.warm_start:
         state.q_memory_dict[index] = right
-    _count(state, bucket, matrix.shape[0])
+    _update_statistics(state, bucket, matrix.shape[0])
     state.maybe_increase_iter(bucket)
     buffer.copy_(approximation.flatten()[: buffer.numel()])
     future = torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
@@ -296,7 +296,7 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
     return future
 
 
-def _square(buffer: Tensor) -> Tensor:
+def _to_square(buffer: Tensor) -> Tensor:
     """Return the values as a zero-padded square matrix, in a dtype that can be orthogonalised."""
     side = math.ceil(math.sqrt(buffer.numel()))
     dtype = torch.promote_types(buffer.dtype, torch.float32)
@@ -305,17 +305,19 @@ def _square(buffer: Tensor) -> Tensor:
     return matrix.view(side, side)
 
 
-def _factors(state: PowerSGDState, index: int, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _low_rank_factors(
+    state: PowerSGDState, index: int, matrix: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Do one power iteration: P and Q such that P Qᵀ approximates the mean of the ranks' matrices."""
     guess = state.q_memory_dict.get(index) if state.warm_start else None
     if guess is None:
-        guess = _random(state, matrix)
-    left = torch.linalg.qr(_sum(state, matrix @ torch.linalg.qr(guess).Q, dtype)).Q
-    right = _sum(state, matrix.T @ left, dtype) / dist.get_world_size(state.process_group)
+        guess = _random_columns(state, matrix)
+    left = torch.linalg.qr(_all_reduce_sum(state, matrix @ torch.linalg.qr(guess).Q, dtype)).Q
+    right = _all_reduce_sum(state, matrix.T @ left, dtype) / dist.get_world_size(state.process_group)
     return left, right
 
 
-def _random(state: PowerSGDState, matrix: Tensor) -> Tensor:
+def _random_columns(state: PowerSGDState, matrix: Tensor) -> Tensor:
     """Draw normally distributed columns, the same on every rank and new in every step."""
     generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
     rank = min(state.matrix_approximation_rank, matrix.shape[0])
@@ -323,14 +325,14 @@ def _random(state: PowerSGDState, matrix: Tensor) -> Tensor:
     return columns.to(matrix.device)
 
 
-def _sum(state: PowerSGDState, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _all_reduce_sum(state: PowerSGDState, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """All-reduce a sum in the dtype of the gradients."""
     sent = tensor.to(dtype).contiguous()
     dist.all_reduce(sent, group=state.process_group)
     return sent.to(tensor.dtype)
 
 
-def _count(state: PowerSGDState, bucket: GradBucket, side: int) -> None:
+def _update_statistics(state: PowerSGDState, bucket: GradBucket, side: int) -> None:
     state.total_numel_before_compression += bucket.buffer().numel()
     state.total_numel_after_compression += 2 * side * min(state.matrix_approximation_rank, side)
     if bucket.is_last() and state.iter >= state.next_stats_report:

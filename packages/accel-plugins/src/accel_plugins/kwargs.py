@@ -1,15 +1,15 @@
-"""Handler base; options of no engine."""
+"""Base of kwargs handlers, the checks of their fields, and the handlers that belong to no engine."""
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -36,7 +36,15 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields; dictionaries and lists are copied, other values are shared."""
-        return {name: _copy(value) for name, value in vars(self).items() if not name.startswith("_")}
+        return {
+            name: dict(value)
+            if isinstance(value, Mapping)
+            else [*value]
+            if isinstance(value, list)
+            else value
+            for name, value in vars(self).items()
+            if not name.startswith("_")
+        }
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields whose value differs from the default."""
@@ -57,24 +65,18 @@ def expect_flags(owner: Any, *optional: str) -> None:
     Raises:
         SettingsError: A field is neither `True`, `False`, 1 nor 0, nor `None` if it is one of the `optional`.
     """
-    for name in (one.name for one in fields(owner) if one.type in {"bool", "bool | None"}):
-        wanted, kinds = ("True, False or None", int | None) if name in optional else ("True or False", int)
-        expect(owner, name, wanted, partial(_is_flag, kinds))
-
-
-def _is_flag(kinds: Any, value: Any) -> bool:
-    return isinstance(value, kinds) and value in {True, False, None}
+    for name in (option.name for option in fields(owner) if option.type in {"bool", "bool | None"}):
+        value = getattr(owner, name)
+        if not (isinstance(value, int) and value in {True, False}) and (
+            value is not None or name not in optional
+        ):
+            wanted = "True, False or None" if name in optional else "True or False"
+            raise SettingsError(f"{type(owner).__name__}({name}={value!r}): expected {wanted}.")
 
 
 def is_count(value: object, *, least: int) -> bool:
     """Return whether a value is an integer of at least `least` (bools excluded)."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, list) else value
 
 
 def resolve_fields(
@@ -83,26 +85,113 @@ def resolve_fields(
     defaults: Mapping[str, Any] | None = None,
     setting_names: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Replace the fields of a plugin that are `None` by what the environment says, else by their defaults.
+    """Replace the fields of a plugin that are `None` by their environment variables, else by their defaults.
 
     Variables of a section of `Settings` are read whether or not its switch is on: whoever makes a plugin
     wants it. `setting_names` maps fields to settings where they differ.
 
-    Returns: The source of each field's value as messages name it: the argument or the variable, with the
-    value.
+    Returns:
+        The source of each field's value as messages name it: the argument or the variable, with the value.
     """
-    found = parse_environ(environ.read())
+    settings = parse_environ(environ.read())
     sources: dict[str, str] = {}
-    for one in fields(plugin):
-        value = getattr(plugin, one.name)
-        sources[one.name] = f"{type(plugin).__name__}({one.name}={value!r})"
+    for name in (option.name for option in fields(plugin)):
+        value = getattr(plugin, name)
+        sources[name] = f"{type(plugin).__name__}({name}={value!r})"
         if value is not None:
             continue
-        setting = found.get(f"{section}.{(setting_names or {}).get(one.name, one.name)}")
+        setting = settings.get(f"{section}.{(setting_names or {}).get(name, name)}")
         if setting is not None:
-            sources[one.name] = f"{setting.origin}={setting.value!r}"
-        setattr(plugin, one.name, setting.value if setting else (defaults or {}).get(one.name))
+            sources[name] = f"{setting.origin}={setting.value!r}"
+        setattr(plugin, name, setting.value if setting else (defaults or {}).get(name))
     return sources
+
+
+Effect: TypeAlias = tuple[str, Callable[[Any], bool], str]
+"""A field; whether it has an effect, or is unset, on an owner; the sentence if not, with fields in braces."""
+
+
+def _is_needed_by_fsdp(name: str, values: Collection[Any], plugin: Any) -> bool:
+    value = getattr(plugin, name)
+    return plugin.version == 1 or value is None or getattr(value, "name", value) in values
+
+
+def _has_axis(axis: str, config: Any) -> bool:
+    return getattr(config, f"{axis}_handler") is None or getattr(config, f"{axis}_size") > 1
+
+
+EFFECTS: Mapping[str, tuple[Effect, ...]] = {
+    "DistributedDataParallelKwargs": (
+        (
+            "comm_state_option",
+            lambda kwargs: not kwargs.comm_state_option or kwargs.comm_hook.value.endswith("power_sgd"),
+            "has no effect with comm_hook={comm_hook.value!r}, only with 'power_sgd' or 'batched_power_sgd'.",
+        ),
+    ),
+    "FullyShardedDataParallelPlugin": (
+        (
+            "transformer_cls_names_to_wrap",
+            lambda plugin: plugin.auto_wrap_policy == "transformer_based_wrap",
+            "has no effect without auto_wrap_policy='transformer_based_wrap'.",
+        ),
+        (
+            "min_num_params",
+            lambda plugin: plugin.auto_wrap_policy == "size_based_wrap",
+            "has no effect without auto_wrap_policy='size_based_wrap'.",
+        ),
+        *(
+            (name, partial(_is_needed_by_fsdp, name, values), "has no effect with fsdp_version=2.")
+            for name, values in (  # version 2 does what these values say, and ignores others
+                ("backward_prefetch", ("NO_PREFETCH", "BACKWARD_PRE")),
+                ("limit_all_gathers", (True,)),
+                ("state_dict_config", ()),
+                ("optim_state_dict_config", ()),
+                ("sync_module_states", (True,)),
+                ("use_orig_params", (True,)),
+            )
+        ),
+    ),
+    "ParallelismConfig": tuple(
+        (f"{axis}_handler", partial(_has_axis, axis), f"has no effect with {axis}_size=1; leave it out.")
+        for axis in ("tp", "cp", "sp")
+    ),
+    "ProfileKwargs": (
+        (
+            "flame_graph",
+            lambda kwargs: not kwargs.flame_graph or kwargs.output_trace_dir is not None,
+            "has no effect without output_trace_dir, the folder that it is written to.",
+        ),
+    ),
+}
+"""The fields, by the name of their class, that have no effect unless another field says so."""
+
+
+def list_ineffective(owner: object) -> dict[str, str]:
+    """Return the fields of a handler or plugin that have no effect, each with the sentence that says so.
+
+    Example:
+        >>> kwargs = ProfileKwargs()
+        >>> kwargs.flame_graph = True
+        >>> list_ineffective(kwargs)["flame_graph"][:66]
+        'ProfileKwargs(flame_graph=True) has no effect without output_trace'
+    """
+    name = type(owner).__name__
+    return {
+        field_name: f"{name}({field_name}={getattr(owner, field_name)!r}) {sentence.format(**vars(owner))}"
+        for field_name, has_effect, sentence in EFFECTS.get(name, ())
+        if not has_effect(owner)
+    }
+
+
+def refuse_ineffective(owner: object) -> None:
+    """Refuse fields of a handler or plugin that have no effect.
+
+    Raises:
+        SettingsError: There are some; all are named.
+    """
+    problems = list_ineffective(owner)
+    if problems:
+        raise SettingsError(" ".join(problems.values()))
 
 
 @dataclass
@@ -328,7 +417,7 @@ class GradScalerKwargs(KwargsHandler):
         expect_flags(self)
 
 
-_DEFAULTS = {
+_COMPILE_DEFAULTS = {
     "backend": DynamoBackend.NO.value.lower(),
     "mode": "default",
     "fullgraph": False,
@@ -337,9 +426,8 @@ _DEFAULTS = {
     "disable": False,
 }
 
-
 # PyTorch 2.1 has renamed the backends of torch_xla; scripts and files have the names of before.
-_OF_XLA = {"torchxla_trace_once": "openxla_eval", "aot_torchxla_trace_once": "openxla"}
+_XLA_BACKENDS = {"torchxla_trace_once": "openxla_eval", "aot_torchxla_trace_once": "openxla"}
 
 
 @dataclass
@@ -373,25 +461,25 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         names = {"fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
-        resolve_fields(self, "dynamo", {**_DEFAULTS, "use_regional_compilation": False}, names)
-        self.backend = _backend(cast("Any", self.backend))
+        resolve_fields(self, "dynamo", {**_COMPILE_DEFAULTS, "use_regional_compilation": False}, names)
+        self.backend = _backend_of(cast("Any", self.backend))
         expect(self, "mode", "a text", lambda value: isinstance(value, str))
         expect_flags(self, "dynamic")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, with the backend as `torch.compile` spells it."""
         name = cast("DynamoBackend", self.backend).value.lower()
-        return super().to_dict() | {"backend": _OF_XLA.get(name, name)}
+        return super().to_dict() | {"backend": _XLA_BACKENDS.get(name, name)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `torch.compile` that differ from its defaults, whatever their source."""
-        fields = self.to_dict()
-        return {name: fields[name] for name, default in _DEFAULTS.items() if fields[name] != default}
+        values = self.to_dict()
+        return {name: values[name] for name, default in _COMPILE_DEFAULTS.items() if values[name] != default}
 
 
-def _backend(value: DynamoBackend | str) -> DynamoBackend:
+def _backend_of(value: DynamoBackend | str) -> DynamoBackend:
     name = value.value if isinstance(value, DynamoBackend) else str(value).upper()
-    name = next((old.upper() for old, new in _OF_XLA.items() if new.upper() == name), name)
+    name = next((old.upper() for old, new in _XLA_BACKENDS.items() if new.upper() == name), name)
     if name in DynamoBackend:
         return DynamoBackend(name)
     backends = [backend.lower() for backend in DynamoBackend.list()]
@@ -399,7 +487,7 @@ def _backend(value: DynamoBackend | str) -> DynamoBackend:
     raise SettingsError(f"TorchDynamoPlugin(backend={value!r}): no such compiler; {hint}")
 
 
-_OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+_PROFILER_FLAGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 
 
 @dataclass
@@ -445,11 +533,7 @@ class ProfileKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         expect_flags(self)
         expect(self, "activities", "a list of names, or None", lambda value: not isinstance(value, str))
-        if self.flame_graph and self.output_trace_dir is None:
-            raise SettingsError(
-                f"{type(self).__name__}(flame_graph=True): has no effect without output_trace_dir, the folder"
-                " that it is written to."
-            )
+        refuse_ineffective(self)
 
     def build(self) -> torch.profiler.profile:
         """Make the profiler.
@@ -458,12 +542,12 @@ class ProfileKwargs(KwargsHandler):
             SettingsError: An activity is not supported, or `schedule_option` lacks or misspells an argument.
         """
         schedule = None if self.schedule_option is None else self._schedule(self.schedule_option)
-        activities = None if self.activities is None else [_activity(name) for name in self.activities]
+        activities = None if self.activities is None else [_activity_of(name) for name in self.activities]
         return torch.profiler.profile(
             activities=activities,
             schedule=schedule,
             on_trace_ready=self.on_trace_ready,
-            **{name: getattr(self, name) for name in _OPTIONS},
+            **{name: getattr(self, name) for name in _PROFILER_FLAGS},
         )
 
     def _schedule(self, options: dict[str, int]) -> Callable[[int], torch.profiler.ProfilerAction]:
@@ -478,9 +562,13 @@ class ProfileKwargs(KwargsHandler):
         return torch.profiler.schedule(**options)
 
 
-def _activity(name: str) -> ProfilerActivity:
+def _activity_of(name: str) -> ProfilerActivity:
     supported = torch.profiler.supported_activities()
-    names = {known.lower(): row for known, row in ProfilerActivity.__members__.items() if row in supported}
+    names = {
+        label.lower(): activity
+        for label, activity in ProfilerActivity.__members__.items()
+        if activity in supported
+    }
     if name not in names:
         raise SettingsError(
             f"ProfileKwargs(activities=[{name!r}]): this build of torch records {sorted(names)}."

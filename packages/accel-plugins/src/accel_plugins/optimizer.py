@@ -1,4 +1,4 @@
-"""AcceleratedOptimizer, AcceleratedScheduler."""
+"""The optimizer and the schedule that `prepare` returns: they step when gradients are synchronised."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
 
 
+logger = get_logger(__name__)
+
+
 class ItemCounter(Protocol):
     """The items of summed losses since the last step, by whose number gradients are divided."""
 
@@ -33,43 +36,6 @@ class ItemCounter(Protocol):
     def close(self, *, used: bool = False) -> None:
         """Begin a new window."""
         ...
-
-
-def move_to_device(state: Any, device: torch.device | str) -> Any:
-    """Move the tensors of an optimizer's state, however nested, to a device.
-
-    Args:
-        state: Dicts, lists and tuples of tensors and anything else.
-        device: The device.
-
-    Example:
-        >>> move_to_device({"step": 1, "mean": torch.zeros(2)}, "cpu")
-        {'step': 1, 'mean': tensor([0., 0.])}
-    """
-    return send_to_device(state, device)
-
-
-def patch_optimizer_step(
-    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Record on a prepared optimizer that a function, such as the step of the wrapped one, was called.
-
-    Args:
-        accelerated_optimizer: Whose `_accelerate_step_called` becomes true.
-        method: The function.
-
-    Example:
-        >>> optimizer = AcceleratedOptimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5))
-        >>> patch_optimizer_step(optimizer, lambda: "stepped")(), optimizer._accelerate_step_called
-        ('stepped', True)
-    """
-
-    @wraps(method)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        vars(accelerated_optimizer)["_accelerate_step_called"] = True
-        return method(*args, **kwargs)
-
-    return patched
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -107,7 +73,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         step: Callable[..., bool | torch.Tensor] | None = None,
         window: ItemCounter | None = None,
     ) -> None:
-        # Optimizer.__init__ would make a second set of groups and state: all of that is the wrapped one's.
+        # Optimizer.__init__ would make a second set of groups and state; both are the wrapped optimizer's.
         self.optimizer = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
@@ -118,7 +84,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._window = window
         self._stepped: bool | torch.Tensor = True
         self.num_steps = 0
-        if device_placement and _state_lags_behind(optimizer):
+        if device_placement and any(
+            isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device
+            for parameter, values in optimizer.state.items()
+            for value in values.values()
+        ):
             # Loading its own state is how an optimizer moves it to its parameters.
             optimizer.load_state_dict(optimizer.state_dict())
 
@@ -151,11 +121,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return None
         losses: list[float] = []
 
-        def recorded() -> float:
+        def record_loss() -> float:
             losses.append(closure())
             return losses[-1]
 
-        self._stepped = (self._step or step_unscaled)(self.optimizer, recorded)
+        self._stepped = (self._step or step_unscaled)(self.optimizer, record_loss)
         return losses[0] if losses else None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -177,12 +147,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped because gradients were not finite."""
-        self._stepped = bool(self._stepped)  # only now does the host wait, where the device decides
+        self._stepped = bool(self._stepped)  # the host waits for the device here, and not in `step`
         return not self._stepped
 
     @property
     def _is_overflow(self) -> bool:
-        """The same, which scripts set where they skip a step themselves; schedulers then stay."""
+        """The same; scripts set it where they skip a step themselves, and schedulers then do not advance."""
         return self.step_was_skipped
 
     @_is_overflow.setter
@@ -242,7 +212,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return None if change is None else change()
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks and whatever a particular optimizer adds. Also asked by copy and pickle, before there is one.
+        # Hooks, and what a particular optimizer adds. copy and pickle ask before there is an optimizer.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -252,22 +222,48 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.pop("step", None)  # where a scheduler has put a counter around it
+        state.pop("step", None)  # schedulers of torch put a counter around the method
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
 
-def _state_lags_behind(optimizer: torch.optim.Optimizer) -> bool:
-    return any(
-        isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device
-        for parameter, values in optimizer.state.items()
-        for value in values.values()
-    )
+def move_to_device(state: Any, device: torch.device | str) -> Any:
+    """Move the tensors of an optimizer's state, however nested, to a device.
+
+    Args:
+        state: Dicts, lists and tuples of tensors and anything else.
+        device: The device.
+
+    Example:
+        >>> move_to_device({"step": 1, "mean": torch.zeros(2)}, "cpu")
+        {'step': 1, 'mean': tensor([0., 0.])}
+    """
+    return send_to_device(state, device)
 
 
-logger = get_logger(__name__)
+def patch_optimizer_step(
+    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Record on a prepared optimizer that a function, such as the step of the wrapped one, was called.
+
+    Args:
+        accelerated_optimizer: Whose `_accelerate_step_called` becomes true.
+        method: The function.
+
+    Example:
+        >>> optimizer = AcceleratedOptimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5))
+        >>> patch_optimizer_step(optimizer, lambda: "stepped")(), optimizer._accelerate_step_called
+        ('stepped', True)
+    """
+
+    @wraps(method)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        vars(accelerated_optimizer)["_accelerate_step_called"] = True
+        return method(*args, **kwargs)
+
+    return patched
 
 
 StepPer: TypeAlias = Literal["process", "update", "sample"]
@@ -379,7 +375,7 @@ class AcceleratedScheduler:
         scheduler = self.scheduler
         steps, self._samples = self._samples if self._counts_samples else self._steps_per_update, 0
         if self._counts_samples and type(scheduler) is LambdaLR:
-            # It computes its rates from the position alone, and thousands of steps would take their time.
+            # LambdaLR computes its rates from the position alone, and thousands of steps would be slow.
             scheduler.last_epoch += steps - 1
             steps = min(steps, 1)
         for _ in range(steps):

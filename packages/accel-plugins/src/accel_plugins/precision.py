@@ -1,4 +1,4 @@
-"""Autocast policies and loss scaling."""
+"""Precision policies: autocast around models, conversion of their results, and loss scaling for fp16."""
 
 from __future__ import annotations
 
@@ -33,6 +33,234 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The dtype that models compute in, by the name of a mixed precision."""
+
+
+def build_precision(
+    name: str,
+    device: torch.device,
+    autocast_kwargs: AutocastKwargs | None = None,
+    scaler_kwargs: GradScalerKwargs | None = None,
+    *,
+    shared: bool = False,
+    master_weights: bool = False,
+) -> PrecisionPolicy:
+    """Make the policy of a run.
+
+    Args:
+        name: `"no"`, `"bf16"` or `"fp16"`.
+        device: Where models compute.
+        autocast_kwargs: Options of autocast; not used by `"no"`.
+        scaler_kwargs: Options of the loss scaler; used by `"fp16"` alone.
+        shared: Whether ranks have shards of the gradients, and decide together whether all are finite.
+        master_weights: Whether the strategy puts trained parameters into float32.
+
+    Raises:
+        SettingsError: There is no such precision.
+        UnsupportedError: The device has no autocast, or the precision is not available.
+
+    Example:
+        >>> policy = build_precision("bf16", torch.device("cpu"))
+        >>> with policy.autocast():
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.bfloat16
+    """
+    if name == "no":
+        return FullPrecision(device_type=device.type)
+    if name not in DTYPES:
+        raise SettingsError(f"mixed_precision={name!r}: expected one of {['no', *DTYPES]}.")
+    if not torch.amp.is_autocast_available(device.type):
+        raise UnsupportedError(
+            f"mixed_precision={name!r}: torch has no autocast for devices of type {device.type!r}; use 'no'."
+        )
+    scaling = None
+    if name == "fp16":
+        scaler = build_scaler(device, scaler_kwargs or GradScalerKwargs(), shared=shared)
+        scaling = LossScaling(scaler, master_weights=master_weights)
+    return MixedPrecision(
+        name=name,
+        dtype=DTYPES[name],
+        device_type=device.type,
+        options=(autocast_kwargs or AutocastKwargs()).to_kwargs(),
+        scaling=scaling,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`."""
+
+    name: str
+    dtype: torch.dtype
+    device_type: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    scaling: LossScaling | None = None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler, if there is one."""
+        return None if self.scaling is None else self.scaling.scaler
+
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> torch.autocast:
+        options = self.options if kwargs is None else kwargs.to_kwargs()
+        return torch.autocast(self.device_type, self.dtype, **options)
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """Put autocast, and the conversion of its results to float32, around every model's `forward`."""
+        for model in bundle.models:
+            wrap_forward(model, self._around)
+        if self.scaling is not None:
+            self.scaling.add(bundle.optimizers)
+        return bundle
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss if self.scaling is None else self.scaling.scale(loss)
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        if self.scaling is not None:
+            self.scaling.unscale(optimizers)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        if self.scaling is None:
+            return step_unscaled(optimizer, closure)
+        return self.scaling.step(optimizer, closure)
+
+    def state_dict(self) -> StateDict:
+        return {} if self.scaling is None else self.scaling.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        if self.scaling is None:
+            warn_unused_scaler_state(state, self.name)
+        else:
+            self.scaling.load_state_dict(state)
+
+    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def mixed(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                result = forward(*args, **kwargs)
+            return convert_to_fp32(result)
+
+        return mixed
+
+
+def step_unscaled(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+    """Step an optimizer; return True."""
+    if closure is None:  # some optimizers have a step without arguments
+        optimizer.step()
+    else:
+        optimizer.step(closure)
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullPrecision:
+    """The policy `"no"`: no autocast, no loss scaling."""
+
+    device_type: str
+    name: str = "no"
+    scaler: None = None
+
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A context that changes nothing, or that switches off an autocast around it if `kwargs` say so."""
+        if kwargs is None or kwargs.enabled:
+            return nullcontext()
+        return torch.autocast(self.device_type, enabled=False)
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        return bundle
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Do nothing."""
+
+    step = staticmethod(step_unscaled)
+
+    def state_dict(self) -> StateDict:
+        return {}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        warn_unused_scaler_state(state, self.name)
+
+
+def warn_unused_scaler_state(state: StateDict, name: str) -> None:
+    """Warn that a loss scaler's state cannot be used by a policy without one."""
+    if state:
+        logger.warning(
+            "The checkpoint holds the state of a loss scaler, which mixed_precision=%r does not have: "
+            "it is not used.",
+            name,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePrecision:
+    """The policy of an engine that casts models: they take inputs of any floating dtype, and return float32.
+
+    Args:
+        read_scale: Returns the state of the engine's loss scale, unless the engine's own files have it.
+        write_scale: Resumes from it.
+    """
+
+    name: str
+    device_type: str
+    scaler: None = None
+    read_scale: Callable[[], StateDict] = dict
+    write_scale: Callable[[StateDict], None] = lambda _: None
+
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A context for what is computed outside of models."""
+        dtype = DTYPES.get(self.name)
+        if dtype is None:
+            return FullPrecision(device_type=self.device_type).autocast(kwargs)
+        return torch.autocast(self.device_type, dtype, **({} if kwargs is None else kwargs.to_kwargs()))
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """Let every model's `forward` convert what it gets and returns."""
+        if self.name in DTYPES:
+            for model in bundle.models:
+                wrap_forward(model, self._around)
+        return bundle
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Do nothing; the engine does it when it steps."""
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+        return step_unscaled(optimizer, closure)
+
+    def state_dict(self) -> StateDict:
+        return self.read_scale()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        self.write_scale(state)
+
+    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        dtype = DTYPES[self.name]
+
+        @wraps(forward)
+        def converted(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            dtypes = (p.dtype for p in model.parameters() if p.is_floating_point())
+            if next(dtypes, None) is not dtype:  # no engine has cast the model, as in evaluation
+                with self.autocast():
+                    return convert_to_fp32(forward(model, *args, **kwargs))
+            args, kwargs = recursively_apply(
+                lambda tensor: tensor.to(dtype), (args, kwargs), test_type=_is_floating
+            )
+            return convert_to_fp32(forward(model, *args, **kwargs))
+
+        return converted
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
 @final
 class LossScaling:
     """A `GradScaler` that is updated once per iteration, however many optimizers step in it.
@@ -48,7 +276,7 @@ class LossScaling:
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        # What the gradients of unscaled optimizers were when a later loss was scaled.
+        # The versions of the gradients of unscaled optimizers when a later loss was scaled.
         self._versions: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], ...]] = WeakKeyDictionary()
 
     def add(self, optimizers: Iterable[Optimizer]) -> None:
@@ -116,7 +344,6 @@ class LossScaling:
         return self.scaler.state_dict()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Resume; without a state, as of a run in another precision, begin anew with a warning."""
         if state:
             self.scaler.load_state_dict(state)
         elif self.scaler.is_enabled():
@@ -130,14 +357,14 @@ class LossScaling:
             self._check_unmixed(optimizer)
         self.scaler.step(optimizer)
         flags = self._infinite(optimizer)
-        found = flags[0]
+        worst = flags[0]
         for flag in flags[1:]:
-            found = torch.maximum(found, flag.to(found.device))
-        return found == 0
+            worst = torch.maximum(worst, flag.to(worst.device))
+        return worst == 0
 
     def _step_unless_infinite(self, optimizer: Optimizer) -> bool:
-        # As GradScaler.step, which keeps to itself whether it stepped: to ask the device a second time would
-        # wait for the kernels of the step.
+        # GradScaler.step does the same without returning whether it stepped; asking the device afterwards
+        # would wait for the kernels of the step.
         self.unscale([optimizer])
         if any(flag.item() for flag in self._infinite(optimizer)):
             return False
@@ -147,10 +374,10 @@ class LossScaling:
         return [*self.scaler._found_inf_per_device(optimizer).values()]  # pyright: ignore[reportPrivateUsage]
 
     def _start_window_without_step(self) -> None:
-        """A loss follows gradients that were unscaled, as for clipping, and have made no step.
+        """Record a loss after gradients that were unscaled, as for clipping, but made no step.
 
-        If they are gone, the step was left out. If not, they may still make it, as those of one optimizer of
-        several with a loss each do; unless the loss's own gradients are added to them.
+        If these gradients were cleared, the step was left out. Otherwise they may still make it, as where
+        each of several optimizers has a loss of its own; unless the new loss's gradients are added to them.
         """
         if not any(_has_gradients(optimizer) for optimizer in self._unscaled):
             self._update()
@@ -173,25 +400,6 @@ class LossScaling:
         self._versions.clear()
 
 
-def step_unscaled(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-    """Step an optimizer; return True."""
-    if closure is None:  # some optimizers take no closure at all
-        optimizer.step()
-    else:
-        optimizer.step(closure)
-    return True
-
-
-def warn_unused_scaler_state(state: StateDict, name: str) -> None:
-    """Warn that a loss scaler's state cannot be used by a policy without one."""
-    if state:
-        logger.warning(
-            "The checkpoint holds the state of a loss scaler, which mixed_precision=%r does not have: "
-            "it is not used.",
-            name,
-        )
-
-
 def _has_half_parameters(optimizer: Optimizer) -> bool:
     return any(
         p.dtype is torch.float16 and p.requires_grad
@@ -206,7 +414,7 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 def _versions(optimizer: Optimizer) -> tuple[tuple[int, int], ...]:
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return tuple((id(one), one._version) for one in gradients if one is not None)
+    return tuple((id(gradient), gradient._version) for gradient in gradients if gradient is not None)
 
 
 class ShardedGradScaler(GradScaler):
@@ -222,7 +430,7 @@ class ShardedGradScaler(GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        """Divide this rank's parts of the gradients; torch calls it once per step."""
+        """Divide this rank's shards of the gradients; torch calls it once per step."""
         del allow_fp16
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for group in optimizer.param_groups:
@@ -238,7 +446,7 @@ class ShardedGradScaler(GradScaler):
         if dist.is_initialized():
             with hang_monitor.collective_scope("all_reduce of the loss scaler"):
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        # Also where this rank has a part of no gradient: GradScaler wants one flag at least.
+        # GradScaler needs a flag also on a rank without any gradient.
         return {device: worst.to(device) for device in {worst.device, *(device for device, _ in groups)}}
 
 
@@ -255,233 +463,6 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
     return ShardedGradScaler(**kwargs)
 
 
-DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What models compute in, by the name of a mixed precision."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixedPrecision:
-    """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`."""
-
-    name: str
-    dtype: torch.dtype
-    device_type: str
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    scaling: LossScaling | None = None
-
-    @property
-    def scaler(self) -> GradScaler | None:
-        """The loss scaler, if there is one."""
-        return None if self.scaling is None else self.scaling.scaler
-
-    def autocast(self, kwargs: AutocastKwargs | None = None) -> torch.autocast:
-        """A fresh autocast context; `kwargs` replace the policy's own options."""
-        options = self.options if kwargs is None else kwargs.to_kwargs()
-        return torch.autocast(self.device_type, self.dtype, **options)
-
-    def convert(self, bundle: Bundle) -> Bundle:
-        """Put autocast, and the conversion of its results to float32, around every model's `forward`."""
-        for model in bundle.models:
-            wrap_forward(model, self._around)
-        if self.scaling is not None:
-            self.scaling.add(bundle.optimizers)
-        return bundle
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale, if there is one."""
-        return loss if self.scaling is None else self.scaling.scale(loss)
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the gradients of optimizers by the scale, once per step."""
-        if self.scaling is not None:
-            self.scaling.unscale(optimizers)
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Step; return False if gradients were not finite and nothing was done."""
-        if self.scaling is None:
-            return step_unscaled(optimizer, closure)
-        return self.scaling.step(optimizer, closure)
-
-    def state_dict(self) -> StateDict:
-        """The loss scaler's state; empty without one."""
-        return {} if self.scaling is None else self.scaling.state_dict()
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Resume from a state."""
-        if self.scaling is None:
-            warn_unused_scaler_state(state, self.name)
-        else:
-            self.scaling.load_state_dict(state)
-
-    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
-        def mixed(*args: Any, **kwargs: Any) -> Any:
-            with self.autocast():
-                result = forward(*args, **kwargs)
-            return convert_to_fp32(result)
-
-        return mixed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullPrecision:
-    """The policy `"no"`: no autocast, no loss scaling."""
-
-    device_type: str
-    name: str = "no"
-    scaler: None = None
-
-    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A context that changes nothing, or that switches off an autocast around it if `kwargs` say so."""
-        if kwargs is None or kwargs.enabled:
-            return nullcontext()
-        return torch.autocast(self.device_type, enabled=False)
-
-    def convert(self, bundle: Bundle) -> Bundle:
-        """Return the bundle."""
-        return bundle
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss."""
-        return loss
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Do nothing."""
-
-    step = staticmethod(step_unscaled)
-
-    def state_dict(self) -> StateDict:
-        """Nothing."""
-        return {}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Do nothing, and say so if there is a state."""
-        warn_unused_scaler_state(state, self.name)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePrecision:
-    """Models take inputs of any floating format and return float32, whatever the engine made of them.
-
-    Args:
-        read_scale: Returns the state of the engine's loss scale, unless the engine's own files have it.
-        write_scale: Resumes from it.
-    """
-
-    name: str
-    device_type: str
-    scaler: None = None
-    read_scale: Callable[[], StateDict] = dict
-    write_scale: Callable[[StateDict], None] = lambda _: None
-
-    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A context for what is computed outside of models."""
-        dtype = DTYPES.get(self.name)
-        if dtype is None:
-            return FullPrecision(device_type=self.device_type).autocast(kwargs)
-        return torch.autocast(self.device_type, dtype, **({} if kwargs is None else kwargs.to_kwargs()))
-
-    def convert(self, bundle: Bundle) -> Bundle:
-        """Let every model's `forward` convert what it gets and returns."""
-        if self.name in DTYPES:
-            for model in bundle.models:
-                wrap_forward(model, self._around)
-        return bundle
-
-    def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss; the engine scales it."""
-        return loss
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Do nothing; the engine does it when it steps."""
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-        """Step."""
-        return step_unscaled(optimizer, closure)
-
-    def state_dict(self) -> StateDict:
-        """The state of the engine's loss scale; empty where the engine's own files have it."""
-        return self.read_scale()
-
-    def load_state_dict(self, state: StateDict) -> None:
-        """Resume from a state."""
-        self.write_scale(state)
-
-    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        dtype = DTYPES[self.name]
-
-        @wraps(forward)
-        def converted(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if _dtype_of(model) is not dtype:  # not in the hands of an engine, as for evaluation
-                with self.autocast():
-                    return convert_to_fp32(forward(model, *args, **kwargs))
-            args, kwargs = recursively_apply(
-                lambda tensor: tensor.to(dtype), (args, kwargs), test_type=_is_floating
-            )
-            return convert_to_fp32(forward(model, *args, **kwargs))
-
-        return converted
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype | None:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def build_precision(
-    name: str,
-    device: torch.device,
-    autocast_kwargs: AutocastKwargs | None = None,
-    scaler_kwargs: GradScalerKwargs | None = None,
-    *,
-    shared: bool = False,
-    master_weights: bool = False,
-) -> PrecisionPolicy:
-    """Make the policy of a run.
-
-    Args:
-        name: `"no"`, `"bf16"` or `"fp16"`.
-        device: Where models compute.
-        autocast_kwargs: Options of autocast; not used by `"no"`.
-        scaler_kwargs: Options of the loss scaler; used by `"fp16"` alone.
-        shared: Whether ranks have parts of the gradients, and so have to look together whether all are
-            finite.
-        master_weights: Whether the strategy puts trained parameters into float32.
-
-    Raises:
-        SettingsError: There is no such precision.
-        UnsupportedError: The device has no autocast, or the precision is not available.
-
-    Example:
-        >>> policy = build_precision("bf16", torch.device("cpu"))
-        >>> with policy.autocast():
-        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-        torch.bfloat16
-    """
-    if name == "no":
-        return FullPrecision(device_type=device.type)
-    if name not in DTYPES:
-        raise SettingsError(f"mixed_precision={name!r}: expected one of {['no', *DTYPES]}.")
-    if not torch.amp.is_autocast_available(device.type):
-        raise UnsupportedError(
-            f"mixed_precision={name!r}: torch has no autocast for devices of type {device.type!r}; use 'no'."
-        )
-    scaling = None
-    if name == "fp16":
-        scaler = build_scaler(device, scaler_kwargs or GradScalerKwargs(), shared=shared)
-        scaling = LossScaling(scaler, master_weights=master_weights)
-    return MixedPrecision(
-        name=name,
-        dtype=DTYPES[name],
-        device_type=device.type,
-        options=(autocast_kwargs or AutocastKwargs()).to_kwargs(),
-        scaling=scaling,
-    )
-
-
 def build_scaler(device: torch.device, options: GradScalerKwargs, *, shared: bool) -> GradScaler:
     """Make a loss scaler."""
     kind = ShardedGradScaler if shared else GradScaler
@@ -491,7 +472,7 @@ def build_scaler(device: torch.device, options: GradScalerKwargs, *, shared: boo
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """A context in which operations run in the mixed precision of this process.
+    """Return a context in which operations run in the mixed precision of this process.
 
     Args:
         native_amp: Whether mixed precision is wanted; without it the context does nothing.
@@ -510,10 +491,10 @@ def get_mixed_precision_context_manager(
 
 
 def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> GradScaler:
-    """A loss scaler for the device of this process.
+    """Make a loss scaler for the device of this process.
 
     Args:
-        distributed_type: How models are run; where each rank holds a part of the gradients, all skip a step
+        distributed_type: How models are run; where each rank has shards of the gradients, all skip a step
             together.
         **kwargs: Fields of `GradScalerKwargs`.
 

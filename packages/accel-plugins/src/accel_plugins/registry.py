@@ -1,4 +1,4 @@
-"""Tables of strategies, plugins; choose."""
+"""The tables of strategies and of plugins, and the choice of a run's strategy from its settings."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def choose(
 
 
 def _check_selected(settings: Settings, selected: StrategySpec, fitting: StrategySpec) -> None:
-    """Refuse a strategy that leaves unread what would have chosen another one."""
+    """Refuse a strategy that does not read the settings that would have chosen another one."""
     for section in fitting.sections:
         value = getattr(settings, section)
         if value is None:
@@ -158,17 +158,17 @@ def _check_selected(settings: Settings, selected: StrategySpec, fitting: Strateg
         if section not in selected.sections:
             raise SettingsError(f"{about}: leave one of the two out.")
         for name, needed in (selected.sections[section] or {}).items():
-            found = getattr(value, name)
-            if found != needed:
-                raise SettingsError(f"{about}: {name} is {found!r}, and {selected.name!r} needs {needed!r}.")
+            actual = getattr(value, name)
+            if actual != needed:
+                raise SettingsError(f"{about}: {name} is {actual!r}, and {selected.name!r} needs {needed!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
     """A plugin that `Accelerator` takes.
 
-    Its class has a method `to_settings(settings)`, which returns settings that say as much of what the plugin
-    says as `accel_plugins.registry.choose` needs, and refuses what contradicts them.
+    Its class has a method `to_settings(settings)`, which returns settings with those fields of the plugin
+    that `choose` reads, and refuses contradictions.
 
     Args:
         section: The field of `Settings` that, if it is not `None`, stands for a plugin made without
@@ -235,7 +235,7 @@ def find_plugins(
     Returns:
         Plugins by argument, or by argument and name if there may be `several`; in the order of `ENGINES`.
     """
-    found: dict[str, Any] = {}
+    plugins: dict[str, Any] = {}
     for engine in ENGINES:
         value = requested.get(engine.argument)
         if value is None:
@@ -247,12 +247,13 @@ def find_plugins(
             elif arguments is not None:
                 value = engine.plugin_type()(**arguments)
         if value is not None:
-            found[engine.argument] = _checked(engine, value)
-    return found
+            _check_type(engine, value)
+            plugins[engine.argument] = value
+    return plugins
 
 
 def with_plugin_fields(settings: Settings, plugins: Mapping[str, Any]) -> Settings:
-    """Settings that say what plugins say, for the choice of a strategy."""
+    """Return settings with the fields of plugins, for the choice of a strategy."""
     for value in plugins.values():
         first = next(iter(cast("Mapping[str, Any]", value).values())) if isinstance(value, dict) else value
         settings = first.to_settings(settings)
@@ -260,17 +261,16 @@ def with_plugin_fields(settings: Settings, plugins: Mapping[str, Any]) -> Settin
 
 
 def as_handlers(plugins: Mapping[str, Any]) -> dict[type, Any]:
-    """Plugins as `build` of a strategy finds them: by type; several as the dictionary that they are."""
+    """Key plugins by type, as `build` of a strategy receives them; several of one type stay a dictionary."""
     return {
         engine.plugin_type(): plugins[engine.argument] for engine in ENGINES if engine.argument in plugins
     }
 
 
-def _checked(engine: Engine, value: Any) -> Any:
+def _check_type(engine: Engine, value: Any) -> None:
     kind = engine.plugin_type()
     several = cast("Mapping[str, Any]", value) if engine.several and isinstance(value, dict) else None
-    each = [value] if several is None else [*several.values()]
-    if not each or any(not isinstance(one, kind) for one in each):
+    plugins = [value] if several is None else [*several.values()]
+    if not plugins or any(not isinstance(plugin, kind) for plugin in plugins):
         more = f", or a dictionary of several by name, {kind.__name__}s" if engine.several else ""
         raise SettingsError(f"Accelerator({engine.argument}={value!r}): expected a {kind.__name__}{more}.")
-    return value

@@ -1,4 +1,4 @@
-"""Single process; stepper, persister of replicas."""
+"""The strategy of a single process, and what strategies with full models on every rank share."""
 
 from __future__ import annotations
 
@@ -35,6 +35,39 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a run with one process; `settings` and `handlers` change nothing about it."""
+    del settings
+    check_axes(handlers, 1)
+    return Strategy(
+        name="single",
+        wrapper=SingleWrapper(device=runtime.device),
+        stepper=TorchStepper(precision=precision),
+        persister=ReplicatedPersister(),
+        sharding=BatchSharding(num_shards=1, shard_index=0),
+        features=PLAIN_FEATURES,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleWrapper:
+    """Model wrapper that moves models to the device."""
+
+    device: torch.device
+
+    def check(self, bundle: Bundle) -> None:
+        check_materialised(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        del evaluation
+        return replace(bundle, models=move_to_device(bundle, self.device))
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
 def check_materialised(bundle: Bundle) -> None:
     """Refuse models with parameters that are not materialised."""
     for model in bundle.models:
@@ -67,29 +100,24 @@ class ReplicatedPersister:
     __slots__ = ()
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        """Return the state dict of the unwrapped model."""
         del keep
         return _core(model).state_dict()
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """Yield the state dict at once: it needs no gathering."""
         yield self.full_state_dict(model, keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load a state dict into the unwrapped model."""
         return _core(model).load_state_dict(state, **options)
 
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
-        """Return the state dict of the optimizer."""
         del models, keep
         return optimizer.state_dict()
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """Load a state dict into the optimizer."""
         del models
         optimizer.load_state_dict(dict(state))
 
@@ -120,16 +148,14 @@ class TorchStepper:
     clip_norm: Callable[..., Tensor] = clip_grad_norm_
     clip_value: Callable[..., None] = clip_grad_value_
     step: Callable[..., bool | Tensor] = field(init=False, repr=False, compare=False)
-    """Steps an optimizer, as the precision does; no call of ours in between."""
+    """Steps an optimizer: the precision's own method, without a call of ours in between, if possible."""
 
     def __post_init__(self) -> None:
-        """Take the step of the precision."""
         step = self.precision.step if self.around_step is None else partial(_step_within, self)
         object.__setattr__(self, "step", step)
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        """Add the gradients of `loss / accumulation` to the parameters."""
-        del sync  # said by `no_sync` around the forward pass
+        del sync  # `no_sync` around the forward pass decides
         if accumulation != 1:
             loss = loss / accumulation
         if self.precision.scaler is not None:
@@ -141,7 +167,6 @@ class TorchStepper:
                 loss.backward(**kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Accumulate gradients without reducing them."""
         return nullcontext() if self.no_sync_of is None else self.no_sync_of(model)
 
     def join(
@@ -155,17 +180,16 @@ class TorchStepper:
     def clip_grad_norm(
         self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
     ) -> Tensor:
-        """Scale the gradients down to a norm of at most `max_norm`; return the norm before that."""
-        return self.clip_norm(unscaled(self.precision, parameters, optimizers), max_norm, norm_type)
+        return self.clip_norm(unscale_gradients(self.precision, parameters, optimizers), max_norm, norm_type)
 
     def clip_grad_value(
         self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
     ) -> None:
-        """Clamp every gradient to `[-clip_value, clip_value]`."""
-        parameters = unscaled(self.precision, parameters, optimizers)
-        several = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-        if any(one.grad is not None for one in several):  # a rank's shards may be empty; torch wants one
-            self.clip_value(several, clip_value)
+        parameters = unscale_gradients(self.precision, parameters, optimizers)
+        tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+        # torch's function needs a gradient, and a rank may have none where its shards are empty.
+        if any(parameter.grad is not None for parameter in tensors):
+            self.clip_value(tensors, clip_value)
 
 
 def _step_within(stepper: TorchStepper, optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
@@ -174,55 +198,19 @@ def _step_within(stepper: TorchStepper, optimizer: Optimizer, closure: Any = Non
         return stepper.precision.step(optimizer, closure)
 
 
-def unscaled(
+def unscale_gradients(
     precision: PrecisionPolicy, parameters: Parameters, optimizers: Optimizers
 ) -> Tensor | list[Tensor]:
     """Unscale the gradients of the optimizers that own any of the parameters; return the parameters."""
     clipped = parameters if isinstance(parameters, torch.Tensor) else [*parameters]
     if precision.scaler is not None:
-        ids = {id(clipped)} if isinstance(clipped, torch.Tensor) else {id(one) for one in clipped}
-        precision.unscale(one for one in optimizers if _owns(one, ids))
+        ids = {id(tensor) for tensor in ([clipped] if isinstance(clipped, torch.Tensor) else clipped)}
+        precision.unscale(
+            optimizer
+            for optimizer in optimizers
+            if any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
+        )
     return clipped
-
-
-def _owns(optimizer: Optimizer, ids: set[int]) -> bool:
-    return any(id(p) in ids for group in optimizer.param_groups for p in group["params"])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SingleWrapper:
-    """Model wrapper that moves models to the device."""
-
-    device: torch.device
-
-    def check(self, bundle: Bundle) -> None:
-        """Refuse models with parameters on the meta device."""
-        check_materialised(bundle)
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Move the models to the device."""
-        del evaluation
-        return replace(bundle, models=move_to_device(bundle, self.device))
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model."""
-        return model
-
-
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Make the strategy of a run with one process; `settings` and `handlers` change nothing about it."""
-    del settings
-    check_axes(handlers, 1)
-    return Strategy(
-        name="single",
-        wrapper=SingleWrapper(device=runtime.device),
-        stepper=TorchStepper(precision=precision),
-        persister=ReplicatedPersister(),
-        sharding=BatchSharding(num_shards=1, shard_index=0),
-        features=PLAIN_FEATURES,
-    )
 
 
 @contextmanager
@@ -230,23 +218,18 @@ def sync_in_backward(model: nn.Module) -> Generator[None]:
     """Synchronise gradients in the backward pass within, although the forward pass ran in `no_sync`."""
     inner = without_compiler(model)
     if isinstance(inner, DistributedDataParallel):
-        with _of_ddp(inner):
+        with _sync_ddp_in_backward(inner):
             yield
-    elif _is_sharded(inner):
+        return
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model that FSDP2 shards has imported it
+    if fsdp is not None and isinstance(inner, fsdp.FSDPModule):
         sharded: Any = inner
         sharded.set_requires_gradient_sync(True)
-        yield
-    else:
-        yield
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded model has imported it
-    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+    yield
 
 
 @contextmanager
-def _of_ddp(inner: DistributedDataParallel) -> Generator[None]:
+def _sync_ddp_in_backward(inner: DistributedDataParallel) -> Generator[None]:
     if inner.find_unused_parameters:
         raise UnsupportedError(
             "trigger_sync_in_backward() with find_unused_parameters=True: which parameters are unused is "
@@ -255,7 +238,7 @@ def _of_ddp(inner: DistributedDataParallel) -> Generator[None]:
         )
     before = inner.require_backward_grad_sync, inner.require_forward_param_sync
     inner.require_backward_grad_sync = inner.require_forward_param_sync = True
-    # What the forward pass would have done: https://docs.pytorch.org/docs/stable/notes/ddp.html
+    # The forward pass prepares the reducer only outside of `no_sync`: https://docs.pytorch.org/docs/stable/notes/ddp.html
     inner.reducer.prepare_for_backward([])
     try:
         yield

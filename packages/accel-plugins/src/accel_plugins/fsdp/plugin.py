@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import Any, TypeVar, cast
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from accel_plugins.fsdp.blocks import POLICIES, classes_named, size_policy, transformer_policy
-from accel_plugins.kwargs import expect_flags, is_count, resolve_fields
+from accel_plugins.kwargs import expect_flags, is_count, list_ineffective, resolve_fields
 from accel_plugins.sharding.state import StateForm
 from accel_state import environ
 from accel_state.errors import SettingsError, did_you_mean
@@ -175,19 +175,6 @@ _DEFAULTS: dict[str, Any] = {
 }
 _STATE_DICTS = {1: "FULL_STATE_DICT", 2: "SHARDED_STATE_DICT"}
 _OF_BOTH_VERSIONS = {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}
-# Fields of version 1 that version 2 ignores, with the values that need no warning: it behaves that way.
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
-    "backward_prefetch": ("NO_PREFETCH", "BACKWARD_PRE", BackwardPrefetch.BACKWARD_PRE),
-    "limit_all_gathers": (True,),
-    "state_dict_config": (),
-    "optim_state_dict_config": (),
-    "sync_module_states": (True,),
-    "use_orig_params": (True,),
-}
-_OF_POLICIES = {
-    "transformer_cls_names_to_wrap": "transformer_based_wrap",
-    "min_num_params": "size_based_wrap",
-}
 
 
 @dataclass
@@ -266,7 +253,10 @@ class FullyShardedDataParallelPlugin:
     xla_fsdp_grad_ckpt: bool | None = None
 
     def __post_init__(self) -> None:
-        arguments = {name for name in _OF_POLICIES if getattr(self, name)}
+        # The launcher exports these from config files and its defaults even if the policy ignores them.
+        unset = {
+            name for name in ("transformer_cls_names_to_wrap", "min_num_params") if not getattr(self, name)
+        }
         resolve_fields(self, "fsdp", _DEFAULTS)
         if self.fsdp_version not in {1, 2}:
             raise SettingsError(f"{self._field_of('fsdp_version')}: expected 1 or 2.")
@@ -277,13 +267,20 @@ class FullyShardedDataParallelPlugin:
         elif self.transformer_cls_names_to_wrap is not None:
             self.transformer_cls_names_to_wrap = [*self.transformer_cls_names_to_wrap]
         self._resolve_sharding()
-        self._resolve_wrapping(arguments)
+        self._resolve_policy()
         self.set_cpu_offload()
         self.set_state_dict_type(self.state_dict_type)  # pyright: ignore[reportArgumentType]
         if self.mixed_precision_policy is not None:
             self.mixed_precision_policy = policy_of(self.mixed_precision_policy, self.version)
             self.validate_mixed_precision_policy()
-        self._check_torch_version()
+        if self.version == 2 and self.param_init_fn is not None:
+            raise SettingsError(
+                f"{self._field_of('param_init_fn')} with fsdp_version=2: materialise the model on rank 0 and "
+                "set cpu_ram_efficient_loading=True, or use fsdp_version=1."
+            )
+        for name, message in list_ineffective(self).items():
+            if name not in unset:
+                logger.warning("%s", message)
         if self.cpu_ram_efficient_loading:
             if not self.sync_module_states:
                 raise SettingsError(
@@ -454,13 +451,6 @@ class FullyShardedDataParallelPlugin:
                 f"{self._field_of('reshard_after_forward')}: expected True, False or a number of ranks."
             )
 
-    def _resolve_wrapping(self, arguments: Collection[str]) -> None:
-        self._resolve_policy()
-        for name, policy in _OF_POLICIES.items():
-            # The launcher exports these from config files and its defaults even if the policy ignores them.
-            if name in arguments and self.auto_wrap_policy != policy:
-                logger.warning("%s has no effect without auto_wrap_policy=%r.", self._field_of(name), policy)
-
     def _resolve_policy(self) -> None:
         policy = self.auto_wrap_policy
         if isinstance(policy, str):
@@ -475,19 +465,6 @@ class FullyShardedDataParallelPlugin:
             raise SettingsError(
                 f"{self._field_of('auto_wrap_policy')}: expected a function or one of {[*POLICIES]}."
             )
-
-    def _check_torch_version(self) -> None:
-        if self.version == 1:
-            return
-        if self.param_init_fn is not None:
-            raise SettingsError(
-                f"{self._field_of('param_init_fn')} with fsdp_version=2: materialise the model on rank 0 and "
-                "set cpu_ram_efficient_loading=True, or use fsdp_version=1."
-            )
-        for name, silent in _WITHOUT_EFFECT.items():
-            value = getattr(self, name)
-            if value is not None and value not in silent:
-                logger.warning("%s has no effect with fsdp_version=2.", self._field_of(name))
 
     def _field_of(self, name: str) -> str:
         return f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r})"

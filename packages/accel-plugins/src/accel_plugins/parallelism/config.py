@@ -1,4 +1,4 @@
-"""ParallelismConfig, axis handlers, meshes."""
+"""Sizes of the axes of parallelism (`ParallelismConfig`), the options of each, and a run's device mesh."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import device_mesh as torch_mesh
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_plugins.kwargs import expect, expect_flags, is_count, resolve_fields
+from accel_plugins.kwargs import expect, expect_flags, is_count, refuse_ineffective, resolve_fields
 from accel_plugins.strategy import BatchSharding
 from accel_state import process_group
 from accel_state.collectives import group_timeout, set_group_timeout
@@ -228,25 +228,17 @@ class ParallelismConfig:
                     f"ParallelismConfig({name}={getattr(self, name)!r}): only {only!r} is supported."
                 )
         for axis, kind in _HANDLERS.items():
-            self._resolve_handler(axis, kind)
+            name = f"{axis}_handler"
+            handler = getattr(self, name)
+            if handler is None and self.sizes[axis] > 1:
+                setattr(self, name, kind())
+            elif handler is not None and not isinstance(handler, kind):
+                raise SettingsError(f"ParallelismConfig({name}={handler!r}): expected a {kind.__name__}.")
+        refuse_ineffective(self)
         if self.cp_enabled and self.sp_enabled:
             raise SettingsError(
                 f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): context and "
                 "sequence parallelism cannot be combined; set one of the two to 1."
-            )
-
-    def _resolve_handler(self, axis: str, kind: type[Any]) -> None:
-        name = f"{axis}_handler"
-        handler = getattr(self, name)
-        if handler is None:
-            if self.sizes[axis] > 1:
-                setattr(self, name, kind())
-            return
-        if not isinstance(handler, kind):
-            raise SettingsError(f"ParallelismConfig({name}={handler!r}): expected a {kind.__name__}.")
-        if self.sizes[axis] == 1:
-            raise SettingsError(
-                f"ParallelismConfig({name}={handler!r}): has no effect with {axis}_size=1; leave it out."
             )
 
     def __repr__(self) -> str:
@@ -392,12 +384,12 @@ class ParallelismConfig:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields but the mesh, as plain data."""
-        found: dict[str, Any] = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name != "device_mesh":
-                found[one.name] = vars(value).copy() if one.name.endswith("_handler") and value else value
-        return found
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
+        del values["device_mesh"]
+        return {
+            name: vars(value).copy() if name.endswith("_handler") and value else value
+            for name, value in values.items()
+        }
 
     def to_settings(self, settings: Settings) -> Settings:
         """Return the settings with the sizes of the axes."""
@@ -444,7 +436,7 @@ def check_axes(handlers: Mapping[type, Any], world_size: int) -> None:
         config.check_world(world_size)
 
 
-_made: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
+_meshes: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
 
 
 def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -453,19 +445,19 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     It is the same one for equal arguments, until its process group is destroyed.
     """
     key = (device_type, tuple(sizes.items()))
-    known = _made.get(key)
+    known = _meshes.get(key)
     if known is None or not _is_alive(known):
         known = torch_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        _made[key] = _with_timeout(known)
+        _meshes[key] = _set_timeout(known)
     return known
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the mesh with one axis, of a name, for all those of a mesh. A collective over all ranks."""
-    return _with_timeout(mesh._flatten(name))  # pyright: ignore[reportPrivateUsage] - the documented way
+    return _set_timeout(mesh._flatten(name))  # pyright: ignore[reportPrivateUsage] - the documented way
 
 
-def _with_timeout(mesh: DeviceMesh) -> DeviceMesh:
+def _set_timeout(mesh: DeviceMesh) -> DeviceMesh:
     """Give the process groups of a mesh, which have torch's timeout, that of the default group."""
     timeout = group_timeout(torch.device(mesh.device_type))
     for group in mesh.get_all_groups():
@@ -555,8 +547,9 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
             f"TorchTensorParallelPlugin(tp_size={tensor}): the world size {world} is not a multiple of "
             f"{tensor}; launch a multiple of {tensor} processes, or choose another tp_size."
         )
-    rest: dict[str, Any] = {("dp_shard_size" if sharded else "dp_replicate_size"): world // tensor}
-    return ParallelismConfig(tp_size=tensor, **rest)
+    axis = "dp_shard_size" if sharded else "dp_replicate_size"
+    sizes: dict[str, Any] = {axis: world // tensor}
+    return ParallelismConfig(tp_size=tensor, **sizes)
 
 
 def _of_mesh(mesh: DeviceMesh) -> ParallelismConfig:
