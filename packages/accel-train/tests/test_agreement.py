@@ -9,11 +9,11 @@ from torch.distributed import HashStore, PrefixStore, Store
 from accel_state.errors import DistributedOperationException
 from accel_state.hang_monitor import HangMonitor
 from accel_state.rank_status import RankStatus
-from accel_train.checkpoint import agreement as stragglers
+from accel_train.checkpoint import agreement
 from accel_train.checkpoint.agreement import StoreAllGather, StragglerMonitor
 
 
-def agreement(store, rank, world_size, monitor=None):
+def all_gather(store, rank, world_size, monitor=None):
     return StoreAllGather(
         store,
         rank=rank,
@@ -26,20 +26,20 @@ def agreement(store, rank, world_size, monitor=None):
 
 def on_all(world_size, body):
     """Run a body on simulated ranks; return what each returned or raised."""
-    found = [None] * world_size
+    results = [None] * world_size
 
     def run(rank):
         try:
-            found[rank] = body(rank)
+            results[rank] = body(rank)
         except DistributedOperationException as error:
-            found[rank] = error
+            results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return results
 
 
 class EmptyStore(Store):
@@ -65,18 +65,18 @@ def monitor_of(store, rank, world_size, **told):
 
 def test_all_ranks_get_all_texts_in_rank_order_round_after_round() -> None:
     store = HashStore()
-    agreements = [agreement(store, rank, 8) for rank in range(8)]
+    gathers = [all_gather(store, rank, 8) for rank in range(8)]
     for number in range(3):
-        found = on_all(8, lambda rank, number=number: agreements[rank].exchange("save", f"{number}ü{rank}"))
-        assert found == [[f"{number}ü{rank}" for rank in range(8)]] * 8
+        texts = on_all(8, lambda rank, number=number: gathers[rank].exchange("save", f"{number}ü{rank}"))
+        assert texts == [[f"{number}ü{rank}" for rank in range(8)]] * 8
 
 
 def test_the_store_does_not_fill_up() -> None:
     store = HashStore()
-    agreements = [agreement(store, rank, 4) for rank in range(4)]
+    gathers = [all_gather(store, rank, 4) for rank in range(4)]
     sizes = []
     for _ in range(5):
-        on_all(4, lambda rank: agreements[rank].exchange("save", "x", last=True))
+        on_all(4, lambda rank: gathers[rank].exchange("save", "x", last=True))
         sizes.append(store.num_keys())
     assert sizes[1:] == sizes[1:2] * 4
 
@@ -87,7 +87,7 @@ def test_rank_0_is_the_last_to_go() -> None:
 
     def body(rank):
         time.sleep(0.1 * rank)
-        agreement(store, rank, 3).exchange("save", "x", last=True)
+        all_gather(store, rank, 3).exchange("save", "x", last=True)
         if rank == 0:
             left.append(store.add("accel/checkpoint/test/1/left", 0))
 
@@ -115,15 +115,15 @@ def test_a_rank_in_another_collective_is_given_some_time(monkeypatch) -> None:
     monitor = monitor_of(HashStore(), 1, 2, inside=True, collective=4)
     lookout = StragglerMonitor("save", monitor, rank=1, world_size=2, compare_locations=True)
     lookout.poll([0])
-    monkeypatch.setattr(stragglers, "STUCK_S", 0.01)
+    monkeypatch.setattr(agreement, "STUCK_S", 0.01)
     time.sleep(0.02)
     with pytest.raises(DistributedOperationException, match=r"rank 0 waits elsewhere: .*a\.py:1 `f\(\)`"):
         lookout.poll([0])
 
 
 def test_what_rank_0_finds_out_is_heard_by_all_who_wait(monkeypatch) -> None:
-    monkeypatch.setattr(stragglers, "POLL_S", 0.0)
-    monkeypatch.setattr(stragglers, "SILENT_S", 0.0)
+    monkeypatch.setattr(agreement, "POLL_S", 0.0)
+    monkeypatch.setattr(agreement, "SILENT_S", 0.0)
     store = HashStore()
     posted = PrefixStore("accel/hang_monitor", store)
     posted.set("2", RankStatus(rank=2, heartbeat=1, location="b.py:7", source="g()").to_text())
@@ -133,7 +133,7 @@ def test_what_rank_0_finds_out_is_heard_by_all_who_wait(monkeypatch) -> None:
         if rank == 0:  # which looks for the others at once: rank 1 is there, rank 2 never comes
             monitor = HangMonitor(store, rank=rank, world_size=3, limit=100.0)
             store.wait(["accel/checkpoint/test/1/1"])
-        return None if rank == 2 else agreement(store, rank, 3, monitor).exchange("save", "x")
+        return None if rank == 2 else all_gather(store, rank, 3, monitor).exchange("save", "x")
 
     first, second, _ = on_all(3, body)
     assert "rank 2 gives no sign of life" in str(first)

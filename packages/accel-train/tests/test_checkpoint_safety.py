@@ -162,7 +162,7 @@ def test_without_any_whole_checkpoint_the_damage_of_the_newest_is_said(tmp_path)
         flip(Path(run.accelerator.save_state()) / "optimizer.bin")
     run.set(9.0)
     with pytest.raises(
-        CheckpointError, match=r"No checkpoint is whole.*checkpoint_1.*'optimizer.bin' has the"
+        CheckpointError, match=r"No checkpoint is complete.*checkpoint_1.*'optimizer.bin' has the"
     ):
         run.accelerator.load_state()
     assert run.values() == {9.0}
@@ -359,7 +359,7 @@ def test_loads_while_another_process_saves_into_the_folder_are_of_one_state(tmp_
         process.stdout.close()
     assert states == sorted(states)
     assert len(saved) > loads
-    assert [one for one in refusals if "is replaced by another process again and again" not in one] == []
+    assert [text for text in refusals if "is replaced by another process again and again" not in text] == []
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(tmp_path, monkeypatch):
@@ -368,21 +368,39 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(tmp_pa
     run.accelerator.save_state(path)
     run.set(2.0)
     run.accelerator.save_state(tmp_path / "next")
-    original = load._open_others
-    todo = [1]
+    open_file = load.CheckpointReader.open
 
-    def replace_in_the_middle(run, source):
-        assert "model.safetensors" in source.mapped
-        if todo:
-            todo.pop()
+    def replace_first(source, name, **options):
+        if name == "optimizer.bin":
+            assert "model.safetensors" in source.mapped
             for entry in (tmp_path / "next").iterdir():
                 os.replace(entry, path / entry.name)  # noqa: PTH105
-        return original(run, source)
+        open_file(source, name, **options)
 
-    monkeypatch.setattr(load, "_open_others", replace_in_the_middle)
+    monkeypatch.setattr(load.CheckpointReader, "open", replace_first)
     run.set(9.0)
     run.accelerator.load_state(path)
     assert run.values() == {2.0}
+
+
+def test_a_checkpoint_that_is_replaced_whenever_it_is_opened_is_refused_after_a_while(tmp_path, monkeypatch):
+    path, run = tmp_path / "c", Run()
+    run.accelerator.save_state(path)
+    open_file, number = load.CheckpointReader.open, 0
+
+    def replace_first(source, name, **options):
+        nonlocal number
+        number += name == "optimizer.bin"
+        os.utime(path / layout.MANIFEST_NAME, (number, number))
+        open_file(source, name, **options)
+
+    monkeypatch.setattr(load.CheckpointReader, "open", replace_first)
+    monkeypatch.setattr(load, "_REPLACED_TIMEOUT", 0.2)
+    run.set(9.0)
+    with pytest.raises(CheckpointError, match="is replaced by another process again and again"):
+        run.accelerator.load_state(path)
+    assert run.values() == {9.0}
+    assert number > 1
 
 
 @pytest.mark.parametrize("living", [True, False])
@@ -393,20 +411,20 @@ def test_a_reader_completes_what_a_dead_writer_has_left_and_nothing_else(tmp_pat
     run.set(2.0)
     run.accelerator.save_state(tmp_path / "next")
     os.rename(tmp_path / "next", path / layout.COMMIT_NAME)  # noqa: PTH104 - as if the writer were here now
-    before = sorted(one.name for one in (path / layout.COMMIT_NAME).iterdir())
+    before = sorted(entry.name for entry in (path / layout.COMMIT_NAME).iterdir())
     process = other_process(HOLD, layout.lock_inside(path)) if living else None
     try:
         if living:
             with pytest.raises(CheckpointError, match=rf"process {process.pid} on host .* is replacing"):
                 folder.wait_until_replaced(path, timeout=0.1)
-            assert sorted(one.name for one in (path / layout.COMMIT_NAME).iterdir()) == before
+            assert sorted(entry.name for entry in (path / layout.COMMIT_NAME).iterdir()) == before
     finally:
         if living:
             process.kill()
             process.communicate()
     run.accelerator.load_state(path)
     assert run.values() == {2.0}
-    assert not [one.name for one in path.iterdir() if one.name.startswith(".")]
+    assert not [entry.name for entry in path.iterdir() if entry.name.startswith(".")]
 
 
 def test_a_folder_that_is_replaced_while_hooks_read_from_it_is_an_error(tmp_path):

@@ -191,7 +191,7 @@ def test_only_the_limit_stays_and_numbers_go_on_after_a_restart(tmp_path):
 def test_a_numbered_checkpoint_of_an_earlier_run_is_not_overwritten(tmp_path):
     Setup(tmp_path).accelerator.save_state()
     run = Setup(tmp_path)
-    with pytest.raises(SettingsError, match=r"checkpoint_0' is there already.*iteration=1"):
+    with pytest.raises(SettingsError, match=r"checkpoint_0' exists already.*iteration=1"):
         run.accelerator.save_state()
     assert listing(tmp_path / "checkpoints") == ["checkpoint_0"]
 
@@ -473,7 +473,7 @@ def test_a_full_disk_is_said_and_the_older_checkpoint_stands(tmp_path, monkeypat
     run.train(1)
     monkeypatch.setattr(files, "os", FailingDisk(room))
     with pytest.raises(
-        CheckpointWriteError, match=r"rank 0 could not write '.*': No space left.*Older ones stand"
+        CheckpointWriteError, match=r"rank 0 could not write '.*': No space left.*Older ones are unchanged"
     ):
         save_and_wait(run.accelerator, blocking)
     monkeypatch.undo()

@@ -13,7 +13,6 @@ import xxhash
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accel_train.checkpoint import files
 from accel_train.checkpoint.files import HashedBytes, HashedReader
 
 SIZE = 5_000_000
@@ -27,19 +26,15 @@ def path(tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=[True, False], ids=["with preadv", "with seek"])
-def _way_of_reading(request, monkeypatch):
-    if request.param and not hasattr(os, "preadv"):
-        pytest.skip("this system reads no file at a position")
-    monkeypatch.setattr(files, "_CAN_READ_AT", request.param)
+NEEDS_PREADV = pytest.mark.skipif(not hasattr(os, "preadv"), reason="needs reads at a position")
 
 
-@pytest.mark.usefixtures("_way_of_reading")
+@pytest.mark.parametrize("positioned", [pytest.param(True, marks=NEEDS_PREADV), False])
 @given(steps=STEPS)
 @example(steps=[(0, SIZE - 1), (SIZE + 1, 0)])
-def test_reads_in_any_order_give_the_bytes_and_the_checksum_of_the_file(path, steps):
+def test_reads_in_any_order_give_the_bytes_and_the_checksum_of_the_file(path, positioned, steps):
     content = path.read_bytes()
-    with HashedReader(path) as file:
+    with HashedReader(path, positioned=positioned) as file:
         for begin, count in steps:
             file.seek(begin)
             assert file.read(count) == content[begin : begin + count]
@@ -57,40 +52,38 @@ def test_a_file_that_cannot_be_opened_leaves_nothing_to_close(tmp_path):
     assert reader.closed
 
 
-def test_what_is_read_in_order_is_not_read_again(path, monkeypatch):
-    reads = []
-    read_at = HashedReader._read_at
+@pytest.fixture
+def reads(monkeypatch):
+    """The number of bytes of every read at a position."""
+    preadv, counts = os.preadv, []
 
-    def noting(self, view, position):
-        reads.append(len(view))
-        read_at(self, view, position)
+    def counting(*arguments):
+        counts.append(preadv(*arguments))
+        return counts[-1]
 
-    monkeypatch.setattr(HashedReader, "_read_at", noting)
+    monkeypatch.setattr(os, "preadv", counting)
+    return counts
+
+
+@NEEDS_PREADV
+def test_what_is_read_in_order_is_not_read_again(path, reads):
     with HashedReader(path) as file:
         file.read(SIZE)
         file.finish()
     assert sum(reads) == SIZE
 
 
-def test_a_file_of_torch_is_read_once_but_for_its_ends(tmp_path, monkeypatch):
+@NEEDS_PREADV
+def test_a_file_of_torch_is_read_once_but_for_its_ends(tmp_path, reads):
     path = tmp_path / "state.bin"
     state = {name: torch.randn(1000, 700) for name in "abcde"}
     torch.save(state, path)
-    count = 0
-    read_at = HashedReader._read_at
-
-    def counting(self, view, position):
-        nonlocal count
-        count += len(view)
-        read_at(self, view, position)
-
-    monkeypatch.setattr(HashedReader, "_read_at", counting)
     with HashedReader(path) as file:
-        found = torch.load(file, weights_only=True)
+        loaded = torch.load(file, weights_only=True)
         record = file.finish()
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
     assert record.checksum == xxhash.xxh3_64(path.read_bytes()).hexdigest()
-    assert count < path.stat().st_size + 20_000
+    assert sum(reads) < path.stat().st_size + 20_000
 
 
 def test_a_file_that_gets_shorter_while_it_is_read_is_an_error(tmp_path):
@@ -104,7 +97,7 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error(tmp_path):
         assert len(file.read(10)) == 10
 
 
-def test_places_are_counted_as_in_any_file(path):
+def test_positions_are_counted_as_in_any_file(path):
     with HashedReader(path) as file, path.open("rb") as plain:
         for offset, whence in [(5, io.SEEK_SET), (7, io.SEEK_CUR), (-3, io.SEEK_CUR), (-9, io.SEEK_END)]:
             assert file.seek(offset, whence) == plain.seek(offset, whence)
@@ -121,20 +114,21 @@ def test_a_small_file_is_hashed_in_memory(tmp_path):
     assert record.checksum == xxhash.xxh3_64(b"0123456789").hexdigest()
 
 
-@pytest.mark.skipif(not hasattr(os, "preadv"), reason="one thread reads here")
+@NEEDS_PREADV
 def test_both_threads_of_a_long_read_have_ended_when_it_fails(path, monkeypatch):
     main, begun, ended = threading.current_thread(), threading.Event(), []
 
-    def failing_here(self, view, position):
-        del self, view
+    def failing_here(descriptor, buffers, position):
+        del descriptor
         if threading.current_thread() is main:
             begun.wait()
             raise OSError("the disk has failed")
         begun.set()
         time.sleep(0.2)  # the other thread would be gone by then
         ended.append(position)
+        return sum(map(len, buffers))
 
-    monkeypatch.setattr(HashedReader, "_read_at", failing_here)
+    monkeypatch.setattr(os, "preadv", failing_here)
     with HashedReader(path) as file:
         with pytest.raises(OSError, match="the disk has failed"):
             file.read(SIZE)

@@ -1,7 +1,7 @@
-"""Ranks agree through the store.
+"""All-gather JSON values over the process group's store, in any thread; detect ranks that will never join.
 
-Not through collectives: those belong to the main thread, end in the process group's timeout, and say nothing
-about a rank that never came.
+Collectives do not do that: they belong to the main thread, end in the process group's timeout, and do not
+name the rank that is absent.
 """
 
 from __future__ import annotations
@@ -28,109 +28,53 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STUCK_S = 3.0  # a rank that has been in another collective for so long will not come
-SILENT_S = 60.0  # a rank that has given no sign of life for so long is taken to be dead
-WARN_AFTER_S = 30.0  # a wait of so long is worth a warning
-POLL_S = 0.5  # between two looks; more where so many ranks share the store that they post less often
-RANKS_PER_S = 200  # that may post in a second, as the hang monitor has it
 
-
-class StragglerMonitor:
-    """Judge the ranks for which another one waits.
+def make_all_gather(runtime: Runtime, channel: str, *, in_main_thread: bool) -> Agreement:
+    """Return the all-gather of a run's ranks.
 
     Args:
-        monitor: What ranks post about themselves; `None` where nothing is monitored.
-        rank: Index of this process. Rank 0 looks where all ranks are before it raises; the others, of which
-            there may be thousands, look only at rank 0 and themselves.
-        compare_locations: Whether a rank that is in another collective, or has ended, cannot come any more.
+        runtime: The runtime of this process.
+        channel: Separates the exchanges of different threads.
+        in_main_thread: As for `StoreAllGather`.
     """
-
-    def __init__(
-        self,
-        operation: str,
-        monitor: HangMonitor | None,
-        *,
-        rank: int,
-        world_size: int,
-        compare_locations: bool,
-    ) -> None:
-        self._operation = operation
-        self._monitor = monitor
-        self._rank = rank
-        self._shown: Sequence[int] = range(world_size) if rank == 0 else (0, rank)
-        self._compare_locations = compare_locations
-        self._pause = max(POLL_S, world_size / RANKS_PER_S)
-        self._began = self._polled = time.monotonic()
-        self._warned = rank > 1  # one of the ranks that wait for rank 0 warns for all
-        self._seen: dict[int, tuple[tuple[int, str] | None, float, int, float]] = {}
-
-    def is_due(self) -> bool:
-        """Return whether it is time to look again."""
-        return self._monitor is not None and time.monotonic() - self._polled >= self._pause
-
-    def poll(self, missing: Sequence[int]) -> None:
-        """Judge by what the missing ranks last said about themselves."""
-        if self._monitor is None:
-            return
-        now = self._polled = time.monotonic()
-        if self._compare_locations and self._monitor.diagnosis is not None:
-            raise StalledCollectiveError(f"{self._operation}: {self._monitor.diagnosis}")
-        for rank, status in self._monitor.statuses(missing).items():
-            reason = None if status is None else self._judge(status, self._monitor.count, now)
-            if reason is not None:
-                raise DistributedOperationException(
-                    f"{self._operation} must be called on every rank, but rank {rank} {reason}: "
-                    f"{format_statuses(self._monitor.statuses(self._shown))}."
-                )
-        if now - self._began >= WARN_AFTER_S and not self._warned:
-            self._warned = True
-            statuses = self._monitor.statuses(self._shown)
-            logger.warning(
-                "%s waits for %s: %s.", self._operation, format_ranks(missing), format_statuses(statuses)
-            )
-
-    def _judge(self, status: RankStatus, collective: int, now: float) -> str | None:
-        """Return why a rank will not come, if that is certain."""
-        # In another collective, which needs this rank; for some time, since statuses may be a second old.
-        passed = status.inside and status.collective >= collective
-        location = (status.collective, status.location) if passed else None
-        old_location, since, heartbeat, heard = self._seen.get(status.rank, (None, now, -1, now))
-        since = since if location is not None and location == old_location else now
-        heard = heard if status.heartbeat == heartbeat else now
-        self._seen[status.rank] = (location, since, status.heartbeat, heard)
-        if self._compare_locations and status.exited:
-            return "has ended"
-        if self._compare_locations and now - since >= STUCK_S:
-            return "waits elsewhere"
-        return "gives no sign of life" if now - heard >= SILENT_S else None
-
-
-MIN_PAUSE_S = 0.001  # between two looks into the store, at first
-MAX_PAUSE_S = 1.0  # and after ten seconds
-MAX_POLLS_PER_S = 20_000  # of all ranks together, at first
+    topology = runtime.topology
+    if topology.world_size == 1:
+        return SingleProcess()
+    return StoreAllGather(
+        clone_store(default_store()),
+        rank=topology.rank,
+        world_size=topology.world_size,
+        channel=channel,
+        in_main_thread=in_main_thread,
+    )
 
 
 class SingleProcess:
-    """The agreement of a process that is alone."""
+    """The all-gather of a run with one process."""
 
     def exchange(self, operation: str, value: Any, *, last: bool = False) -> list[Any]:
-        """The value alone."""
+        """Return the value alone."""
         del operation, last
         return [value]
 
 
+MIN_PAUSE_S = 0.001  # between two polls of the store, at first
+MAX_PAUSE_S = 1.0  # after ten seconds
+MAX_POLLS_PER_S = 20_000  # of all ranks together, at first
+
+
 class StoreAllGather:
-    """An all-gather of JSON values over a store. Each thread that agrees needs one of its own.
+    """An all-gather of JSON values over a store; each thread needs an instance of its own.
 
     Every rank makes a constant number of requests, and while it waits a constant number per second, whatever
-    the number of ranks: rank 0 collects, and puts all values into one that each of the others reads.
+    the number of ranks: rank 0 collects the values, and stores all of them as one for the other ranks.
 
     Args:
         store: A connection to the store of the process group that no other thread waits on.
-        channel: Tells apart what different threads agree on.
-        in_main_thread: Whether the main thread of every rank takes part, so that a rank whose main thread
-            waits for something else will not come.
-        monitor: Gets what tells where ranks are that do not come.
+        channel: Separates the exchanges of different threads.
+        in_main_thread: Whether the main thread of every rank takes part: a rank whose main thread waits for
+            something else will never join.
+        monitor: Returns the hang monitor that knows where absent ranks are.
     """
 
     def __init__(
@@ -148,19 +92,19 @@ class StoreAllGather:
         self._rank = rank
         self._world_size = world_size
         self._monitor = monitor
-        # Counted in the store: makers of several accelerators in a process count on.
+        # The store keeps the count: a second Accelerator of the process continues it.
         self._round = self._store.add(f"rounds/{rank}", 0)
 
     def exchange(self, operation: str, value: Any, *, last: bool = False) -> list[Any]:
-        """Tell the others a value, and get those of all ranks, in rank order.
+        """All-gather a JSON value, in rank order.
 
         Args:
-            operation: What all ranks are doing, for the messages.
-            value: What this rank says, in the types of JSON.
+            operation: The name of the operation, for messages.
+            value: This rank's value.
             last: Whether nothing is exchanged afterwards, so that the process that keeps the store may end.
 
         Raises:
-            DistributedOperationException: Another rank is elsewhere and will not come, or is gone.
+            DistributedOperationException: A rank is in another collective, or has ended or died.
         """
         self._round = self._store.add(f"rounds/{self._rank}", 1)
         round_name = f"{self._round}"
@@ -171,7 +115,7 @@ class StoreAllGather:
                 self._leave(operation, round_name)
         except DistributedOperationException:
             raise
-        except RuntimeError as error:  # the errors of a store have no type of their own in older torch
+        except RuntimeError as error:  # older torch has no type for errors of a store
             raise DistributedOperationException(
                 f"{operation}: the store of the process group cannot be reached; rank 0, which keeps it, has "
                 f"ended or failed ({str(error).splitlines()[0]})."
@@ -179,13 +123,13 @@ class StoreAllGather:
         return values
 
     def _collect(self, operation: str, round_name: str) -> list[Any]:
-        """On rank 0: get the values of all, and hand them out."""
+        """On rank 0: collect the values of all ranks, and store them for the other ranks."""
         keys = [f"{round_name}/{rank}" for rank in range(self._world_size)]
         try:
             self._wait(operation, keys)
         except DistributedOperationException as error:
             if len(absent_keys(self._store, keys)) < self._world_size - 1:
-                # Also for those who come too late.
+                # The other ranks read the error, also those that are late.
                 self._store.set(f"{round_name}/all", json.dumps(str(error)))
             else:
                 self._delete_round(round_name)
@@ -193,12 +137,12 @@ class StoreAllGather:
         values = [json.loads(text) for text in get_all(self._store, keys)]
         self._store.set(f"{round_name}/all", json.dumps(values))
         self._store.delete_key(f"{round_name}/0")
-        for part in ("all", "left"):  # everyone is through with the round before
+        for part in ("all", "left"):  # every rank has finished the round before
             self._store.delete_key(f"{self._round - 1}/{part}")
         return values
 
     def _receive(self, operation: str, round_name: str) -> list[Any]:
-        """On the other ranks: wait for what rank 0 hands out."""
+        """On the other ranks: wait for the values that rank 0 has collected."""
         try:
             self._wait(operation, [f"{round_name}/all"])
         except DistributedOperationException:
@@ -211,12 +155,12 @@ class StoreAllGather:
         return values
 
     def _delete_round(self, round_name: str) -> None:
-        """Undo a call that nobody has answered, so that ranks count alike if they go on after the error."""
+        """Undo a call that no rank has answered: ranks that continue after the error count alike."""
         self._store.delete_key(f"{round_name}/{self._rank}")
         self._store.add(f"rounds/{self._rank}", -1)
 
     def _leave(self, operation: str, round_name: str) -> None:
-        """Let the process that keeps the store be the last to go."""
+        """Return on rank 0, whose process keeps the store, after all other ranks."""
         if self._rank:
             self._store.add(f"{round_name}/left", 1)
             return
@@ -257,17 +201,79 @@ class StoreAllGather:
 
 
 Agreement = SingleProcess | StoreAllGather
+STUCK_S = 3.0  # in another collective, after which a rank is taken never to join
+SILENT_S = 60.0  # without a heartbeat, after which a rank is taken to be dead
+WARN_AFTER_S = 30.0  # of waiting
+POLL_S = 0.5  # between two polls; more where so many ranks share the store that they post less often
+RANKS_PER_S = 200  # that post their status in a second, as in the hang monitor
 
 
-def make_all_gather(runtime: Runtime, channel: str, *, in_main_thread: bool) -> Agreement:
-    """The agreement of the processes of a run."""
-    topology = runtime.topology
-    if topology.world_size == 1:
-        return SingleProcess()
-    return StoreAllGather(
-        clone_store(default_store()),
-        rank=topology.rank,
-        world_size=topology.world_size,
-        channel=channel,
-        in_main_thread=in_main_thread,
-    )
+class StragglerMonitor:
+    """Detect ranks that will never join a collective, from their last status.
+
+    Args:
+        operation: The name of the operation, for messages.
+        monitor: The hang monitor, with the statuses of all ranks; `None` where nothing is monitored.
+        rank: This rank. Rank 0 reads the statuses of all ranks before it raises; the other ranks, of which
+            there may be thousands, read those of rank 0 and themselves.
+        compare_locations: Whether a rank that is in another collective, or has ended, can no longer join.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        monitor: HangMonitor | None,
+        *,
+        rank: int,
+        world_size: int,
+        compare_locations: bool,
+    ) -> None:
+        self._operation = operation
+        self._monitor = monitor
+        self._rank = rank
+        self._shown: Sequence[int] = range(world_size) if rank == 0 else (0, rank)
+        self._compare_locations = compare_locations
+        self._pause = max(POLL_S, world_size / RANKS_PER_S)
+        self._began = self._polled = time.monotonic()
+        self._warned = rank > 1  # rank 1 warns for all ranks that wait for rank 0
+        self._seen: dict[int, tuple[tuple[int, str] | None, float, int, float]] = {}
+
+    def is_due(self) -> bool:
+        """Return whether it is time to poll again."""
+        return self._monitor is not None and time.monotonic() - self._polled >= self._pause
+
+    def poll(self, missing: Sequence[int]) -> None:
+        """Read the last statuses of the absent ranks; raise if one of them will never join."""
+        if self._monitor is None:
+            return
+        now = self._polled = time.monotonic()
+        if self._compare_locations and self._monitor.diagnosis is not None:
+            raise StalledCollectiveError(f"{self._operation}: {self._monitor.diagnosis}")
+        for rank, status in self._monitor.statuses(missing).items():
+            reason = None if status is None else self._judge(status, self._monitor.count, now)
+            if reason is not None:
+                raise DistributedOperationException(
+                    f"{self._operation} must be called on every rank, but rank {rank} {reason}: "
+                    f"{format_statuses(self._monitor.statuses(self._shown))}."
+                )
+        if now - self._began >= WARN_AFTER_S and not self._warned:
+            self._warned = True
+            statuses = self._monitor.statuses(self._shown)
+            logger.warning(
+                "%s waits for %s: %s.", self._operation, format_ranks(missing), format_statuses(statuses)
+            )
+
+    def _judge(self, status: RankStatus, collective: int, now: float) -> str | None:
+        """Return why a rank will never join, if that is certain."""
+        # It must have been in another collective, which needs this rank, for a while: statuses may be late.
+        passed = status.inside and status.collective >= collective
+        location = (status.collective, status.location) if passed else None
+        old_location, since, heartbeat, beat_at = self._seen.get(status.rank, (None, now, -1, now))
+        since = since if location is not None and location == old_location else now
+        beat_at = beat_at if status.heartbeat == heartbeat else now
+        self._seen[status.rank] = (location, since, status.heartbeat, beat_at)
+        if self._compare_locations and status.exited:
+            return "has ended"
+        if self._compare_locations and now - since >= STUCK_S:
+            return "waits elsewhere"
+        return "gives no sign of life" if now - beat_at >= SILENT_S else None

@@ -1,7 +1,7 @@
-"""Hashed files, flushed folders, locks.
+"""Write, hash and read the files of a checkpoint; flush folders to disk; lock out other writers.
 
-The system drops a lock when its process dies, whatever kills it. They are POSIX record locks: other hosts see
-them on network file systems, and forked children (workers of data loaders) do not keep them.
+Locks are POSIX record locks. The system drops them when their process dies, whatever kills it; other hosts
+see them on network file systems; forked children (workers of data loaders) do not keep them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,37 @@ if TYPE_CHECKING:
     from accel_ops.weights.safetensors_io import SafetensorsFile
 
 
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is locked
+    fcntl = None
+
+logger = logging.getLogger(__name__)
+
+
+def write_file(path: Path, write: Callable[[FileWriter], object], *, to_disk: bool) -> FileRecord:
+    """Write a new file: `write` is called with the `FileWriter`; return its size and checksum."""
+    writer = FileWriter(path, to_disk=to_disk)
+    try:
+        write(writer)
+    except BaseException as error:
+        writer.abandon()
+        if writer.failure is not None:  # torch raises an error of its own, without the reason
+            raise writer.failure from error
+        raise
+    return writer.finish()
+
+
 _CHUNK = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
+_STRETCH = 64 << 20  # bytes after which the system is asked to write them out, not all of them at the end
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-_STRETCH = 64 << 20  # bytes after which the system is asked to write them out, rather than all at the end
 
 
 class FileWriter:
-    """A new file: hashed while it is written.
+    """A new file that is hashed while it is written.
 
     Args:
-        to_disk: Whether `finish` is to return only when the contents are on disk.
+        to_disk: Whether `finish` returns only when the contents are on disk.
 
     Attributes:
         failure: The error that `write` has raised, if any.
@@ -52,7 +73,7 @@ class FileWriter:
 
     def __init__(self, path: Path, *, to_disk: bool) -> None:
         self._to_disk = to_disk
-        self._begun = 0  # bytes that the system has begun to write out
+        self._begun = 0  # bytes that the system was asked to write out
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._hash = xxhash.xxh3_64()
         self._pending = bytearray()
@@ -105,27 +126,11 @@ class FileWriter:
 
 
 def _begin_to_write_out(descriptor: int, begin: int, length: int) -> None:
-    """Begin to write a part of a file to the disk, without waiting for it; the pages stay in the cache.
-
-    A failure is left to `fsync`, which waits for everything.
-    """
+    """Ask the system to write a part of a file to disk; pages stay cached, and `fsync` reports failures."""
     library = libc()
     if library is not None:
         offset, count = ctypes.c_int64(begin), ctypes.c_int64(length)
         library.sync_file_range(descriptor, offset, count, _SYNC_FILE_RANGE_WRITE)
-
-
-def write_file(path: Path, write: Callable[[FileWriter], object], *, to_disk: bool) -> FileRecord:
-    """Write a new file with a function, which gets what to write to."""
-    writer = FileWriter(path, to_disk=to_disk)
-    try:
-        write(writer)
-    except BaseException as error:
-        writer.abandon()
-        if writer.failure is not None:  # torch's own error hides it
-            raise writer.failure from error
-        raise
-    return writer.finish()
 
 
 def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:
@@ -142,10 +147,154 @@ def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:
 
 
 def record_of_mapping(file: SafetensorsFile) -> FileRecord:
-    """Hash a file in the pages through which its tensors are read."""
+    """Hash a file through its mapping, which its tensors share."""
     contents = file.contents()
     file.read_ahead(file.entries)
     return FileRecord(size=len(contents), checksum=xxhash.xxh3_64(contents).hexdigest())
+
+
+_STRIPE = 1 << 19  # bytes that are read, then hashed: small enough to be still in the cache
+_LONG = 1 << 21  # bytes of a read in which another thread takes part
+
+
+class HashedReader(io.RawIOBase):
+    """A file that is hashed while it is read.
+
+    Bytes that are read in the order of the file are hashed when they are in memory; `finish` reads those that
+    were skipped. A second thread takes part in a long read: each reads the next stripe, or hashes the stripes
+    that are in memory while the other one reads.
+
+    Args:
+        path: The file.
+        positioned: Whether to read with `preadv`, which a second thread needs; Windows has none.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "file"
+        ...     _ = path.write_bytes(b"0123456789")
+        ...     with HashedReader(path) as file:
+        ...         _ = file.seek(4)
+        ...         file.read(2), file.finish().size
+        (b'45', 10)
+    """
+
+    def __init__(self, path: Path, *, positioned: bool = hasattr(os, "preadv")) -> None:
+        self._positioned = positioned
+        self._resources = ExitStack()
+        self._helper: ThreadPoolExecutor | None = None
+        self._file = self._resources.enter_context(path.open("rb", buffering=0))
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._position = 0
+        self._hash = xxhash.xxh3_64()
+        self._hashed = 0  # bytes from the beginning on
+        self._hashing = threading.Lock()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        begin = self._position
+        view = memoryview(buffer).cast("B")[: max(0, self._size - begin)]
+        if 0 < begin - self._hashed <= _STRIPE:
+            self._hash_up_to(min(begin, self._size))
+        if len(view) > _STRIPE:
+            self._read_stripes(view, begin)
+        else:
+            self._read_at(view, begin)
+        self._hash_from(view, begin)
+        self._position += len(view)
+        return len(view)
+
+    def finish(self) -> FileRecord:
+        """Hash what was not read; return the size and the checksum of the file.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        self._hash_up_to(self._size)
+        return FileRecord(size=self._hashed, checksum=self._hash.hexdigest())
+
+    def close(self) -> None:
+        self._resources.close()
+        super().close()
+
+    def _read_stripes(self, view: memoryview, begin: int) -> None:
+        unread, in_memory = deque(range(0, len(view), _STRIPE)), set[int]()
+        read = partial(self._read_and_hash, view, begin, unread, in_memory)
+        is_shared = self._positioned and len(view) >= _LONG
+        if is_shared and self._helper is None:
+            self._helper = self._resources.enter_context(ThreadPoolExecutor(1, "accel-read"))
+        second = self._helper.submit(read) if is_shared and self._helper is not None else None
+        try:
+            read()
+        finally:  # the owner of the memory may free it when this returns
+            unread.clear()
+            if second is not None:
+                second.result()
+
+    def _read_and_hash(self, view: memoryview, begin: int, unread: deque[int], in_memory: set[int]) -> None:
+        """Read stripes until none is left; hash those in memory, unless the other thread is hashing."""
+        while True:
+            try:
+                start = unread.popleft()
+            except IndexError:
+                return
+            self._read_at(view[start : start + _STRIPE], begin + start)
+            in_memory.add(start)
+            if self._hashing.acquire(blocking=False):
+                try:
+                    while (start := self._hashed - begin) in in_memory:
+                        self._hash_from(view[: start + _STRIPE], begin)
+                finally:
+                    self._hashing.release()
+
+    def _hash_from(self, view: memoryview, begin: int) -> None:
+        """Hash the bytes of a view that follow those hashed before; the view begins at a file position."""
+        if begin <= self._hashed < begin + len(view):
+            self._hash.update(view[self._hashed - begin :])
+            self._hashed = begin + len(view)
+
+    def _hash_up_to(self, end: int) -> None:
+        buffer = memoryview(bytearray(min(_STRIPE, max(0, end - self._hashed))))
+        while self._hashed < end:
+            part = buffer[: end - self._hashed]
+            self._read_at(part, self._hashed)
+            self._hash_from(part, self._hashed)
+
+    def _read_at(self, view: memoryview, position: int) -> None:
+        """Fill a view with the bytes at a position of the file."""
+        done = 0
+        while done < len(view):
+            if self._positioned:
+                count = os.preadv(self._file.fileno(), [view[done:]], position + done)
+            else:
+                self._file.seek(position + done)
+                count = self._file.readinto(view[done:])
+            if not count:
+                size = os.fstat(self._file.fileno()).st_size  # another thread may be behind
+                raise OSError(f"{self._file.name!r} ends at byte {size}, not {self._size}")
+            done += count
+
+
+class HashedBytes(io.BytesIO):
+    """A small file, read into memory and hashed at once."""
+
+    def __init__(self, path: Path) -> None:
+        content = path.read_bytes()
+        super().__init__(content)
+        self._record = FileRecord(size=len(content), checksum=xxhash.xxh3_64(content).hexdigest())
+
+    def finish(self) -> FileRecord:
+        """Return the size and the checksum of the file."""
+        return self._record
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
@@ -190,36 +339,32 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-try:
-    import fcntl
-except ImportError:  # Windows: nothing is locked
-    fcntl = None
-
-logger = logging.getLogger(__name__)
-
 _POLL = 0.02  # seconds between two attempts
 _HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN}
-
-_held: dict[str, int] = {}  # the process that holds each: a process does not lock itself out
+_held: dict[
+    str, int
+] = {}  # locks to the process that holds them: record locks do not exclude their own process
 _guard = threading.Lock()
 
 
-class FolderLock:
-    """A lock that this process holds."""
+def lock(path: Path, folder: Path, *, timeout: float) -> FolderLock:
+    """Take a lock; if another writer holds it, log that and wait.
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path = path
-        self._descriptor: int | None = descriptor
-
-    def release(self) -> None:
-        """Release the lock; nothing happens the second time."""
-        with _guard:
-            if self._descriptor is None:
-                return
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = None
-            _held.pop(_key(self._path), None)
+    Raises:
+        CheckpointWriteError: The timeout is over.
+        OSError: The file cannot be made.
+    """
+    deadline = time.monotonic() + timeout
+    held = try_lock(path)
+    if held is None:
+        problem = f"{holder(path)} saves to {str(folder)!r} at this moment; use another folder for each job"
+        logger.warning("%s. Waiting until it is done.", problem)
+        while held is None:
+            if time.monotonic() > deadline:
+                raise CheckpointWriteError(f"{problem}.")
+            time.sleep(_POLL)
+            held = try_lock(path)
+    return held
 
 
 def try_lock(path: Path) -> FolderLock | None:
@@ -235,48 +380,46 @@ def try_lock(path: Path) -> FolderLock | None:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             except FileNotFoundError:
                 if path.parent.is_dir():
-                    continue  # Linux says so, now and then, where another process removes the file meanwhile
+                    continue  # Linux may raise this while another process removes the file
                 raise
             try:
                 if not _is_locked(descriptor):
                     os.close(descriptor)
                     return None
-                if _is_still(path, descriptor):
+                if _is_at(path, descriptor):
                     break
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # who had it has removed the file
+            os.close(descriptor)  # the holder before has removed the file
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
         _held[_key(path)] = os.getpid()
         return FolderLock(path, descriptor)
 
 
-def lock(path: Path, folder: Path, *, timeout: float) -> FolderLock:
-    """Take a lock; if another writer holds it, log that and wait.
+class FolderLock:
+    """A lock that this process holds."""
 
-    Raises:
-        CheckpointWriteError: The timeout is over.
-        OSError: The file cannot be made.
-    """
-    end = time.monotonic() + timeout
-    found = try_lock(path)
-    if found is None:
-        problem = f"{holder(path)} saves to {str(folder)!r} at this moment; use another folder for each job"
-        logger.warning("%s. Waiting until it is done.", problem)
-        while found is None:
-            if time.monotonic() > end:
-                raise CheckpointWriteError(f"{problem}.")
-            time.sleep(_POLL)
-            found = try_lock(path)
-    return found
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor: int | None = descriptor
+
+    def release(self) -> None:
+        """Release the lock; do nothing the second time."""
+        with _guard:
+            if self._descriptor is None:
+                return
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+            _held.pop(_key(self._path), None)
 
 
 def holder(path: Path) -> str:
     """Describe the holder of a lock."""
     with _guard:
-        if _held.get(_key(path)) == os.getpid():  # reading the file would end the lock
+        if _held.get(_key(path)) == os.getpid():  # closing the file after reading would drop the lock
             return "this process"
         try:
             return path.read_text(encoding="utf-8").strip() or "another process"
@@ -297,7 +440,8 @@ def _is_locked(descriptor: int) -> bool:
     return True
 
 
-def _is_still(path: Path, descriptor: int) -> bool:
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Return whether a path still leads to an open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -306,155 +450,3 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 def _key(path: Path) -> str:
     return str(path.parent.resolve() / path.name)
-
-
-_STRIPE = 1 << 19  # bytes that are read, then hashed: small enough to be still in the cache
-_LONG = 1 << 21  # bytes of a read in which another thread takes part
-_CAN_READ_AT = hasattr(os, "preadv")  # not on Windows
-
-
-class HashedReader(io.RawIOBase):
-    """A file that is hashed while it is read.
-
-    What is read in the order of the file is hashed when it is in memory; `finish` reads again what was passed
-    over. In a long read a second thread takes part: either thread reads the next stripe, or hashes those that
-    are there while the other one reads.
-
-    Example:
-        >>> import pathlib, tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     path = pathlib.Path(folder) / "file"
-        ...     _ = path.write_bytes(b"0123456789")
-        ...     with HashedReader(path) as file:
-        ...         _ = file.seek(4)
-        ...         file.read(2), file.finish().size
-        (b'45', 10)
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._resources = ExitStack()
-        self._helper: ThreadPoolExecutor | None = None
-        self._file = self._resources.enter_context(path.open("rb", buffering=0))
-        self._size = os.fstat(self._file.fileno()).st_size
-        self._position = 0
-        self._hash = xxhash.xxh3_64()
-        self._hashed = 0  # bytes from the beginning on
-        self._hashing = threading.Lock()
-
-    def readable(self) -> bool:
-        """Return `True`."""
-        return True
-
-    def seekable(self) -> bool:
-        """Return `True`."""
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """Set the position of the next read, counted from the beginning, from itself, or from the end."""
-        self._position = offset + (0, self._position, self._size)[whence]
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer, up to the end of the file; return the number of bytes."""
-        begin = self._position
-        view = memoryview(buffer).cast("B")[: max(0, self._size - begin)]
-        if 0 < begin - self._hashed <= _STRIPE:
-            self._hash_up_to(min(begin, self._size))
-        if len(view) > _STRIPE:
-            self._read_stripes(view, begin)
-        else:
-            self._read_at(view, begin)
-        self._hash_from(view, begin)
-        self._position += len(view)
-        return len(view)
-
-    def finish(self) -> FileRecord:
-        """Hash what was not read; return the size and the checksum of the file.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
-        self._hash_up_to(self._size)
-        return FileRecord(size=self._hashed, checksum=self._hash.hexdigest())
-
-    def close(self) -> None:
-        """Close the file."""
-        self._resources.close()
-        super().close()
-
-    def _read_stripes(self, view: memoryview, begin: int) -> None:
-        unread, there = deque(range(0, len(view), _STRIPE)), set[int]()
-        read = partial(self._read_and_hash, view, begin, unread, there)
-        is_shared = _CAN_READ_AT and len(view) >= _LONG
-        helping = self._pool().submit(read) if is_shared else None
-        try:
-            read()
-        finally:  # whoever owns the memory may take it back when this returns
-            unread.clear()
-            if helping is not None:
-                helping.result()
-
-    def _read_and_hash(self, view: memoryview, begin: int, unread: deque[int], there: set[int]) -> None:
-        """Read stripes until none is left; hash those that are there, unless the other thread does."""
-        while (at := _next(unread)) is not None:
-            self._read_at(view[at : at + _STRIPE], begin + at)
-            there.add(at)
-            if self._hashing.acquire(blocking=False):
-                try:
-                    while (at := self._hashed - begin) in there:
-                        self._hash_from(view[: at + _STRIPE], begin)
-                finally:
-                    self._hashing.release()
-
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._helper is None:
-            self._helper = self._resources.enter_context(ThreadPoolExecutor(1, "accel-read"))
-        return self._helper
-
-    def _hash_from(self, view: memoryview, begin: int) -> None:
-        """Hash what is new of a view, which begins at a position in the file."""
-        if begin <= self._hashed < begin + len(view):
-            self._hash.update(view[self._hashed - begin :])
-            self._hashed = begin + len(view)
-
-    def _hash_up_to(self, end: int) -> None:
-        buffer = memoryview(bytearray(min(_STRIPE, max(0, end - self._hashed))))
-        while self._hashed < end:
-            part = buffer[: end - self._hashed]
-            self._read_at(part, self._hashed)
-            self._hash_from(part, self._hashed)
-
-    def _read_at(self, view: memoryview, position: int) -> None:
-        """Fill a view."""
-        done = 0
-        while done < len(view):
-            if _CAN_READ_AT:
-                count = os.preadv(self._file.fileno(), [view[done:]], position + done)
-            else:
-                self._file.seek(position + done)
-                count = self._file.readinto(view[done:])
-            if not count:
-                size = os.fstat(self._file.fileno()).st_size  # another thread may be behind
-                raise OSError(f"{self._file.name!r} ends at byte {size}, not {self._size}")
-            done += count
-
-
-class HashedBytes(io.BytesIO):
-    """A file that is read and hashed at once: small ones, whose many small parts cost less in memory."""
-
-    def __init__(self, path: Path) -> None:
-        content = path.read_bytes()
-        super().__init__(content)
-        self._record = FileRecord(size=len(content), checksum=xxhash.xxh3_64(content).hexdigest())
-
-    def finish(self) -> FileRecord:
-        """Return the size and the checksum of the file."""
-        return self._record
-
-
-def _next(unread: deque[int]) -> int | None:
-    """Take the first one, if another thread has left one."""
-    try:
-        return unread.popleft()
-    except IndexError:
-        return None

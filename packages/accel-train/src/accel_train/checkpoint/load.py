@@ -1,9 +1,13 @@
-"""Load: open, verify, restore."""
+"""Load a checkpoint: open it on every rank, verify its files, restore the objects of the run.
+
+Nothing changes in the run before all ranks have opened the same checkpoint and verified it.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -43,8 +47,206 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+WHAT = "load_state()"
+_REPLACED_TIMEOUT = (
+    60.0  # seconds during which a checkpoint that is replaced while it is opened is opened again
+)
 
-_MOST_NAMES = 20
+
+def load(
+    run: CheckpointContext,
+    input_dir: str | os.PathLike[str] | None,
+    *,
+    options: Mapping[str, Any],
+    model_options: Mapping[str, Any],
+) -> Path:
+    """Load the state of a run, as `Accelerator.load_state`; return the folder of the checkpoint."""
+    run.finish()
+    # 1. Open and verify the newest complete checkpoint.
+    to_model = dict(model_options)
+    location = to_model.pop("map_location", "cpu")
+    location = run.runtime.device if location == "on_device" else location or "cpu"
+    candidates = _candidates(run, input_dir)
+    source = open_newest_complete(run, candidates, {"map_location": location, "options": options})
+    # 2. Restore the objects of this rank.
+    failure: Exception | None = None
+    try:
+        _restore(run, source, to_model)
+        if not source.is_open and not source.is_unchanged():
+            raise CheckpointError(
+                f"{str(source.folder)!r} was replaced while it was loaded, so that what was loaded may be of "
+                "two checkpoints: call load_state() again."
+            )
+    except RuntimeError as error:
+        failure = shortened(error)
+    except Exception as error:  # noqa: BLE001 - hooks and load_state_dict are users' code, and all ranks need the error
+        failure = error
+    # 3. Raise on every rank if one of them failed.
+    problem = first_problem(run.main.exchange(WHAT, "" if failure is None else repr(failure)))
+    if failure is not None:
+        raise failure
+    if problem:
+        raise CheckpointError(problem)
+    logger.info("Loaded the state from %s.", source.folder)
+    return source.folder
+
+
+def has_checkpoint(run: CheckpointContext) -> bool:
+    """Return whether there is a complete numbered checkpoint; call it on every rank."""
+    run.finish()
+    if not run.is_automatic:
+        return False
+    return bool(_complete_on_all(_gather_proposals(run, None, "has_checkpoint")))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadProposal:
+    """One rank's view of the checkpoint before loading.
+
+    Args:
+        asked: The `input_dir` of the call.
+        complete: The complete numbered checkpoints; `None` on ranks that do not look for them.
+        following: The number of the next checkpoint.
+        problem: Why there is no such folder, or why it cannot be read.
+    """
+
+    asked: str | None
+    complete: list[int] | None = None
+    following: int = 0
+    problem: str = ""
+
+
+def _candidates(run: CheckpointContext, input_dir: str | os.PathLike[str] | None) -> list[Path]:
+    """Return the requested folder, or the numbered checkpoints that look complete, newest first."""
+    if input_dir is None and not run.is_automatic:
+        raise SettingsError(
+            "load_state() needs an input_dir, unless the Accelerator has a "
+            "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+        )
+    requested = None if input_dir is None else local_path(input_dir, "load_state(input_dir)")
+    proposals = _gather_proposals(run, None if input_dir is None else str(input_dir), WHAT)
+    if run.is_automatic:
+        run.project.iteration = max(proposal.following for proposal in proposals)
+    if requested is not None:
+        return [requested]
+    complete = _complete_on_all(proposals)
+    if not complete:
+        raise CheckpointError(
+            f"There is no complete checkpoint in {str(run.numbered)!r}. Ask accelerator.has_checkpoint "
+            "before load_state()."
+        )
+    return [run.numbered / layout.numbered_name(iteration) for iteration in reversed(complete)]
+
+
+def _gather_proposals(run: CheckpointContext, asked: str | None, operation: str) -> list[LoadProposal]:
+    """All-gather the proposals of all ranks; refuse different arguments."""
+    local = _find_candidates(run, asked) if run.commits else LoadProposal(asked=asked)
+    proposals = [LoadProposal(**row) for row in run.main.exchange(operation, asdict(local))]
+    is_shared = not run.project.save_on_each_node
+    requests = [proposal.asked for proposal in proposals]
+    if any(request != asked for request in requests if is_shared or None in {request, asked}):
+        raise DistributedOperationException(
+            "load_state() was called for different folders: "
+            + "; ".join(f"rank {rank}: {request!r}" for rank, request in enumerate(requests))
+        )
+    problem = first_problem(proposal.problem for proposal in proposals)
+    if problem:
+        raise CheckpointError(problem)
+    return proposals
+
+
+def _find_candidates(run: CheckpointContext, asked: str | None) -> LoadProposal:
+    """Find the checkpoints that this rank could load."""
+    complete, following = None, 0
+    try:
+        if run.is_automatic:
+            if asked is None:
+                complete = folders.list_complete(run.numbered)
+            following = max(folders.numbers(run.numbered), default=-1) + 1
+        if asked is not None and not Path(asked).expanduser().is_dir():
+            return LoadProposal(asked=asked, problem=f"there is no folder {asked!r}")
+        return LoadProposal(asked=asked, complete=complete, following=following)
+    except (OSError, CheckpointError) as error:
+        return LoadProposal(asked=asked, problem=f"{error}")
+
+
+def _complete_on_all(proposals: Iterable[LoadProposal]) -> list[int]:
+    """Return the numbered checkpoints that are complete on every node, oldest first."""
+    complete = (proposal.complete for proposal in proposals)
+    return complete_everywhere([numbers for numbers in complete if numbers is not None])
+
+
+def open_newest_complete(
+    run: CheckpointContext, candidates: Sequence[Path], options: Mapping[str, Any]
+) -> CheckpointReader:
+    """Open the newest complete checkpoint, the same on every rank.
+
+    Args:
+        run: The run to load into.
+        candidates: The folders to try, newest first.
+        options: More arguments of `CheckpointReader`.
+
+    Raises:
+        CheckpointError: None of them is complete, or what was saved does not fit the run.
+    """
+    problems: list[str] = []
+    for folder in candidates:
+        deadline = time.monotonic() + _REPLACED_TIMEOUT
+        while (source := _attempt(run, folder, options, deadline)) is None:
+            logger.debug("%s was replaced while it was being opened.", folder)
+        if isinstance(source, CheckpointReader):
+            return source
+        problems.append(source)
+        if len(candidates) > 1:
+            logger.warning("Passed over: %s", source)
+    raise CheckpointError(problems[0] if len(problems) == 1 else f"No checkpoint is complete. {problems[0]}")
+
+
+def first_problem(problems: Iterable[str]) -> str:
+    """Return the first of the problems of all ranks, with its rank; empty if there is none."""
+    return next((f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem), "")
+
+
+def _attempt(
+    run: CheckpointContext, folder: Path, options: Mapping[str, Any], deadline: float
+) -> CheckpointReader | str | None:
+    """Open a checkpoint; return its problem, or `None` if it was replaced meanwhile."""
+    # 1. Find the checkpoint, and map the weights.
+    source, absent, blocked = _locate(run, folder, options)
+    concurrent, remaining = _to_verify(run, source)
+    has_models, failure = (False, None) if absent else _result_or_error(_open_models, run, source)
+    # 2. Read all other files, while a thread verifies those that are not hashed by reading them.
+    with ThreadPoolExecutor(1, "accel-verify") as thread:
+        damage = thread.submit(_verify, replace(source, records={}), concurrent) if concurrent else None
+        if not absent and failure is None:
+            has_others, failure = _result_or_error(_open_others, run, source)
+            source = replace(source, is_open=has_models and has_others)
+        damaged = absent or _verify(source, remaining) or (damage and damage.result()) or ""
+    # 3. Agree on one undamaged checkpoint.
+    damages = _exchange(run, source, damaged, deadline, blocked=blocked)
+    if damages is None or damages:
+        return damages
+    # 4. Agree that every rank could read it.
+    is_known = isinstance(failure, (OSError, CheckpointError))
+    problem = "" if failure is None else str(failure) if is_known else repr(failure)
+    problems = _exchange(run, source, problem, deadline)
+    if failure is not None and not is_known:
+        raise failure
+    if problems and source.manifest is not None:  # the checkpoint is complete, and is of other objects
+        raise CheckpointError(problems)
+    return source if problems == "" else problems
+
+
+def _result_or_error(
+    step: Callable[[CheckpointContext, CheckpointReader], bool],
+    run: CheckpointContext,
+    source: CheckpointReader,
+) -> tuple[bool, Exception | None]:
+    """Return what a step returns, and its error, which goes to all ranks."""
+    try:
+        return step(run, source), None
+    except Exception as error:  # noqa: BLE001 - classes of users may be unpickled
+        return False, error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +256,9 @@ class CheckpointReader:
     Args:
         manifest: `None` for a checkpoint that another library wrote.
         map_location: The device to which optimizer states are read first.
-        opened: The files that are read already, by name.
-        records: Size and checksum of those that were hashed while they were read.
-        mapped: Those that are mapped.
+        opened: The contents of files that were read before they are needed, by name.
+        records: Size and checksum of the files that were hashed while they were read.
+        mapped: The files that are mapped.
         is_open: Whether `opened` has all files that are needed.
         stamp: The folder's `identity` when it was verified.
     """
@@ -75,11 +277,11 @@ class CheckpointReader:
     stamp: tuple[int, ...] | None = None
 
     def is_unchanged(self) -> bool:
-        """Whether the folder has held the same checkpoint since it was verified."""
+        """Return whether the folder has held the same checkpoint since it was verified."""
         return self.stamp == identity(self.folder) and not is_being_replaced(self.folder)
 
     def hashes(self, name: str) -> bool:
-        """Whether `open` hashes a file while it reads it. It does not read what is mapped, or a shard."""
+        """Return whether `open` hashes a file while it reads it; it reads no mapped file and no shard."""
         listed = self.manifest is not None and name in self.manifest.files and "/" not in name
         return listed and not name.endswith(SAFETENSORS_SUFFIX) and not self.options.get("mmap")
 
@@ -95,7 +297,7 @@ class CheckpointReader:
             self.records[name] = file.finish()
 
     def record_of(self, name: str) -> FileRecord:
-        """Return the size and the checksum of a file: of its mapping, if it is open, else of what is on disk.
+        """Return the size and the checksum of a file: of its mapping if it is open, else of the file on disk.
 
         Raises:
             OSError: It cannot be read.
@@ -127,18 +329,18 @@ class CheckpointReader:
         return path
 
     def has(self, name: str) -> bool:
-        """Whether there is such a file."""
+        """Return whether the checkpoint has a file."""
         return (self.folder / name).is_file()
 
     def weights_name(self, index: int) -> str:
-        """Return the file with the weights of a model; if there is none, the one that should be there."""
+        """Return the file with the weights of a model; if there is none, the usual name."""
         safe, plain = layout.weights_name(index, safe=True), layout.weights_name(index, safe=False)
-        sharded = layout.fsdp_weights_name(index)  # what other libraries write of a model that was sharded
+        sharded = layout.fsdp_weights_name(index)  # other libraries write this file of a sharded model
         return next((name for name in (safe, plain, sharded) if self.has(name)), safe)
 
     def position_name(self) -> str:
         """Return the file with the positions of this rank's loaders, if there is one."""
-        # Positions are global, so that in another world any rank's will do, and rank 0 always has one.
+        # Positions are global: with another world size that of any rank will do; rank 0 has one.
         same_world = self.manifest is not None and self.manifest.world_size == self.world_size
         return layout.position_name(self.rank if same_world else 0)
 
@@ -148,7 +350,7 @@ class CheckpointReader:
         return None if rank is None else layout.rng_name(rank)
 
     def rng_rank(self) -> int | None:
-        """Return the rank whose RNG states this one reads: its own, or another if it has none."""
+        """Return the rank whose RNG states this rank reads: its own, or another rank's if it has none."""
         saved = self.ranks()
         if not saved or self.rank in saved:
             return self.rank if saved else None
@@ -158,6 +360,149 @@ class CheckpointReader:
         """Return the ranks whose RNG states were saved."""
         count = self.manifest.world_size if self.manifest is not None else len(list(self.folder.iterdir()))
         return [rank for rank in range(count) if self.has(layout.rng_name(rank))]
+
+
+def _locate(
+    run: CheckpointContext, folder: Path, options: Mapping[str, Any]
+) -> tuple[CheckpointReader, str, bool]:
+    """Return a checkpoint, the problem of its folder, and whether it is being replaced."""
+    manifest, problem, blocked = None, "", True
+    stamp = folders.identity(folder)
+    try:
+        folders.wait_until_replaced(folder, repair=run.commits)
+        blocked = False
+        stamp = folders.identity(folder)
+        manifest = folders.check(folder)
+    except (OSError, CheckpointError) as error:
+        problem = str(error)
+    source = CheckpointReader(
+        folder=folder,
+        manifest=manifest,
+        rank=run.rank,
+        world_size=run.runtime.topology.world_size,
+        device=run.runtime.device,
+        stamp=stamp,
+        **options,
+    )
+    return source, problem, blocked
+
+
+def _open_models(run: CheckpointContext, source: CheckpointReader) -> bool:
+    """Map the weights; return whether no other files of models are needed. No collective."""
+    if run.load_hooks:  # hooks may load models themselves, and take them from the list
+        return False
+    count = len(run.prepared.models)
+    full = [index for index in range(count) if model_loader(run, source, index) is None]
+    for index in full:
+        source.open(source.weights_name(index))
+    return len(full) == count
+
+
+def _open_others(run: CheckpointContext, source: CheckpointReader) -> bool:
+    """Read all files but the models'; return whether no other files are needed. No collective."""
+    prepared = run.prepared
+    shards = [optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
+    names = [] if any(shards) else [layout.optimizer_name(index) for index in range(len(shards))]
+    names += map(layout.scheduler_name, range(len(prepared.schedulers)))
+    names += map(layout.custom_name, range(len(run.custom)))
+    for name in names:
+        source.open(name, map_location=source.map_location)
+    optional = [source.rng_name()]
+    if run.precision.state_dict():
+        optional.append(layout.SCALER_NAME)
+    if run.recipe is not None and run.recipe.state_dict is not None:
+        optional.append(layout.RECIPE_NAME)
+    if prepared.dataloaders:
+        optional.append(source.position_name())
+    for name in optional:
+        if name is not None and source.has(name):
+            source.open(name)
+    return not any(shards)
+
+
+def _to_verify(run: CheckpointContext, source: CheckpointReader) -> tuple[list[str], list[str]]:
+    """Return this rank's share of the files: those to verify while other files are read, and after that."""
+    if source.manifest is None:
+        return [], []
+    topology = run.runtime.topology
+    num_readers = topology.local_world_size if run.project.save_on_each_node else topology.world_size
+    files = source.manifest.files
+    names = shares(files, num_readers)[run.rank - run.committer]
+    concurrent = [name for name in names if files[name].size > folders.SMALL and not source.hashes(name)]
+    return concurrent, [name for name in names if name not in concurrent]
+
+
+def _verify(source: CheckpointReader, names: Sequence[str]) -> str:
+    """Verify some files, and those that were hashed while they were read; return the problem."""
+    if source.manifest is None:
+        return ""
+    try:
+        folders.verify(source.folder, source.manifest, names, source.records, source.record_of)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return ""
+
+
+def _exchange(
+    run: CheckpointContext, source: CheckpointReader, problem: str, deadline: float, *, blocked: bool = False
+) -> str | None:
+    """Return the first problem of all ranks; `None` if the checkpoint was replaced while they opened it.
+
+    Raises:
+        CheckpointError: It was replaced, and the deadline of a rank is over: all ranks stop together.
+    """
+    text = "" if source.manifest is None else source.manifest.to_text()
+    digest = xxhash.xxh3_64(text.encode()).hexdigest() if text else ""
+    view = digest, blocked or source.is_unchanged(), time.monotonic() > deadline, problem
+    digests, unchanged, late, problems = zip(*run.main.exchange(WHAT, view), strict=True)
+    is_shared = not run.project.save_on_each_node
+    if all(unchanged) and not (is_shared and len({*digests} - {""}) > 1):
+        return first_problem(problems)
+    if any(late):
+        raise CheckpointError(
+            f"{str(source.folder)!r} is replaced by another process again and again: try later."
+        )
+    return None
+
+
+def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping[str, Any]) -> None:
+    """Restore all objects of a run from an open checkpoint."""
+    # 1. Run the hooks, and restore the models that they have left in the list.
+    prepared = run.prepared
+    models = run.bare_models
+    wrapped = dict(zip(map(id, models), prepared.models, strict=True))
+    for hook in tuple(run.load_hooks.values()):
+        hook(models, str(source.folder))
+    for index, model in enumerate(wrapped.get(id(bare), bare) for bare in models):
+        load_shards = model_loader(run, source, index)
+        if load_shards is not None:
+            load_shards(model, **to_model)
+            continue
+        core = extract_model_from_parallel(model, keep_torch_compile=False)
+        load = partial(run.strategy.persister.load_full_state_dict, model)
+        restore_model(source, index, core, load=load, **to_model)
+    if not run.load_hooks:
+        warn_about_more_models(source, len(models))
+    # 2. Restore what trains them.
+    _restore_optimizers(run, source)
+    restore_states(
+        source, layout.scheduler_name, [scheduler.load_state_dict for scheduler in prepared.schedulers]
+    )
+    scaler = run.precision.state_dict()
+    if scaler and source.has(layout.SCALER_NAME):
+        run.precision.load_state_dict(source.read(layout.SCALER_NAME))
+    elif scaler or source.has(layout.SCALER_NAME):
+        logger.warning(
+            "The checkpoint %s was saved %s a loss scaler, and this run is %s one.",
+            source.folder,
+            *(("without", "with") if scaler else ("with", "without")),
+        )
+    _restore_recipe(run, source)
+    # 3. Restore positions, registered objects, and last the generators: everything above may draw from them.
+    restore_positions(source, prepared.dataloaders)
+    restore_states(source, layout.custom_name, [registered.load_state_dict for registered in run.custom])
+    run.synchronizer.step = step_of(source)
+    restore_rng(source, run.strategy.generators)
 
 
 def restore_model(
@@ -174,51 +519,23 @@ def restore_model(
     (load or model.load_state_dict)(complete, **options)
 
 
-def warn_about_more_models(source: CheckpointReader, count: int) -> None:
-    """Warn about weights of models that the run does not have."""
-    for safe in (True, False):
-        name = layout.weights_name(count, safe=safe)
-        if source.has(name):
-            logger.warning(
-                "%s is in the checkpoint %s, but no model is prepared for it.", name, source.folder
-            )
-
-
-def shortened(error: RuntimeError) -> RuntimeError:
-    """Shorten the message of a `Module.load_state_dict` error that names thousands of tensors.
-
-    Example:
-        >>> len(str(shortened(RuntimeError(", ".join(["name"] * 30_000))))) < 200
-        True
-    """
-    lines = [_first(line, ", ") for line in str(error).split("\n")]
-    text = _first("\n".join(lines), "\n")
-    return error if text == str(error) else type(error)(text)
-
-
-def _first(text: str, separator: str) -> str:
-    items = text.split(separator)
-    rest = len(items) - _MOST_NAMES
-    return text if rest <= 0 else separator.join([*items[:_MOST_NAMES], f"and {rest} more"])
-
-
 def local_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers under every name that they have in a state dict; no hooks are run.
+    """Return parameters and buffers under every name that they have in a state dict; no hooks are run.
 
     Example:
         >>> import torch
         >>> sorted(local_tensors(torch.nn.Linear(1, 1)))
         ['bias', 'weight']
     """
-    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
         transient = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] - has no other name
         for name, buffer in module.named_buffers(recurse=False):
             if name not in transient:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
+                tensors[f"{prefix}.{name}" if prefix else name] = buffer
     return {
         name if "_orig_mod" in name else strip_wrapper_prefixes(name): tensor
-        for name, tensor in found.items()
+        for name, tensor in tensors.items()
     }
 
 
@@ -233,7 +550,9 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> d
     """
     names: dict[object, list[str]] = {}
     for name, value in like.items():
-        same: object = id(value)  # subclasses that wrap tensors, as sharded ones, may have no memory here
+        same: object = id(
+            value
+        )  # subclasses that wrap tensors, such as DTensor, may have no memory of their own
         if not is_traceable_wrapper_subclass(value) and value.numel() and not value.is_meta:
             begin = (id_tensor_storage(value), value.storage_offset())
             same = (begin, value.dtype, tuple(value.shape), value.stride())
@@ -244,6 +563,28 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> d
         if known is not None:
             complete |= {name: state[known] for name in group if name not in state}
     return complete
+
+
+def warn_about_more_models(source: CheckpointReader, count: int) -> None:
+    """Warn about weights of models that the run does not have."""
+    for safe in (True, False):
+        name = layout.weights_name(count, safe=safe)
+        if source.has(name):
+            logger.warning(
+                "%s is in the checkpoint %s, but no model is prepared for it.", name, source.folder
+            )
+
+
+def _restore_optimizers(run: CheckpointContext, source: CheckpointReader) -> None:
+    load = run.strategy.persister.load_full_optimizer_state
+    models, optimizers = run.prepared.models, run.prepared.optimizers
+    loaders = [optimizer_loader(run, source, index) for index in range(len(optimizers))]
+    for load_shards, prepared in zip(loaders, optimizers, strict=True):
+        if load_shards is not None:
+            load_shards(prepared.optimizer)
+    if not any(loaders):
+        loads = [partial(load, prepared.optimizer, models) for prepared in optimizers]
+        restore_states(source, layout.optimizer_name, loads)
 
 
 def restore_states(
@@ -260,10 +601,24 @@ def restore_states(
         )
 
 
+def _restore_recipe(run: CheckpointContext, source: CheckpointReader) -> None:
+    load = None if run.recipe is None else run.recipe.load_state_dict
+    if load is not None and source.has(layout.RECIPE_NAME):
+        load(source.read(layout.RECIPE_NAME))
+    elif load is not None or source.has(layout.RECIPE_NAME):
+        logger.warning(
+            "The checkpoint %s was saved %s the state of a precision recipe, and this run %s one.",
+            source.folder,
+            *(("without", "has") if load is not None else ("with", "has not")),
+        )
+    if run.recipe is not None and run.recipe.after_load is not None:
+        run.recipe.after_load(run.prepared.models)
+
+
 def restore_positions(source: CheckpointReader, dataloaders: Sequence[Any]) -> None:
     """Resume the epoch of the loaders, also with another number of ranks.
 
-    Stateful ones, and those with `resume_mid_epoch`, go on with the next batch; others begin the epoch again.
+    Stateful loaders, and those with `resume_mid_epoch`, resume at the next batch; others restart the epoch.
     """
     if not dataloaders:
         return
@@ -317,7 +672,7 @@ def restore_rng(source: CheckpointReader, generators: Generators | None = None) 
         complaints += _restore_engine(states, generators)
         if complaints:
             logger.warning(
-                "Random numbers of rank %d, from %s, came back in part: %s.",
+                "Random numbers of rank %d, from %s, were restored in part: %s.",
                 source.rank,
                 source.folder,
                 "; ".join(complaints),
@@ -345,354 +700,26 @@ def step_of(source: CheckpointReader) -> int:
     """Return the number of micro-batches after the last optimizer step at the time of saving."""
     if source.manifest is not None:
         return source.manifest.step
-    name = layout.rng_name(0)  # where others keep it
+    name = layout.rng_name(0)  # other libraries keep the number there
     return int(source.read(name).get("step", 0)) if source.has(name) else 0
 
 
-WHAT = "load_state()"
-_ATTEMPTS = 50
+_MOST_NAMES = 20
 
 
-def open_newest_complete(
-    run: CheckpointContext, candidates: Sequence[Path], options: Mapping[str, Any]
-) -> CheckpointReader:
-    """Open the first complete one of several checkpoints, the same on all ranks; raise if there is none."""
-    problems: list[str] = []
-    for folder in candidates:
-        found = _open_committed(run, folder, options)
-        if isinstance(found, CheckpointReader):
-            return found
-        problems.append(found)
-        if len(candidates) > 1:
-            logger.warning("Passed over: %s", found)
-    raise CheckpointError(problems[0] if len(problems) == 1 else f"No checkpoint is whole. {problems[0]}")
+def shortened(error: RuntimeError) -> RuntimeError:
+    """Shorten the message of a `Module.load_state_dict` error that names thousands of tensors.
 
-
-def first_problem(problems: Iterable[str]) -> str:
-    """Return the first of the problems of all ranks, with its rank; empty if there is none."""
-    return next((f"rank {rank}: {one}" for rank, one in enumerate(problems) if one), "")
-
-
-def _open_committed(
-    run: CheckpointContext, folder: Path, options: Mapping[str, Any]
-) -> CheckpointReader | str:
-    """Open a checkpoint, or its replacement; return its problem."""
-    for _ in range(_ATTEMPTS):
-        found = _attempt(run, folder, options)
-        if found is not None:
-            return found
-        logger.debug("%s was replaced while it was being opened.", folder)
-    raise CheckpointError(f"{str(folder)!r} is replaced by another process again and again: try later.")
-
-
-def _attempt(
-    run: CheckpointContext, folder: Path, options: Mapping[str, Any]
-) -> CheckpointReader | str | None:
-    """Open a checkpoint; return its problem, or `None` if it was replaced meanwhile."""
-    source, absent, blocked = _locate(run, folder, options)
-    aside, rest = _to_verify(run, source)
-    has_models, failure = (False, None) if absent else _result_or_error(_open_models, run, source)
-    with ThreadPoolExecutor(1, "accel-verify") as thread:  # while this one reads the others
-        damage = thread.submit(_verify, replace(source, records={}), aside) if aside else None
-        if not absent and failure is None:
-            has_others, failure = _result_or_error(_open_others, run, source)
-            source = replace(source, is_open=has_models and has_others)
-        damaged = absent or _verify(source, rest) or (damage and damage.result()) or ""
-    damages = _exchange(run, source, damaged, blocked=blocked)
-    if damages is None or damages:
-        return damages
-    is_known = isinstance(failure, (OSError, CheckpointError))
-    problem = "" if failure is None else str(failure) if is_known else repr(failure)
-    problems = _exchange(run, source, problem)
-    if failure is not None and not is_known:
-        raise failure
-    if problems and source.manifest is not None:  # what was saved is whole, and is something else
-        raise CheckpointError(problems)
-    return source if problems == "" else problems
-
-
-def _result_or_error(
-    step: Callable[[CheckpointContext, CheckpointReader], bool],
-    run: CheckpointContext,
-    source: CheckpointReader,
-) -> tuple[bool, Exception | None]:
-    """Return what a step returns, and its error: all ranks must hear of it."""
-    try:
-        return step(run, source), None
-    except Exception as error:  # noqa: BLE001 - classes of users may be unpickled
-        return False, error
-
-
-def _locate(
-    run: CheckpointContext, folder: Path, options: Mapping[str, Any]
-) -> tuple[CheckpointReader, str, bool]:
-    """Return a checkpoint, the problem of its folder, and whether a writer died."""
-    manifest, problem, blocked = None, "", True
-    stamp = folders.identity(folder)
-    try:
-        folders.wait_until_replaced(folder, repair=run.commits)
-        blocked = False
-        stamp = folders.identity(folder)
-        manifest = folders.check(folder)
-    except (OSError, CheckpointError) as error:
-        problem = str(error)
-    source = CheckpointReader(
-        folder=folder,
-        manifest=manifest,
-        rank=run.rank,
-        world_size=run.runtime.topology.world_size,
-        device=run.runtime.device,
-        stamp=stamp,
-        **options,
-    )
-    return source, problem, blocked
-
-
-def _to_verify(run: CheckpointContext, source: CheckpointReader) -> tuple[list[str], list[str]]:
-    """Return this rank's share of the files: those to verify while others are read, and after that."""
-    if source.manifest is None:
-        return [], []
-    topology = run.runtime.topology
-    together = topology.local_world_size if run.project.save_on_each_node else topology.world_size
-    files = source.manifest.files
-    mine = shares(files, together)[run.rank - run.committer]
-    aside = [name for name in mine if files[name].size > folders.SMALL and not source.hashes(name)]
-    return aside, [name for name in mine if name not in aside]
-
-
-def _verify(source: CheckpointReader, names: Sequence[str]) -> str:
-    """Verify files, and all that were hashed while they were read; return the problem."""
-    if source.manifest is None:
-        return ""
-    try:
-        folders.verify(source.folder, source.manifest, names, source.records, source.record_of)
-    except (OSError, CheckpointError) as error:
-        return str(error)
-    return ""
-
-
-def _exchange(
-    run: CheckpointContext, source: CheckpointReader, problem: str, *, blocked: bool = False
-) -> str | None:
-    """Return the first problem of all ranks; `None` if they have seen several checkpoints."""
-    text = "" if source.manifest is None else source.manifest.to_text()
-    digest = xxhash.xxh3_64(text.encode()).hexdigest() if text else ""
-    mine = digest, blocked or source.is_unchanged(), problem
-    digests, committed, problems = zip(*run.main.exchange(WHAT, mine), strict=True)
-    one_folder = not run.project.save_on_each_node
-    if not all(committed) or (one_folder and len({*digests} - {""}) > 1):
-        return None
-    return first_problem(problems)
-
-
-def _open_others(run: CheckpointContext, source: CheckpointReader) -> bool:
-    """Read the files of all but the models; return whether no other files are needed. No collective."""
-    prepared = run.prepared
-    shards = [optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
-    names = [] if any(shards) else [layout.optimizer_name(index) for index in range(len(shards))]
-    names += map(layout.scheduler_name, range(len(prepared.schedulers)))
-    names += map(layout.custom_name, range(len(run.custom)))
-    for name in names:
-        source.open(name, map_location=source.map_location)
-    optional = [source.rng_name()]
-    if run.precision.state_dict():
-        optional.append(layout.SCALER_NAME)
-    if run.recipe is not None and run.recipe.state_dict is not None:
-        optional.append(layout.RECIPE_NAME)
-    if prepared.dataloaders:
-        optional.append(source.position_name())
-    for name in optional:
-        if name is not None and source.has(name):
-            source.open(name)
-    return not any(shards)
-
-
-def _open_models(run: CheckpointContext, source: CheckpointReader) -> bool:
-    """Map the weights; return whether no other files of models are needed. No collective."""
-    if run.load_hooks:  # they may load models themselves, and take them from the list
-        return False
-    count = len(run.prepared.models)
-    full = [index for index in range(count) if model_loader(run, source, index) is None]
-    for index in full:
-        source.open(source.weights_name(index))
-    return len(full) == count
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadProposal:
-    """What a rank says before anything is loaded.
-
-    Args:
-        asked: The folder that it was asked for.
-        complete: The numbered checkpoints that it sees, if that is its part.
-        following: The number that the next checkpoint gets.
-        problem: Why it cannot look for them.
+    Example:
+        >>> len(str(shortened(RuntimeError(", ".join(["name"] * 30_000))))) < 200
+        True
     """
-
-    asked: str | None
-    complete: list[int] | None = None
-    following: int = 0
-    problem: str = ""
+    lines = [_shorten_list(line, ", ") for line in str(error).split("\n")]
+    text = _shorten_list("\n".join(lines), "\n")
+    return error if text == str(error) else type(error)(text)
 
 
-def load(
-    run: CheckpointContext,
-    input_dir: str | os.PathLike[str] | None,
-    *,
-    options: Mapping[str, Any],
-    model_options: Mapping[str, Any],
-) -> Path:
-    """Load the state of a run, as `Accelerator.load_state`; return the folder of the checkpoint."""
-    run.finish()
-    to_model = dict(model_options)
-    location = to_model.pop("map_location", "cpu")
-    location = run.runtime.device if location == "on_device" else location or "cpu"
-    candidates = _candidates(run, input_dir)
-    source = open_newest_complete(run, candidates, {"map_location": location, "options": options})
-    failure: Exception | None = None
-    try:
-        _restore(run, source, to_model)
-        if not source.is_open and not source.is_unchanged():
-            raise CheckpointError(
-                f"{str(source.folder)!r} was replaced while it was loaded, so that what was loaded may be of "
-                "two checkpoints: call load_state() again."
-            )
-    except RuntimeError as error:
-        failure = shortened(error)
-    except Exception as error:  # noqa: BLE001 - hooks and load_state_dict are users' code; all ranks must hear
-        failure = error
-    problem = first_problem(run.main.exchange(WHAT, "" if failure is None else repr(failure)))
-    if failure is not None:
-        raise failure
-    if problem:
-        raise CheckpointError(problem)
-    logger.info("Loaded the state from %s.", source.folder)
-    return source.folder
-
-
-def has_checkpoint(run: CheckpointContext) -> bool:
-    """Return whether there is a complete numbered checkpoint; call it on every rank."""
-    run.finish()
-    if not run.is_automatic:
-        return False
-    return bool(complete_everywhere(_listings(_answers(run, None, "has_checkpoint"))))
-
-
-def _candidates(run: CheckpointContext, input_dir: str | os.PathLike[str] | None) -> list[Path]:
-    """Return the requested folder, or the numbered checkpoints that look complete, newest first."""
-    if input_dir is None and not run.is_automatic:
-        raise SettingsError(
-            "load_state() needs an input_dir, unless the Accelerator has a "
-            "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
-        )
-    requested = None if input_dir is None else local_path(input_dir, "load_state(input_dir)")
-    answers = _answers(run, None if input_dir is None else str(input_dir), WHAT)
-    if run.is_automatic:
-        run.project.iteration = max(answer.following for answer in answers)
-    if requested is not None:
-        return [requested]
-    found = complete_everywhere(_listings(answers))
-    if not found:
-        raise CheckpointError(
-            f"There is no complete checkpoint in {str(run.numbered)!r}. Ask accelerator.has_checkpoint "
-            "before load_state()."
-        )
-    return [run.numbered / layout.numbered_name(iteration) for iteration in reversed(found)]
-
-
-def _answers(run: CheckpointContext, asked: str | None, what: str) -> list[LoadProposal]:
-    """Gather the answers of all ranks; check that they got the same arguments."""
-    mine = _find_candidates(run, asked) if run.commits else LoadProposal(asked=asked)
-    answers = [LoadProposal(**row) for row in run.main.exchange(what, asdict(mine))]
-    shared = not run.project.save_on_each_node
-    if any(answer.asked != asked for answer in answers if shared or None in {answer.asked, asked}):
-        raise DistributedOperationException(
-            "load_state() was called for different folders: "
-            + "; ".join(f"rank {rank}: {answer.asked!r}" for rank, answer in enumerate(answers))
-        )
-    problem = first_problem(answer.problem for answer in answers)
-    if problem:
-        raise CheckpointError(problem)
-    return answers
-
-
-def _find_candidates(run: CheckpointContext, asked: str | None) -> LoadProposal:
-    """Find the candidates on the node of this rank."""
-    try:
-        complete, following = None, 0
-        if run.is_automatic:
-            if asked is None:
-                complete = folders.list_complete(run.numbered)
-            following = max(folders.numbers(run.numbered), default=-1) + 1
-        if asked is not None:
-            folder = Path(asked).expanduser()
-            if not folder.is_dir():
-                return LoadProposal(asked=asked, problem=f"there is no folder {asked!r}")
-        return LoadProposal(asked=asked, complete=complete, following=following)
-    except (OSError, CheckpointError) as error:
-        return LoadProposal(asked=asked, problem=f"{error}")
-
-
-def _listings(answers: Iterable[LoadProposal]) -> list[list[int]]:
-    return [answer.complete for answer in answers if answer.complete is not None]
-
-
-def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping[str, Any]) -> None:
-    prepared = run.prepared
-    models = run.bare_models
-    wrapped = dict(zip(map(id, models), prepared.models, strict=True))
-    for hook in tuple(run.load_hooks.values()):
-        hook(models, str(source.folder))
-    for index, model in enumerate(wrapped.get(id(bare), bare) for bare in models):
-        load_shards = model_loader(run, source, index)
-        if load_shards is not None:
-            load_shards(model, **to_model)
-            continue
-        core = extract_model_from_parallel(model, keep_torch_compile=False)
-        load = partial(run.strategy.persister.load_full_state_dict, model)
-        restore_model(source, index, core, load=load, **to_model)
-    if not run.load_hooks:
-        warn_about_more_models(source, len(models))
-    _restore_optimizers(run, source)
-    restore_states(source, layout.scheduler_name, [one.load_state_dict for one in prepared.schedulers])
-    scaler = run.precision.state_dict()
-    if scaler and source.has(layout.SCALER_NAME):
-        run.precision.load_state_dict(source.read(layout.SCALER_NAME))
-    elif scaler or source.has(layout.SCALER_NAME):
-        logger.warning(
-            "The checkpoint %s was saved %s a loss scaler, and this run is %s one.",
-            source.folder,
-            *(("without", "with") if scaler else ("with", "without")),
-        )
-    _restore_recipe(run, source)
-    restore_positions(source, prepared.dataloaders)
-    restore_states(source, layout.custom_name, [one.load_state_dict for one in run.custom])
-    run.synchronizer.step = step_of(source)
-    restore_rng(source, run.strategy.generators)  # last: whatever drew random numbers until here
-
-
-def _restore_recipe(run: CheckpointContext, source: CheckpointReader) -> None:
-    load = None if run.recipe is None else run.recipe.load_state_dict
-    if load is not None and source.has(layout.RECIPE_NAME):
-        load(source.read(layout.RECIPE_NAME))
-    elif load is not None or source.has(layout.RECIPE_NAME):
-        logger.warning(
-            "The checkpoint %s was saved %s the state of a precision recipe, and this run %s one.",
-            source.folder,
-            *(("without", "has") if load is not None else ("with", "has not")),
-        )
-    if run.recipe is not None and run.recipe.after_load is not None:
-        run.recipe.after_load(run.prepared.models)
-
-
-def _restore_optimizers(run: CheckpointContext, source: CheckpointReader) -> None:
-    load = run.strategy.persister.load_full_optimizer_state
-    models, optimizers = run.prepared.models, run.prepared.optimizers
-    loaders = [optimizer_loader(run, source, index) for index in range(len(optimizers))]
-    for load_shards, one in zip(loaders, optimizers, strict=True):
-        if load_shards is not None:
-            load_shards(one.optimizer)
-    if not any(loaders):
-        restore_states(
-            source, layout.optimizer_name, [partial(load, one.optimizer, models) for one in optimizers]
-        )
+def _shorten_list(text: str, separator: str) -> str:
+    items = text.split(separator)
+    remaining = len(items) - _MOST_NAMES
+    return text if remaining <= 0 else separator.join([*items[:_MOST_NAMES], f"and {remaining} more"])
