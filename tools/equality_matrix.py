@@ -6,10 +6,10 @@
     uv run tools/equality_matrix.py --faults                 # would it show? errors that are made on purpose
 
 Every cell trains 20 steps on the same data: strategy x {fp32, bf16} x {1, 3} micro-batches x {clipped or not}
-x {2, 4} processes. What one process finds is computed by a loop in plain PyTorch (`equality_alone.py`), which
+x {2, 4} processes. What one process finds is computed by a loop in plain PyTorch (`equality/alone.py`), which
 in bf16 rounds where the strategy does. A cell shows the largest difference of a parameter (fp32), or the
 distance to what one process finds as a share of the way that the parameters have gone (bf16); a cell that
-cannot exist says why. Strategies and their bounds are in `equality_strategies.py` and `equality_megatron.py`.
+cannot exist says why. Strategies and their bounds are in `equality/strategies.py` and `equality/megatron.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 from accel import Accelerator, PartialState
 from accel.state import AcceleratorState, GradientState
 from accel.utils import DataLoaderConfiguration
-from equality_alone import (
+from equality.alone import (
     CLIP,
     FAULTS,
     LENGTH,
@@ -42,8 +42,8 @@ from equality_alone import (
     is_clipped,
     train_alone,
 )
-from equality_megatron import MEGATRON
-from equality_strategies import STRATEGIES, Cell
+from equality.megatron import MEGATRON
+from equality.strategies import STRATEGIES, Cell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_train import Accelerator
 from accel_train.checkpoint import files
-from equality_alone import LENGTH, ROWS, batches_of, fresh
-from equality_strategies import STRATEGIES, Cell
+from equality.alone import LENGTH, ROWS, batches_of, fresh
+from equality.strategies import STRATEGIES, Cell
 from harness.engines import deepspeed_process
 from harness.killing import Crowd, Killer, mortal
 from harness.pool import shared_nursery

@@ -16,8 +16,8 @@ from accel_plugins.kwargs import DataLoaderConfiguration
 from accel_plugins.strategy import Feature
 from accel_state.errors import UnsupportedError
 from accel_train import Accelerator
-from equality_alone import CLIP, LENGTH, ROWS, batches_of, fresh
-from equality_strategies import STRATEGIES, Cell, fsdp
+from equality.alone import CLIP, LENGTH, ROWS, batches_of, fresh
+from equality.strategies import STRATEGIES, Cell, fsdp
 from harness import distributed
 from harness.engines import deepspeed_process
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from equality_alone import FAULTS, Arithmetic, batches_of, is_clipped, train_alone
+from equality.alone import FAULTS, Arithmetic, batches_of, is_clipped, train_alone
+from equality.strategies import STRATEGIES
 from equality_matrix import (
     HARDEST,
     QUICKEST,
@@ -26,7 +27,6 @@ from equality_matrix import (
     table,
     work,
 )
-from equality_strategies import STRATEGIES
 from harness import distributed
 from harness.engines import deepspeed_process
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel.utils import GPTTrainStep, MegatronLMPlugin
-from equality_alone import CLIP, DECAY, EPSILON, RATE, ROWS, Arithmetic, factor
-from equality_strategies import Cell, Row
+from equality.alone import CLIP, DECAY, EPSILON, RATE, ROWS, Arithmetic, factor
+from equality.strategies import Cell, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

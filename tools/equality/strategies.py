@@ -12,7 +12,7 @@ from accel.utils import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
-from equality_alone import CLIP, Arithmetic, fresh
+from equality.alone import CLIP, Arithmetic, fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from equality_alone import Fresh
+    from equality.alone import Fresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
