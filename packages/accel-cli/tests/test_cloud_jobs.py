@@ -79,7 +79,7 @@ def test_each_kind_of_mpirun_gets_its_own_flags(version, expected, script):
     made = plan(*line, file={"distributed_type": "MULTI_CPU"}, script=script)
     assert made.runner == "mpirun"
     environ = {**made.environ, "MASTER_ADDR": "n1"}
-    words = launchers.mpi_arguments(made, launchers.make_of(version), environ)
+    words = launchers.mpi_arguments(made, launchers.find_mpi_vendor(version), environ)
     end = words.index(sys.executable)
     assert words[:end] == expected
     assert words[end:] == [sys.executable, "-m", "accel_cli.launch.worker", "--aloud", script, "--lr", "1"]
@@ -87,7 +87,7 @@ def test_each_kind_of_mpirun_gets_its_own_flags(version, expected, script):
 
 def test_an_unknown_mpirun_is_named():
     with pytest.raises(SettingsError, match=r"'something else'.*Open MPI, Intel MPI, MVAPICH, MPICH"):
-        launchers.make_of("something else")
+        launchers.find_mpi_vendor("something else")
 
 
 def test_without_mpirun_the_message_names_it(script):

@@ -173,23 +173,22 @@ def test_signals_that_nohup_or_a_shell_has_turned_off_stay_so(monkeypatch):
     monkeypatch.setattr(elastic, "children", list)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        relay = elastic.SignalForwarder(lambda message, number: OSError(message))
-        with relay.listening():
+        forwarder = elastic.SignalForwarder(lambda message, number: OSError(message))
+        with forwarder.install():
             signal.raise_signal(signal.SIGHUP)
             with pytest.raises(OSError, match="got SIGTERM"):
                 signal.raise_signal(signal.SIGTERM)
-            assert relay.first is signal.SIGTERM
+            assert forwarder.first is signal.SIGTERM
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
 
 
 def test_a_signal_that_asks_for_no_end_is_passed_on_and_a_second_interrupt_kills(monkeypatch):
-    monkeypatch.setattr(elastic, "_SAME", 0)
     source = "import signal; signal.sigwait([signal.SIGUSR1]); print('told', flush=True); signal.pause()"
     block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGTERM]); "
-    relay = elastic.SignalForwarder(lambda message, number: OSError(message))
-    with relay.listening(), subprocess.Popen(
+    forwarder = elastic.SignalForwarder(lambda message, number: OSError(message), ctrl_c_seconds=0)
+    with forwarder.install(), subprocess.Popen(
         [sys.executable, "-c", block + "print('here', flush=True); " + source],
         stdout=subprocess.PIPE, text=True, start_new_session=True,
     ) as worker:  # fmt: skip

@@ -73,7 +73,7 @@ def test_the_number_of_processes_that_nobody_gave_is_reported(explained):
 
 
 def test_what_is_not_used_says_so(explained, monkeypatch):
-    monkeypatch.setattr(hosts, "_present", lambda: 1)
+    monkeypatch.setattr(hosts, "count_nvidia_gpus", lambda: 1)
     text = explained(
         "--multi_gpu", "--num_processes", "1",
         environ={"CUDA_VISIBLE_DEVICES": "0"},

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.launch.hosts import filtered, first_machine, parse_hosts, read_hosts
+from accel_cli.launch.hosts import filter_hosts, first_machine, parse_hosts, read_hosts
 from accel_state.errors import SettingsError
 
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
@@ -29,19 +29,19 @@ def test_a_filter_chooses_exactly_the_slots_that_it_names(machines, data):
     }
     text = "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in chosen.items())
     if chosen:
-        assert filtered(machines, inclusion=text) == {name: len(slots) for name, slots in chosen.items()}
+        assert filter_hosts(machines, inclusion=text) == {name: len(slots) for name, slots in chosen.items()}
     left = {name: slots - len(chosen.get(name, ())) for name, slots in machines.items()}
     left = {name: slots for name, slots in left.items() if slots}
     if left:
-        assert filtered(machines, exclusion=text or None) == left
+        assert filter_hosts(machines, exclusion=text or None) == left
     else:
         with pytest.raises(SettingsError, match="leave no machine"):
-            filtered(machines, exclusion=text)
+            filter_hosts(machines, exclusion=text)
 
 
 def test_a_machine_without_slots_is_meant_whole():
-    assert filtered({"a": 4, "b": 2}, inclusion="a") == {"a": 4}
-    assert filtered({"a": 4, "b": 2}, exclusion="a") == {"b": 2}
+    assert filter_hosts({"a": 4, "b": 2}, inclusion="a") == {"a": 4}
+    assert filter_hosts({"a": 4, "b": 2}, exclusion="a") == {"b": 2}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_hostfile_that_cannot_be_read_names_the_line(lines, parts):
 )
 def test_a_filter_that_does_not_fit_says_why(text, parts):
     with pytest.raises(SettingsError) as caught:
-        filtered({"a": 4, "b": 2}, inclusion=text)
+        filter_hosts({"a": 4, "b": 2}, inclusion=text)
     assert [part for part in parts if part not in str(caught.value)] == []
 
 

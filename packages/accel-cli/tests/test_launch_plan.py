@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from accel_cli.arguments import read_arguments
 from accel_cli.launch import launchers
 from accel_cli.launch.command import make_plan
-from accel_cli.launch.hosts import HostDevices, _nvidia
+from accel_cli.launch.hosts import HostDevices, count_nvidia_gpus
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
@@ -167,7 +167,7 @@ def test_a_container_has_the_gpus_of_its_device_files(tmp_path):
     (tmp_path / "dev").mkdir()
     for name in ("nvidia1", "nvidia6", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert _nvidia(tmp_path) == 2
+    assert count_nvidia_gpus(tmp_path) == 2
 
 
 def test_chosen_devices_are_the_only_visible_ones():

@@ -28,7 +28,7 @@ from accel_cli.arguments import FLAGS, HELP, USAGE, LaunchArguments
 from accel_cli.commands.config import to_fsdp2
 from accel_cli.config_file import read_config, write
 from accel_cli.launch import launchers, sagemaker
-from accel_cli.launch.command import LaunchPlan, job_of, make_plan, plan_of_line, probe_host
+from accel_cli.launch.command import LaunchPlan, make_plan, plan_launch, prepare_command, probe_host
 from accel_cli.launch.launchers import LAUNCHERS, xla_formats
 from accel_cli.main import COMMANDS
 from accel_state.environ import read
@@ -513,8 +513,8 @@ def launch_command(args: Namespace) -> None:
         SystemExit: What ran failed; the code is its exit code.
     """
     check_script(vars(args))
-    plan, notes = plan_of_line(argv_of(vars(args)))
-    job = job_of(plan, notes)
+    plan, notes = plan_launch(argv_of(vars(args)))
+    job = prepare_command(plan, notes)
     sys.stdout.flush()
     with subprocess.Popen(job.command, env=dict(job.environ)) as process, _handing_on(process):
         try:
@@ -535,7 +535,7 @@ def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - program
         precision.
     """
     check_script(vars(args))
-    plan, _ = plan_of_line(argv_of(vars(args)))
+    plan, _ = plan_launch(argv_of(vars(args)))
     path = args.config_file or _found_config_file(read())
     config = load_config_from_file(str(path)) if path else None
     precision = plan.merged.settings.precision.mixed_precision

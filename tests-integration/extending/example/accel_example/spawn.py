@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from accel_cli.launch.launchers import Command, Launcher
+from accel_cli import Command, Launcher
 from accel_state.errors import SettingsError
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from accel_cli.config_file import path_to_write, read_config, write
 from accel_cli.interview import HostInfo, interview, probe_host
-from accel_cli.launch.checks import LaunchFacts, problems
+from accel_cli.launch.checks import LaunchFacts, find_launch_problems
 from accel_cli.launch.hosts import HostDevices, probe_devices
 from accel_cli.output import Table, show
 from accel_state.environ import read
@@ -159,7 +159,7 @@ def find_conflicts(settings: Settings, found: HostInfo) -> list[str]:
     """Return the problems for which `accel launch` would refuse settings."""
     merged = merge_layers(parse_file(to_content(settings), "the answers"))
     machine = HostDevices(gpus=found.gpus, cores=found.cores)
-    return problems(LaunchFacts(merged=merged, machine=machine, environ={}))
+    return find_launch_problems(LaunchFacts(merged=merged, machine=machine, environ={}))
 
 
 def commands(settings: Settings, config_file: Path | str | None) -> list[str]:

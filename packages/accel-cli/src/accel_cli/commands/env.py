@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.config_file import read_config
-from accel_cli.launch.hosts import ask_nvidia
+from accel_cli.launch.hosts import query_nvidia
 from accel_cli.output import redact, working
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -177,7 +177,7 @@ def _devices(kinds: Any) -> dict[str, Any]:
         **({} if kind.least_torch is None else {"needs torch": f"{kind.least_torch} or newer"}),
         "count": count,
         "names": [_device(properties(index)) for index in range(count)] if properties is not None else [],
-        "driver": next(iter(ask_nvidia("driver_version")), None),  # NVIDIA's
+        "driver": next(iter(query_nvidia("driver_version")), None),  # NVIDIA's
         "process group": kind.backend,
     }
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_cli.config_file import read_config
-from accel_cli.launch.hosts import command_lines
+from accel_cli.launch.hosts import read_commands
 from accel_cli.launch.launchers import ssh_arguments
 from accel_cli.output import show
 from accel_state.environ import read
@@ -70,7 +70,7 @@ def _commands(options: Namespace, config: Mapping[str, Any]) -> list[str]:
     if commands and options.command_file:
         raise SettingsError("arguments --command and --command_file contradict each other; give one of them.")
     if file:
-        commands = command_lines(str(file), "command file")
+        commands = read_commands(str(file), "command file")
     elif not commands:
         found = config.get("commands") or []
         commands = [str(one) for one in (found if isinstance(found, list) else [found])]

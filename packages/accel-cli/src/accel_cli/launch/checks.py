@@ -1,4 +1,4 @@
-"""Check settings against each other and the host; each check yields its problems, and all are reported."""
+"""Check the settings of a launch against each other and this host; each check yields its problems."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from accel_state.libraries import Fp8Device, choose_backend
 from accel_state.settings import Layer, Merged, Settings, SourcedValue
 from accel_state.settings.model import TITLES, value_at
 from accel_state.topology import detect
-
-_IN_DEEPSPEED_FILES = [
-    "zero_stage", "gradient_clipping", "offload_optimizer_device", "offload_param_device",
-    "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
-]  # fmt: skip
-"""What a configuration file of DeepSpeed decides."""
-_FP8_FIELDS = {"AO": ("enable_fsdp_float8_all_gather", "pad_inner_dim"), "MSAMP": ("opt_level",)}
-"""What backends read; everything else is for TransformerEngine."""
-_MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +33,17 @@ class LaunchFacts:
 
     def origin(self, path: str) -> str:
         """Return the source of a setting as messages name it."""
-        return self.merged.source_of(path).origin
+        return self.source_of(path).origin
 
     @property
     def is_local(self) -> bool:
-        """Whether processes are started on this machine, with its devices."""
+        """Return whether processes are started on this machine, with its devices."""
         launch = self.settings.launch
         return launch.compute_environment == "LOCAL_MACHINE" and not launch.on_tpu
 
     @property
     def is_worker(self) -> bool:
-        """Whether a launcher started this very command as one of several processes of a machine."""
+        """Return whether a launcher started this very command as one of several processes of a machine."""
         detected = detect(self.environ)
         return detected.world_size > 1 and (detected.launcher != "Slurm" or detected.local_world_size > 1)
 
@@ -65,7 +56,7 @@ class LaunchFacts:
 
     @property
     def reaches_hosts(self) -> bool:
-        """Whether DeepSpeed's launcher starts the processes of all machines."""
+        """Return whether DeepSpeed's launcher starts the processes of all machines."""
         hosts = self.settings.hosts
         return (
             self.settings.deepspeed is not None
@@ -74,14 +65,13 @@ class LaunchFacts:
         )
 
 
-def problems(facts: LaunchFacts) -> list[str]:
-    """Return all problems, a sentence for each."""
-    found = [problem for check in CHECKS for problem in check(facts)]
-    return list(dict.fromkeys(found))
+def find_launch_problems(facts: LaunchFacts) -> list[str]:
+    """Return the problems of all checks, as sentences."""
+    return list(dict.fromkeys(problem for check in CHECKS for problem in check(facts)))
 
 
 def uses_cpu(merged: Merged) -> bool:
-    """Whether to compute on the CPU; of `use_cpu` and `distributed_type` the stronger source decides."""
+    """Return whether to compute on the CPU; of `use_cpu` and `distributed_type` the stronger source wins."""
     switch, kind = merged.source_of("process.use_cpu"), merged.source_of("launch.distributed_type")
     value = merged.settings.process.use_cpu
     if kind.value == "MULTI_CPU":
@@ -91,8 +81,8 @@ def uses_cpu(merged: Merged) -> bool:
     return value
 
 
-def processes_wanted(facts: LaunchFacts) -> int:
-    """Return the world size: as asked for, else one process per device."""
+def count_processes(facts: LaunchFacts) -> int:
+    """Return the world size: as requested, else a process per device."""
     launch, kind = facts.settings.launch, facts.source_of("launch.distributed_type")
     if facts.is_worker:
         return detect(facts.environ).world_size
@@ -100,26 +90,26 @@ def processes_wanted(facts: LaunchFacts) -> int:
         return launch.num_processes
     if facts.machine.hosts and facts.reaches_hosts:
         return sum(facts.machine.hosts.values())
-    return launch.num_machines * _devices(facts) if kind.value != "NO" else 1
+    return launch.num_machines * _count_devices(facts) if kind.value != "NO" else 1
 
 
-def _devices(facts: LaunchFacts) -> int:
+def _count_devices(facts: LaunchFacts) -> int:
     """Return the default number of processes of this machine: one per device, at least one."""
     if uses_cpu(facts.merged):
         return 1
     return len(facts.settings.launch.device_ids) or max(1, facts.machine.gpus)
 
 
-def _device_contradicts(facts: LaunchFacts) -> Iterator[str]:
+def _check_device_type(facts: LaunchFacts) -> Iterator[str]:
     switch, kind = facts.source_of("process.use_cpu"), facts.source_of("launch.distributed_type")
     if facts.settings.process.use_cpu and kind.value in VISIBLE_DEVICES and kind.layer == switch.layer:
         yield f"{switch.origin} asks for the CPU and {kind.origin} for {kind.value}: leave one out."
 
 
-def _devices_are_missing(facts: LaunchFacts) -> Iterator[str]:
+def _check_devices(facts: LaunchFacts) -> Iterator[str]:
     launch, kind = facts.settings.launch, facts.source_of("launch.distributed_type")
-    by_others = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
-    if uses_cpu(facts.merged) or not facts.is_local or by_others:
+    starts_elsewhere = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
+    if uses_cpu(facts.merged) or not facts.is_local or starts_elsewhere:
         return
     if kind.value in VISIBLE_DEVICES and kind.value != "MULTI_GPU":
         if launch.num_processes is None and not launch.device_ids:
@@ -132,10 +122,10 @@ def _devices_are_missing(facts: LaunchFacts) -> Iterator[str]:
             "CUDA_VISIBLE_DEVICES say, or run with --cpu."
         )
         return
-    yield from _too_few_devices(facts)
+    yield from _check_device_count(facts)
 
 
-def _too_few_devices(facts: LaunchFacts) -> Iterator[str]:
+def _check_device_count(facts: LaunchFacts) -> Iterator[str]:
     launch, machine = facts.settings.launch, facts.machine
     absent = [id_ for id_ in launch.device_ids if id_.isdecimal() and int(id_) >= machine.installed]
     if absent:
@@ -143,17 +133,17 @@ def _too_few_devices(facts: LaunchFacts) -> Iterator[str]:
             f"{facts.origin('launch.gpu_ids')} names GPU {', '.join(absent)}, but this "
             f"machine has {machine.installed}, numbered from 0."
         )
-    local = processes_wanted(facts) // facts.machines
-    found = min(machine.gpus, machine.installed)
-    wants_gpus = found or facts.source_of("launch.distributed_type").value == "MULTI_GPU"
-    if wants_gpus and not launch.device_ids and local > found:
+    local = count_processes(facts) // facts.machines
+    visible = min(machine.gpus, machine.installed)
+    wants_gpus = visible or facts.source_of("launch.distributed_type").value == "MULTI_GPU"
+    if wants_gpus and not launch.device_ids and local > visible:
         yield (
             f"{facts.origin('launch.num_processes')} asks for {local} processes on this "
-            f"machine, which shows {found} GPUs: each needs one of its own; or run with --cpu."
+            f"machine, which shows {visible} GPUs: each needs one of its own; or run with --cpu."
         )
 
 
-def _number_contradicts(facts: LaunchFacts) -> Iterator[str]:
+def _check_process_count(facts: LaunchFacts) -> Iterator[str]:
     number, kind = facts.source_of("launch.num_processes"), facts.source_of("launch.distributed_type")
     asked = facts.settings.launch.num_processes
     if (
@@ -169,8 +159,8 @@ def _number_contradicts(facts: LaunchFacts) -> Iterator[str]:
         )
 
 
-def _machines_do_not_fit(facts: LaunchFacts) -> Iterator[str]:
-    launch, processes, machines = facts.settings.launch, processes_wanted(facts), facts.machines
+def _check_nodes(facts: LaunchFacts) -> Iterator[str]:
+    launch, processes, machines = facts.settings.launch, count_processes(facts), facts.machines
     if not facts.is_local or facts.is_worker:
         return
     if processes % machines and not facts.reaches_hosts:
@@ -197,7 +187,7 @@ def _machines_do_not_fit(facts: LaunchFacts) -> Iterator[str]:
         )
 
 
-def _elasticity_does_not_fit(facts: LaunchFacts) -> Iterator[str]:
+def _check_elasticity(facts: LaunchFacts) -> Iterator[str]:
     launch, least = facts.settings.launch, facts.source_of("launch.min_machines")
     if launch.min_machines is None:
         return
@@ -210,14 +200,14 @@ def _elasticity_does_not_fit(facts: LaunchFacts) -> Iterator[str]:
         )
 
 
-def _engine_is_off(facts: LaunchFacts) -> Iterator[str]:
+def _check_unused_engines(facts: LaunchFacts) -> Iterator[str]:
     for section, title in TITLES.items():
         if value_at(facts.settings, section):
             continue
         names = [
-            one.origin
-            for path, one in facts.merged.sourced.items()
-            if path.startswith(f"{section}.") and one.layer is Layer.ARGUMENT
+            value.origin
+            for path, value in facts.merged.sourced.items()
+            if path.startswith(f"{section}.") and value.layer is Layer.ARGUMENT
         ]
         if names:
             is_one = "is" if len(names) == 1 else "are"
@@ -227,30 +217,33 @@ def _engine_is_off(facts: LaunchFacts) -> Iterator[str]:
             yield f"{', '.join(names)} {is_one} about {title}, which is not used{why}: add --use_{switch}."
 
 
-def _megatron_cannot_run(facts: LaunchFacts) -> Iterator[str]:
+def _check_megatron(facts: LaunchFacts) -> Iterator[str]:
     section = facts.settings.megatron
     if section is None:
         return
     if facts.is_local and not facts.machine.has_megatron:
         origin = facts.origin("megatron")
         yield f"{origin} asks for Megatron, which is not installed: `pip install 'accel-plugins[megatron]'`."
-    number, processes = facts.source_of("launch.num_processes"), processes_wanted(facts)
+    number, processes = facts.source_of("launch.num_processes"), count_processes(facts)
     names = [name for name in _MEGATRON_SIZES if (getattr(section, name) or 1) > 1]
-    one = math.prod(getattr(section, name) for name in names)
-    if number.value is not None and processes % one:
+    product = math.prod(getattr(section, name) for name in names)
+    if number.value is not None and processes % product:
         value = ", ".join(f"{name} {getattr(section, name)}" for name in names)
         about = f"the {processes} of {number.origin} cannot be divided"
-        yield f"{value} make groups of {one} processes, into which {about}."
+        yield f"{value} make groups of {product} processes, into which {about}."
 
 
-def _fp8_cannot_run(facts: LaunchFacts) -> Iterator[str]:
+_MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
+
+
+def _check_fp8(facts: LaunchFacts) -> Iterator[str]:
     """Check FP8 as the worker does, for the devices of this machine."""
     if facts.settings.precision.mixed_precision != "fp8" or not facts.is_local:
         return
     if facts.settings.megatron is not None:
         origin = facts.origin("precision.mixed_precision")
         yield f"{origin} asks for FP8, which is not supported with Megatron: use --use_fsdp, or bf16."
-    problem = why_no_fp8(facts.merged, facts.machine)
+    problem = find_fp8_problem(facts.merged, facts.machine)
     if problem is not None:
         yield problem
         return
@@ -263,8 +256,8 @@ def _fp8_cannot_run(facts: LaunchFacts) -> Iterator[str]:
         )
 
 
-def why_no_fp8(merged: Merged, machine: HostDevices) -> str | None:
-    """Explain why a machine cannot train in the FP8 that settings ask for; `None` if it can."""
+def find_fp8_problem(merged: Merged, machine: HostDevices) -> str | None:
+    """Explain why a machine cannot train in the FP8 that settings request; return None if it can."""
     fp8, on_cpu = merged.settings.fp8, uses_cpu(merged) or not machine.gpus
     device = Fp8Device(type="cpu") if on_cpu else Fp8Device(type="cuda", capability=machine.capability())
     try:
@@ -274,13 +267,13 @@ def why_no_fp8(merged: Merged, machine: HostDevices) -> str | None:
     return None
 
 
-def _alias_is_absent(facts: LaunchFacts) -> Iterator[str]:
+def _check_alias(facts: LaunchFacts) -> Iterator[str]:
     if facts.settings.process.as_accelerate and facts.machine.alias is None:
         origin = facts.origin("process.as_accelerate")
         yield f"{origin} asks for accel-compat, which is not installed: `pip install accel-compat`."
 
 
-def _conflicting_deepspeed_settings(facts: LaunchFacts) -> Iterator[str]:
+def _check_deepspeed_file(facts: LaunchFacts) -> Iterator[str]:
     section = facts.settings.deepspeed
     if section is None or section.hf_ds_config is None:
         return
@@ -290,7 +283,7 @@ def _conflicting_deepspeed_settings(facts: LaunchFacts) -> Iterator[str]:
         for name in _IN_DEEPSPEED_FILES
         if getattr(section, name) is not None
     ]
-    origins = [one.origin for one in sources if one.layer is file.layer]
+    origins = [source.origin for source in sources if source.layer is file.layer]
     if origins:
         yield (
             f"{file.origin} names the file "
@@ -298,28 +291,51 @@ def _conflicting_deepspeed_settings(facts: LaunchFacts) -> Iterator[str]:
         )
 
 
-def _fp8_options_do_nothing(facts: LaunchFacts) -> Iterator[str]:
+_IN_DEEPSPEED_FILES = (
+    "zero_stage",
+    "gradient_clipping",
+    "offload_optimizer_device",
+    "offload_param_device",
+    "offload_optimizer_nvme_path",
+    "offload_param_nvme_path",
+    "zero3_save_16bit_model",
+)
+"""The settings that a configuration file of DeepSpeed decides."""
+
+
+def _check_fp8_options(facts: LaunchFacts) -> Iterator[str]:
     asked = {
-        path.removeprefix("fp8."): one.origin
-        for path, one in facts.merged.sourced.items()
-        if path.startswith("fp8.") and one.layer is Layer.ARGUMENT
+        path.removeprefix("fp8."): value.origin
+        for path, value in facts.merged.sourced.items()
+        if path.startswith("fp8.") and value.layer is Layer.ARGUMENT
     }
     backend = facts.settings.fp8 and facts.settings.fp8.backend
     if asked and facts.settings.precision.mixed_precision != "fp8":
-        found = facts.source_of("precision.mixed_precision")
+        precision = facts.source_of("precision.mixed_precision")
         yield (
             f"{', '.join(asked.values())} {'is' if len(asked) == 1 else 'are'} about FP8, but the precision "
-            f"is {facts.settings.precision.mixed_precision!r} ({found.origin}): leave out what is about FP8."
+            f"is {facts.settings.precision.mixed_precision!r} ({precision.origin}): leave out what is about "
+            "FP8."
         )
     elif backend is not None:
-        readers = {name: one for one, names in _FP8_FIELDS.items() for name in names} | {"backend": backend}
-        unread = [origin for name, origin in asked.items() if readers.get(name, "TE") != backend]
+        unread = [
+            origin for name, origin in asked.items() if _FP8_BACKENDS.get(name, "TE") not in (backend, None)
+        ]
         if unread:
             origin = facts.origin("fp8.backend")
             yield f"{', '.join(unread)} would not be read: {origin} is {backend!r}, so leave that out."
 
 
-def _sizes_do_not_fit(facts: LaunchFacts) -> Iterator[str]:
+_FP8_BACKENDS = {
+    "backend": None,
+    "enable_fsdp_float8_all_gather": "AO",
+    "pad_inner_dim": "AO",
+    "opt_level": "MSAMP",
+}
+"""The backend that reads a setting of FP8, None for all; TransformerEngine reads the remaining ones."""
+
+
+def _check_parallel_sizes(facts: LaunchFacts) -> Iterator[str]:
     sizes, launch = facts.settings.parallelism, facts.settings.launch
     if sizes is None or launch.num_processes is None:
         return
@@ -335,7 +351,7 @@ def _sizes_do_not_fit(facts: LaunchFacts) -> Iterator[str]:
         )
 
 
-def _filters_contradict(facts: LaunchFacts) -> Iterator[str]:
+def _check_host_filters(facts: LaunchFacts) -> Iterator[str]:
     hosts, number = facts.settings.hosts, facts.source_of("launch.num_machines")
     if number.value is not None and facts.machines != number.value:
         yield (
@@ -349,7 +365,7 @@ def _filters_contradict(facts: LaunchFacts) -> Iterator[str]:
         )
 
 
-def _cloud_is_incomplete(facts: LaunchFacts) -> Iterator[str]:
+def _check_sagemaker(facts: LaunchFacts) -> Iterator[str]:
     launch, cloud = facts.settings.launch, facts.settings.sagemaker
     if launch.compute_environment != "AMAZON_SAGEMAKER":
         return
@@ -361,7 +377,7 @@ def _cloud_is_incomplete(facts: LaunchFacts) -> Iterator[str]:
         yield f"{kind.origin} is {kind.value}, which SageMaker has on GPUs only, and {switch.origin} is true."
 
 
-def _pod_is_incomplete(facts: LaunchFacts) -> Iterator[str]:
+def _check_tpu_pod(facts: LaunchFacts) -> Iterator[str]:
     launch, tpu = facts.settings.launch, facts.settings.tpu
     if launch.on_tpu and tpu.use_cluster:
         missing = [f"tpu_{name}" for name in ("name", "zone") if not getattr(tpu, name)]
@@ -370,20 +386,20 @@ def _pod_is_incomplete(facts: LaunchFacts) -> Iterator[str]:
 
 
 CHECKS: tuple[Callable[[LaunchFacts], Iterator[str]], ...] = (
-    _device_contradicts,
-    _devices_are_missing,
-    _number_contradicts,
-    _machines_do_not_fit,
-    _elasticity_does_not_fit,
-    _engine_is_off,
-    _megatron_cannot_run,
-    _fp8_cannot_run,
-    _alias_is_absent,
-    _conflicting_deepspeed_settings,
-    _fp8_options_do_nothing,
-    _sizes_do_not_fit,
-    _filters_contradict,
-    _cloud_is_incomplete,
-    _pod_is_incomplete,
+    _check_device_type,
+    _check_devices,
+    _check_process_count,
+    _check_nodes,
+    _check_elasticity,
+    _check_unused_engines,
+    _check_megatron,
+    _check_fp8,
+    _check_alias,
+    _check_deepspeed_file,
+    _check_fp8_options,
+    _check_parallel_sizes,
+    _check_host_filters,
+    _check_sagemaker,
+    _check_tpu_pod,
 )
-"""Each yields a sentence for everything that does not fit."""
+"""All checks. Each yields its problems as sentences."""

@@ -1,4 +1,4 @@
-"""DeepSpeed's launcher, handing over the variables of settings too. This is where DeepSpeed is imported."""
+"""Run DeepSpeed's launcher over hosts, with our variables exported; the only importer of DeepSpeed here."""
 
 from __future__ import annotations
 
@@ -20,106 +20,116 @@ from accel_state.errors import AccelError, MissingDependencyError
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
-    """Run DeepSpeed's launcher: `--export=` and names with commas between, then its own arguments."""
-    exported, *rest = arguments
+    """Run DeepSpeed's launcher.
+
+    Args:
+        arguments: `--export=` with comma-separated names of variables, then DeepSpeed's own arguments.
+        load: Imports a module.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed.
+        AccelError: The launcher failed.
+    """
+    exported, *deepspeed_arguments = arguments
     try:
         runner = load("deepspeed.launcher.runner")
     except ImportError:
         raise MissingDependencyError("DeepSpeed is not installed: `pip install deepspeed`.") from None
     names = [name for name in exported.removeprefix("--export=").split(",") if name]
-    runner.EXPORT_ENVS += names  # it hands over what begins with one of these
+    runner.EXPORT_ENVS += names  # DeepSpeed exports the variables that begin with one of these.
     runners = load("deepspeed.launcher.multinode_runner")
     _pass_unchanged(runners, names)
     _end_only_this_job(runners)
-    with _forwarding():
+    with _forward_signals():
         try:
-            runner.main(rest)
+            runner.main(deepspeed_arguments)
         except (AssertionError, OSError, RuntimeError, ValueError, subprocess.CalledProcessError) as error:
             raise AccelError(f"DeepSpeed's launcher: {error}") from None
 
 
 def _pass_unchanged(runners: Any, names: Sequence[str]) -> None:
-    """Let our variables and the arguments of the script arrive as they are.
+    """Quote our variables and the arguments of the script for the runners that use a shell only.
 
-    DeepSpeed puts double quotes around some. A shell takes them away, but not everything in them is safe
-    from it; and where there is no shell they stay.
+    DeepSpeed puts some in double quotes, within which a shell still expands variables and commands. Runners
+    without a shell leave the quotes in the values.
     """
-    others = runners.MultiNodeRunner.add_export
+    add_export_of_deepspeed = runners.MultiNodeRunner.add_export
 
     def add_export(self: Any, key: str, value: str) -> None:
         if key in names:
-            self.exports[key] = _for_pdsh(value) if self.name == "pdsh" else value
+            self.exports[key] = _quote_for_pdsh(value) if self.name == "pdsh" else value
         else:
-            others(self, key, value)
+            add_export_of_deepspeed(self, key, value)
 
     runners.MultiNodeRunner.add_export = add_export
-    runners.PDSHRunner.parse_user_args = lambda self: [_for_pdsh(word) for word in self.args.user_args]
+    runners.PDSHRunner.parse_user_args = lambda self: [_quote_for_pdsh(word) for word in self.args.user_args]
 
 
 def _end_only_this_job(runners: Any) -> None:
-    """Let a signal end the processes of this job, where DeepSpeed ends those of all jobs of a user."""
-    theirs = runners.PDSHRunner.get_cmd
+    """Make a signal end the processes of this job only; DeepSpeed ends those of all jobs of a user."""
+    get_cmd_of_deepspeed = runners.PDSHRunner.get_cmd
 
     def get_cmd(self: Any, environment: Any, active_resources: Any) -> tuple[Any, list[str], Any]:
-        command, kill, environ = theirs(self, environment, active_resources)
+        command, kill, environ = get_cmd_of_deepspeed(self, environment, active_resources)
         master_flags = f"--master_addr={self.args.master_addr} --master_port={self.args.master_port} "
-        # In brackets, so that the shell that runs this does not fit the pattern.
+        # The brackets keep the pattern from matching the shell that runs it.
         return command, [*kill[:-1], shlex.quote(f"[d]eepspeed.launcher.launch .*{master_flags}")], environ
 
     runners.PDSHRunner.get_cmd = get_cmd
 
 
-def _for_pdsh(word: str) -> str:
-    """A word for a shell behind pdsh, which replaces `%n` and others itself."""
+def _quote_for_pdsh(word: str) -> str:
+    """Quote a word for a shell behind pdsh, which expands `%n` and others itself."""
     return shlex.quote(word).replace("%", "%%")
 
 
 @contextlib.contextmanager
-def _forwarding() -> Generator[None]:
-    """Pass signals on inside, where DeepSpeed does not, and end as they say."""
-    received, noted = os.pipe()
-    os.set_blocking(noted, False)
-    handlers: dict[signal.Signals, Any] = {signal.SIGINT: _pass_on, signal.SIGTERM: _pass_on}
+def _forward_signals() -> Generator[None]:
+    """Forward signals that DeepSpeed drops; exit with their code."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    handlers: dict[signal.Signals, Any] = {signal.SIGINT: _forward_signal, signal.SIGTERM: _forward_signal}
     if sys.platform != "win32":
-        handlers[signal.SIGHUP] = _as_sigterm
+        handlers[signal.SIGHUP] = _handle_as_sigterm
     before = {
         number: signal.signal(number, handler)
         for number, handler in handlers.items()
         if signal.getsignal(number) != signal.SIG_IGN
     }
-    wakeup = signal.set_wakeup_fd(noted, warn_on_full_buffer=False)  # whosever handler it is in the end
+    # The pipe records the first signal also when DeepSpeed has replaced these handlers.
+    wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         yield
     finally:
         signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
-        os.close(noted)
-        first = os.read(received, 1)
-        os.close(received)
+        os.close(writer)
+        first = os.read(reader, 1)
+        os.close(reader)
         if first:
             sys.exit(128 + first[0])
 
 
-def _as_sigterm(number: int, frame: FrameType | None) -> None:
-    """Do what is done upon SIGTERM, the one that DeepSpeed knows."""
+def _handle_as_sigterm(number: int, frame: FrameType | None) -> None:
+    """Call the handler of SIGTERM, which DeepSpeed installs."""
     del number
     handler = signal.getsignal(signal.SIGTERM)
     if callable(handler):
         handler(signal.SIGTERM, frame)
 
 
-def _pass_on(number: int, frame: FrameType | None) -> None:
+def _forward_signal(number: int, frame: FrameType | None) -> None:
     del frame
     if number == signal.SIGINT and _is_in_foreground():
-        return  # the terminal has told all
+        return  # The terminal has sent it to all its processes.
     for child in children():
         with contextlib.suppress(OSError):
             os.kill(child, number)
 
 
 def _is_in_foreground() -> bool:
-    """Whether keys on the terminal reach this process, and its children with it."""
+    """Return whether Ctrl-C on the terminal reaches this process and its children."""
     try:
         with Path("/dev/tty").open(encoding="utf-8") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

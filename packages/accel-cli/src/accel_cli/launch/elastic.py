@@ -1,6 +1,6 @@
-"""Torch.distributed.run, ending like a script; signals.
+"""Run torch.distributed.run such that signals, tracebacks and exit code are those of a script.
 
-Started as a program of its own by `accel launch`; this is where torch is imported.
+`accel launch` starts this module as a program, which imports torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Any
 
 import psutil
 
-from accel_cli.launch.launchers import ERROR, WORKER
+from accel_cli.launch.launchers import WORKER
+from accel_cli.main import ERROR
 from accel_train.worker_errors import (
     WorkerErrors,
     error_of_failure,
@@ -30,13 +31,107 @@ from accel_train.worker_errors import (
     read_worker_errors,
 )
 
-_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-_FORWARDED_SIGNALS = ("SIGUSR1", "SIGUSR2")
-_SAME = 0.5  # seconds in which several SIGINT count as one Ctrl-C, since a shell and a terminal both send it
-_PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
-_GRACE = 5.0  # seconds in which what is left behind may end by itself
-AGAIN = "accel launch: waiting for the processes to end; Ctrl-C ends them at once\n"
-"""Printed when a signal asks to end."""
+
+def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> int:
+    """Run the workers until they end.
+
+    Args:
+        arguments: The arguments of `torch.distributed.run`, optionally after `--quiet`.
+        load: Imports a module of torch.
+
+    Returns:
+        0, the exit code of the worker that failed first, 128 plus the number of the signal that ended it or
+        this process, or 2 if nothing was started.
+    """
+    # 1. Import torch.
+    quiet = arguments[:1] == ["--quiet"]
+    try:
+        distributed = load("torch.distributed")
+        run = load("torch.distributed.run")
+        multiprocessing = load("torch.distributed.elastic.multiprocessing")
+        signals = load("torch.distributed.elastic.multiprocessing.api")
+    except KeyboardInterrupt:  # There are no workers yet.
+        return _SIGNAL_CODE + signal.SIGINT
+    # 2. Handle signals. Torch installs this handler when it starts the workers; its own would leave them
+    # running at a second signal.
+    forwarder = SignalForwarder(signals.SignalException, quiet=quiet)
+    signals._terminate_process_handler = forwarder.end
+    adopt_orphans()
+    if not quiet:
+        _TORCH_LOGGER.addFilter(lambda record: not str(record.msg).startswith(_IN_SUMMARY))
+    # 3. Run the workers, and report which failed. A --log_dir of the user comes later, and wins.
+    with (
+        forwarder.install(),
+        TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder,
+    ):
+        args = run.parse_args([f"--log_dir={folder}", *arguments[quiet:]])
+        if args.training_script == WORKER:
+            args.training_script_args.insert(0, f"--launcher={os.getpid()}")
+        try:
+            run.run(args)
+        except multiprocessing.errors.ChildFailedError as error:
+            return _report_failure(error, quiet=quiet)
+        except signals.SignalException as error:
+            _write("" if quiet else format_all_errors(read_worker_errors(Path(folder))))
+            return _SIGNAL_CODE + int(error.sigval)
+        except distributed.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            _write(
+                f"accel launch: error: another process has taken main_process_port {args.master_port} while "
+                "this one started. Choose another, or none for any free port (on one machine).\n"
+            )
+            return ERROR
+    return 0
+
+
+def _report_failure(error: Any, *, quiet: bool) -> int:
+    """Print the errors of the workers; return the exit code of the worker that failed first."""
+    errors = {rank: error_of_failure(failure) for rank, failure in error.failures.items()}
+    codes: dict[int, int] = {rank: failure.exitcode for rank, failure in error.failures.items()}
+
+    def order(rank: int) -> tuple[bool, float]:
+        # As soon as a worker fails, torch ends the remaining workers with this signal.
+        is_ended_by_torch = codes[rank] == -signal.SIGTERM and not errors[rank].trace
+        return is_ended_by_torch, errors[rank].time
+
+    first = min(errors, key=order)
+    end_descendants([failure.pid for failure in error.failures.values()])
+    if not quiet:
+        _write(format_errors(errors, first))
+    return _exit_code(codes[first], errors[first])
+
+
+def _exit_code(code: int, errors: WorkerErrors) -> int:
+    """Return the exit code as a shell reports it; Python has negative ones for signals."""
+    if code >= 0:
+        return code
+    if errors.trace:  # Its error had decided the exit code before the signal came.
+        return _SIGNAL_CODE + signal.SIGINT if errors.interrupted else 1
+    return _SIGNAL_CODE - code
+
+
+_SIGNAL_CODE = 128
+"""The exit code of a shell after a signal, less the signal's number."""
+
+
+_TORCH_LOGGER = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+
+
+_IN_SUMMARY = ("Sending process ", "failed (exitcode: ")
+"""How torch's log messages begin that our summary of a failure replaces."""
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:  # The terminal may be closed.
+        pass
+
+
+_CTRL_C_SECONDS = 0.5
+"""Seconds in which several SIGINT count as a single Ctrl-C, since a shell and a terminal both send it."""
 
 
 class SignalForwarder:
@@ -48,15 +143,23 @@ class SignalForwarder:
     Args:
         error: Makes the error from a message and the signal.
         quiet: Do not print that the launcher waits.
+        ctrl_c_seconds: Seconds after the first signal in which a SIGINT belongs to the same Ctrl-C.
     """
 
-    def __init__(self, error: Callable[[str, signal.Signals], Exception], *, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        error: Callable[[str, signal.Signals], Exception],
+        *,
+        quiet: bool = False,
+        ctrl_c_seconds: float = _CTRL_C_SECONDS,
+    ) -> None:
         self._error = error
         self._quiet = quiet
+        self._ctrl_c_seconds = ctrl_c_seconds
         self.first: signal.Signals | None = None
         self._again_from = 0.0
         self._workers: list[int] = []
-        # By nohup, or a shell that runs this in the background.
+        # nohup, or a shell that runs this in the background, has made the process ignore them.
         self._ignored = {
             number for number in _numbers(_STOP_SIGNALS) if signal.getsignal(number) == signal.SIG_IGN
         }
@@ -75,11 +178,11 @@ class SignalForwarder:
             if number == signal.SIGINT and time.monotonic() > self._again_from:
                 kill(self._workers, getattr(signal, "SIGKILL", signal.SIGTERM))
             return
-        self.first, self._again_from = signal.Signals(number), time.monotonic() + _SAME
+        self.first, self._again_from = signal.Signals(number), time.monotonic() + self._ctrl_c_seconds
         self._workers = children()
         if self._workers and not self._quiet:
-            with contextlib.suppress(OSError):  # the terminal is gone
-                os.write(2, AGAIN.encode())
+            with contextlib.suppress(OSError):  # The terminal may be closed.
+                os.write(2, _WAITING.encode())
         raise self._error(f"got {self.first.name}", self.first)
 
     def forward(self, number: int, frame: FrameType | None) -> None:
@@ -90,8 +193,8 @@ class SignalForwarder:
                 os.kill(worker, number)
 
     @contextlib.contextmanager
-    def listening(self) -> Generator[None]:
-        """Install the handlers for the block; after it, kill descendants of workers that a signal ended."""
+    def install(self) -> Generator[None]:
+        """Handle the signals in the block; after a signal, end the descendants of the workers."""
         handlers = {
             **dict.fromkeys(_numbers(_STOP_SIGNALS), self.end),
             **dict.fromkeys(_numbers(_FORWARDED_SIGNALS), self.forward),
@@ -105,136 +208,66 @@ class SignalForwarder:
                 signal.signal(number, handler)
 
 
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+
+
+_FORWARDED_SIGNALS = ("SIGUSR1", "SIGUSR2")
+
+
+_WAITING = "accel launch: waiting for the processes to end; Ctrl-C ends them at once\n"
+"""Printed at the first signal that asks to end."""
+
+
 def _numbers(names: Iterable[str]) -> list[signal.Signals]:
-    """The signals of these names that this system knows."""
+    """Return the signals of these names that this system has."""
     return [signal.Signals[name] for name in names if name in signal.Signals.__members__]
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes that lose theirs below this one, so that `end_descendants` finds them.
+    """Become the parent of descendants whose own parent ends; `end_descendants` then finds them.
 
-    Linux only; elsewhere those in a session of their own get away.
+    This works on Linux only. Elsewhere those in a session of their own are not found.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+_PR_SET_CHILD_SUBREAPER = 36
+"""The option of `prctl` in <linux/prctl.h>."""
+
+
 def end_descendants(workers: Sequence[int]) -> None:
-    """End what workers have started and left behind."""
+    """End workers and their remaining descendants."""
     if not workers:
         return
     kill(workers, signal.SIGTERM)
-    left = psutil.Process().children(recursive=True)
-    for process in left:
+    descendants = psutil.Process().children(recursive=True)
+    for process in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.terminate()
-    _, deaf = psutil.wait_procs(left, timeout=_GRACE)
-    for process in deaf:
+    _, still_running = psutil.wait_procs(descendants, timeout=_GRACE)
+    for process in still_running:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
+_GRACE = 5.0
+"""Seconds in which remaining descendants may end by themselves."""
+
+
 def children() -> list[int]:
-    """Return the processes that this one has started and that still run."""
+    """Return the ids of the running children of this process."""
     return [child.pid for child in psutil.Process().children()]
 
 
 def kill(workers: Iterable[int], number: int) -> None:
-    """Send a signal to workers and to what they have started, where each has a process group of its own."""
+    """Send a signal to the process groups of workers; on Windows to the workers alone."""
     for worker in workers:
         with contextlib.suppress(OSError):
             if sys.platform == "win32":
                 os.kill(worker, number)
             else:
                 os.killpg(worker, number)
-
-
-_OF_SIGNAL = 128  # and its number: the exit code of a shell
-_TORCHS_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-# What torch logs of every failure, and the summary says in its own words.
-_ALWAYS_LOGGED = ("Sending process ", "failed (exitcode: ")
-
-
-def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> int:
-    """Run the workers until they are done.
-
-    Args:
-        arguments: Those of `torch.distributed.run`, possibly after `--quiet`.
-        load: Imports a module of torch.
-
-    Returns:
-        0, or the exit code of the worker that failed first, or 128 and the number of the signal that
-        ended it, or this process; 2 if nothing was started.
-    """
-    quiet = arguments[:1] == ["--quiet"]
-    try:
-        distributed = load("torch.distributed")
-        run = load("torch.distributed.run")
-        multiprocessing = load("torch.distributed.elastic.multiprocessing")
-        signals = load("torch.distributed.elastic.multiprocessing.api")
-    except KeyboardInterrupt:  # nothing runs yet
-        return _OF_SIGNAL + signal.SIGINT
-    relay = SignalForwarder(signals.SignalException, quiet=quiet)
-    # Torch makes this the handler of signals when it starts the workers; it would give up at a second one.
-    signals._terminate_process_handler = relay.end
-    adopt_orphans()
-    if not quiet:
-        _TORCHS_LOG.addFilter(lambda record: not str(record.msg).startswith(_ALWAYS_LOGGED))
-    with relay.listening(), TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder:
-        # A folder that was asked for comes later in the line, and wins.
-        args = run.parse_args([f"--log_dir={folder}", *arguments[quiet:]])
-        if args.training_script == WORKER:
-            args.training_script_args.insert(0, f"--launcher={os.getpid()}")
-        try:
-            run.run(args)
-        except multiprocessing.errors.ChildFailedError as error:
-            return _failed(error, quiet=quiet)
-        except signals.SignalException as error:
-            _write("" if quiet else format_all_errors(read_worker_errors(Path(folder))))
-            return _OF_SIGNAL + int(error.sigval)
-        except distributed.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            _write(
-                f"accel launch: error: another process has taken main_process_port {args.master_port} while "
-                "this one started. Choose another, or none for any free port (on one machine).\n"
-            )
-            return ERROR
-    return 0
-
-
-def _failed(error: Any, *, quiet: bool) -> int:
-    """Report what has failed, and return the exit code."""
-    errors = {rank: error_of_failure(failure) for rank, failure in error.failures.items()}
-    codes: dict[int, int] = {rank: failure.exitcode for rank, failure in error.failures.items()}
-
-    def order(rank: int) -> tuple[bool, float]:
-        # As soon as one has failed, torch ends the others with this signal.
-        is_ended_by_torch = codes[rank] == -signal.SIGTERM and not errors[rank].trace
-        return is_ended_by_torch, errors[rank].time
-
-    first = min(errors, key=order)
-    end_descendants([failure.pid for failure in error.failures.values()])
-    if not quiet:
-        _write(format_errors(errors, first))
-    return _exit_code(codes[first], errors[first])
-
-
-def _write(text: str) -> None:
-    try:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    except OSError:  # the terminal is gone
-        pass
-
-
-def _exit_code(code: int, errors: WorkerErrors) -> int:
-    """Return the exit code as a shell reports it; Python has negative ones for signals."""
-    if code >= 0:
-        return code
-    if errors.trace:  # the signal came when its error had decided its exit code already
-        return _OF_SIGNAL + signal.SIGINT if errors.interrupted else 1
-    return _OF_SIGNAL - code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""SageMaker jobs."""
+"""Start jobs on Amazon SageMaker; the only importer of its SDK."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.launch.hosts import text_lines
+from accel_cli.launch.hosts import read_lines
 from accel_cli.launch.launchers import Command, run_program
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.settings import to_environ
@@ -18,18 +18,11 @@ if TYPE_CHECKING:
     from accel_cli.launch.command import LaunchPlan
 
 
-DISTRIBUTIONS: Mapping[str, Mapping[str, Any]] = {
-    "DATA_PARALLEL": {"smdistributed": {"dataparallel": {"enabled": True}}},
-    "MODEL_PARALLEL": {
-        "smdistributed": {"modelparallel": {"enabled": True, "parameters": {}}},
-        "mpi": {"enabled": True, "processes_per_host": 8},
-    },
-}
-"""By value of `distributed_type`, which parallelism of SageMaker trains."""
-
-
 def sagemaker_command(plan: LaunchPlan) -> Command:
-    """Return the program to become. Keys go to it in the variables that AWS reads, not in its arguments."""
+    """Return this module, with its request as JSON, as the program.
+
+    The keys are in the variables that AWS reads; arguments are visible to other users of the host.
+    """
     if not Path(plan.script).is_file() or plan.launch.module or plan.launch.no_python:
         raise SettingsError(
             f"Amazon SageMaker runs a Python file, which {plan.script!r} is not: give the path of a script."
@@ -63,7 +56,7 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
         "instance_count": launch.num_machines,
         "instance_type": cloud.ec2_instance_type,
         "debugger_hook_config": False,
-        "distribution": DISTRIBUTIONS.get(launch.distributed_type or "NO"),
+        "distribution": _DISTRIBUTIONS.get(launch.distributed_type or "NO"),
         "hyperparameters": hyperparameters(plan.script_arguments),
         "environment": {"ACCELERATE_USE_SAGEMAKER": "true", **to_environ(plan.merged.settings)},
         "metric_definitions": metrics(cloud.sagemaker_metrics_file),
@@ -73,8 +66,18 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
     )
 
 
+_DISTRIBUTIONS: Mapping[str, Mapping[str, Any]] = {
+    "DATA_PARALLEL": {"smdistributed": {"dataparallel": {"enabled": True}}},
+    "MODEL_PARALLEL": {
+        "smdistributed": {"modelparallel": {"enabled": True, "parameters": {}}},
+        "mpi": {"enabled": True, "processes_per_host": 8},
+    },
+}
+"""The argument `distribution` of an estimator by value of `distributed_type`."""
+
+
 def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a script as SageMaker takes them: a value for every flag.
+    """Return the arguments of a script as SageMaker requires them: a value for every flag.
 
     Raises:
         SettingsError: A word belongs to no flag, or a flag has no value.
@@ -83,26 +86,26 @@ def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
         >>> hyperparameters(["--lr", "0.1", "--epochs=3", "--name", "run 1"])
         {'lr': 0.1, 'epochs': 3, 'name': 'run 1'}
     """
-    found: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        name, equals, text = rest.pop(0).partition("=")
+    values: dict[str, Any] = {}
+    remaining = list(words)
+    while remaining:
+        name, equals, text = remaining.pop(0).partition("=")
         if not name.startswith("--"):
             raise SettingsError(
                 f"Amazon SageMaker takes named arguments only: {name!r} of the script is none."
             )
         if not equals:
-            if not rest or rest[0].startswith("--"):
+            if not remaining or remaining[0].startswith("--"):
                 raise SettingsError(
                     f"Amazon SageMaker gives every flag a value, and {name!r} of the script has none: let "
                     f"the script take `{name} True`."
                 )
-            text = rest.pop(0)
-        found[name.removeprefix("--")] = _value(text)
-    return found
+            text = remaining.pop(0)
+        values[name.removeprefix("--")] = _parse_value(text)
+    return values
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     for kind in (int, float):
         try:
             return kind(text)
@@ -113,19 +116,19 @@ def _value(text: str) -> Any:
 
 def inputs(file: str | None) -> dict[str, str] | None:
     """Return the inputs of the job: their locations by channel."""
-    return dict(_rows(file, "channel name")) or None
+    return dict(_read_rows(file, "channel name")) or None
 
 
 def metrics(file: str | None) -> list[dict[str, str]] | None:
     """Return the metrics to read from the output of the job: a name and a regular expression each."""
-    return [{"Name": name, "Regex": regex} for name, regex in _rows(file, "metric name")] or None
+    return [{"Name": name, "Regex": regex} for name, regex in _read_rows(file, "metric name")] or None
 
 
-def _rows(file: str | None, first: str) -> list[tuple[str, str]]:
-    """Return the two columns of a file, without its head."""
+def _read_rows(file: str | None, first: str) -> list[tuple[str, str]]:
+    """Read the two columns of a file, without its header."""
     if file is None:
         return []
-    lines = text_lines(file, f"file of {first}s")
+    lines = read_lines(file, f"file of {first}s")
     rows = [tuple(line.split("\t")) for line in lines[1:] if line.strip()]
     if any(len(row) != 2 for row in rows):
         raise SettingsError(f"{file!r}: every line has a {first}, a tab, and what belongs to it.")
@@ -133,7 +136,7 @@ def _rows(file: str | None, first: str) -> list[tuple[str, str]]:
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
-    """Make the estimator of what `run_sagemaker.job` has written in JSON, and let it run the job."""
+    """Run the job of the request that `sagemaker_command` wrote as JSON."""
     request = json.loads(arguments[0])
     try:
         estimators = load("sagemaker.huggingface")

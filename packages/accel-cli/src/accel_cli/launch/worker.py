@@ -1,7 +1,7 @@
-"""Become the user's script.
+"""Become the user's script in a rank: run it as `__main__`, write its error file, end with the launcher.
 
-torch.distributed.run starts this module once for every rank. It is the module `__main__`, and its names give
-way to those of the script.
+torch.distributed.run starts this module for every rank. It is the module `__main__`, and its names give way
+to those of the script.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ def run(arguments: list[str]) -> None:
     """Become the script.
 
     Args:
-        arguments: `--launcher=<pid>`, the parent, with which this process ends, or nothing; `--program`, and
-            then a program and what it is given. Or `--aloud`, with which tracebacks appear where and when
-            they happen, or nothing; `-m` or nothing; the script or module, and what it is given.
+        arguments: Optionally `--launcher=<pid>`, the parent with which this process ends. Then either
+            `--program`, a program and its arguments; or optionally `--aloud`, which prints tracebacks
+            at once, optionally `-m`, the script or module, and its arguments.
     """
-    rest = list(arguments)
-    if rest[0].startswith("--launcher="):
-        die_with_parent(int(rest.pop(0).partition("=")[2]))
-    if rest[0] == "--program":
-        os.execv(rest[1], rest[1:])  # noqa: S606 - no shell is wanted
-    aloud = rest[:1] == ["--aloud"] and bool(rest.pop(0))
-    is_module = rest[:1] == ["-m"] and bool(rest.pop(0))
+    words = list(arguments)
+    if words[0].startswith("--launcher="):
+        die_with_parent(int(words.pop(0).partition("=")[2]))
+    if words[0] == "--program":
+        os.execv(words[1], words[1:])  # noqa: S606 - no shell is wanted
+    aloud = words[:1] == ["--aloud"] and bool(words.pop(0))
+    is_module = words[:1] == ["-m"] and bool(words.pop(0))
     error_file = None if aloud else read().get(ERROR_FILE)
     sys.excepthook = partial(_write_error_file, error_file or None)
     if error_file:
         _write_stack_file(stack_file(error_file, _rank()))
-    sys.argv[:] = rest
+    sys.argv[:] = words
     names = sys.modules["__main__"].__dict__
     names.clear()
     names.update(__name__="__main__", __builtins__=builtins)
     if is_module:
-        _run_module_as_main(rest[0])
+        _run_module_as_main(words[0])
     else:
-        _run_file(rest[0], names)
+        _run_file(words[0], names)
 
 
 def _run_file(script: str, names: dict[str, Any]) -> None:
-    """Execute a file in the module `__main__`, so that what it defines can be pickled."""
+    """Execute a file in the module `__main__`; pickle finds its definitions there."""
     code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(script).resolve().parent)
@@ -85,7 +85,7 @@ def _run_file(script: str, names: dict[str, Any]) -> None:
 def _rank() -> int:
     try:
         return detect(read()).rank
-    except SettingsError:  # the script will raise it
+    except SettingsError:  # The script will raise it.
         return 0
 
 
@@ -95,10 +95,10 @@ def _write_error_file(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Write an error file as torch.distributed.run reads it, or print the traceback at once."""
-    # What comes before an interrupt is mostly an error from a rank that was interrupted, too.
+    """Write the error file that torch.distributed.run reads, or print the traceback at once."""
+    # The error before an interrupt is mostly that of a collective with another interrupted rank.
     chain = not issubclass(kind, KeyboardInterrupt)
-    text = "".join(traceback.format_exception(kind, error, _of_script(trace), chain=chain))
+    text = "".join(traceback.format_exception(kind, error, _frames_of_script(trace), chain=chain))
     record = worker_error(kind.__name__, str(error), text, _rank(), time.time())
     if error_file:
         with contextlib.suppress(OSError):
@@ -107,18 +107,17 @@ def _write_error_file(
     sys.stderr.write(format_all_errors({_rank(): parse_worker_errors(record)}))
 
 
-def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback without the frames of this module and of runpy, which are there in every one."""
-    found = trace
-    while found is not None and found.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-        found = found.tb_next
-    return found
+def _frames_of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without its first frames, which are of this module and of runpy."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    return trace
 
 
 def _write_stack_file(file: Path) -> None:
-    """Write down at what line an interrupt from the keyboard comes, as long as it has not ended this process.
+    """Make Ctrl-C write the current stack to a file, which a normal end of the process deletes.
 
-    One that waits for other ranks in C++ does not get to its `KeyboardInterrupt`.
+    A process that waits for other ranks in C++ never raises `KeyboardInterrupt`, and has no traceback.
     """
     if sys.platform == "win32" or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
@@ -128,11 +127,11 @@ def _write_stack_file(file: Path) -> None:
         return
     atexit.register(file.unlink, missing_ok=True)
     faulthandler.register(signal.SIGINT, stream, all_threads=False, chain=True)
-    os.register_at_fork(after_in_child=_remove_stack_file)
+    os.register_at_fork(after_in_child=_unregister_stack_file)
 
 
-def _remove_stack_file() -> None:
-    """Leave the file to the process that has forked this one."""
+def _unregister_stack_file() -> None:
+    """Stop writing the file in a forked process: it belongs to the parent."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         faulthandler.unregister(signal.SIGINT)
 

@@ -22,7 +22,7 @@ from accel_cli.commands.check.record import (
 )
 from accel_cli.commands.estimate.memory import Estimate, TrainingSetup, estimate, fits
 from accel_cli.config_file import read_config
-from accel_cli.launch.checks import LaunchFacts, uses_cpu, why_no_fp8
+from accel_cli.launch.checks import LaunchFacts, find_fp8_problem, uses_cpu
 from accel_cli.launch.hosts import HostDevices, probe_devices
 from accel_cli.output import Table, redact, show, working
 from accel_ops.weights.layout import convert_bytes
@@ -130,7 +130,7 @@ def fp8_refusals(merged: Merged, machine: HostDevices) -> tuple[str, ...]:
     """
     facts = LaunchFacts(merged=merged, machine=machine, environ={})
     is_known = uses_cpu(merged) or (facts.is_local and machine.gpus > 0)
-    problem = why_no_fp8(merged, machine) if is_known else None
+    problem = find_fp8_problem(merged, machine) if is_known else None
     return () if problem is None else (problem,)
 
 
