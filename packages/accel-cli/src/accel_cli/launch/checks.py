@@ -108,8 +108,8 @@ def _check_device_type(facts: LaunchFacts) -> Iterator[str]:
 
 def _check_devices(facts: LaunchFacts) -> Iterator[str]:
     launch, kind = facts.settings.launch, facts.source_of("launch.distributed_type")
-    starts_elsewhere = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
-    if uses_cpu(facts.merged) or not facts.is_local or starts_elsewhere:
+    is_started_by_launcher = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
+    if uses_cpu(facts.merged) or not facts.is_local or is_started_by_launcher:
         return
     if kind.value in VISIBLE_DEVICES and kind.value != "MULTI_GPU":
         if launch.num_processes is None and not launch.device_ids:

@@ -193,7 +193,7 @@ def choose_port(launch: LaunchSettings) -> int:
 
 
 def local_address(launch: LaunchSettings) -> str | None:
-    """Return the address under which the other machines of the job reach this one; None if unknown.
+    """Return the address under which the other nodes reach this one; None if unknown.
 
     torch would use the host's name, which need not resolve to it in a container or behind a second network
     card.
