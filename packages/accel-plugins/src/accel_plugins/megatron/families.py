@@ -1,4 +1,4 @@
-"""GPT-2, Llama, BERT, T5; weight packing.
+"""Model families of Megatron: GPT-2, Llama, BERT and T5 of transformers as megatron-core builds them.
 
 A packed weight is one in which tensor-parallel ranks split one dim evenly; megatron-core's own parameter is
 the part of a rank with its leading dims flattened.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,28 +17,6 @@ from torch.nn.functional import gelu, relu, silu
 
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.lazy import Registry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """A parameter of megatron-core and the weights of transformers that it is made of.
-
-    Args:
-        parameter: Its name in megatron-core's model; `{layer}` stands for the index of a layer.
-        names: The names of the weights in the model of transformers, with `{layer}` likewise.
-    """
-
-    parameter: str
-    names: tuple[str, ...]
-    packing: Packing
-
-
-def weight_and_bias(theirs: str, ours: str, weight: Packing, bias: Packing) -> list[Weight]:
-    """Return the two parameters of a layer or norm."""
-    return [
-        Weight(parameter=f"{theirs}.{end}", names=(f"{ours}.{end}",), packing=packing)
-        for end, packing in (("weight", weight), ("bias", bias))
-    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +28,7 @@ class ModelFamily:
         transformer_config: Returns fields of megatron-core's `TransformerConfig`.
         model_arguments: Returns arguments of megatron-core's model, such as `position_embedding_type`, from
             the model of transformers.
-        weights: Returns all parameters; those that a model does not have do no harm.
+        weights: Returns the rows of all parameters, of which a model may lack some.
         build: `"module:function"` of what makes the module of one pipeline stage, called as
             `build(transformer_config, arguments, vocabulary, pre_process, post_process, vp_stage)`.
         check: Raises if the configuration asks for what megatron-core does not compute.
@@ -71,8 +49,43 @@ class ModelFamily:
     check: Callable[[Any], None] = lambda _: None
 
 
-Pack: TypeAlias = Callable[[Sequence["Tensor"]], "Tensor"]
-Unpack: TypeAlias = Callable[["Tensor"], Sequence["Tensor"]]
+def find_family(model: Any) -> ModelFamily:
+    """Return the row of a model of transformers, of its configuration, or of a `model_type`.
+
+    Example:
+        >>> find_family("gpt2").architectures
+        ('GPT2LMHeadModel',)
+    """
+    config = getattr(model, "config", model)
+    kind = config if isinstance(config, str) else getattr(config, "model_type", None)
+    known = FAMILIES.available()
+    if kind not in known:
+        raise SettingsError(
+            f"{type(model).__name__} of type {kind!r} cannot be trained by Megatron: there are rows for "
+            f"{', '.join(map(repr, known))}. Add one, a ModelFamily, by an entry point of the group "
+            f"{ENTRY_POINT_GROUP!r}, or give MegatronLMPlugin a custom_model_provider_function."
+        )
+    family = known[kind]
+    if config is not model and type(model).__name__ not in family.architectures:
+        raise SettingsError(
+            f"{type(model).__name__} cannot be trained by Megatron: of the type {kind!r} it trains "
+            f"{', '.join(family.architectures)}."
+        )
+    return family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A parameter of megatron-core and the weights of transformers that it is made of.
+
+    Args:
+        parameter: Its name in megatron-core's model; `{layer}` stands for the index of a layer.
+        names: The names of the weights in the model of transformers, with `{layer}` likewise.
+    """
+
+    parameter: str
+    names: tuple[str, ...]
+    packing: Packing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,29 +100,30 @@ class Packing:
             parameter has one dim for all of them.
     """
 
-    pack: Pack
-    unpack: Unpack
+    pack: Callable[[Sequence[Tensor]], Tensor]
+    unpack: Callable[[Tensor], Sequence[Tensor]]
     dim: int | None = None
     leading: tuple[int, ...] = ()
 
     def shard(self, packed: Tensor, rank: int, size: int) -> Tensor:
         """Return the parameter of one tensor-parallel rank."""
-        if self.dim == 0:  # ranks may be more than leading rows: key-value heads are split between some
+        if self.dim == 0:  # There may be more ranks than leading rows: key-value heads are split, too.
             packed = self._flat(packed)
         if self.dim is not None:
-            packed = _padded(packed, self.dim, size).chunk(size, dim=self.dim)[rank]
+            padding = [0, 0] * (packed.ndim - 1 - self.dim) + [0, -packed.shape[self.dim] % size]
+            packed = torch.nn.functional.pad(packed, padding).chunk(size, dim=self.dim)[rank]
         return packed if self.dim == 0 else self._flat(packed)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the packed weight from the parameters of all tensor-parallel ranks."""
         if self.dim == 0:
             return self._shaped(torch.cat([*shards]))
-        parts = [self._shaped(one) for one in shards]
+        parts = [self._shaped(shard) for shard in shards]
         return parts[0] if self.dim is None else torch.cat(parts, dim=self.dim)
 
-    def joined_shape(self, own: torch.Size, size: int) -> torch.Size:
-        """Return the shape of the packed weight."""
-        part = torch.empty(own, device="meta")
+    def joined_shape(self, shape: torch.Size, size: int) -> torch.Size:
+        """Return the shape of the packed weight, from that of the parameter."""
+        part = torch.empty(shape, device="meta")
         return self.join([part] * (1 if self.dim is None else size)).shape
 
     def _flat(self, packed: Tensor) -> Tensor:
@@ -139,13 +153,6 @@ def vocabulary(rows: int) -> Packing:
     return Packing(pack=lambda tensors: tensors[0], unpack=lambda packed: [packed[:rows]], dim=0)
 
 
-def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
-    missing = -tensor.shape[dim] % size
-    if not missing:
-        return tensor
-    return torch.nn.functional.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
-
-
 def transposed(dim: int) -> Packing:
     """Return the packing of a weight that one of the two libraries has transposed, as `Conv1D` does."""
     return Packing(pack=lambda tensors: tensors[0].T, unpack=lambda packed: [packed.T], dim=dim)
@@ -171,8 +178,8 @@ def attention(heads: int, groups: int, size: int) -> Packing:
 
     def pack(tensors: Sequence[Tensor]) -> Tensor:
         parts = [
-            one.reshape(groups, number, size, *one.shape[1:])
-            for one, number in zip(tensors, (queries, 1, 1), strict=True)
+            tensor.reshape(groups, number, size, *tensor.shape[1:])
+            for tensor, number in zip(tensors, (queries, 1, 1), strict=True)
         ]
         return torch.cat(parts, dim=1)
 
@@ -192,7 +199,7 @@ def keys_values(heads: int, size: int) -> Packing:
     """
 
     def pack(tensors: Sequence[Tensor]) -> Tensor:
-        return torch.stack([one.reshape(heads, size, *one.shape[1:]) for one in tensors], dim=1)
+        return torch.stack([tensor.reshape(heads, size, *tensor.shape[1:]) for tensor in tensors], dim=1)
 
     def unpack(packed: Tensor) -> list[Tensor]:
         return [part.flatten(0, 1) for part in packed.unbind(1)]
@@ -222,8 +229,18 @@ ACTIVATIONS: dict[str, Any] = {
 }
 """Activations of transformers by name, as megatron-core's layers call them."""
 
-_GPT2_LAYER = "decoder.layers.{layer}."
-_GPT2_NAMES = "transformer.h.{layer}."
+
+def weight(parameter: str, names: str | tuple[str, ...], packing: Packing) -> Weight:
+    """Return the row of a parameter that is made of one weight of transformers, or of several."""
+    return Weight(parameter=parameter, names=(names,) if isinstance(names, str) else names, packing=packing)
+
+
+def weight_and_bias(module: str, name: str, weights: Packing, biases: Packing) -> list[Weight]:
+    """Return the rows of both parameters of a layer or norm, which transformers calls `name`."""
+    return [
+        weight(f"{module}.{kind}", f"{name}.{kind}", packing)
+        for kind, packing in (("weight", weights), ("bias", biases))
+    ]
 
 
 def _gpt2_config(config: Any) -> dict[str, Any]:
@@ -252,30 +269,23 @@ def _gpt2_arguments(model: Any) -> dict[str, Any]:
 def _gpt2_weights(config: Any) -> list[Weight]:
     size = config.n_embd // config.n_head
     head = "transformer.wte.weight" if config.tie_word_embeddings else "lm_head.weight"
-    found = [
-        Weight(parameter=one, names=(name,), packing=packing)
-        for one, name, packing in (
-            ("embedding.word_embeddings.weight", "transformer.wte.weight", vocabulary(config.vocab_size)),
-            ("embedding.position_embeddings.weight", "transformer.wpe.weight", same()),
-            ("output_layer.weight", head, vocabulary(config.vocab_size)),
-        )
+    rows = vocabulary(config.vocab_size)
+    qkv, qkv_bias = (
+        attention_in_one(config.n_head, size, transpose=transpose) for transpose in (True, False)
+    )
+    layer, name = "decoder.layers.{layer}.", "transformer.h.{layer}."
+    return [
+        weight("embedding.word_embeddings.weight", "transformer.wte.weight", rows),
+        weight("embedding.position_embeddings.weight", "transformer.wpe.weight", same()),
+        weight("output_layer.weight", head, rows),
+        *weight_and_bias("decoder.final_layernorm", "transformer.ln_f", same(), same()),
+        *weight_and_bias(f"{layer}input_layernorm", f"{name}ln_1", same(), same()),
+        *weight_and_bias(f"{layer}pre_mlp_layernorm", f"{name}ln_2", same(), same()),
+        *weight_and_bias(f"{layer}self_attention.linear_qkv", f"{name}attn.c_attn", qkv, qkv_bias),
+        *weight_and_bias(f"{layer}self_attention.linear_proj", f"{name}attn.c_proj", transposed(1), same()),
+        *weight_and_bias(f"{layer}mlp.linear_fc1", f"{name}mlp.c_fc", transposed(0), same(0)),
+        *weight_and_bias(f"{layer}mlp.linear_fc2", f"{name}mlp.c_proj", transposed(1), same()),
     ]
-    for theirs, ours, weight, bias in (
-        ("decoder.final_layernorm", "transformer.ln_f", same(), same()),
-        (f"{_GPT2_LAYER}input_layernorm", f"{_GPT2_NAMES}ln_1", same(), same()),
-        (f"{_GPT2_LAYER}pre_mlp_layernorm", f"{_GPT2_NAMES}ln_2", same(), same()),
-        (
-            f"{_GPT2_LAYER}self_attention.linear_qkv",
-            f"{_GPT2_NAMES}attn.c_attn",
-            attention_in_one(config.n_head, size, transpose=True),
-            attention_in_one(config.n_head, size, transpose=False),
-        ),
-        (f"{_GPT2_LAYER}self_attention.linear_proj", f"{_GPT2_NAMES}attn.c_proj", transposed(1), same()),
-        (f"{_GPT2_LAYER}mlp.linear_fc1", f"{_GPT2_NAMES}mlp.c_fc", transposed(0), same(0)),
-        (f"{_GPT2_LAYER}mlp.linear_fc2", f"{_GPT2_NAMES}mlp.c_proj", transposed(1), same()),
-    ):
-        found += weight_and_bias(theirs, ours, weight, bias)
-    return found
 
 
 def _check_gpt2(config: Any) -> None:
@@ -309,12 +319,6 @@ GPT2 = ModelFamily(
 )
 
 
-_LLAMA_LAYER = "decoder.layers.{layer}."
-# What megatron-core's RotaryEmbedding computes with; it takes only the factor.
-_LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
-_LLAMA_NAMES = "model.layers.{layer}."
-
-
 def _llama_config(config: Any) -> dict[str, Any]:
     return {
         "num_layers": config.num_hidden_layers,
@@ -335,65 +339,50 @@ def _llama_config(config: Any) -> dict[str, Any]:
 
 def _llama_arguments(model: Any) -> dict[str, Any]:
     config = model.config
+    rope = _rope(config)
+    is_scaled = _rope_type(rope) == "llama3"
     return {
         "max_sequence_length": config.max_position_embeddings,
         "position_embedding_type": "rope",
-        "rotary_base": _rope(config)["rope_theta"],
+        "rotary_base": rope["rope_theta"],
         "share_embeddings_and_output_weights": config.tie_word_embeddings,
-        **_scaling(config),
+        **({"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])} if is_scaled else {}),
     }
 
 
-def _scaling(config: Any) -> dict[str, Any]:
-    rope = _rope(config)
-    if _rope_type(rope) != "llama3":
-        return {}
-    return {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+def _rope(config: Any) -> dict[str, Any]:
+    parameters = getattr(config, "rope_parameters", None)
+    if parameters is not None:  # transformers 5 has all of them there
+        return parameters
+    return {**(getattr(config, "rope_scaling", None) or {}), "rope_theta": config.rope_theta}
 
 
 def _rope_type(rope: Any) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    found = getattr(config, "rope_parameters", None)  # transformers 5
-    if found is None:
-        scaling = getattr(config, "rope_scaling", None) or {}
-        found = {**scaling, "rope_theta": config.rope_theta}
-    return found
-
-
 def _llama_weights(config: Any) -> list[Weight]:
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-    projections = attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
-    rows = (
-        ("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), vocabulary(config.vocab_size)),
-        ("decoder.final_layernorm.weight", ("model.norm.weight",), same()),
-        ("output_layer.weight", (head,), vocabulary(config.vocab_size)),
-        (f"{_LLAMA_LAYER}input_layernorm.weight", (f"{_LLAMA_NAMES}input_layernorm.weight",), same()),
-        (
-            f"{_LLAMA_LAYER}pre_mlp_layernorm.weight",
-            (f"{_LLAMA_NAMES}post_attention_layernorm.weight",),
-            same(),
-        ),
-        (
-            f"{_LLAMA_LAYER}self_attention.linear_qkv.weight",
-            tuple(f"{_LLAMA_NAMES}self_attn.{one}_proj.weight" for one in "qkv"),
-            projections,
-        ),
-        (
-            f"{_LLAMA_LAYER}self_attention.linear_proj.weight",
-            (f"{_LLAMA_NAMES}self_attn.o_proj.weight",),
-            same(1),
-        ),
-        (
-            f"{_LLAMA_LAYER}mlp.linear_fc1.weight",
-            tuple(f"{_LLAMA_NAMES}mlp.{one}_proj.weight" for one in ("gate", "up")),
-            gated(),
-        ),
-        (f"{_LLAMA_LAYER}mlp.linear_fc2.weight", (f"{_LLAMA_NAMES}mlp.down_proj.weight",), same(1)),
-    )
-    return [Weight(parameter=one, names=names, packing=packing) for one, names, packing in rows]
+    rows = vocabulary(config.vocab_size)
+    qkv = attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+    layer, name = "decoder.layers.{layer}.", "model.layers.{layer}."
+    attn, mlp = f"{name}self_attn.", f"{name}mlp."
+    projections = tuple(f"{attn}{letter}_proj.weight" for letter in "qkv")
+    return [
+        weight("embedding.word_embeddings.weight", "model.embed_tokens.weight", rows),
+        weight("decoder.final_layernorm.weight", "model.norm.weight", same()),
+        weight("output_layer.weight", head, rows),
+        weight(f"{layer}input_layernorm.weight", f"{name}input_layernorm.weight", same()),
+        weight(f"{layer}pre_mlp_layernorm.weight", f"{name}post_attention_layernorm.weight", same()),
+        weight(f"{layer}self_attention.linear_qkv.weight", projections, qkv),
+        weight(f"{layer}self_attention.linear_proj.weight", f"{attn}o_proj.weight", same(1)),
+        weight(f"{layer}mlp.linear_fc1.weight", (f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"), gated()),
+        weight(f"{layer}mlp.linear_fc2.weight", f"{mlp}down_proj.weight", same(1)),
+    ]
+
+
+# These are the values that megatron-core's RotaryEmbedding computes with; it takes only the factor.
+_LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 
 
 def _check_llama(config: Any) -> None:
@@ -428,10 +417,6 @@ LLAMA = ModelFamily(
 )
 
 
-_BERT_LAYER = "encoder.layers.{layer}."
-_BERT_NAMES = "bert.encoder.layer.{layer}."
-
-
 def _bert_config(config: Any) -> dict[str, Any]:
     return {
         "num_layers": config.num_hidden_layers,
@@ -464,38 +449,36 @@ def _bert_weights(config: Any) -> list[Weight]:
     heads = config.num_attention_heads
     qkv = attention(heads, heads, config.hidden_size // heads)
     rows = vocabulary(config.vocab_size)
-    embeddings = "bert.embeddings.word_embeddings.weight"
-    decoder = embeddings if config.tie_word_embeddings else "cls.predictions.decoder.weight"
-    found = [
-        Weight(parameter=one, names=(name,), packing=packing)
-        for one, name, packing in (
-            ("embedding.word_embeddings.weight", embeddings, rows),
-            ("embedding.position_embeddings.weight", "bert.embeddings.position_embeddings.weight", same()),
-            ("embedding.tokentype_embeddings.weight", "bert.embeddings.token_type_embeddings.weight", same()),
-            ("output_layer.weight", decoder, rows),
-            ("output_layer.bias", "cls.predictions.bias", rows),
-        )
+    word_embeddings = "bert.embeddings.word_embeddings.weight"
+    head = word_embeddings if config.tie_word_embeddings else "cls.predictions.decoder.weight"
+    layer, name = "encoder.layers.{layer}.", "bert.encoder.layer.{layer}."
+    weights = [
+        weight("embedding.word_embeddings.weight", word_embeddings, rows),
+        weight("embedding.position_embeddings.weight", "bert.embeddings.position_embeddings.weight", same()),
+        weight(
+            "embedding.tokentype_embeddings.weight", "bert.embeddings.token_type_embeddings.weight", same()
+        ),
+        weight("output_layer.weight", head, rows),
+        weight("output_layer.bias", "cls.predictions.bias", rows),
     ]
-    for end in ("weight", "bias"):
-        names = tuple(f"{_BERT_NAMES}attention.self.{one}.{end}" for one in ("query", "key", "value"))
-        found.append(
-            Weight(parameter=f"{_BERT_LAYER}self_attention.linear_qkv.{end}", names=names, packing=qkv)
-        )
-    for theirs, ours, weight, bias in (
+    for kind in ("weight", "bias"):
+        names = tuple(f"{name}attention.self.{part}.{kind}" for part in ("query", "key", "value"))
+        weights.append(weight(f"{layer}self_attention.linear_qkv.{kind}", names, qkv))
+    for module, source, packing, bias in (
         ("embedding.norm", "bert.embeddings.LayerNorm", same(), same()),
-        (f"{_BERT_LAYER}self_attention.linear_proj", f"{_BERT_NAMES}attention.output.dense", same(1), same()),
-        (f"{_BERT_LAYER}self_attn_bda.norm", f"{_BERT_NAMES}attention.output.LayerNorm", same(), same()),
-        (f"{_BERT_LAYER}mlp.linear_fc1", f"{_BERT_NAMES}intermediate.dense", same(0), same(0)),
-        (f"{_BERT_LAYER}mlp.linear_fc2", f"{_BERT_NAMES}output.dense", same(1), same()),
-        (f"{_BERT_LAYER}mlp_bda.norm", f"{_BERT_NAMES}output.LayerNorm", same(), same()),
+        (f"{layer}self_attention.linear_proj", f"{name}attention.output.dense", same(1), same()),
+        (f"{layer}self_attn_bda.norm", f"{name}attention.output.LayerNorm", same(), same()),
+        (f"{layer}mlp.linear_fc1", f"{name}intermediate.dense", same(0), same(0)),
+        (f"{layer}mlp.linear_fc2", f"{name}output.dense", same(1), same()),
+        (f"{layer}mlp_bda.norm", f"{name}output.LayerNorm", same(), same()),
         ("pooler.dense", "bert.pooler.dense", same(), same()),
         ("lm_head.dense", "cls.predictions.transform.dense", same(), same()),
         ("lm_head.layer_norm", "cls.predictions.transform.LayerNorm", same(), same()),
         ("binary_head", "cls.seq_relationship", same(), same()),
         ("binary_head.1", "classifier", same(), same()),
     ):
-        found += weight_and_bias(theirs, ours, weight, bias)
-    return found
+        weights += weight_and_bias(module, source, packing, bias)
+    return weights
 
 
 def _check_bert(config: Any) -> None:
@@ -522,7 +505,7 @@ BERT = ModelFamily(
 )
 
 
-_ACTIVATIONS: dict[str, Any] = {
+_T5_ACTIVATIONS: dict[str, Any] = {
     "relu": relu,
     "gelu": gelu,
     "gelu_new": partial(gelu, approximate="tanh"),
@@ -538,7 +521,7 @@ def _t5_config(config: Any) -> dict[str, Any]:
         "num_attention_heads": config.num_heads,
         "kv_channels": config.d_kv,
         "softmax_scale": 1.0,
-        "activation_func": _ACTIVATIONS[config.dense_act_fn],
+        "activation_func": _T5_ACTIVATIONS[config.dense_act_fn],
         "gated_linear_unit": config.is_gated_act,
         "add_bias_linear": False,
         "normalization": "RMSNorm",
@@ -564,62 +547,52 @@ def _t5_arguments(model: Any) -> dict[str, Any]:
 
 def _t5_weights(config: Any) -> list[Weight]:
     head = "shared.weight" if config.tie_word_embeddings else "lm_head.weight"
-    rows = [
-        ("embedding.word_embeddings.weight", ("shared.weight",), vocabulary(config.vocab_size)),
-        ("lm_head.output_layer.weight", (head,), vocabulary(config.vocab_size)),
+    weights = [
+        weight("embedding.word_embeddings.weight", "shared.weight", vocabulary(config.vocab_size)),
+        weight("lm_head.output_layer.weight", head, vocabulary(config.vocab_size)),
     ]
     for side in ("encoder", "decoder"):
         bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
-        rows += [
-            (f"{side}_relative_pos_emb.relative_attention_bias.weight", (bias,), same()),
-            (f"{side}.final_layernorm.weight", (f"{side}.final_layer_norm.weight",), same()),
-            *_layer(config, side),
+        weights += [
+            weight(f"{side}_relative_pos_emb.relative_attention_bias.weight", bias, same()),
+            weight(f"{side}.final_layernorm.weight", f"{side}.final_layer_norm.weight", same()),
+            *_t5_layer(config, side),
         ]
-    return [Weight(parameter=one, names=names, packing=packing) for one, names, packing in rows]
+    return weights
 
 
-def _layer(config: Any, side: str) -> list[tuple[str, tuple[str, ...], Any]]:
-    theirs, ours = f"{side}.layers.{{layer}}.", f"{side}.block.{{layer}}.layer."
-    qkv = attention(config.num_heads, config.num_heads, config.d_kv)
+def _t5_layer(config: Any, side: str) -> list[Weight]:
+    layer, name = f"{side}.layers.{{layer}}.", f"{side}.block.{{layer}}.layer."
+    attn, cross = f"{name}0.SelfAttention.", f"{name}1.EncDecAttention."
     last = 2 if side == "decoder" else 1
-    mlp = f"{ours}{last}.DenseReluDense."
-    first = ("wi_0", "wi_1") if config.is_gated_act else ("wi",)
-    rows = [
-        (f"{theirs}input_layernorm.weight", (f"{ours}0.layer_norm.weight",), same()),
-        (
-            f"{theirs}self_attention.linear_qkv.weight",
-            tuple(f"{ours}0.SelfAttention.{one}.weight" for one in "qkv"),
-            qkv,
-        ),
-        (f"{theirs}self_attention.linear_proj.weight", (f"{ours}0.SelfAttention.o.weight",), same(1)),
-        (f"{theirs}pre_mlp_layernorm.weight", (f"{ours}{last}.layer_norm.weight",), same()),
-        (
-            f"{theirs}mlp.linear_fc1.weight",
-            tuple(f"{mlp}{one}.weight" for one in first),
-            gated() if config.is_gated_act else same(0),
-        ),
-        (f"{theirs}mlp.linear_fc2.weight", (f"{mlp}wo.weight",), same(1)),
+    mlp = f"{name}{last}.DenseReluDense."
+    qkv = attention(config.num_heads, config.num_heads, config.d_kv)
+    projections = tuple(f"{attn}{letter}.weight" for letter in "qkv")
+    first = (f"{mlp}wi_0.weight", f"{mlp}wi_1.weight") if config.is_gated_act else f"{mlp}wi.weight"
+    weights = [
+        weight(f"{layer}input_layernorm.weight", f"{name}0.layer_norm.weight", same()),
+        weight(f"{layer}self_attention.linear_qkv.weight", projections, qkv),
+        weight(f"{layer}self_attention.linear_proj.weight", f"{attn}o.weight", same(1)),
+        weight(f"{layer}pre_mlp_layernorm.weight", f"{name}{last}.layer_norm.weight", same()),
+        weight(f"{layer}mlp.linear_fc1.weight", first, gated() if config.is_gated_act else same(0)),
+        weight(f"{layer}mlp.linear_fc2.weight", f"{mlp}wo.weight", same(1)),
     ]
     if side == "decoder":
-        cross = f"{ours}1.EncDecAttention."
-        rows += [
-            (f"{theirs}pre_cross_attn_layernorm.weight", (f"{ours}1.layer_norm.weight",), same()),
-            (f"{theirs}cross_attention.linear_q.weight", (f"{cross}q.weight",), same(0)),
-            (
-                f"{theirs}cross_attention.linear_kv.weight",
-                (f"{cross}k.weight", f"{cross}v.weight"),
-                keys_values(config.num_heads, config.d_kv),
-            ),
-            (f"{theirs}cross_attention.linear_proj.weight", (f"{cross}o.weight",), same(1)),
+        kv = keys_values(config.num_heads, config.d_kv)
+        weights += [
+            weight(f"{layer}pre_cross_attn_layernorm.weight", f"{name}1.layer_norm.weight", same()),
+            weight(f"{layer}cross_attention.linear_q.weight", f"{cross}q.weight", same(0)),
+            weight(f"{layer}cross_attention.linear_kv.weight", (f"{cross}k.weight", f"{cross}v.weight"), kv),
+            weight(f"{layer}cross_attention.linear_proj.weight", f"{cross}o.weight", same(1)),
         ]
-    return rows
+    return weights
 
 
 def _check_t5(config: Any) -> None:
-    if config.dense_act_fn not in _ACTIVATIONS:
+    if config.dense_act_fn not in _T5_ACTIVATIONS:
         raise UnsupportedError(
             f"The row of T5 for Megatron has no feed_forward_proj={config.feed_forward_proj!r} (it has "
-            f"{', '.join(_ACTIVATIONS)})."
+            f"{', '.join(_T5_ACTIVATIONS)})."
         )
 
 
@@ -644,28 +617,3 @@ FAMILIES = Registry(
     noun="model family for Megatron",
     built_in={family.name: family for family in (BERT, GPT2, LLAMA, T5)},
 )
-
-
-def find_family(model: Any) -> ModelFamily:
-    """Return the row of a model of transformers, of its configuration, or of a `model_type`.
-
-    Example:
-        >>> find_family("gpt2").architectures
-        ('GPT2LMHeadModel',)
-    """
-    config = getattr(model, "config", model)
-    kind = config if isinstance(config, str) else getattr(config, "model_type", None)
-    known = FAMILIES.available()
-    if kind not in known:
-        raise SettingsError(
-            f"{type(model).__name__} of type {kind!r} cannot be trained by Megatron: there are rows for "
-            f"{', '.join(map(repr, known))}. Add one, a ModelFamily, by an entry point of the group "
-            f"{ENTRY_POINT_GROUP!r}, or give MegatronLMPlugin a custom_model_provider_function."
-        )
-    family = known[kind]
-    if config is not model and type(model).__name__ not in family.architectures:
-        raise SettingsError(
-            f"{type(model).__name__} cannot be trained by Megatron: of the type {kind!r} it trains "
-            f"{', '.join(family.architectures)}."
-        )
-    return family
