@@ -1,10 +1,11 @@
-"""Preflight checks; elements per stage."""
+"""Checks of a model, batch and plugin before Megatron trains; elements of parameters per pipeline stage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from itertools import count, takewhile
+from itertools import count
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -12,8 +13,8 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from accel_plugins.megatron.arguments import Sizes, model_sizes
-from accel_plugins.megatron.families import Weight, find_family
-from accel_plugins.megatron.plugin import DEFAULTS, OWN_CODE, MegatronLMPlugin
+from accel_plugins.megatron.families import find_family
+from accel_plugins.megatron.plugin import DEFAULTS, OWN_CODE, Effect, MegatronLMPlugin, find_ineffective
 from accel_state.errors import SettingsError, UnsupportedError
 
 
@@ -24,14 +25,14 @@ def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int
         >>> data_parallel_size(2, 2, 1, 8)
         2
     """
-    one = tensor * pipeline * context
-    if world_size % one:
+    size = tensor * pipeline * context
+    if world_size % size:
         raise SettingsError(
             f"tp_degree={tensor}, pp_degree={pipeline} and context_parallel_size={context} make groups of "
-            f"{one} ranks, into which {world_size} cannot be divided: start a multiple of {one} processes, "
+            f"{size} ranks, into which {world_size} cannot be divided: start a multiple of {size} processes, "
             "or make the sizes smaller."
         )
-    return world_size // one
+    return world_size // size
 
 
 def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
@@ -60,13 +61,11 @@ def _layer_problems(plugin: MegatronLMPlugin, sizes: Sizes) -> list[str]:
         instead = "leave it out, and use tp_degree, which divides every layer, or use_distributed_optimizer"
         return [f"{reason}: {instead}"]
     if last is not None:
-        rest, others = layers - last, stages - 1
-        uneven = (
-            f"{layers} layers, less the {last} of decoder_last_pipeline_num_layers, cannot be divided by the "
-        )
-        return (
-            [f"{uneven}{others} other stages of pp_degree={stages}"] if rest < others or rest % others else []
-        )
+        remaining, number = layers - last, stages - 1
+        if number <= remaining and remaining % number == 0:
+            return []
+        uneven = f"{layers} layers, less the {last} of decoder_last_pipeline_num_layers, cannot be divided by"
+        return [f"{uneven} the {number} other stages of pp_degree={stages}"]
     if layers % stages:
         return [f"{layers} layers cannot be divided by pp_degree={stages}"]
     own = layers // stages
@@ -76,44 +75,62 @@ def _layer_problems(plugin: MegatronLMPlugin, sizes: Sizes) -> list[str]:
     return []
 
 
-_OF_SCHEDULES = (
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_iters",
-    "lr_warmup_samples",
-    "lr_warmup_fraction",
-    "min_lr",
-    "weight_decay_incr_style",
-    "start_weight_decay",
-    "end_weight_decay",
-)
-"""Fields that only Megatron's own schedule reads."""
-
-
-def _changed(plugin: MegatronLMPlugin, names: Iterable[str]) -> str:
-    """List fields that are not at their default, for a message."""
-    default = {one.name: DEFAULTS.get(one.name, one.default) for one in fields(plugin)}
-    found = {name: getattr(plugin, name) for name in names}
-    return ", ".join(f"{name}={value!r}" for name, value in found.items() if value != default[name])
-
-
 def check_schedule(plugin: MegatronLMPlugin, *, has_optimizer: bool, has_placeholder: bool) -> None:
-    """Refuse a schedule without its optimizer, and fields of a schedule that nobody has prepared."""
+    """Refuse a schedule without its optimizer, and fields of a schedule that is not prepared."""
     if has_placeholder and not has_optimizer:
         raise SettingsError(
             "prepare() got a MegatronLMDummyScheduler without its optimizer: prepare them in one call, as in "
             "prepare(model, optimizer, scheduler)."
         )
-    described = _changed(plugin, _OF_SCHEDULES)
-    if described and has_optimizer and not has_placeholder:
-        raise SettingsError(
-            f"MegatronLMPlugin({described}) has no effect without Megatron's schedule: prepare a "
-            "MegatronLMDummyScheduler with the optimizer, or leave it out."
-        )
+    if has_optimizer:
+        _check_effects(plugin, _OF_SCHEDULES, has_placeholder=has_placeholder)
 
 
-_ROTARY = ("rope", "yarn", "mrope")
+def check_data_options(plugin: MegatronLMPlugin, *, has_indexed: bool, has_placeholder: bool) -> None:
+    """Refuse options of indexed data sets where loaders are others; a schedule has a length, too."""
+    has_reader = has_indexed or has_own_code(plugin)
+    _check_effects(plugin, _OF_DATA, has_reader=has_reader, has_length=has_reader or has_placeholder)
+
+
+_OF_SCHEDULES = (
+    Effect(
+        (
+            "lr_decay_style",
+            "lr_decay_iters",
+            "lr_decay_samples",
+            "lr_warmup_iters",
+            "lr_warmup_samples",
+            "lr_warmup_fraction",
+            "min_lr",
+            "weight_decay_incr_style",
+            "start_weight_decay",
+            "end_weight_decay",
+        ),
+        "Megatron's schedule",
+        itemgetter("has_placeholder"),
+        remedy="prepare a MegatronLMDummyScheduler with the optimizer, or leave it out",
+    ),
+)
+_NEEDED_FOR_DATA = (
+    "indexed data sets (prepare a MegatronLMDummyDataLoader), or a MegatronLMDummyScheduler for the length "
+    "of the training"
+)
+_OF_DATA = tuple(
+    Effect(names, _NEEDED_FOR_DATA, itemgetter(condition), remedy="leave it out")
+    for names, condition in (
+        (("eod_mask_loss", "consumed_samples", "eval_iters", "eval_interval"), "has_reader"),
+        (("train_iters", "train_samples"), "has_length"),
+    )
+)
+
+
+def _check_effects(plugin: MegatronLMPlugin, effects: Iterable[Effect], **facts: bool) -> None:
+    """Refuse fields that are not at their default and have no effect."""
+    defaults = {field.name: DEFAULTS.get(field.name, field.default) for field in fields(plugin)}
+    changed = {name: value for name in defaults if (value := getattr(plugin, name)) != defaults[name]}
+    for names, sentence in find_ineffective(effects, changed | facts):
+        described = ", ".join(f"{name}={changed[name]!r}" for name in names)
+        raise SettingsError(f"MegatronLMPlugin({described}) {sentence}.")
 
 
 def check_positions(plugin: MegatronLMPlugin, kind: str | None, name: str) -> None:
@@ -121,12 +138,12 @@ def check_positions(plugin: MegatronLMPlugin, kind: str | None, name: str) -> No
 
     `kind` is the model's `position_embedding_type` of megatron-core, `None` for learned positions.
     """
-    wanted, found = plugin.use_rotary_position_embeddings, kind in _ROTARY
-    if wanted is not None and bool(wanted) is not found:
+    wanted, has_rotary = plugin.use_rotary_position_embeddings, kind in {"rope", "yarn", "mrope"}
+    if wanted is not None and bool(wanted) is not has_rotary:
         raise SettingsError(
             f"MegatronLMPlugin(use_rotary_position_embeddings={wanted!r}): {name} "
-            f"{'has' if found else 'does not have'} rotary positions, which its configuration decides: leave "
-            "it out."
+            f"{'has' if has_rotary else 'does not have'} rotary positions, which its configuration decides: "
+            "leave it out."
         )
 
 
@@ -217,7 +234,7 @@ _OF_DECODERS = ("labels", "decoder_input_ids", "decoder_attention_mask", "text_d
 def check_sequence_lengths(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
     """Refuse the lengths of sequences that a model does not have."""
     wanted = _LENGTHS.get(kind, ("seq_length",))
-    unused = [f"{one}={value}" for one, value in plugin.longest.items() if one not in wanted]
+    unused = [f"{field}={value}" for field, value in plugin.longest.items() if field not in wanted]
     if unused:
         raise SettingsError(
             f"MegatronLMPlugin({', '.join(unused)}) has no effect on the sequences of {name!r}: use "
@@ -230,9 +247,10 @@ def check_lengths_of_batch(plugin: MegatronLMPlugin, sequences: Mapping[str, Any
     for name, longest in plugin.longest.items():
         of_decoder = name == "decoder_seq_length"
         lengths = [
-            one.shape[1]
-            for key, one in sequences.items()
-            if getattr(one, "ndim", 0) == 2 and (name == "seq_length" or of_decoder == (key in _OF_DECODERS))
+            tokens.shape[1]
+            for key, tokens in sequences.items()
+            if getattr(tokens, "ndim", 0) == 2
+            and (name == "seq_length" or of_decoder == (key in _OF_DECODERS))
         ]
         length = max(lengths, default=0)
         if length > longest:
@@ -240,23 +258,6 @@ def check_lengths_of_batch(plugin: MegatronLMPlugin, sequences: Mapping[str, Any
                 f"Sequences of {length} tokens are longer than MegatronLMPlugin({name}={longest}): truncate "
                 "them, or leave it out."
             )
-
-
-_OF_DATA = ("eod_mask_loss", "consumed_samples", "eval_iters", "eval_interval")
-_LENGTHS_OF_TRAINING = ("train_iters", "train_samples")
-
-
-def check_data_options(plugin: MegatronLMPlugin, *, has_indexed: bool, has_placeholder: bool) -> None:
-    """Refuse options of indexed data sets where loaders are others; a schedule has a length, too."""
-    if has_indexed or has_own_code(plugin):
-        return
-    unused = _changed(plugin, _OF_DATA if has_placeholder else (*_OF_DATA, *_LENGTHS_OF_TRAINING))
-    if unused:
-        raise SettingsError(
-            f"MegatronLMPlugin({unused}) has no effect without indexed data sets (prepare a "
-            "MegatronLMDummyDataLoader), or a MegatronLMDummyScheduler for the length of the training: leave "
-            "it out."
-        )
 
 
 def stage_elements(
@@ -276,30 +277,19 @@ def stage_elements(
     each = sizes.layers // pipeline if last is None else (sizes.layers - last) // (pipeline - 1)
     is_copied = pipeline > 1 and family.model_arguments(model)["share_embeddings_and_output_weights"]
     weights = dict(model.named_parameters(remove_duplicate=False))
-    found = [0] * pipeline
+    elements = [0] * pipeline
     counted: set[int] = set()
     for row in family.weights(config):
-        for layer, names in _parameters(row, weights):
-            parts = [torch.empty(weights[name].shape, device="meta") for name in names]
+        is_of_layer = "{layer}" in row.parameter
+        stage = 0 if row.parameter.startswith("embedding.") else pipeline - 1
+        for layer in count() if is_of_layer else (0,):
+            names = [name.format(layer=layer) for name in row.names]
+            if any(name not in weights for name in names):
+                break
             if id(weights[names[0]]) in counted and not is_copied:
                 continue
             counted.add(id(weights[names[0]]))
-            own = row.packing.shard(row.packing.pack(parts), 0, tensor)
-            found[_stage(row, layer, each, pipeline)] += own.numel()
-    return found
-
-
-def _parameters(row: Weight, weights: dict[str, Any]) -> Iterator[tuple[int, list[str]]]:
-    """Yield the layers that have the parameter, and the names of its weights."""
-    every = ((layer, [one.format(layer=layer) for one in row.names]) for layer in count())
-    there = takewhile(lambda one: all(name in weights for name in one[1]), every)
-    for layer, names in there:
-        yield layer, names
-        if names == [*row.names]:  # of no layer
-            return
-
-
-def _stage(row: Weight, layer: int, each: int, pipeline: int) -> int:
-    if "{layer}" in row.parameter:
-        return min(layer // each, pipeline - 1)
-    return 0 if row.parameter.startswith("embedding.") else pipeline - 1
+            parts = [torch.empty(weights[name].shape, device="meta") for name in names]
+            shard = row.packing.shard(row.packing.pack(parts), 0, tensor)
+            elements[min(layer // each, pipeline - 1) if is_of_layer else stage] += shard.numel()
+    return elements

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional
 
 from accel_plugins.kwargs import is_count
 from accel_plugins.megatron.library import core, without_core_warnings
-from accel_plugins.megatron.plugin import is_number
+from accel_plugins.megatron.plugin import Effect, find_ineffective, is_number
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
 
@@ -95,26 +96,19 @@ def check_options(requested: Mapping[str, Any]) -> dict[str, Any]:
             f"megatron_generate(num_beams={options['num_beams']}) searches, and does not draw: leave out "
             f"{', '.join(sampling) or 'do_sample'}."
         )
-    _check_effects(options, is_sampled=options.get("do_sample", bool(sampling)))
+    values = options | {"is_sampled": options.get("do_sample", bool(sampling))}
+    for (name, *_), sentence in find_ineffective(_EFFECTS, values):
+        raise UnsupportedError(f"megatron_generate({name}={options[name]!r}) {sentence}.")
     return options
 
 
-def _check_effects(options: Mapping[str, Any], *, is_sampled: bool) -> None:
-    """Refuse options that would change nothing beside the others."""
-    searches = options.get("num_beams", 1) > 1
-    needs = (
-        *((name, name in options, is_sampled, "do_sample=True") for name in _SAMPLING),
-        ("random_seed", "random_seed" in options, is_sampled, "do_sample=True, temperature, top_k or top_p"),
-        ("top_p_decay", options.get("top_p_decay", 0) > 0, options.get("top_p", 0) > 0, "top_p"),
-        ("top_p_bound", options.get("top_p_bound", 0) > 0, options.get("top_p_decay", 0) > 0, "top_p_decay"),
-        ("length_penalty", options.get("length_penalty", 1) != 1, searches, "num_beams of 2 or more"),
-    )
-    for name, is_requested, has_effect, needed in needs:
-        if is_requested and not has_effect:
-            raise UnsupportedError(
-                f"megatron_generate({name}={options[name]!r}) has no effect without {needed}: add that, or "
-                "leave it out."
-            )
+_EFFECTS = (
+    Effect(_SAMPLING, "do_sample=True", itemgetter("is_sampled")),
+    Effect(("random_seed",), "do_sample=True, temperature, top_k or top_p", itemgetter("is_sampled")),
+    Effect(("top_p_decay",), "top_p", lambda values: values.get("top_p", 0) > 0, 0),
+    Effect(("top_p_bound",), "top_p_decay", lambda values: values.get("top_p_decay", 0) > 0, 0),
+    Effect(("length_penalty",), "num_beams of 2 or more", lambda values: values.get("num_beams", 1) > 1, 1),
+)
 
 
 def choice_of(options: Mapping[str, Any], config: Any, model: Any) -> GenerationOptions:
