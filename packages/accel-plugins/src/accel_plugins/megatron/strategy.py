@@ -1,4 +1,4 @@
-"""Groups, wrapper, stepper, build."""
+"""The strategy `megatron`: process groups, model wrapper and stepper of Megatron's engine."""
 
 from __future__ import annotations
 
@@ -93,10 +93,367 @@ from accel_state.libraries import require
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
-_LARGEST_SEED = 2**31
-_made: list[Any] = []  # megatron-core keeps its groups in globals, and destroys none
-_leases: weakref.WeakSet[GroupReference] = weakref.WeakSet()
-_seeds: list[int] = []  # of the random states of tensor parallelism, the last one in use
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a run with Megatron."""
+    del settings
+    load_library("the strategy 'megatron'")
+    plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
+    if plugin.use_precision_aware_optimizer:
+        require(
+            "transformer_engine", "MegatronLMPlugin(use_precision_aware_optimizer=True)", install=ENGINE_EXTRA
+        )
+    plugin.set_mixed_precision(AcceleratorState().mixed_precision)  # It refuses recipes.
+    groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
+    check_shared(groups)
+    process_group.join_single(runtime.kind.backend, runtime.device)
+    run = MegatronRun()
+    stepper = MegatronStepper(run=run, clipping=plugin.gradient_clipping or 0.0)
+    unwrap_once.register(MegatronEngine, lambda engine: engine.source)
+    return Strategy(
+        name="megatron",
+        wrapper=MegatronWrapper(
+            runtime=runtime,
+            plugin=plugin,
+            precision=precision.name,
+            run=run,
+            groups=groups,
+            scaling=handlers.get(GradScalerKwargs),
+        ),
+        stepper=stepper,
+        persister=MegatronPersister(),
+        shards=MegatronShards(device_type=runtime.device.type),
+        sharding=batch_sharding(plugin, groups),
+        features=frozenset(
+            {Feature.LOADERS_FROM_CONFIGURATION, Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}
+        ),
+        mesh=mesh_of(runtime.device.type, groups.axes),
+        precision=EnginePrecision(
+            name=precision.name,
+            device_type=runtime.device.type,
+            read_scale=stepper.scale_state,
+            write_scale=stepper.load_scale,
+        ),
+        generators=MegatronGenerators(groups),
+        release=stepper.release,
+        wrap_optimizer=stepper.wrap_optimizer,
+        wrap_scheduler=stepper.wrap_scheduler,
+        train_step=train_step,
+    )
+
+
+def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
+    """Shard batches across replicas; every rank's batch has all micro-batches."""
+    return BatchSharding(
+        num_shards=groups.data,
+        shard_index=groups.data_rank,
+        repeats=groups.repeats,
+        micro_batches=plugin.num_micro_batches or 1,
+    )
+
+
+def train_step(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    accumulation: int,
+    sync: bool,
+) -> Any:
+    """Run the schedule; see `accel_plugins.strategy.TrainStep`."""
+    del forward
+    return cast("MegatronEngine", model).run(
+        args, kwargs, forward_only=False, accumulation=accumulation, sync=sync
+    )
+
+
+@dataclass(slots=True)
+class MegatronRun:
+    """The engine that is trained and the optimizer of PyTorch that it was prepared with.
+
+    `is_ready` says that gradients are unscaled, and finite. The reference to process groups lasts from the
+    first model that is prepared until it is released.
+    """
+
+    engine: MegatronEngine | None = None
+    optimizer: Optimizer | None = None
+    is_ready: bool = False
+    schedules: list[MegatronSchedule] = field(default_factory=list[MegatronSchedule])
+    groups: GroupReference | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronWrapper:
+    """Model wrapper that builds this rank's stages and Megatron's optimizer."""
+
+    runtime: Runtime
+    plugin: MegatronLMPlugin
+    precision: str
+    run: MegatronRun
+    groups: Groups
+    scaling: GradScalerKwargs | None = None
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse models without a row, and sizes that the groups do not divide."""
+        fresh = [model for model in bundle.models if not isinstance(model, MegatronEngine)]
+        check_materialised(replace(bundle, models=fresh))
+        if len(bundle.optimizers) > 1 or len(fresh) > 1:
+            raise SettingsError(
+                f"prepare() got {len(fresh)} models and {len(bundle.optimizers)} optimizers: Megatron trains "
+                "one model with one optimizer."
+            )
+        if bundle.optimizers and not fresh:
+            raise SettingsError(
+                "prepare() got an optimizer without its model: Megatron builds both together, as in "
+                "prepare(model, optimizer)."
+            )
+        has_indexed = any(isinstance(loader, MegatronLMDummyDataLoader) for loader in bundle.dataloaders)
+        has_placeholder = any(isinstance(item, MegatronLMDummyScheduler) for item in bundle.schedulers)
+        check_schedule(self.plugin, has_optimizer=bool(bundle.optimizers), has_placeholder=has_placeholder)
+        if bundle.optimizers and bundle.dataloaders:
+            check_data_options(self.plugin, has_indexed=has_indexed, has_placeholder=has_placeholder)
+        for model in fresh:
+            for optimizer in bundle.optimizers:
+                self._check_optimizer(optimizer)
+            if self.plugin.custom_model_provider_function is None:
+                check_family_model(self.plugin, model, context=self.groups.context, has_indexed=has_indexed)
+
+    def _check_optimizer(self, optimizer: object) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise UnsupportedError(
+                f"Megatron has no use for {type(optimizer).__name__}: prepare an optimizer of PyTorch."
+            )
+        optimizer_args(optimizer)
+        check_offload(self.plugin, optimizer)
+        if self.plugin.custom_model_provider_function is not None and len(optimizer.param_groups) > 1:
+            raise SettingsError(
+                f"The optimizer has {len(optimizer.param_groups)} parameter groups: with "
+                "custom_model_provider_function Megatron does not know which parameters are in which; use "
+                "no_wd_decay_cond and scale_lr_cond of MegatronLMPlugin."
+            )
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Build the stages of a model, and its optimizer, from those of transformers and PyTorch."""
+        sizes = micro_batch_sizes(bundle.dataloaders)
+        if sizes:
+            smallest = self.plugin.is_train_batch_min
+            self.plugin.set_training_args(min(sizes) if smallest else max(sizes), self.groups.data)
+        if any(isinstance(loader, MegatronLMDummyDataLoader) for loader in bundle.dataloaders):
+            self.plugin.megatron_lm_default_args["megatron_dataset_flag"] = True
+        optimizer = bundle.optimizers[0] if bundle.optimizers and not evaluation else None
+        context = TrainStepContext(state=AcceleratorState(), device=self.runtime.device)
+        with without_core_warnings():
+            models = [
+                model if isinstance(model, MegatronEngine) else self._engine(model, optimizer, context)
+                for model in bundle.models
+            ]
+        loaders = with_real_loaders(bundle.dataloaders, context)
+        schedulers = [
+            MegatronSchedule(self.plugin, scheduler, bundle.optimizers[0])
+            if isinstance(scheduler, MegatronLMDummyScheduler)
+            else scheduler
+            for scheduler in bundle.schedulers
+        ]
+        self.run.schedules += [item for item in schedulers if isinstance(item, MegatronSchedule)]
+        return replace(
+            bundle,
+            models=models,
+            dataloaders=[with_all_micro_batches(loader, self.plugin) for loader in loaders],
+            schedulers=schedulers,
+        )
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model of transformers, whose parameters are on the meta device."""
+        return model.source if isinstance(model, MegatronEngine) else model
+
+    def _engine(self, model: Any, optimizer: Optimizer | None, context: TrainStepContext) -> MegatronEngine:
+        # 1. Enter what is prepared into the plugin, and refuse what cannot be trained.
+        plugin, groups = self.plugin, self.groups
+        plugin.set_network_size_args(model)
+        if optimizer is not None:
+            plugin.set_optimizer_type(optimizer)
+        family = None if plugin.custom_model_provider_function is not None else find_family(model)
+        check_run(plugin, family)
+        fields = family.transformer_config(model.config) if family else described(plugin)
+        virtual = virtual_stages(plugin, fields["num_layers"])
+        config = transformer_config(plugin, fields, self.precision, virtual)
+        # 2. Make the groups and the stages, with the values that the model has on rank 0.
+        if self.run.groups is None:
+            self.run.groups = start(groups)
+        stages = build_stages(family, plugin, config, model, groups)
+        placed = [] if family is None else find_rows(stages, family.weights(model.config))
+        share_values(model, self.runtime)
+        load(placed, model.state_dict(), groups)
+        step = train_step_of(plugin, context)
+        # 3. Wrap the stages in the precision, and for training in megatron-core's data parallelism.
+        made = None
+        names: list[list[str]] = []
+        if self.precision == "no":
+            modules = [*stages]
+        else:
+            modules = [core("transformer.module").Float16Module(config, stage) for stage in stages]
+        if optimizer is not None:
+            names = names_of(model, optimizer)
+            indices = {parameter: 0 for stage in stages for parameter in stage.parameters()}
+            indices = indices if family is None else group_of(placed, model, optimizer)
+            modules = [
+                core("distributed").DistributedDataParallel(
+                    config=config, ddp_config=ddp_config(plugin), module=module, disable_bucketing=index > 0
+                )
+                for index, module in enumerate(modules)
+            ]
+            made = make_optimizer(plugin, optimizer, modules, indices, self.precision, self.scaling)
+        drop_values(model)
+        engine = MegatronEngine(
+            model,
+            modules,
+            family=family,
+            placed=placed,
+            groups=groups,
+            plugin=plugin,
+            step=step,
+            optimizer=made,
+            optimizer_names=names,
+        )
+        if optimizer is not None:
+            self.run.engine, self.run.optimizer = engine, optimizer
+        return engine
+
+
+def check_family_model(plugin: MegatronLMPlugin, model: Any, *, context: int, has_indexed: bool) -> None:
+    """Refuse a model of transformers that the plugin, or indexed data sets prepared with it, do not fit."""
+    family = find_family(model)
+    kind, name = family.kind, family.name
+    check_context(context, kind, name)
+    check_recompute(plugin, kind)
+    check_token_loss(plugin, kind, name)
+    check_sequence_lengths(plugin, kind, name)
+    if kind != "gpt":  # Whether decoders have TransformerEngine's layers is known where they run.
+        check_attention(plugin, kind, name, has_engine=False)
+    if has_indexed:
+        check_indexed_data(plugin, kind, name)
+    family.check(model.config)
+    check_covered(model, family.weights(model.config))
+    check_positions(
+        plugin, family.model_arguments(model).get("position_embedding_type"), type(model).__name__
+    )
+    check_model(plugin, model_sizes(model.config, type(model).__name__))
+
+
+def check_run(plugin: MegatronLMPlugin, family: ModelFamily | None) -> None:
+    """Refuse a device, layers and a train step that the library does not train with."""
+    check_device()
+    check_train_step(plugin)
+    check_other_args(plugin)
+    if family is not None:
+        has_engine = uses_transformer_engine(plugin.attention_backend)
+        check_attention(plugin, family.kind, family.name, has_engine=has_engine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronStepper:
+    """Stepper of the engine that is trained; steps clip gradients to the norm `clipping`, unless it is 0."""
+
+    run: MegatronRun
+    clipping: float
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        del loss, accumulation, sync, kwargs
+        raise UnsupportedError("Megatron's engine computes gradients when the model is called.")
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        del model  # A call of the engine is passed whether it completes a window.
+        return nullcontext()
+
+    def join(
+        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[None]:
+        del joinables, divide_by_initial_world_size
+        return nullcontext()
+
+    def clip_grad_norm(
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
+    ) -> Tensor | None:
+        del parameters, optimizers
+        if norm_type != 2.0:
+            raise UnsupportedError(
+                f"clip_grad_norm_(norm_type={norm_type!r}): Megatron clips by the 2-norm; leave it out."
+            )
+        optimizer = self._engine().optimizer
+        if not self._prepare():
+            return torch.tensor(float("inf"))
+        return torch.tensor(clip(optimizer, max_norm))
+
+    def clip_grad_value(
+        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
+    ) -> None:
+        del parameters, clip_value, optimizers
+        raise UnsupportedError("Megatron clips gradients by their norm: use clip_grad_norm_().")
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure): Megatron's engine steps without one; leave it out."
+            )
+        engine = self._engine()
+        copy_hyperparameters(optimizer, engine.optimizer)
+        vars(optimizer)["_opt_called"] = True  # Schedules of PyTorch ask for it.
+        is_ready = self._prepare()
+        self.run.is_ready = False
+        if not is_ready:
+            return False
+        if self.clipping > 0:
+            clip(engine.optimizer, self.clipping)
+        stepped = bool(engine.optimizer.step_with_ready_grads())
+        for schedule in self.run.schedules if stepped else ():
+            schedule.step(engine.samples)
+        engine.samples = 0
+        return stepped
+
+    def discard(self, optimizer: Optimizer) -> None:
+        """Discard the gradients since the last step."""
+        del optimizer
+        self.run.is_ready = False
+        self._engine().discard()
+
+    def wrap_optimizer(self, optimizer: Any, wrapper: Callable[..., Any]) -> Any:
+        """Wrap the optimizer so that it steps and drops gradients through the engine."""
+        return wrapper(optimizer, step=self.step, discard=self.discard)
+
+    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], wrapper: Callable[..., Any]) -> Any:
+        """Wrap Megatron's schedule, which steps advance; return `None` for any other."""
+        return wrapper(scheduler, optimizers) if isinstance(scheduler, MegatronSchedule) else None
+
+    def scale_state(self) -> StateDict:
+        """Return the state of the loss scale; empty without one."""
+        engine = self.run.engine
+        return {} if engine is None else scaler_state(engine.optimizer)
+
+    def load_scale(self, state: StateDict) -> None:
+        """Load the state of the loss scale."""
+        load_scaler_state(self._engine().optimizer, state)
+
+    def release(self) -> None:
+        """Release the engine and the process groups."""
+        self.run.engine = self.run.optimizer = None
+        self.run.schedules.clear()
+        if self.run.groups is not None:
+            self.run.groups.release()
+            self.run.groups = None
+
+    def _engine(self) -> MegatronEngine:
+        if self.run.engine is None:
+            raise SettingsError("No model is prepared: call prepare(model, optimizer) first.")
+        return self.run.engine
+
+    def _prepare(self) -> bool:
+        """Unscale gradients once per step; return whether they are finite."""
+        if not self.run.is_ready:
+            self.run.is_ready = not self._engine().optimizer.prepare_grads()
+        return self.run.is_ready
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,19 +503,6 @@ class Groups:
         return {"pp": self.pipeline, "dp_replicate": self.data, **context, "tp": self.tensor}
 
 
-class GroupReference:
-    """The groups of one strategy, which shares them with others of the same sizes."""
-
-    def __init__(self, groups: Groups) -> None:
-        self.groups = groups
-
-    def end(self) -> None:
-        """Give up the groups; the last destroys them."""
-        _leases.discard(self)
-        if not _leases:
-            _stop()
-
-
 def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
     """Return the sizes of the groups of a run, and a rank in them.
 
@@ -173,22 +517,41 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
     return Groups(tensor=tensor, pipeline=pipeline, data=data, context=context, rank=rank)
 
 
+class GroupReference:
+    """The groups of one strategy, which shares them with others of the same sizes."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+
+    def release(self) -> None:
+        """Release the groups, which the last reference destroys."""
+        _references.discard(self)
+        if not _references:
+            _destroy_groups()
+
+
+_references: weakref.WeakSet[GroupReference] = weakref.WeakSet()
+_made: list[Any] = []  # megatron-core keeps its groups in globals, and destroys none.
+_seeds: list[int] = []  # The seed that tensor parallelism's random states had last.
+_LARGEST_SEED = 2**31
+
+
 def check_shared(groups: Groups) -> None:
     """Refuse groups beside those of other sizes that are in use: megatron-core has one set per process."""
-    if _leases and not core("parallel_state").model_parallel_is_initialized():
-        _leases.clear()  # of a process group that was destroyed
-    if _leases:
-        gc.collect()  # which may find strategies that nobody has
-    other = next((one.groups for one in _leases if one.groups != groups), None)
-    if other is not None:
-        raise SettingsError(
-            f"Another Accelerator trains by Megatron with groups of {_sizes(other)}, here they are of "
-            f"{_sizes(groups)}, but megatron-core has one set per process: call free_memory() on it first."
-        )
-
-
-def _sizes(groups: Groups) -> str:
-    return ", ".join(f"{name} {size}" for name, size in groups.axes.items())
+    if _references and not core("parallel_state").model_parallel_is_initialized():
+        _references.clear()  # Their process group was destroyed.
+    if _references:
+        gc.collect()  # It may collect strategies that nothing refers to.
+    for reference in _references:
+        if reference.groups != groups:
+            in_use, wanted = (
+                ", ".join(f"{name} {size}" for name, size in sizes.axes.items())
+                for sizes in (reference.groups, groups)
+            )
+            raise SettingsError(
+                f"Another Accelerator trains by Megatron with groups of {in_use}, here they are of {wanted}, "
+                "but megatron-core has one set per process: call free_memory() on it first."
+            )
 
 
 def start(groups: Groups) -> GroupReference:
@@ -197,27 +560,32 @@ def start(groups: Groups) -> GroupReference:
     Groups of the same sizes that another strategy has are shared.
     """
     check_shared(groups)
-    lease = GroupReference(groups)
-    if not _leases:
-        _make(groups)
-    _leases.add(lease)
-    return lease
+    reference = GroupReference(groups)
+    if not _references:
+        _destroy_groups()
+        before = set(c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage] - no public list
+        core("parallel_state").initialize_model_parallel(
+            tensor_model_parallel_size=groups.tensor,
+            pipeline_model_parallel_size=groups.pipeline,
+            context_parallel_size=groups.context,
+            create_gloo_process_groups=False,
+        )
+        _made.extend(group for group in c10d._world.pg_map if group not in before)  # pyright: ignore[reportPrivateUsage]
+        seeds = [torch.initial_seed() % _LARGEST_SEED]
+        dist.broadcast_object_list(seeds, src=0)  # Ranks that share a tensor drop out the same of it.
+        _seed(seeds[0])
+    _references.add(reference)
+    return reference
 
 
-def _make(groups: Groups) -> None:
-    _stop()
+def _destroy_groups() -> None:
     state = core("parallel_state")
-    before = set(c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage] - no public list
-    state.initialize_model_parallel(
-        tensor_model_parallel_size=groups.tensor,
-        pipeline_model_parallel_size=groups.pipeline,
-        context_parallel_size=groups.context,
-        create_gloo_process_groups=False,
-    )
-    _made.extend(group for group in c10d._world.pg_map if group not in before)  # pyright: ignore[reportPrivateUsage]
-    seeds = [torch.initial_seed() % _LARGEST_SEED]
-    dist.broadcast_object_list(seeds, src=0)  # ranks that share a tensor drop out the same of it
-    _seed(seeds[0])
+    if state.model_parallel_is_initialized():
+        state.destroy_model_parallel()
+    for group in _made:
+        if group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage]
+            process_group.destroy(group)
+    _made.clear()
 
 
 def _seed(seed: int) -> None:
@@ -233,15 +601,15 @@ class MegatronGenerators:
     groups: Groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states on this rank; empty before groups are made."""
-        if not _leases:
+        """Return the states of this rank; empty before groups are made."""
+        if not _references:
             return {}
         states = core("tensor_parallel.random").get_cuda_rng_tracker().get_states()
         return {"sizes": self.groups.axes, "seed": _seeds[-1], "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Resume; seed all anew if the state is that of other sizes, or there is none."""
-        if not _leases:
+        """Resume; seed anew without a state, or from one of groups of other sizes."""
+        if not _references:
             return None
         if state.get("sizes") == self.groups.axes:
             _seeds[:] = [state["seed"]]
@@ -250,384 +618,3 @@ class MegatronGenerators:
         _seed((state.get("seed", _seeds[-1]) + 1) % _LARGEST_SEED)
         origin = f"those of groups of {state['sizes']}" if state else "absent"
         return f"Megatron's, for groups of {self.groups.axes}, are {origin}, and are seeded anew"
-
-
-def _stop() -> None:
-    state = core("parallel_state")
-    if state.model_parallel_is_initialized():
-        state.destroy_model_parallel()
-    for group in _made:
-        if group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage]
-            process_group.destroy(group)
-    _made.clear()
-
-
-def check_family_model(plugin: MegatronLMPlugin, model: Any, *, context: int, has_indexed: bool) -> None:
-    """Refuse a model of transformers that the plugin, or indexed data sets prepared with it, do not fit."""
-    family = find_family(model)
-    kind, name = family.kind, family.name
-    check_context(context, kind, name)
-    check_recompute(plugin, kind)
-    check_token_loss(plugin, kind, name)
-    check_sequence_lengths(plugin, kind, name)
-    if kind != "gpt":  # whether decoders have TransformerEngine's layers is known where they run
-        check_attention(plugin, kind, name, has_engine=False)
-    if has_indexed:
-        check_indexed_data(plugin, kind, name)
-    family.check(model.config)
-    check_covered(model, family.weights(model.config))
-    check_positions(
-        plugin, family.model_arguments(model).get("position_embedding_type"), type(model).__name__
-    )
-    check_model(plugin, model_sizes(model.config, type(model).__name__))
-
-
-def check_run(plugin: MegatronLMPlugin, family: ModelFamily | None) -> None:
-    """Refuse what is known where the model is trained, with the library: device, layers and train step."""
-    check_device()
-    check_train_step(plugin)
-    check_other_args(plugin)
-    if family is not None:
-        has_engine = uses_transformer_engine(plugin.attention_backend)
-        check_attention(plugin, family.kind, family.name, has_engine=has_engine)
-
-
-@dataclass(slots=True)
-class MegatronRun:
-    """The engine that is trained and the optimizer of PyTorch that it was prepared with.
-
-    `is_ready` says that gradients are unscaled, and finite. The lease of process groups lasts from the first
-    model that is prepared until it is released.
-    """
-
-    engine: MegatronEngine | None = None
-    optimizer: Optimizer | None = None
-    is_ready: bool = False
-    schedules: list[MegatronSchedule] = field(default_factory=list[MegatronSchedule])
-    lease: GroupReference | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronWrapper:
-    """Model wrapper that builds this rank's stages and Megatron's optimizer."""
-
-    runtime: Runtime
-    plugin: MegatronLMPlugin
-    precision: str
-    trained: MegatronRun
-    groups: Groups
-    scaling: GradScalerKwargs | None = None
-
-    def check(self, bundle: Bundle) -> None:
-        """Refuse models without a row, and sizes that the groups do not divide."""
-        fresh = [model for model in bundle.models if not isinstance(model, MegatronEngine)]
-        check_materialised(replace(bundle, models=fresh))
-        if len(bundle.optimizers) > 1 or len(fresh) > 1:
-            raise SettingsError(
-                f"prepare() got {len(fresh)} models and {len(bundle.optimizers)} optimizers: Megatron trains "
-                "one model with one optimizer."
-            )
-        if bundle.optimizers and not fresh:
-            raise SettingsError(
-                "prepare() got an optimizer without its model: Megatron builds both together, as in "
-                "prepare(model, optimizer)."
-            )
-        has_indexed = any(isinstance(one, MegatronLMDummyDataLoader) for one in bundle.dataloaders)
-        has_placeholder = any(isinstance(one, MegatronLMDummyScheduler) for one in bundle.schedulers)
-        check_schedule(self.plugin, has_optimizer=bool(bundle.optimizers), has_placeholder=has_placeholder)
-        if bundle.optimizers and bundle.dataloaders:
-            check_data_options(self.plugin, has_indexed=has_indexed, has_placeholder=has_placeholder)
-        for model in fresh:
-            for optimizer in bundle.optimizers:
-                self._check_optimizer(optimizer)
-            if self.plugin.custom_model_provider_function is None:
-                check_family_model(self.plugin, model, context=self.groups.context, has_indexed=has_indexed)
-
-    def _check_optimizer(self, optimizer: object) -> None:
-        if not isinstance(optimizer, Optimizer):
-            raise UnsupportedError(
-                f"Megatron has no use for {type(optimizer).__name__}: prepare an optimizer of PyTorch."
-            )
-        optimizer_args(optimizer)
-        check_offload(self.plugin, optimizer)
-        if self.plugin.custom_model_provider_function is not None and len(optimizer.param_groups) > 1:
-            raise SettingsError(
-                f"The optimizer has {len(optimizer.param_groups)} parameter groups: with "
-                "custom_model_provider_function Megatron does not know which parameters are in which; use "
-                "no_wd_decay_cond and scale_lr_cond of MegatronLMPlugin."
-            )
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Build the stages of a model, and its optimizer, from those of transformers and PyTorch."""
-        models: list[nn.Module] = []
-        sizes = micro_batch_sizes(bundle.dataloaders)
-        if sizes:
-            smallest = self.plugin.is_train_batch_min
-            self.plugin.set_training_args(min(sizes) if smallest else max(sizes), self.groups.data)
-        if any(isinstance(one, MegatronLMDummyDataLoader) for one in bundle.dataloaders):
-            self.plugin.megatron_lm_default_args["megatron_dataset_flag"] = True
-        for model in bundle.models:
-            trains = bool(bundle.optimizers) and not evaluation
-            own = bundle.optimizers[0] if trains else None
-            with without_core_warnings():
-                models.append(model if isinstance(model, MegatronEngine) else self._engine(model, own))
-        context = TrainStepContext(state=AcceleratorState(), device=self.runtime.device)
-        loaders = [
-            with_all_micro_batches(one, self.plugin) for one in with_real_loaders(bundle.dataloaders, context)
-        ]
-        schedulers = [
-            MegatronSchedule(self.plugin, one, bundle.optimizers[0])
-            if isinstance(one, MegatronLMDummyScheduler)
-            else one
-            for one in bundle.schedulers
-        ]
-        self.trained.schedules += [one for one in schedulers if isinstance(one, MegatronSchedule)]
-        return replace(bundle, models=models, dataloaders=loaders, schedulers=schedulers)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model of transformers, whose parameters are on the meta device."""
-        return model.source if isinstance(model, MegatronEngine) else model
-
-    def _engine(self, model: Any, optimizer: Optimizer | None) -> MegatronEngine:
-        plugin = self.plugin
-        plugin.set_network_size_args(model)
-        if optimizer is not None:
-            plugin.set_optimizer_type(optimizer)
-        family = None if plugin.custom_model_provider_function is not None else find_family(model)
-        check_run(plugin, family)
-        fields = family.transformer_config(model.config) if family else described(plugin)
-        virtual = virtual_stages(plugin, fields["num_layers"])
-        groups = self.groups
-        config = transformer_config(plugin, fields, self.precision, virtual)
-        if self.trained.lease is None:  # not before: what the sizes do not fit has been refused
-            self.trained.lease = start(groups)
-        stages = build_stages(family, plugin, config, model, groups)
-        placed = [] if family is None else find_rows(stages, family.weights(model.config))
-        share_values(model, self.runtime)
-        load(placed, model.state_dict(), groups)
-        context = TrainStepContext(state=AcceleratorState(), device=self.runtime.device)
-        step = train_step_of(plugin, context)
-        made = None
-        names: list[list[str]] = []
-        if optimizer is not None:
-            names = names_of(model, optimizer)
-            own = {parameter: 0 for stage in stages for parameter in stage.parameters()}
-            own = own if family is None else group_of(placed, model, optimizer)
-            stages = [self._trained(config, index, stage) for index, stage in enumerate(stages)]
-            made = make_optimizer(plugin, optimizer, stages, own, self.precision, self.scaling)
-        else:
-            stages = [self._in_precision(config, stage) for stage in stages]
-        drop_values(model)
-        engine = MegatronEngine(
-            model,
-            stages,
-            family=family,
-            placed=placed,
-            groups=groups,
-            plugin=plugin,
-            step=step,
-            optimizer=made,
-            optimizer_names=names,
-        )
-        if optimizer is not None:
-            self.trained.engine, self.trained.optimizer = engine, optimizer
-        return engine
-
-    def _in_precision(self, config: Any, stage: nn.Module) -> nn.Module:
-        if self.precision == "no":
-            return stage
-        return core("transformer.module").Float16Module(config, stage)
-
-    def _trained(self, config: Any, index: int, stage: nn.Module) -> nn.Module:
-        wrapper = core("distributed").DistributedDataParallel
-        return wrapper(
-            config=config,
-            ddp_config=ddp_config(self.plugin),
-            module=self._in_precision(config, stage),
-            disable_bucketing=index > 0,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MegatronStepper:
-    """Stepper of the engine that is trained; steps clip gradients to the norm `clipping`, unless it is 0."""
-
-    trained: MegatronRun
-    clipping: float
-
-    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        """Raise: the engine has computed gradients when the model was called."""
-        del loss, accumulation, sync, kwargs
-        raise UnsupportedError("Megatron's engine computes gradients when the model is called.")
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context: a call of the model says itself whether it completes a window."""
-        del model
-        return nullcontext()
-
-    def join(
-        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[None]:
-        """Return a context: the strategy does not declare `UNEVEN_INPUTS`."""
-        del joinables, divide_by_initial_world_size
-        return nullcontext()
-
-    def clip_grad_norm(
-        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
-    ) -> Tensor | None:
-        """Clip the gradients of the whole model by their norm over all groups."""
-        del parameters, optimizers
-        if norm_type != 2.0:
-            raise UnsupportedError(
-                f"clip_grad_norm_(norm_type={norm_type!r}): Megatron clips by the 2-norm; leave it out."
-            )
-        optimizer = self._engine().optimizer
-        if not self._prepare():
-            return torch.tensor(float("inf"))
-        return torch.tensor(clip(optimizer, max_norm))
-
-    def clip_grad_value(
-        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
-    ) -> None:
-        """Raise: the strategy does not declare `CLIP_GRAD_VALUE`."""
-        del parameters, clip_value, optimizers
-        raise UnsupportedError("Megatron clips gradients by their norm: use clip_grad_norm_().")
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-        """Step Megatron's optimizer; return False if gradients were not finite."""
-        if closure is not None:
-            raise UnsupportedError(
-                "optimizer.step(closure): Megatron's engine steps without one; leave it out."
-            )
-        engine = self._engine()
-        copy_hyperparameters(optimizer, engine.optimizer)
-        vars(optimizer)["_opt_called"] = True  # which schedules of PyTorch ask for
-        ready = self._prepare()
-        self.trained.is_ready = False
-        if not ready:
-            return False
-        if self.clipping > 0:
-            clip(engine.optimizer, self.clipping)
-        stepped = bool(engine.optimizer.step_with_ready_grads())
-        for schedule in self.trained.schedules if stepped else ():
-            schedule.step(engine.samples)
-        engine.samples = 0
-        return stepped
-
-    def discard(self, optimizer: Optimizer) -> None:
-        """Zero gradients."""
-        del optimizer
-        self.trained.is_ready = False
-        self._engine().discard()
-
-    def wrap_optimizer(self, optimizer: Any, wrapper: Callable[..., Any]) -> Any:
-        """Wrap the optimizer so that it steps and drops gradients through the engine."""
-        return wrapper(optimizer, step=self.step, discard=self.discard)
-
-    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], wrapper: Callable[..., Any]) -> Any:
-        """Wrap Megatron's schedule, which steps advance; return `None` for any other."""
-        return wrapper(scheduler, optimizers) if isinstance(scheduler, MegatronSchedule) else None
-
-    def scale_state(self) -> StateDict:
-        """Return the state of the loss scale; empty without one."""
-        engine = self.trained.engine
-        return {} if engine is None else scaler_state(engine.optimizer)
-
-    def load_scale(self, state: StateDict) -> None:
-        """Resume the loss scale."""
-        load_scaler_state(self._engine().optimizer, state)
-
-    def release(self) -> None:
-        """Give up the engine and the process groups."""
-        self.trained.engine = self.trained.optimizer = None
-        self.trained.schedules.clear()
-        if self.trained.lease is not None:
-            self.trained.lease.end()
-            self.trained.lease = None
-
-    def _engine(self) -> MegatronEngine:
-        if self.trained.engine is None:
-            raise SettingsError("No model is prepared: call prepare(model, optimizer) first.")
-        return self.trained.engine
-
-    def _prepare(self) -> bool:
-        """Unscale gradients once per step; return whether they are finite."""
-        if not self.trained.is_ready:
-            self.trained.is_ready = not self._engine().optimizer.prepare_grads()
-        return self.trained.is_ready
-
-
-def train_step(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    *,
-    accumulation: int,
-    sync: bool,
-) -> Any:
-    """Run the schedule; see `accel_plugins.strategy.TrainStep`."""
-    del forward
-    return cast("MegatronEngine", model).run(
-        args, kwargs, forward_only=False, accumulation=accumulation, sync=sync
-    )
-
-
-def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
-    """Shard batches across replicas; every rank's batch has all micro-batches."""
-    return BatchSharding(
-        num_shards=groups.data,
-        shard_index=groups.data_rank,
-        repeats=groups.repeats,
-        micro_batches=plugin.num_micro_batches or 1,
-    )
-
-
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Make the strategy of a run with Megatron."""
-    del settings
-    load_library("the strategy 'megatron'")
-    plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
-    if plugin.use_precision_aware_optimizer:
-        require(
-            "transformer_engine", "MegatronLMPlugin(use_precision_aware_optimizer=True)", install=ENGINE_EXTRA
-        )
-    plugin.set_mixed_precision(AcceleratorState().mixed_precision)  # a recipe's own name, which is refused
-    groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
-    check_shared(groups)
-    process_group.join_single(runtime.kind.backend, runtime.device)
-    trained = MegatronRun()
-    stepper = MegatronStepper(trained=trained, clipping=plugin.gradient_clipping or 0.0)
-    unwrap_once.register(MegatronEngine, lambda engine: engine.source)
-    return Strategy(
-        name="megatron",
-        wrapper=MegatronWrapper(
-            runtime=runtime,
-            plugin=plugin,
-            precision=precision.name,
-            trained=trained,
-            groups=groups,
-            scaling=handlers.get(GradScalerKwargs),
-        ),
-        stepper=stepper,
-        persister=MegatronPersister(),
-        shards=MegatronShards(device_type=runtime.device.type),
-        sharding=batch_sharding(plugin, groups),
-        features=frozenset(
-            {Feature.LOADERS_FROM_CONFIGURATION, Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}
-        ),
-        mesh=mesh_of(runtime.device.type, groups.axes),
-        precision=EnginePrecision(
-            name=precision.name,
-            device_type=runtime.device.type,
-            read_scale=stepper.scale_state,
-            write_scale=stepper.load_scale,
-        ),
-        generators=MegatronGenerators(groups),
-        release=stepper.release,
-        wrap_optimizer=stepper.wrap_optimizer,
-        wrap_scheduler=stepper.wrap_scheduler,
-        train_step=train_step,
-    )

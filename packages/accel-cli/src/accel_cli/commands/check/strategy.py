@@ -139,7 +139,7 @@ class FakeMegatron:
             runtime=self.runtime,
             plugin=self.plugin,
             precision="no",
-            trained=MegatronRun(),
+            run=MegatronRun(),
             groups=self.groups,
         ).check(bundle)
 
