@@ -19,12 +19,10 @@ from accel_bigmodel.offload import PrefixedDataset
 from accel_bigmodel.placement import as_parameter, owner_of, set_module_tensor_to_device
 from accel_ops.tree import find_device, send_to_device
 from accel_ops.weights.tensors import (
-    buffer_table,
-    child_table,
     named_module_tensors,
     non_persistent_buffers,
-    parameter_table,
 )
+from accel_state.torch_private import buffer_table, child_table, parameter_table
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle

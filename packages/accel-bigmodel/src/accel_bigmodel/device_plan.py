@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
-from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
+from accel_state.torch_private import buffer_table, child_table, parameter_table
 
 if TYPE_CHECKING:
     import torch

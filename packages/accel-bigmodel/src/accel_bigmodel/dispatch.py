@@ -33,9 +33,10 @@ from accel_bigmodel.offloaded_block import make_blocks
 from accel_bigmodel.placement import sites_of
 from accel_ops.weights.layout import OFFLOAD_INDEX_NAME
 from accel_ops.weights.read import device_of
-from accel_ops.weights.tensors import child_table, find_tied_parameters, retie_parameters
+from accel_ops.weights.tensors import find_tied_parameters, retie_parameters
 from accel_state.device_kinds import CPU, KINDS, PEER_ACCESS_DRIVER, check_cuda_p2p_ib_support
 from accel_state.errors import SettingsError, some_of
+from accel_state.torch_private import child_table
 
 if TYPE_CHECKING:
     from accel_bigmodel.align import TiedMap

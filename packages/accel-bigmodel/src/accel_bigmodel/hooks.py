@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ops.tree import send_to_device
+from accel_state.torch_private import version_of
 
 
 class ModelHook:
@@ -274,7 +275,7 @@ class LayerwiseCastingHook(ModelHook):
                     if tensor.is_floating_point() and tensor.dtype != self.compute_dtype:
                         stored = tensor.data
                         tensor.data = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
-                        self._stored.append((tensor, stored, tensor._version))
+                        self._stored.append((tensor, stored, version_of(tensor)))
             self._users += 1
         return args, kwargs
 
@@ -293,7 +294,7 @@ class LayerwiseCastingHook(ModelHook):
             if self._users:
                 return
             for tensor, stored, version in self._stored:
-                if tensor._version == version:
+                if version_of(tensor) == version:
                     tensor.data = stored
             self._stored.clear()
             module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)

@@ -27,9 +27,9 @@ from accel_bigmodel.offload import OffloadedWeightsLoader, StoredTensor
 from accel_bigmodel.sizes import CONTAINERS
 from accel_ops.weights.read import entry_of
 from accel_ops.weights.safetensors_io import SafetensorsFile
-from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
 from accel_state.errors import SettingsError
 from accel_state.streams import DeviceStreams, Event, device_streams, pinned_if_possible
+from accel_state.torch_private import buffer_table, child_table, parameter_table
 
 _ALIGNMENT = 512
 """Bytes; what CUDA's own allocations are aligned to."""

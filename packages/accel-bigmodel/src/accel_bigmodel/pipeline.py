@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from accel_bigmodel.device_map import generate_device_map, split_points_of
 from accel_ops.collectives import broadcast, broadcast_object_list
@@ -27,6 +26,7 @@ from accel_ops.tree import (
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
 from accel_state.partial_state import PartialState
+from accel_state.torch_private import tree_leaves, tree_structure, tree_unflatten
 
 
 def prepare_pippy(

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from accel_ops.weights.tensors import buffer_table, child_table, non_persistent_buffers, parameter_table
+from accel_ops.weights.tensors import non_persistent_buffers
 from accel_state.errors import CheckpointError, some_of
+from accel_state.torch_private import buffer_table, child_table, parameter_table
 
 if TYPE_CHECKING:
     TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]

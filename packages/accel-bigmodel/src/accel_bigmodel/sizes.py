@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves, tree_map
 
 from accel_bigmodel.placement import torch_dtype
 from accel_ops.weights.layout import dtype_byte_size
-from accel_ops.weights.tensors import buffer_table, child_table, parameter_table, tables_of
 from accel_state.errors import SettingsError
 from accel_state.labels import CustomDtype
+from accel_state.torch_private import (
+    buffer_table,
+    child_table,
+    parameter_table,
+    tables_of,
+    tree_leaves,
+    tree_map,
+)
 
 if TYPE_CHECKING:
     ByteCount = Callable[[str, str, Tensor], int]

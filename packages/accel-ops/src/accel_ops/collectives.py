@@ -27,7 +27,6 @@ from accel_ops.packing import (
     below_autograd,
     cache,
     cached_buffer,
-    copy_all,
     cut_all,
     flatten,
     make_buffer,
@@ -40,6 +39,7 @@ from accel_state.collectives import Collectives, ReduceOp, SingleCollectives
 from accel_state.device_kinds import WITHOUT_STORAGE, runtime_module
 from accel_state.errors import DistributedOperationException
 from accel_state.runtime import current_or_single
+from accel_state.torch_private import foreach_copy_
 
 COMBINED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16}
@@ -453,7 +453,7 @@ def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device:
     if not sends:
         leaves = [flat.leaves[index] for bucket in buckets for index in bucket.members]
         with below_autograd():
-            copy_all(leaves, members)
+            foreach_copy_(leaves, members)
 
 
 def _members_in(owner: PackingPlan, rows: Tensor, source: int) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_ops.tree import is_dtensor
+from accel_state.torch_private import compile_call, compiled_module, is_compiled_in_place, optimized_module
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -83,15 +84,14 @@ def is_compiled_module(module: nn.Module) -> bool:
         >>> is_compiled_module(torch.nn.Linear(1, 1))
         False
     """
-    # Where nobody has imported torch's compiler nothing is compiled; importing it takes seconds.
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    compiled = optimized_module()
+    return compiled is not None and isinstance(module, compiled)
 
 
 def without_compiler(model: nn.Module) -> nn.Module:
     """Return the module inside the result of `torch.compile`; any other module as it is."""
     while is_compiled_module(model):
-        model = _compiled_module(model)
+        model = compiled_module(model)
     return model
 
 
@@ -100,16 +100,13 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     if not is_compiled_module(model):
         return model
     inner = without_compiler(model)
-    inner._compiled_call_impl = cast("Any", model).dynamo_ctx(inner._call_impl)  # pyright: ignore[reportPrivateUsage] - as Module.compile does, by the options of this one
+    compile_call(inner, like=model)
     return inner
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
     """Return whether a module, or any module in it, is compiled, in place or by `torch.compile`."""
-    return any(
-        is_compiled_module(one) or one._compiled_call_impl is not None  # pyright: ignore[reportPrivateUsage]
-        for one in module.modules()
-    )
+    return any(is_compiled_module(one) or is_compiled_in_place(one) for one in module.modules())
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
@@ -191,11 +188,7 @@ def restore_forward(model: nn.Module) -> None:
 
 
 def _inside(model: nn.Module) -> nn.Module | None:
-    return _compiled_module(model) if is_compiled_module(model) else unwrap_once(model)
-
-
-def _compiled_module(model: Any) -> nn.Module:
-    return model._orig_mod
+    return compiled_module(model) if is_compiled_module(model) else unwrap_once(model)
 
 
 def _unwrap_children(model: nn.Module) -> nn.Module:

@@ -11,7 +11,6 @@ import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from accel_ops import tree
+from accel_state.torch_private import not_views
 
 LARGE = 1 << 20
 """Bytes from which a leaf travels alone and uncopied: copying it would cost more than a message."""
@@ -197,13 +197,7 @@ def digest(text: str) -> int:
 if TYPE_CHECKING:
     Restore = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
-# Tensors cut out of a buffer inside this guard are no "views" to autograd: each has its own version counter,
-# so that an in-place change of one result does not invalidate graphs that use another. It also costs less.
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-    torch._C.DispatchKey.ADInplaceOrView  # pyright: ignore[reportPrivateUsage]
-)
-below_autograd: Callable[[], Any] = partial(torch._C._ExcludeDispatchKeyGuard, _KEYS)  # pyright: ignore[reportPrivateUsage]
-copy_all: Callable[..., Any] = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+below_autograd = not_views()
 
 MAX_PLANS = 256  # structures remembered
 MAX_CACHED = 1 << 18  # bytes of the largest buffer that is kept with a plan

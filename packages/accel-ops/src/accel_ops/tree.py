@@ -15,6 +15,7 @@ from torch import Tensor
 
 from accel_state.errors import DistributedOperationException
 from accel_state.runtime import current_or_single
+from accel_state.torch_private import local_tensor
 
 
 @dataclass
@@ -495,7 +496,7 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     each: Iterable[Any] = tensors
     # `to_local()` would wait for, and record, more.
     return [
-        one._local_tensor if module is not None and isinstance(one, module.DTensor) else one for one in each
+        local_tensor(one) if module is not None and isinstance(one, module.DTensor) else one for one in each
     ]
 
 

@@ -29,6 +29,7 @@ from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+from accel_state.torch_private import disable_compiler
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -150,12 +151,12 @@ class DdpWrapper:
 class MonitoredDDP(DistributedDataParallel):
     """DDP whose own collectives in the forward pass, for buffers and for new buckets, are monitored."""
 
-    @torch._disable_dynamo(recursive=False)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportUntypedFunctionDecorator] - torch.compiler.disable imports the compiler
+    @disable_compiler
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with hang_monitor.collective_scope("forward"):
             return super()._pre_forward(*inputs, **kwargs)
 
-    @torch._disable_dynamo(recursive=False)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportUntypedFunctionDecorator] - as above
+    @disable_compiler
     def _post_forward(self, output: Any) -> Any:
         with hang_monitor.collective_scope("forward"):
             return super()._post_forward(output)

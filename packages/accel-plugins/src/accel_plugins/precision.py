@@ -23,6 +23,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DistributedType, has_sharded_gradients
 from accel_state.partial_state import PartialState
+from accel_state.torch_private import amp_unscale_and_check, infinite_flags, supports_amp_scaling, version_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -330,7 +331,7 @@ class LossScaling:
             )
         if optimizer not in self._optimizers:
             self.add([optimizer])
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)  # as GradScaler itself asks
+        is_fused = supports_amp_scaling(optimizer)
         stepped = self._step_fused(optimizer) if is_fused else self._step_unless_infinite(optimizer)
         self._stepped.add(optimizer)
         if len(self._stepped) == len(self._optimizers):
@@ -371,7 +372,7 @@ class LossScaling:
         return step_unscaled(optimizer)
 
     def _infinite(self, optimizer: Optimizer) -> list[Tensor]:
-        return [*self.scaler._found_inf_per_device(optimizer).values()]  # pyright: ignore[reportPrivateUsage]
+        return infinite_flags(self.scaler, optimizer)
 
     def _start_window_without_step(self) -> None:
         """Record a loss after gradients that were unscaled, as for clipping, but made no step.
@@ -414,7 +415,7 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 def _versions(optimizer: Optimizer) -> tuple[tuple[int, int], ...]:
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return tuple((id(gradient), gradient._version) for gradient in gradients if gradient is not None)
+    return tuple((id(gradient), version_of(gradient)) for gradient in gradients if gradient is not None)
 
 
 class ShardedGradScaler(GradScaler):
@@ -441,7 +442,7 @@ class ShardedGradScaler(GradScaler):
         worst = found_inf.clone()
         for (device, _), parts in groups.items():
             flag = found_inf.to(device, copy=True)
-            torch._amp_foreach_non_finite_check_and_unscale_(parts, flag, inv_scale.to(device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - as GradScaler itself
+            amp_unscale_and_check(parts, flag, inv_scale.to(device))
             worst = torch.maximum(worst, flag.to(worst.device))
         if dist.is_initialized():
             with hang_monitor.collective_scope("all_reduce of the loss scaler"):

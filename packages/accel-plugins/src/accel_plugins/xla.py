@@ -19,7 +19,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # pyright: ignore[reportPrivateUsage] - how keys come from names
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem, WriteItemType
 
 from accel_ops import broadcast
@@ -45,6 +44,7 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DDPCommunicationHookType, DynamoBackend
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+from accel_state.torch_private import flatten_state_dict
 from accel_state.xla_devices import library, start
 
 if TYPE_CHECKING:

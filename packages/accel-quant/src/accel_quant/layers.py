@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from accel_bigmodel.align import slot_of
 from accel_bigmodel.placement import owner_of
-from accel_ops.weights.tensors import child_table, find_tied_parameters, parameter_table
+from accel_ops.weights.tensors import find_tied_parameters
 from accel_state.errors import CheckpointError
 from accel_state.files import parse_json
 from accel_state.libraries import is_bnb_available, require
+from accel_state.torch_private import child_table, parameter_table
 
 if TYPE_CHECKING:
     from accel_quant.config import BnbQuantizationConfig

@@ -11,8 +11,8 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d as c10d
 
+from accel_state import torch_private
 from accel_state.hang_monitor import collective_scope
 
 ReduceOp = Literal["sum", "max", "min", "prod"]
@@ -396,35 +396,30 @@ class _Same:
 def group_timeout(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:
     """Return the timeout of collectives of the backend of a device; in the default group, if `None`."""
     try:
-        return (group or _default_group())._get_backend(device).options._timeout
+        return torch_private.backend_timeout(
+            torch_private.backend_of(group or torch_private.get_default_group(), device)
+        )
     except (AttributeError, RuntimeError):  # backends of third parties have no such option
         return dist.default_pg_timeout
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of collectives of a group, the default one if `None`."""
-    change = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage, reportDeprecated] - what older torch has
+    change = getattr(dist, "set_timeout", None) or torch_private.set_group_timeout
     change(timeout, group)
-
-
-def default_store() -> Any:
-    """Return the store of the default process group."""
-    return c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] - no public way to it
-
-
-def _default_group() -> dist.ProcessGroup:
-    return c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
 
 
 def _supported_device_types() -> frozenset[str]:
     """Return the device types for which the default process group has a backend."""
-    return frozenset(device.type for device in _default_group()._device_types)
+    return torch_private.device_types(torch_private.get_default_group())
 
 
 def _is_gloo() -> bool:
     """Return whether the backend of CPU tensors is gloo."""
     try:
-        return _default_group()._get_backend(torch.device("cpu")).name() == "gloo"
+        return (
+            torch_private.backend_of(torch_private.get_default_group(), torch.device("cpu")).name() == "gloo"
+        )
     except RuntimeError:  # a group without a backend for the CPU
         return False
 

@@ -32,9 +32,9 @@ from torch.distributed import (
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage] - documented
     TCPStore,  # pyright: ignore[reportPrivateImportUsage] - documented
 )
-from torch.distributed import distributed_c10d as c10d
 
 from accel_state.libraries import is_torch_version
+from accel_state.torch_private import abort_process_groups, process_groups
 
 EXIT_LIMIT_S = 5.0  # what is left undone at the end of a program; the usual end takes milliseconds
 FAILED_LIMIT_S = 1.0
@@ -107,10 +107,9 @@ def destroy_at_exit() -> None:
 
 def _destroy_with_timeout(seconds: float, *, abort: bool) -> None:
     """Destroy all groups in another thread; abandon it after a timeout."""
-    for group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage] - no public list
+    for group in process_groups():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # gloo's destructor would wait
-    end = getattr(c10d, "_abort_process_group", dist.destroy_process_group)
-    end = end if abort else dist.destroy_process_group
+    end = abort_process_groups if abort else dist.destroy_process_group
     thread = threading.Thread(target=_run, args=(end,), name="accel-destroy", daemon=True)
     try:
         thread.start()

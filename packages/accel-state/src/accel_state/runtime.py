@@ -18,7 +18,6 @@ from accel_state.collectives import (
     Collectives,
     SingleCollectives,
     TorchCollectives,
-    default_store,
     group_timeout,
     set_group_timeout,
 )
@@ -27,6 +26,7 @@ from accel_state.devices import choose_device, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.rank_status import compare_calls
 from accel_state.topology import Topology, check_first_host, detect, rendezvous
+from accel_state.torch_private import get_default_store
 
 if TYPE_CHECKING:
     from accel_state.settings.model import Settings
@@ -227,7 +227,7 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
 
 
 def _monitor(runtime: Runtime, limit: timedelta) -> None:
-    topology, store = runtime.topology, default_store()
+    topology, store = runtime.topology, get_default_store()
     if store is None or dist.get_backend() == "fake":  # MPI has no store; a fake group has nobody to wait for
         return
     hang_monitor.begin(

@@ -18,6 +18,7 @@ from accel_plugins.strategy import Feature, Strategy
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
 from accel_state.runtime import Runtime
+from accel_state.torch_private import foreach_copy_, foreach_div_, foreach_mul_
 
 if TYPE_CHECKING:
     from accel_plugins.optimizer import AcceleratedOptimizer
@@ -251,7 +252,7 @@ class ItemWindow:
         gradients = self._gradients()
         if self._count is not None and gradients:
             if self._divisor is not None:
-                _scale(torch._foreach_mul_, gradients, self._divisor)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
+                _scale(foreach_mul_, gradients, self._divisor)
             count = self._count + count
         self._count, self._divisor, self.is_open = count, None, True
 
@@ -269,7 +270,7 @@ class ItemWindow:
         self._total = total
         # The gradients are the mean over the processes of what each has summed up.
         self._divisor = torch.where(total == 0, torch.ones_like(total), total / processes)
-        _scale(torch._foreach_div_, self._gradients(), self._divisor)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
+        _scale(foreach_div_, self._gradients(), self._divisor)
 
     def close(self, *, used: bool = False) -> None:
         """Begin a new window."""
@@ -459,4 +460,4 @@ class LocalSGD:
     def _average(self) -> None:
         own: list[Any] = [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
         averages = collectives.reduce(own, "mean")
-        torch._foreach_copy_(own, averages)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
+        foreach_copy_(own, averages)

@@ -23,6 +23,7 @@ import psutil
 
 from accel_cli.launch.launchers import WORKER
 from accel_cli.main import ERROR
+from accel_state.torch_private import set_terminate_handler
 from accel_train.worker_errors import (
     WorkerErrors,
     error_of_failure,
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
     # 2. Handle signals. Torch installs this handler when it starts the workers; its own would leave them
     # running at a second signal.
     forwarder = SignalForwarder(signals.SignalException, quiet=quiet)
-    signals._terminate_process_handler = forwarder.end
+    set_terminate_handler(forwarder.end)
     adopt_orphans()
     if not quiet:
         _TORCH_LOGGER.addFilter(lambda record: not str(record.msg).startswith(_IN_SUMMARY))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from operator import attrgetter
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from accel_state.device_kinds import WITHOUT_STORAGE
+from accel_state.torch_private import buffer_table, non_persistent_names, parameter_table, storage_address
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ def non_persistent_buffers(module: nn.Module, *, recurse: bool = False) -> set[s
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, part in parts
-        for name in part._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] - torch has no accessor
+        for name in non_persistent_names(part)
     }
 
 
@@ -71,19 +71,6 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     return names if fqns else {name.rpartition(".")[2] for name in names}
 
 
-def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the module's own table of direct parameters, to be read and written.
-
-    `setattr` does much more, and slower; hooks that swap tensors around each forward cannot pay it.
-    """
-    return module._parameters  # pyright: ignore[reportPrivateUsage] - torch has no accessor
-
-
-def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the module's own table of direct buffers, to be read and written."""
-    return module._buffers  # pyright: ignore[reportPrivateUsage] - torch has no accessor
-
-
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """Identify the memory behind a tensor: device, address, bytes. Equal for views of one storage.
 
@@ -95,24 +82,13 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """
     storage = tensor.untyped_storage()
     if tensor.device.type in WITHOUT_STORAGE:
-        return tensor.device, storage._cdata, storage.nbytes()  # pyright: ignore[reportPrivateUsage] - as `torch.save`
+        return tensor.device, storage_address(storage), storage.nbytes()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def tensor_memory(tensor: Tensor) -> tuple[Any, ...]:
     """Identify what a tensor reads: the same for tensors of one memory, offset, shape and strides."""
     return id_tensor_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
-
-
-def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the module's own table of children; `named_children()` hides one that is registered twice."""
-    return module._modules  # pyright: ignore[reportPrivateUsage] - torch has no accessor
-
-
-tables_of: Callable[
-    [nn.Module], tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None], dict[str, nn.Module | None]]
-] = attrgetter("_parameters", "_buffers", "_modules")
-"""Return a module's own tables of parameters, buffers and children, with no call of ours."""
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:

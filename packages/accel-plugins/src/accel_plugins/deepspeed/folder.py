@@ -17,11 +17,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-import torch._utils as torch_utils
 from torch import Tensor
 
 from accel_plugins.deepspeed.library import ds_module
 from accel_state.errors import CheckpointError
+from accel_state.torch_private import rebuild_parameter, rebuild_tensor, rebuild_tensor_v2
 
 
 def _without_attributes(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
@@ -34,9 +34,9 @@ _TENSORS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor"): torch_utils._rebuild_tensor,  # pyright: ignore[reportPrivateUsage] - how tensors are pickled
-    ("torch._utils", "_rebuild_tensor_v2"): torch_utils._rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]
-    ("torch._utils", "_rebuild_parameter"): torch_utils._rebuild_parameter,  # pyright: ignore[reportPrivateUsage]
+    ("torch._utils", "_rebuild_tensor"): rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_parameter"): rebuild_parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
     ("torch", "Tensor"): torch.Tensor,
     ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,

@@ -21,6 +21,7 @@ from accel_plugins.strategy import StateDict, Write
 from accel_plugins.unsharded import ReplicatedPersister
 from accel_state.errors import CheckpointError, UnsupportedError
 from accel_state.runtime import Runtime
+from accel_state.torch_private import IncompatibleKeys
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -107,7 +108,7 @@ class EngineState:
         for name, value in shard.items():
             if name in state and self._is_small(value):
                 self._put_master(value, state[name])
-        return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)  # pyright: ignore[reportPrivateUsage]
+        return IncompatibleKeys(missing, unexpected)
 
     @torch.no_grad()
     def optimizer(self, *, keep: bool) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ops.tree import is_dtensor
 from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count, resolve_fields
@@ -20,6 +19,7 @@ from accel_state.libraries import is_installed
 from accel_state.runtime import Runtime
 from accel_state.settings.model import BASE_PRECISIONS, Settings
 from accel_state.settings.option import RECIPE_GROUP
+from accel_state.torch_private import dtensor_spec, is_traceable_wrapper_subclass, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -415,7 +415,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
         plain = plain_tensor(local)
         if plain is local:
             return tensor
-        return type(detached)(plain, detached._spec, requires_grad=False)  # pyright: ignore[reportCallIssue, reportPrivateUsage] - as FSDP does
+        return type(detached)(plain, dtensor_spec(detached), requires_grad=False)  # as FSDP does
     if not is_traceable_wrapper_subclass(detached):
         return tensor
     return getattr(detached, detached.__tensor_flatten__()[0][0])
@@ -448,7 +448,7 @@ def _clear_scale(module: nn.Module, incompatible: Any) -> None:
     """Drop a scale that was computed of other values."""
     del incompatible
     weight: Any = module.weight
-    local: Any = weight._local_tensor if is_dtensor(weight) else weight  # pyright: ignore[reportPrivateUsage] - `to_local` gives another object
+    local: Any = local_tensor(weight) if is_dtensor(weight) else weight
     if hasattr(local, "_precomputed_scale"):
         local._precomputed_scale = None
 

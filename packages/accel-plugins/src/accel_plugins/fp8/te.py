@@ -18,6 +18,7 @@ from accel_plugins.fp8.recipe import Recipe, TERecipeKwargs, is_divisible
 from accel_state.errors import UnsupportedError
 from accel_state.libraries import is_installed, require
 from accel_state.runtime import Runtime
+from accel_state.torch_private import parameter_table
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -260,7 +261,7 @@ def _copy(old: nn.Module, new: nn.Module, replaced: dict[Tensor, Tensor]) -> Non
             continue
         if source in replaced:
             # Not by `setattr`, with which TransformerEngine forgets how a parameter is initialised.
-            new._parameters[name] = replaced[source]  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+            parameter_table(new)[name] = replaced[source]  # pyright: ignore[reportArgumentType]
         else:
             target.copy_(source)
             target.requires_grad_(source.requires_grad)

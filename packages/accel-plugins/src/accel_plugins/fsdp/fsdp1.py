@@ -13,11 +13,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-    offload_wrapper,
-)
 from torch.distributed.fsdp import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -63,6 +58,15 @@ from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+from accel_state.torch_private import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    flat_names,
+    flat_shards,
+    hybrid_shard_zero2,
+    offload_wrapper,
+    shared_parameters,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -95,9 +99,7 @@ class FsdpRoots:
         """Shard, in place, the state that an optimizer has for full parameters, with `use_orig_params`."""
         for root in self._roots:
             for _, flat in _flat_parameters(root):
-                for parameter, shape, shard in zip(
-                    flat._params or (), flat._shapes, flat._shard_param_infos, strict=False
-                ):
+                for parameter, shape, shard in flat_shards(flat):
                     state: dict[str, Any] = optimizer.state.get(parameter, {})
                     for key, value in state.items():
                         if getattr(value, "shape", None) == shape != parameter.shape:
@@ -175,14 +177,14 @@ def parameters_by_name(root: FullyShardedDataParallel, *, flat: bool) -> dict[st
         return {
             strip_wrapper_prefixes(name): one for name, one in root.named_parameters(remove_duplicate=False)
         }
-    return {prefix + inner: one for prefix, one in _flat_parameters(root) for inner in one._fqns}
+    return {prefix + inner: one for prefix, one in _flat_parameters(root) for inner in flat_names(one)}
 
 
 def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
     """Map the further names of tied weights to the name under which FSDP1 has the weight."""
     found: dict[str, str] = {}
     for prefix, flat in _flat_parameters(root):
-        for name, _, inside, first, _, first_inside in flat._shared_param_infos:
+        for name, _, inside, first, _, first_inside in shared_parameters(flat):
             found[prefix + _joined(inside, name)] = prefix + _joined(first_inside, first)
     return found
 
@@ -303,7 +305,7 @@ class Fsdp1Shards:
                 id(one): [prefix + strip_wrapper_prefixes(name)] for name, one in root.named_parameters()
             }
             for inside, flat in _flat_parameters(root):
-                names[id(flat)] = [prefix + inside + name for name in flat._fqns]
+                names[id(flat)] = [prefix + inside + name for name in flat_names(flat)]
         return [
             {**group, "params": [name for one in group["params"] for name in names[id(one)]]}
             for group in optimizer.param_groups
@@ -322,7 +324,7 @@ def _check_flat(states: Iterable[Mapping[str, Any]], kind: str) -> None:
                 )
 
 
-_HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}  # pyright: ignore[reportPrivateUsage] - has no other name
+_HYBRID = {ShardingStrategy.HYBRID_SHARD, hybrid_shard_zero2()}
 unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
 
 

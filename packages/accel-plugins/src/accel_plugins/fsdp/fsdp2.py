@@ -17,8 +17,6 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather  # pyright: ignore[reportPrivateUsage] - the public base class gathers nothing
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] - has no other name
 
 from accel_plugins.fsdp.blocks import (
     blocks,
@@ -48,6 +46,7 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import is_torch_version
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+from accel_state.torch_private import DefaultAllGather, NormBase
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -174,7 +173,7 @@ class FullSharding:
 
 def _has_statistics(module: nn.Module) -> bool:
     """Whether a module is a norm with running statistics, whose dtype its weights must have."""
-    return isinstance(module, _NormBase) and module.running_mean is not None
+    return isinstance(module, NormBase) and module.running_mean is not None
 
 
 def _full_precision_norms(

@@ -32,6 +32,7 @@ from accel_state import environ
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.settings.engines import FsdpSettings
 from accel_state.settings.model import Settings
+from accel_state.torch_private import hybrid_shard_zero2
 
 EnumT = TypeVar("EnumT", bound=Enum)
 
@@ -39,7 +40,7 @@ RESHARDS = {
     ShardingStrategy.FULL_SHARD: True,
     ShardingStrategy.SHARD_GRAD_OP: False,
     ShardingStrategy.HYBRID_SHARD: True,
-    ShardingStrategy._HYBRID_SHARD_ZERO2: False,  # pyright: ignore[reportPrivateUsage] - has no other name
+    hybrid_shard_zero2(): False,
     ShardingStrategy.NO_SHARD: False,
 }
 """Whether parameters are freed after the forward pass under each strategy of version 1."""

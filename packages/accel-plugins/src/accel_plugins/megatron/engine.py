@@ -27,6 +27,7 @@ from accel_plugins.megatron.train_steps import (
 )
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.torch_private import assert_async
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.state import PlacedWeight
@@ -283,7 +284,7 @@ class MegatronEngine(nn.Module):
                 continue
             is_known = (tokens >= 0) & (tokens < vocabulary)
             ignored = f" (or {IGNORED})" if name == "labels" else ""
-            torch._assert_async(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - no public one
+            assert_async(
                 (is_known | (tokens == IGNORED) if ignored else is_known).all(),
                 f"{name} has tokens that the vocabulary, from 0 to {vocabulary - 1}{ignored}, does not have.",
             )

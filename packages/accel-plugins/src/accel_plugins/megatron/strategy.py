@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import distributed_c10d as c10d
 from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
@@ -92,6 +91,7 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+from accel_state.torch_private import process_groups
 
 
 def build(
@@ -563,14 +563,14 @@ def start(groups: Groups) -> GroupReference:
     reference = GroupReference(groups)
     if not _references:
         _destroy_groups()
-        before = set(c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage] - no public list
+        before = set(process_groups())
         core("parallel_state").initialize_model_parallel(
             tensor_model_parallel_size=groups.tensor,
             pipeline_model_parallel_size=groups.pipeline,
             context_parallel_size=groups.context,
             create_gloo_process_groups=False,
         )
-        _made.extend(group for group in c10d._world.pg_map if group not in before)  # pyright: ignore[reportPrivateUsage]
+        _made.extend(group for group in process_groups() if group not in before)
         seeds = [torch.initial_seed() % _LARGEST_SEED]
         dist.broadcast_object_list(seeds, src=0)  # Ranks that share a tensor drop out the same of it.
         _seed(seeds[0])
@@ -583,7 +583,7 @@ def _destroy_groups() -> None:
     if state.model_parallel_is_initialized():
         state.destroy_model_parallel()
     for group in _made:
-        if group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage]
+        if group in process_groups():
             process_group.destroy(group)
     _made.clear()
 

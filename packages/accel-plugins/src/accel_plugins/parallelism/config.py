@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
-from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel_plugins.kwargs import expect, expect_flags, is_count, refuse_ineffective, resolve_fields
 from accel_plugins.strategy import BatchSharding
-from accel_state import process_group
+from accel_state import process_group, torch_private
 from accel_state.collectives import group_timeout, set_group_timeout
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings.engines import ParallelismSettings
@@ -454,7 +453,7 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the mesh with one axis, of a name, for all those of a mesh. A collective over all ranks."""
-    return _set_timeout(mesh._flatten(name))  # pyright: ignore[reportPrivateUsage] - the documented way
+    return _set_timeout(torch_private.flatten_mesh(mesh, name))
 
 
 def _set_timeout(mesh: DeviceMesh) -> DeviceMesh:
@@ -467,7 +466,7 @@ def _set_timeout(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _is_alive(mesh: DeviceMesh) -> bool:
-    living = c10d._world.pg_map  # pyright: ignore[reportPrivateUsage] - no public list
+    living = torch_private.process_groups()
     try:
         return all(group in living for group in mesh.get_all_groups())
     except (RuntimeError, ValueError):  # a group's name is no longer registered
@@ -505,7 +504,7 @@ class Axes:
         flat = flatten_mesh(self.mesh[tuple(shards)], "dp_shard_cp")
         if not self.config.dp_replicate_enabled:
             return flat
-        return DeviceMesh._concatenate([self.mesh["dp_replicate"], flat])  # pyright: ignore[reportPrivateUsage] - no other way
+        return torch_private.concatenate_meshes([self.mesh["dp_replicate"], flat])
 
 
 def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) -> Axes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
@@ -14,8 +13,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import _attention as ring
-from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
 from torch.nn import functional
 
 from accel_plugins.parallelism.attention import (
@@ -27,6 +24,16 @@ from accel_plugins.parallelism.attention import (
 )
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.torch_private import (
+    context_parallel,
+    context_parallel_options,
+    context_parallel_rules,
+    is_in_backward,
+    ring_attention,
+    ring_attention_backward,
+    schema_of,
+    set_rotate_method,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -176,7 +183,7 @@ def _current_block() -> _Block | None:
     if not _inside:
         return None
     block = _inside[-1]
-    in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue] - as torch.utils.checkpoint asks
+    in_backward = is_in_backward()
     return block if in_backward or block.thread == threading.get_ident() else None
 
 
@@ -237,7 +244,7 @@ def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
 
 def register_ring_attention_rules() -> None:
     """Register ring attention's missing rules: for the CPU, and without causality."""
-    rules = cast("dict[Any, Any]", _dispatching().custom_ops)
+    rules = context_parallel_rules()
     rules.setdefault(_CPU, _forward)
     rules.setdefault(_CPU_BACKWARD, _backward)
     for op, rule in [*rules.items()]:
@@ -248,7 +255,7 @@ def register_ring_attention_rules() -> None:
 @contextmanager
 def _without_balance() -> Generator[None]:
     """Switch torch's load balancing off within the block: every rank has consecutive tokens."""
-    options = _dispatching()._cp_options
+    options = context_parallel_options()
     before, options.enable_load_balance = options.enable_load_balance, False
     try:
         yield
@@ -267,16 +274,11 @@ class _BidirectionalRule:
         self._rule = rule
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = [argument.name for argument in op._schema.arguments]
+        names = [argument.name for argument in schema_of(op).arguments]
         if (dict(zip(names, args, strict=False)) | kwargs).get("is_causal"):
             return self._rule(op, args, kwargs)
         with _without_balance():
             return self._rule(op, args, kwargs)
-
-
-def _dispatching() -> Any:
-    # The module of torch's dispatch rules; newer versions have moved it.
-    return sys.modules[ring._templated_ring_attention.__module__]  # pyright: ignore[reportPrivateUsage] - no public way
 
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -287,7 +289,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **more: Any) -> Any:
         return op(q, k, v, dropout, is_causal, **more)
 
-    out, logsumexp = ring._templated_ring_attention(  # pyright: ignore[reportPrivateUsage]
+    out, logsumexp = ring_attention(
         group,
         _SEQUENCE,
         cast("Any", attention),
@@ -311,7 +313,7 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             **options,
         )
 
-    gradients = _dispatching()._templated_ring_attention_backward(
+    gradients = ring_attention_backward(
         _group(query),
         _SEQUENCE,
         attention,

@@ -19,12 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # pyright: ignore[reportPrivateUsage] - how keys come from names
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import (
-    FileSystemReader,
-    _StorageInfo,  # pyright: ignore[reportPrivateUsage] - what the format's index consists of
-)
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
@@ -48,6 +44,7 @@ from accel_plugins.sharding.state import (
 from accel_state.errors import CheckpointError, did_you_mean
 from accel_state.files import open_regular
 from accel_state.topology import Topology
+from accel_state.torch_private import StorageInfo, flatten_state_dict, get_layout
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -140,7 +137,7 @@ _NAMES = {
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(module.__name__, name): getattr(module, name) for module, names in _NAMES.items() for name in names},
     ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # pyright: ignore[reportPrivateUsage] - how a layout is pickled
+    ("torch.serialization", "_get_layout"): get_layout,
     **{
         (module, name): PurePath
         for module in ("pathlib", "pathlib._local")
@@ -361,7 +358,7 @@ class ShardWriter:
             else:
                 torch.save(compact(value.cpu()), counted)
             length = counted.size - begin
-            stored = _StorageInfo(self._file, begin, length)
+            stored = StorageInfo(self._file, begin, length)
             self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=stored))
 
     def write_local_metadata(self, values: object, sink: ByteSink) -> None:

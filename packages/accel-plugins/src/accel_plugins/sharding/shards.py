@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from accel_plugins.sharding.state import ShardedStates, state_by_index, state_by_name
+from accel_state.torch_private import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.modules import without_compiler
@@ -34,6 +33,17 @@ from accel_plugins.unsharded import TorchStepper, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.runtime import Runtime
+from accel_state.torch_private import (
+    buffer_table,
+    flat_handle,
+    foreach_clamp_max_,
+    foreach_clamp_min_,
+    foreach_mul_,
+    gradient_hooks,
+    is_traceable_wrapper_subclass,
+    refresh_original_parameters,
+    set_gradient_hooks,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -118,9 +128,10 @@ def hook_of(parameter: Any) -> str | None:
         >>> hook_of(parameter)
         'register_hook'
     """
-    if parameter._backward_hooks:
+    hooks, after_accumulation = gradient_hooks(parameter)
+    if hooks:
         return "register_hook"
-    return "register_post_accumulate_grad_hook" if parameter._post_accumulate_grad_hooks else None
+    return "register_post_accumulate_grad_hook" if after_accumulation else None
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
@@ -343,7 +354,7 @@ def to_meta(
             values.dtypes[name] = tensor.dtype
             if kind is values.parameters:
                 if hook_of(tensor):
-                    values.hooks[name] = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)  # pyright: ignore[reportPrivateUsage] - have no other name
+                    values.hooks[name] = gradient_hooks(tensor)
                 values.before[tensor] = name
                 values.dtypes[name] = dtype_of(tensor) if dtype_of else tensor.dtype
             values.attributes[name] = {} if _has_own_type(tensor) else dict(vars(tensor))
@@ -377,7 +388,7 @@ def materialize_from_rank0(
             shard = nn.Parameter(shard, requires_grad=like.requires_grad)
             vars(shard).update(values.attributes[name])
             if name in values.hooks:  # the same dictionaries: a handle still removes its hook
-                shard._backward_hooks, shard._post_accumulate_grad_hooks = values.hooks[name]  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
+                set_gradient_hooks(shard, values.hooks[name])
         for one in names:
             put_tensor(model, one, shard)
 
@@ -386,8 +397,8 @@ def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace the parameter or buffer of a name in a model."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
-    if leaf in owner._buffers:  # pyright: ignore[reportPrivateUsage] - `setattr` would refuse a parameter there
-        owner._buffers[leaf] = tensor  # pyright: ignore[reportPrivateUsage]
+    if leaf in (buffers := buffer_table(owner)):  # `setattr` would refuse a parameter there
+        buffers[leaf] = tensor
     else:
         setattr(owner, leaf, tensor)
 
@@ -478,12 +489,11 @@ def upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
     torch accepts a dtype that changes between wrapping and the first forward pass.
     """
     for module in FullyShardedDataParallel.fsdp_modules(root):
-        handle: Any = module._handle  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType] - has no other name
+        handle: Any = flat_handle(module)
         if handle is None or dtype_to_train(handle.flat_param) is handle.flat_param.dtype:
             continue
         handle.flat_param.data = handle.flat_param.data.float()
-        if module._use_orig_params:  # pyright: ignore[reportPrivateUsage] - as above
-            handle._use_sharded_views()
+        refresh_original_parameters(module, handle)
 
 
 def warn_about_master_weights(model: nn.Module, precision: str) -> None:
@@ -653,14 +663,14 @@ def _clip_norm(parameters: Tensor | list[Tensor], max_norm: float, norm_type: fl
         norm = norm_of(gradients, float(norm_type))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parts in by_device(gradients):
-        torch._foreach_mul_(parts, factor.to(parts[0].device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
+        foreach_mul_(parts, factor.to(parts[0].device))
     return norm
 
 
 def _clip_value(parameters: Tensor | list[Tensor], clip_value: float) -> None:
     for parts in by_device(_gradients(parameters)):
-        torch._foreach_clamp_min_(parts, -clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-        torch._foreach_clamp_max_(parts, clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+        foreach_clamp_min_(parts, -clip_value)
+        foreach_clamp_max_(parts, clip_value)
 
 
 def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from accel_state.streams import override_streams
 from accel_state.testing.async_memory import (
@@ -33,14 +31,18 @@ from accel_state.testing.async_memory import (
     storage_id,
     user_line,
 )
+from accel_state.torch_private import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    parse_to,
+    schema_of,
+    tree_leaves,
+)
 
 _METADATA_ONLY = re.compile(r"^aten::(new_.*|.*_like|set_|resize_)$")
 _WITHOUT_VALUES = re.compile(r"^aten::(new_empty.*|empty.*)$")
 _TO_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::item"}
 """Operators whose result is known to the host when they return."""
-
-_torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
-_parse_to = _torch_c._nn._parse_to
 
 
 class OperatorMode(TorchDispatchMode):
@@ -56,10 +58,10 @@ class OperatorMode(TorchDispatchMode):
         """Register the operator's accesses; take over copies between pinned and device memory."""
         kwargs = kwargs or {}
         device = self._device
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves):
             return NotImplemented  # the operators on its inner tensors come here next
-        name = func._schema.name
+        name = schema_of(func).name
         if device.is_inside or func.is_view:
             return func(*args, **kwargs)
         if name == "aten::copy_" and device.is_device_copy(*args[:2]):
@@ -70,7 +72,7 @@ class OperatorMode(TorchDispatchMode):
         fresh: list[Tensor] = []
         if not _WITHOUT_VALUES.match(name):
             old = {storage_id(leaf) for leaf in leaves if _is_plain(leaf)}
-            results = (leaf for leaf in pytree.tree_leaves(outputs) if _is_plain(leaf))
+            results = (leaf for leaf in tree_leaves(outputs) if _is_plain(leaf))
             fresh = [leaf for leaf in results if storage_id(leaf) not in old]
         device.after_operator(name, fresh, actor, waits=name in _TO_HOST)
         return outputs
@@ -97,7 +99,7 @@ class TransferMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
-        device, dtype, non_blocking, _ = _parse_to(*args, **kwargs)
+        device, dtype, non_blocking, _ = parse_to(*args, **kwargs)
         if device is None:
             return tensor.to(*args, copy=copy, **kwargs)
         moved = self._device.upload(tensor, blocking=not non_blocking)
@@ -113,7 +115,7 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     """Return the tensors that an operator reads, and the arguments that it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
-    schema = func._schema
+    schema = schema_of(func)
     if _METADATA_ONLY.match(schema.name):
         return [], []
     positional = zip(schema.arguments, args, strict=False)
@@ -124,7 +126,7 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
         alias = argument.alias_info
         if alias is not None and not alias.is_write:
             continue  # a view of it is returned
-        tensors = [leaf for leaf in pytree.tree_leaves(value) if _is_plain(leaf)]
+        tensors = [leaf for leaf in tree_leaves(value) if _is_plain(leaf)]
         if alias is not None:
             writes += tensors
         else:

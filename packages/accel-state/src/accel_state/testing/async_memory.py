@@ -32,6 +32,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from accel_state.torch_private import storage_address
+
 if TYPE_CHECKING:
     from accel_state.testing.async_device import LateDevice
 
@@ -455,7 +457,7 @@ class Storages:
 
 def storage_id(tensor: Tensor) -> int:
     """Return what identifies a tensor's storage as long as a reference to it, weak or not, is held."""
-    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    return storage_address(tensor.untyped_storage())
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel_state import hang_monitor
-from accel_state.collectives import default_store
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
 from accel_state.hang_monitor import HangMonitor
 from accel_state.process_group import absent_keys, clone_store, get_all
 from accel_state.rank_status import RankStatus, format_ranks, format_statuses
+from accel_state.torch_private import get_default_store
 
 if TYPE_CHECKING:
     from accel_state.runtime import Runtime
@@ -41,7 +41,7 @@ def make_all_gather(runtime: Runtime, channel: str, *, in_main_thread: bool) -> 
     if topology.world_size == 1:
         return SingleProcess()
     return StoreAllGather(
-        clone_store(default_store()),
+        clone_store(get_default_store()),
         rank=topology.rank,
         world_size=topology.world_size,
         channel=channel,

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_ops.weights.layout import SAFETENSORS_SUFFIX
@@ -27,6 +26,7 @@ from accel_ops.weights.tensors import id_tensor_storage
 from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
 from accel_state.files import local_path
+from accel_state.torch_private import is_traceable_wrapper_subclass, non_persistent_names
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import (
@@ -529,7 +529,7 @@ def local_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
-        transient = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] - has no other name
+        transient = non_persistent_names(module)
         for name, buffer in module.named_buffers(recurse=False):
             if name not in transient:
                 tensors[f"{prefix}.{name}" if prefix else name] = buffer

@@ -19,6 +19,7 @@ from accel_state.device_kinds import WITHOUT_STORAGE
 from accel_state.errors import CheckpointError
 from accel_state.libraries import is_torch_version
 from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
+from accel_state.torch_private import storage_address
 
 _BLOCK = 64 << 20  # bytes of host memory that are allocated at once; more for a larger storage
 _ALIGNMENT = 64
@@ -150,7 +151,7 @@ def _copied(
     storages: dict[int, Any],
 ) -> Tensor:
     source = tensor.untyped_storage()
-    key = source._cdata  # pyright: ignore[reportPrivateUsage] - by which `torch.save` tells storages apart
+    key = storage_address(source)
     if tensor.device.type in WITHOUT_STORAGE:
         return _read_back(tensor, storages.setdefault(key, {}))
     target = storages.get(key)

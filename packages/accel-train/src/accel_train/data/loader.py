@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_ops.tree import recursively_apply, send_to_device, walk
 from accel_state.device_kinds import runtime_module
 from accel_state.labels import RNGType
 from accel_state.rng import synchronize_rng_states
 from accel_state.streams import DeviceStreams, Event, device_streams
+from accel_state.torch_private import pin_memory
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.shards import BatchWithMeta
 

@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from accel_ops.collectives import broadcast_object_list
 from accel_state.labels import RNGType
+from accel_state.torch_private import requested_samples
 
 OrderState: TypeAlias = dict[str, Any]
 """What replays the order of an epoch: `{"seed", "epoch"}`, `{"generator"}`, `{"torch"}` or nothing.
@@ -313,7 +314,7 @@ def _seedable(sampler: RandomSampler, seed: int | None, num_processes: int) -> S
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=sampler._num_samples,  # pyright: ignore[reportPrivateUsage]
+        num_samples=requested_samples(sampler),
         generator=generator,
         data_seed=seed,
     )

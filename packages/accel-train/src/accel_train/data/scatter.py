@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from accel_ops.packing import below_autograd, copy_all
+from accel_ops.packing import below_autograd
 from accel_ops.tree import children, is_dataclass_instance, rebuild, recursively_apply
 from accel_state.collectives import Collectives
 from accel_state.errors import AccelError
+from accel_state.torch_private import foreach_copy_
 from accel_train.data.shards import BatchWithMeta
 
 Take: TypeAlias = Callable[[Any, list[Any]], bool]
@@ -204,7 +205,7 @@ class ReceiverBuffer:
         with torch.no_grad():
             self._header.copy_(torch.tensor(header))
             if parcel.tensors:
-                copy_all(self._views, parcel.tensors)
+                foreach_copy_(self._views, parcel.tensors)
         if parcel.objects:
             end = parcel.nbytes - _aligned(len(parcel.objects)) + len(parcel.objects)
             content = torch.frombuffer(bytearray(parcel.objects), dtype=torch.uint8)

@@ -11,8 +11,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
-from torch.utils.data._utils.pin_memory import pin_memory
 
+from accel_state.torch_private import pin_memory
 from accel_train.data.samplers import (
     OrderState,
     SeedableRandomSampler,

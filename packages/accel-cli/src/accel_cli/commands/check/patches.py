@@ -18,9 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils.data import DataLoader
 
 from accel_cli.commands.check.record import RankTask
@@ -30,6 +28,16 @@ from accel_ops.tree import recursively_apply
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
 from accel_state.collectives import ReduceOp
 from accel_state.libraries import BY_NAME, Fp8Device
+from accel_state.torch_private import (
+    MESH_METHODS,
+    PROPAGATION_METHODS,
+    FakeTensor,
+    ShardingPropagator,
+    buffer_table,
+    let_foreach_run_on,
+    parameter_table,
+    replace_fsdp_chunks,
+)
 from accel_train.checkpoint.contents import form_of_run
 
 
@@ -192,19 +200,21 @@ def _conversions() -> None:
     real = kind._apply
 
     def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        tensors = [one for one in (*self._parameters.values(), *self._buffers.values()) if one is not None]
+        tensors = [
+            one for one in (*parameter_table(self).values(), *buffer_table(self).values()) if one is not None
+        ]
         if not all(map(is_without_values, tensors)):
             return real(self, fn, recurse)
         if recurse:
             for child in self.children():
                 child._apply(fn)
         with torch.no_grad():
-            for name, parameter in self._parameters.items():
+            for name, parameter in parameter_table(self).items():
                 if parameter is not None:
-                    self._parameters[name] = _converted(parameter, fn)
-            for name, buffer in self._buffers.items():
+                    parameter_table(self)[name] = _converted(parameter, fn)
+            for name, buffer in buffer_table(self).items():
                 if buffer is not None:
-                    self._buffers[name] = fn(buffer)
+                    buffer_table(self)[name] = fn(buffer)
         return self
 
     kind._apply = apply
@@ -221,25 +231,18 @@ def _converted(parameter: Any, fn: Callable[[Any], Any]) -> Any:
     return parameter
 
 
-_OF_PROPAGATION = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")
-"""The methods that infer the shape of a result from full fake tensors; each torch version has one of them."""
-
-_OF_MESHES = ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate")
-"""The methods of a device mesh that need the values of its tensor of ranks; not every torch has all."""
-
-
 def _division(recorder: CollectiveRecorder) -> None:
     """Patch sharding: meshes keep real values, and models move to meta parameter by parameter.
 
     `Module.to` would swap fake tensors in place.
     """
-    for name in _OF_MESHES:
+    for name in MESH_METHODS:
         if name in vars(DeviceMesh):
             setattr(DeviceMesh, name, _within(recorder.outside, vars(DeviceMesh)[name]))
     shapes: Any = ShardingPropagator
-    name = next(one for one in _OF_PROPAGATION if one in vars(shapes))
+    name = next(one for one in PROPAGATION_METHODS if one in vars(shapes))
     setattr(shapes, name, _within(recorder.uncounted, vars(shapes)[name]))
-    _set("torch.distributed.fsdp._fully_shard._fsdp_param", _chunk_with_empty=Chunks)
+    replace_fsdp_chunks(Chunks)
     values: Any = import_module("accel_plugins.sharding.wrap")
 
     def empty(model: Any, replaced: Any) -> None:
@@ -274,10 +277,7 @@ class Chunks:
 
 def _optimizers() -> None:
     """Let optimizers use their foreach implementation, as on accelerators."""
-    owner: Any = import_module("torch.optim.optimizer")
-    real = owner._get_foreach_kernels_supported_devices
-    owner._get_foreach_kernels_supported_devices = lambda: [*real(), "cpu"]
-    owner._foreach_supported_types.append(FakeTensor)
+    let_foreach_run_on("cpu", FakeTensor)
 
 
 def _within(context: Callable[[], AbstractContextManager[None]], method: Any) -> Any:

@@ -15,7 +15,6 @@ from importlib import import_module
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_cli.commands.check.patches import install
 from accel_cli.commands.check.record import RankRecord, RankTask, exit_reason, timeout_reason
@@ -23,6 +22,7 @@ from accel_cli.commands.check.recorder import CollectiveRecorder
 from accel_cli.commands.estimate.memory import ModelSizes
 from accel_cli.commands.estimate.meta_model import sizes_of
 from accel_state import environ
+from accel_state.torch_private import FakeStore, import_compiler
 
 _PAUSE = 0.05
 
@@ -116,7 +116,7 @@ def fork_ranks(orders: Sequence[RankTask], *, timeout: int, at_once: int) -> Non
 
 def import_often_needed(script: Path) -> None:
     """Import slow modules that all ranks need."""
-    import_module("torch._dynamo")  # fake tensors need little of it
+    import_compiler()  # fake tensors need little of it
     if "transformers" in script.read_text("utf-8", "replace"):
         with contextlib.suppress(ImportError):
             import_module("transformers.modeling_utils")

@@ -13,13 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._guards import active_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage] - there is no public name
-)
-from torch.utils._pytree import tree_leaves, tree_map
 
 from accel_cli.commands.check.record import File, LoaderRecord, RecordedCollective, SelectedStrategy
 from accel_cli.commands.estimate.memory import ADAM, Buckets
@@ -27,6 +20,16 @@ from accel_cli.commands.estimate.trace import LiveStorageTracker, storage_key, w
 from accel_ops.tree import local_part
 from accel_plugins.fp8.recipe import plain_tensor
 from accel_state.rank_status import call_site, source_location
+from accel_state.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    active_fake_mode,
+    disable_current_modes,
+    storage_address,
+    tree_leaves,
+    tree_map,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -187,7 +190,7 @@ class RankMemoryTracker(TorchDispatchMode):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = real(storage, size)
-            entry = self._alive.get(storage._cdata)  # pyright: ignore[reportPrivateUsage] - as `storage_key`
+            entry = self._alive.get(storage_address(storage))
             if entry is not None:
                 self._bytes[entry[0]] += storage.nbytes() - entry[1]
                 entry[1] = storage.nbytes()
@@ -466,7 +469,7 @@ class CollectiveRecorder:
         """Run the block on real tensors."""
         self._outside += 1
         try:
-            with _disable_current_modes(), FakeValueMode(self.saw):  # tensors of before are fake
+            with disable_current_modes(), FakeValueMode(self.saw):  # tensors of before are fake
                 yield
         finally:
             self._outside -= 1

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils._pytree import tree_leaves
 
 from accel_cli.commands.check.record import SelectedStrategy
 from accel_cli.commands.estimate.memory import ADAM, MASTER, Buckets
@@ -45,6 +43,7 @@ from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_mat
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+from accel_state.torch_private import DTensorSpec, TensorMeta, tree_leaves
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import CheckpointContext, form_of_run
 

@@ -13,12 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from accel_cli.commands.estimate.memory import MemoryPeak
-from accel_ops.weights.tensors import parameter_table
+from accel_state.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    parameter_table,
+    storage_address,
+    tree_leaves,
+)
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -209,7 +212,7 @@ def _placeholders(model: nn.Module) -> Generator[None]:
 
 def storage_key(tensor: Any) -> int:
     """Return a key of a tensor's storage, also of fake tensors, which have no address."""
-    return tensor.untyped_storage()._cdata
+    return storage_address(tensor.untyped_storage())
 
 
 def wraps_tensors(kind: type) -> bool:
