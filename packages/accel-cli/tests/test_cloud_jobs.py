@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.arguments import read_arguments
-from accel_cli.interview import HostInfo, suggestion
+from accel_cli.interview import HostInfo, suggest_answer
 from accel_cli.launch import deepspeed_hosts, launchers, sagemaker, xla_workers
 from accel_cli.launch.command import make_plan, parse_slurm, probe_host
 from accel_cli.launch.hosts import HostDevices
@@ -414,7 +414,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 SUGGESTED = {
-    name: suggestion(BY_PATH[f"sagemaker.{name}"], HostInfo(), lambda _: None)
+    name: suggest_answer(BY_PATH[f"sagemaker.{name}"], HostInfo(), lambda _: None)
     for name in ("transformers_version", "pytorch_version", "py_version")
 }
 

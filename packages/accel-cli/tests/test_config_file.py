@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 
 from accel_cli.commands.estimate.meta_model import meta_model
-from accel_cli.config_file import WRITTEN_BY, read, read_config, text_of
+from accel_cli.config_file import WRITTEN_BY, format_config, read, read_config
 from accel_state.errors import SettingsError
 from accel_state.files import CONFIG_LIMIT
 
@@ -116,6 +116,6 @@ def test_what_a_newer_version_has_written_is_refused_with_both_versions(line, tm
 
 def test_a_file_says_which_version_has_written_it(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text(text_of(path, {"num_processes": 2}))
+    path.write_text(format_config(path, {"num_processes": 2}))
     assert path.read_text().splitlines()[0] == f"{WRITTEN_BY}{version('accel-cli')}"
     assert read(path) == {"num_processes": 2}

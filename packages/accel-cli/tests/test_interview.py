@@ -6,9 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.commands import config
-from accel_cli.commands.config import commands, find_conflicts, summary
-from accel_cli.config_file import read_config, text_of, write
-from accel_cli.interview import HostInfo, PreviousQuestion, interview, probe_host, question_about, suggestion
+from accel_cli.commands.config import find_conflicts, list_commands, summarize
+from accel_cli.config_file import format_config, read_config, write
+from accel_cli.interview import (
+    HostInfo,
+    PreviousQuestion,
+    interview,
+    make_question,
+    probe_host,
+    suggest_answer,
+)
 from accel_cli.main import main
 from accel_cli.output import as_text
 from accel_state.errors import SettingsError
@@ -232,24 +239,24 @@ def test_any_answers_make_a_file_that_is_read_back(data, found):
     ).settings
     assert to_content(again) == to_content(settings)
     find_conflicts(settings, found)
-    assert commands(settings, None)
-    assert as_text(summary(settings))
+    assert list_commands(settings, None)
+    assert as_text(summarize(settings))
 
 
 def test_every_suggestion_can_be_read():
     settings = Settings()
     for option in OPTIONS:
         if option.question:
-            question = question_about(option, SERVER, lambda path: value_at(settings, path))
+            question = make_question(option, SERVER, lambda path: value_at(settings, path))
             assert question.default == "" or question.find_problem(question.default) is None, option.path
-            assert suggestion(option, LAPTOP, lambda path: value_at(settings, path)) is not None
+            assert suggest_answer(option, LAPTOP, lambda path: value_at(settings, path)) is not None
 
 
 def test_what_cannot_be_used_is_complained_about():
     by_path = {option.path: option for option in OPTIONS}
-    question = question_about(by_path["launch.num_machines"], LAPTOP, lambda path: value_at(Settings(), path))
+    question = make_question(by_path["launch.num_machines"], LAPTOP, lambda path: value_at(Settings(), path))
     assert question.find_problem("zero") == "expected a whole number of at least 1"
-    question = question_about(
+    question = make_question(
         by_path["launch.main_process_ip"], LAPTOP, lambda path: value_at(Settings(), path)
     )
     assert question.find_problem("") == "This answer is required."
@@ -257,7 +264,7 @@ def test_what_cannot_be_used_is_complained_about():
 
 def test_several_machines_get_a_command_each():
     settings, _ = answered(SERVER, launch__num_machines="2")
-    assert commands(settings, "run.yaml") == [
+    assert list_commands(settings, "run.yaml") == [
         "accel launch --config_file run.yaml --machine_rank 0 train.py",
         "accel launch --config_file run.yaml --machine_rank 1 train.py",
     ]
@@ -298,7 +305,7 @@ def test_a_file_of_an_older_format_is_rewritten(environ, tmp_path, capsys, suffi
 
 def test_there_must_be_a_file_to_update(environ):
     with pytest.raises(SettingsError, match="no config file"):
-        config.update(None)
+        config.update_config_file(None)
 
 
 def test_no_precision_but_a_known_one_is_written(environ):
@@ -310,4 +317,4 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match="cannot be written"):
         write(tmp_path / "file/run.yaml", {})
-    assert text_of(tmp_path / "a.json", {"a": 1}) == '{\n  "a": 1\n}\n'
+    assert format_config(tmp_path / "a.json", {"a": 1}) == '{\n  "a": 1\n}\n'

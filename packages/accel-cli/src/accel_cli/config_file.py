@@ -1,4 +1,4 @@
-"""Read and write config files."""
+"""Read and write config files, in YAML or JSON."""
 
 from __future__ import annotations
 
@@ -17,19 +17,16 @@ from accel_state.libraries import compare_versions
 from accel_state.settings import SourcedValue, default_config_file, parse_file
 from accel_state.settings.file import FILE_NAMES, default_config_folder, translate
 
-WRITTEN_BY = "# Written by accel "
-"""The beginning of a config file's first line; the version follows."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigFile:
-    """A config file, read.
+    """The content of a config file.
 
     Args:
-        path: Where it is; None if there is none.
-        content: Its top-level table, in the present format.
-        sourced: Path of a setting to value and origin.
-        notes: What was translated from an older format.
+        path: The file; None if there is none.
+        content: Its top-level table, in the current format.
+        sourced: Its settings by path.
+        notes: The changes that translate it from a legacy format.
     """
 
     path: Path | None = None
@@ -51,42 +48,37 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
     try:
         sourced = parse_file(translation.content, str(path))
     except SettingsError as error:
-        raise SettingsError(*error.problems, *_newer(path)) from None
+        raise SettingsError(*error.problems, *_note_newer_version(path)) from None
     advice = f"`accel config update --config_file {path}` rewrites the file"
     notes = [f"{path} is of an older format: {note}" for note in translation.notes]
     return ConfigFile(
         path=path,
         content=translation.content,
         sourced=sourced,
-        notes=(*notes, *([advice] if notes else [])),
+        notes=(*notes, advice) if notes else (),
     )
 
 
-def _newer(path: Path) -> list[str]:
+def _note_newer_version(path: Path) -> list[str]:
     """Return a sentence if a newer version of accel has written a file."""
-    first = (
-        read_regular(path, limit=CONFIG_LIMIT, error=SettingsError)
-        .decode(errors="replace")
-        .partition("\n")[0]
-    )
-    written = re.fullmatch(rf"{WRITTEN_BY}(\d+(?:\.\d+)*)\s*", first)
+    text = read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode(errors="replace")
+    written = re.fullmatch(rf"{WRITTEN_BY}(\d+(?:\.\d+)*)\s*", text.partition("\n")[0])
     if written is None or compare_versions("accel-cli", ">=", written[1]):
         return []
-    ours = version("accel-cli")
     advice = "install that version, or write the file anew with `accel config`."
-    return [f"{path} was written by accel {written[1]}, and this is accel {ours}: {advice}"]
+    return [f"{path} was written by accel {written[1]}, and this is accel {version('accel-cli')}: {advice}"]
 
 
-_MAX_NODES = 100_000
-"""Values of a config file, those behind YAML's aliases counted each time."""
+WRITTEN_BY = "# Written by accel "
+"""The beginning of a config file's first line; the version follows."""
 
 
 def read(path: Path) -> dict[str, object]:
     """Read the top-level table of a file: JSON by its suffix, else YAML.
 
     Raises:
-        SettingsError: There is no such file, or it holds something else. What it holds is not shown: it may
-            be a file that was never meant as a configuration.
+        SettingsError: There is no such file, or it holds something else. The message does not show its
+            content, since the file may be no configuration.
     """
     try:
         text = read_regular(path, limit=CONFIG_LIMIT, error=SettingsError)
@@ -107,7 +99,7 @@ def read(path: Path) -> dict[str, object]:
 
 
 def _read_yaml(text: bytes, path: Path) -> object:
-    yaml = import_module("yaml")  # when there is a file
+    yaml = import_module("yaml")  # Only files in YAML need it.
     try:
         loader = yaml.SafeLoader(text.decode())
         node = loader.get_single_node()
@@ -126,8 +118,12 @@ def _read_yaml(text: bytes, path: Path) -> object:
     raise SettingsError(f"config file {str(path)!r} cannot be read as YAML: {reason}") from None
 
 
+_MAX_NODES = 100_000
+"""Values of a config file, with those of YAML's aliases counted at each use."""
+
+
 def _count_nodes(node: Any, counts: dict[int, int]) -> int:
-    """Count values as constructing them would, each alias anew."""
+    """Count the values that constructing a node creates, with those of an alias at each use."""
     if id(node) not in counts:
         counts[id(node)] = 0
         inner = node.value if isinstance(node.value, list) else []
@@ -146,15 +142,16 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text_of(path, content), encoding="utf-8")
+        path.write_text(format_config(path, content), encoding="utf-8")
     except OSError as error:
         raise SettingsError(f"config file {str(path)!r} cannot be written: {error.strerror}.") from None
 
 
-def text_of(path: Path, content: Mapping[str, Any]) -> str:
-    """What `write` writes.
+def format_config(path: Path, content: Mapping[str, Any]) -> str:
+    """Return the text of a config file.
 
-    YAML begins with the version of accel, in a comment: other readers of such files refuse unknown keys.
+    YAML begins with the version of accel in a comment, because other readers of such files refuse unknown
+    keys.
     """
     if path.suffix == ".json":
         return json.dumps(dict(content), indent=2, sort_keys=True) + "\n"
@@ -163,5 +160,5 @@ def text_of(path: Path, content: Mapping[str, Any]) -> str:
 
 
 def path_to_write(named: str | None, environ: Mapping[str, str]) -> Path:
-    """Where a config file goes."""
+    """Return the path of the config file to write: the named one, else the default."""
     return Path(named).expanduser() if named is not None else default_config_folder(environ) / FILE_NAMES[0]

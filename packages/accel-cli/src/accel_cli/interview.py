@@ -1,4 +1,4 @@
-"""Questions, suggestions, terminal prompts."""
+"""The questions of `accel config`: which apply, what they suggest, and how the terminal asks them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 from accel_cli.launch.hosts import probe_devices
 from accel_state.errors import SettingsError
@@ -21,7 +21,100 @@ if TYPE_CHECKING:
     from prompt_toolkit.key_binding import KeyPressEvent
 
 
-_Suggests: TypeAlias = "Callable[[HostInfo, Answers], str]"
+def interview(ask: Callable[[Question], str], host: HostInfo) -> Settings:
+    """Ask the questions that depend on the answers so far.
+
+    A question that is asked again, after the user went back, suggests its earlier answer.
+
+    Args:
+        ask: Returns a choice, `"true"` or `"false"`, or a valid text, or raises `PreviousQuestion`.
+        host: The host that answers are suggested for.
+    """
+    answers: list[tuple[Option, str]] = []
+    earlier: dict[str, str] = {}
+    while (question := _next_question(answers, host, earlier)) is not None:
+        try:
+            text = ask(question)
+        except PreviousQuestion:
+            if answers:
+                option, text = answers.pop()
+                earlier[option.path] = text
+            continue
+        answers.append((BY_PATH[question.path], text))
+    return _merge_answers(answers)
+
+
+class PreviousQuestion(Exception):  # noqa: N818 - the user's wish, not an error
+    """Raised to return to the previous question."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A question about a setting.
+
+    Args:
+        choices: The choices, each with its title.
+        default: The suggested answer; for yes or no `"true"` or `"false"`.
+        find_problem: Returns the problem of a text answer; None if it is valid.
+    """
+
+    path: str
+    message: str
+    kind: Literal["choice", "yes or no", "text"]
+    choices: tuple[tuple[str, str], ...]
+    default: str
+    find_problem: Callable[[str], str | None]
+
+
+def _next_question(
+    answers: Sequence[tuple[Option, str]], host: HostInfo, earlier: Mapping[str, str]
+) -> Question | None:
+    """Return the first question after the last answer that applies; None if there is none."""
+    settings = _merge_answers(answers)
+
+    def answer_to(path: str) -> object:
+        return value_at(settings, path)
+
+    for option in OPTIONS[OPTIONS.index(answers[-1][0]) + 1 :] if answers else OPTIONS:
+        if option.question is not None and (option.ask_if is None or option.ask_if(answer_to)):
+            question = make_question(option, host, answer_to)
+            default = earlier.get(option.path, question.default)
+            is_a_choice = not question.choices or default in dict(question.choices)
+            return replace(question, default=default) if is_a_choice else question
+    return None
+
+
+def _merge_answers(answers: Sequence[tuple[Option, str]]) -> Settings:
+    read = {option.path: read_answer(option, text) for option, text in answers}
+    return merge_layers({path: value for path, value in read.items() if value is not None}).settings
+
+
+def make_question(option: Option, host: HostInfo, answers: Callable[[str], object]) -> Question:
+    """Return the question about a setting."""
+    choices = list_choices(option, answers)
+    titles = CHOICE_TITLES.get(option.path, {})
+    return Question(
+        path=option.path,
+        message=option.question or "",
+        kind="choice" if choices else "yes or no" if option.parse is boolean else "text",
+        choices=tuple((choice, titles.get(choice, choice)) for choice in choices),
+        default=suggest_answer(option, host, answers) or ("false" if option.parse is boolean else ""),
+        find_problem=lambda text: _find_problem(option, text),
+    )
+
+
+def list_choices(option: Option, answers: Answers) -> tuple[str, ...]:
+    """Return the choices of a question."""
+    if option.path == "launch.distributed_type":
+        if answers("launch.compute_environment") == "AMAZON_SAGEMAKER":
+            return ("NO", *SAGEMAKER_TYPES)
+        return tuple(kind for kind in CHOICE_TITLES[option.path] if kind in {*DEVICE_TYPES, "XLA"})
+    if option.path == "fsdp.fsdp_version":
+        return ("2", "1")
+    if option.path == "fsdp.state_dict_type" and answers("fsdp.fsdp_version") == 2:
+        return tuple(kind for kind in option.choices if kind != "LOCAL_STATE_DICT")
+    return option.choices
+
 
 CHOICE_TITLES: Mapping[str, Mapping[str, str]] = {
     "launch.compute_environment": {
@@ -47,66 +140,55 @@ CHOICE_TITLES: Mapping[str, Mapping[str, str]] = {
 """Titles of choices by the setting's path, where the names need an explanation."""
 
 
-def choices(option: Option, answers: Answers) -> tuple[str, ...]:
-    """Return the choices of a question."""
-    if option.path == "launch.distributed_type":
-        if answers("launch.compute_environment") == "AMAZON_SAGEMAKER":
-            return ("NO", *SAGEMAKER_TYPES)
-        return tuple(kind for kind in CHOICE_TITLES[option.path] if kind in {*DEVICE_TYPES, "XLA"})
-    if option.path == "fsdp.fsdp_version":
-        return ("2", "1")
-    if option.path == "fsdp.state_dict_type" and answers("fsdp.fsdp_version") == 2:
-        return tuple(kind for kind in option.choices if kind != "LOCAL_STATE_DICT")
-    return option.choices
-
-
-def suggestion(option: Option, found: HostInfo, answers: Answers) -> str:
-    """Return the suggested answer of a question; empty for none."""
-    suggested = _SUGGESTIONS.get(option.path)
-    if suggested is not None:
-        return suggested if isinstance(suggested, str) else suggested(found, answers)
+def suggest_answer(option: Option, host: HostInfo, answers: Answers) -> str:
+    """Return the suggested answer to the question about a setting; empty for none."""
+    suggestion = _SUGGESTIONS.get(option.path)
+    if suggestion is not None:
+        return suggestion if isinstance(suggestion, str) else suggestion(host, answers)
     value = option.launch_default or value_at(Settings(), option.path)
     return "" if value is None else as_text(value)
 
 
-def _kind(found: HostInfo, answers: Answers) -> str:
-    several = (found.gpus > 1 or found.nodes > 1) and answers("launch.compute_environment") == "LOCAL_MACHINE"
-    return "MULTI_GPU" if several else "NO"
+def _suggest_device_type(host: HostInfo, answers: Answers) -> str:
+    has_several = (host.gpus > 1 or host.nodes > 1) and answers(
+        "launch.compute_environment"
+    ) == "LOCAL_MACHINE"
+    return "MULTI_GPU" if has_several else "NO"
 
 
-def _processes(found: HostInfo, answers: Answers) -> str:
+def _suggest_num_processes(host: HostInfo, answers: Answers) -> str:
     nodes = answers("launch.num_machines")
     if answers("launch.distributed_type") == "MULTI_CPU":
         return str(max(2, nodes))
-    return str(nodes * max(1, found.gpus))
+    return str(nodes * max(1, host.gpus))
 
 
-def _precision(found: HostInfo, answers: Answers) -> str:
-    if answers("process.use_cpu") or answers("launch.distributed_type") == "MULTI_CPU" or not found.gpus:
+def _suggest_precision(host: HostInfo, answers: Answers) -> str:
+    if answers("process.use_cpu") or answers("launch.distributed_type") == "MULTI_CPU" or not host.gpus:
         return "bf16" if answers("launch.distributed_type") == "XLA" else "no"
-    return "bf16" if found.bf16 else "fp16"
+    return "bf16" if host.bf16 else "fp16"
 
 
-def _threads_per_process(found: HostInfo, answers: Answers) -> str:
+def _suggest_threads(host: HostInfo, answers: Answers) -> str:
     processes = max(1, (answers("launch.num_processes") or 1) // answers("launch.num_machines"))
-    return str(max(1, found.cores // processes))
+    return str(max(1, host.cores // processes))
 
 
-def _shards(_: HostInfo, answers: Answers) -> str:
+def _suggest_shard_size(_: HostInfo, answers: Answers) -> str:
     return str(
         max(1, (answers("launch.num_processes") or 1) // (answers("parallelism.dp_replicate_size") or 1))
     )
 
 
-_SUGGESTIONS: Mapping[str, str | _Suggests] = {
-    "launch.distributed_type": _kind,
-    "launch.num_machines": lambda found, _: str(found.nodes),
-    "launch.num_processes": _processes,
-    "launch.main_process_ip": lambda found, _: found.first_node or found.address or "",
+_SUGGESTIONS: Mapping[str, str | Callable[[HostInfo, Answers], str]] = {
+    "launch.distributed_type": _suggest_device_type,
+    "launch.num_machines": lambda host, _: str(host.nodes),
+    "launch.num_processes": _suggest_num_processes,
+    "launch.main_process_ip": lambda host, _: host.first_node or host.address or "",
     "launch.main_process_port": "29500",
     "launch.gpu_ids": "all",
-    "launch.num_cpu_threads_per_process": _threads_per_process,
-    "precision.mixed_precision": _precision,
+    "launch.num_cpu_threads_per_process": _suggest_threads,
+    "precision.mixed_precision": _suggest_precision,
     "fsdp.fsdp_version": "2",
     "fsdp.sharding_strategy": "FULL_SHARD",
     "fsdp.reshard_after_forward": "true",
@@ -120,7 +202,7 @@ _SUGGESTIONS: Mapping[str, str | _Suggests] = {
     "deepspeed.zero3_save_16bit_model": "true",
     "hosts.launcher": "pdsh",
     "parallelism.dp_replicate_size": "1",
-    "parallelism.dp_shard_size": _shards,
+    "parallelism.dp_shard_size": _suggest_shard_size,
     "parallelism.tp_size": "1",
     "parallelism.cp_size": "1",
     "parallelism.cp_comm_strategy": "allgather",
@@ -144,13 +226,42 @@ _SUGGESTIONS: Mapping[str, str | _Suggests] = {
     "fp8.opt_level": "O2",
     "fp8.enable_fsdp_float8_all_gather": "true",
     "fp8.pad_inner_dim": "true",
-    "sagemaker.ec2_instance_type": "ml.g5.2xlarge",  # PyTorch 2.8 no longer knows the V100 of p3
+    "sagemaker.ec2_instance_type": "ml.g5.2xlarge",  # PyTorch 2.8 does not support the V100 of p3.
     "sagemaker.iam_role_name": "accelerate_sagemaker_execution_role",
-    # The newest container of SageMaker for PyTorch and transformers; the defaults are the reference's.
+    # These name the newest container of SageMaker; the defaults of the settings are Accelerate's.
     "sagemaker.transformers_version": "4.56.2",
     "sagemaker.pytorch_version": "2.8.0",
     "sagemaker.py_version": "py312",
 }
+
+
+def read_answer(option: Option, text: str) -> SourcedValue | None:
+    """Parse an answer; None if it is empty."""
+    if option.kind == "list":
+        values = comma_list(text)
+        return SourcedValue(value=values, layer=Layer.ARGUMENT, origin="answer") if values else None
+    return parse(option, text.strip(), Layer.ARGUMENT, "answer")
+
+
+def _find_problem(option: Option, text: str) -> str | None:
+    if not text.strip():
+        return "This answer is required." if option.path in _REQUIRED else None
+    try:
+        read_answer(option, text)
+    except SettingsError as error:
+        return str(error).rpartition(": ")[2]
+    return None
+
+
+_REQUIRED = (
+    "launch.main_process_ip",
+    "launch.main_process_port",
+    "hosts.hostfile",
+    "sagemaker.ec2_instance_type",
+    "sagemaker.iam_role_name",
+    "tpu.name",
+    "tpu.zone",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,15 +283,15 @@ class HostInfo:
 
 
 def probe_host(environ: Mapping[str, str]) -> HostInfo:
-    """Probe this host, without torch."""
-    machine = probe_devices(environ)
+    """Probe this host without torch."""
+    devices = probe_devices(environ)
     nodes = environ.get("SLURM_JOB_NUM_NODES", "")
     return HostInfo(
-        gpus=machine.gpus,
-        cores=machine.cores,
-        # All NVIDIA GPUs have compute capability 8 (Ampere) or later; AMD's are assumed to compute in it.
-        bf16=machine.gpus > 0
-        and (shutil.which("nvidia-smi") is None or (machine.capability() or (0, 0)) >= (8, 0)),
+        gpus=devices.gpus,
+        cores=devices.cores,
+        # NVIDIA GPUs compute in bfloat16 from compute capability 8 (Ampere); AMD GPUs are assumed to.
+        bf16=devices.gpus > 0
+        and (shutil.which("nvidia-smi") is None or (devices.capability() or (0, 0)) >= (8, 0)),
         address=_address(),
         nodes=int(nodes) if nodes.isdecimal() and int(nodes) > 0 else 1,
         first_node=first_host(environ.get("SLURM_JOB_NODELIST", "")),
@@ -191,128 +302,27 @@ def _address() -> str | None:
     """Return the address of the outgoing network interface; no packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # an address for documentation: RFC 5737
+            probe.connect(("192.0.2.1", 9))  # This address is reserved for documentation: RFC 5737.
             return str(probe.getsockname()[0])
         except OSError:
             return None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A question about a setting.
-
-    Args:
-        choices: The choices, each with its title.
-        default: The suggested answer; for yes or no `"true"` or `"false"`.
-        find_problem: Returns the problem of a text answer; None if it is valid.
-    """
-
-    path: str
-    message: str
-    kind: Literal["choice", "yes or no", "text"]
-    choices: tuple[tuple[str, str], ...]
-    default: str
-    find_problem: Callable[[str], str | None]
-
-
-class PreviousQuestion(Exception):  # noqa: N818 - the user's wish, not an error
-    """The user goes back to the question before."""
-
-
-def interview(ask: Callable[[Question], str], found: HostInfo) -> Settings:
-    """Ask the questions that depend on the answers so far.
-
-    `ask` returns one of the choices, `"true"` or `"false"`, or a valid text, or raises `PreviousQuestion`.
-
-    A question that is asked again, after the user went back, suggests the answer that it had.
-    """
-    answers: list[tuple[Option, str]] = []
-    earlier: dict[str, str] = {}
-    while (question := _next_question(answers, found, earlier)) is not None:
-        try:
-            text = ask(question)
-        except PreviousQuestion:
-            if answers:
-                option, text = answers.pop()
-                earlier[option.path] = text
-            continue
-        answers.append((BY_PATH[question.path], text))
-    return _settings_of(answers)
-
-
-def _next_question(
-    answers: Sequence[tuple[Option, str]], found: HostInfo, earlier: Mapping[str, str]
-) -> Question | None:
-    """Return the first question after the last answer that applies; None if there is none."""
-    settings = _settings_of(answers)
-
-    def answer_to(path: str) -> object:
-        return value_at(settings, path)
-
-    rest = OPTIONS if not answers else OPTIONS[OPTIONS.index(answers[-1][0]) + 1 :]
-    for option in rest:
-        if option.question is not None and (option.ask_if is None or option.ask_if(answer_to)):
-            question = question_about(option, found, answer_to)
-            default = earlier.get(option.path, question.default)
-            is_offered = not question.choices or default in dict(question.choices)
-            return replace(question, default=default) if is_offered else question
-    return None
-
-
-def _settings_of(answers: Sequence[tuple[Option, str]]) -> Settings:
-    read = {option.path: read_answer(option, text) for option, text in answers}
-    return merge_layers({path: value for path, value in read.items() if value is not None}).settings
-
-
-def question_about(option: Option, found: HostInfo, answers: Callable[[str], object]) -> Question:
-    """Return the question about a setting."""
-    offered = choices(option, answers)
-    titles = CHOICE_TITLES.get(option.path, {})
-    return Question(
-        path=option.path,
-        message=option.question or "",
-        kind="choice" if offered else "yes or no" if option.parse is boolean else "text",
-        choices=tuple((choice, titles.get(choice, choice)) for choice in offered),
-        default=suggestion(option, found, answers) or ("false" if option.parse is boolean else ""),
-        find_problem=lambda text: _problem(option, text),
-    )
-
-
-def read_answer(option: Option, text: str) -> SourcedValue | None:
-    """Parse an answer; None if it is empty."""
-    if option.kind == "list":
-        found = comma_list(text)
-        return SourcedValue(value=found, layer=Layer.ARGUMENT, origin="answer") if found else None
-    return parse(option, text.strip(), Layer.ARGUMENT, "answer")
-
-
-_REQUIRED = [
-    "launch.main_process_ip", "launch.main_process_port", "hosts.hostfile", "sagemaker.ec2_instance_type",
-    "sagemaker.iam_role_name", "tpu.name", "tpu.zone",
-]  # fmt: skip
-
-
-def _problem(option: Option, text: str) -> str | None:
-    if not text.strip():
-        return "This answer is required." if option.path in _REQUIRED else None
-    try:
-        read_answer(option, text)
-    except SettingsError as error:
-        return str(error).rpartition(": ")[2]
-    return None
 
 
 def ask(question: Question) -> str:
     """Ask on the terminal until the answer is valid.
 
     Raises:
-        Back: The user presses Esc.
+        PreviousQuestion: The user presses Esc.
         KeyboardInterrupt: The user presses Ctrl-C.
     """
     from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
 
     keys = KeyBindings()
-    keys.add("escape", eager=True)(_go_back)
+
+    @keys.add("escape", eager=True)
+    def go_back(event: KeyPressEvent) -> None:  # pyright: ignore[reportUnusedFunction] - the key calls it
+        event.app.exit(exception=PreviousQuestion)
+
     prompt = _PROMPTS[question.kind](question)
     application = prompt.application
     application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), keys])
@@ -320,42 +330,39 @@ def ask(question: Question) -> str:
     return str(answer).lower() if question.kind == "yes or no" else str(answer)
 
 
-def agree(message: str, *, default: bool) -> bool:
+def confirm(message: str, *, default: bool) -> bool:
     """Ask a yes-or-no question."""
     import questionary
 
     return bool(questionary.confirm(message, default=default).unsafe_ask())
 
 
-def _go_back(event: KeyPressEvent) -> None:
-    event.app.exit(exception=PreviousQuestion)
-
-
-def _choice(question: Question) -> questionary.Question:
+def _ask_choice(question: Question) -> questionary.Question:
     import questionary
 
-    offered = [questionary.Choice(title, value=value) for value, title in question.choices]
-    default = next((one for one in offered if one.value == question.default), None)
-    return questionary.select(question.message, offered, default=default)
+    choices = [questionary.Choice(title, value=value) for value, title in question.choices]
+    default = next((choice for choice in choices if choice.value == question.default), None)
+    return questionary.select(question.message, choices, default=default)
 
 
-def _yes_or_no(question: Question) -> questionary.Question:
+def _ask_yes_or_no(question: Question) -> questionary.Question:
     import questionary
 
     return questionary.confirm(question.message, default=question.default == "true")
 
 
-def _text(question: Question) -> questionary.Question:
+def _ask_text(question: Question) -> questionary.Question:
     import questionary
 
-    def check(text: str) -> bool | str:
-        return question.find_problem(text) or True
-
-    return questionary.text(question.message, default=question.default, validate=check)
+    return questionary.text(
+        question.message,
+        default=question.default,
+        validate=lambda text: question.find_problem(text) or True,
+    )
 
 
 _PROMPTS: Mapping[str, Callable[[Question], questionary.Question]] = {
-    "choice": _choice,
-    "yes or no": _yes_or_no,
-    "text": _text,
+    "choice": _ask_choice,
+    "yes or no": _ask_yes_or_no,
+    "text": _ask_text,
 }

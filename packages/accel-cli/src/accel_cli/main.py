@@ -1,4 +1,4 @@
-"""The `accel` command: a table of subcommands, each imported when it is chosen."""
+"""The `accel` command: the table of subcommands, each imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -17,11 +17,75 @@ from accel_state.errors import AccelError, did_you_mean
 if TYPE_CHECKING:
     from accel_cli.arguments import Parser
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: The words after `accel`; those of this process if None.
+
+    Returns:
+        The exit code. `accel launch` does not return when it starts a script: its process becomes the script.
+    """
+    argv = sys.argv[1:] if arguments is None else list(arguments)
+    if not argv or argv[0] in {"-h", "--help"}:
+        sys.stdout.write(_overview())
+        return 0
+    if argv[0] in {"-V", "--version"}:
+        sys.stdout.write(f"accel {version('accel-cli')}\n")
+        return 0
+    name, *words = argv
+    if name not in COMMANDS:
+        hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}.")
+        return _fail("accel", f"{name!r} is no command; {hint}")
+    try:
+        return COMMANDS[name].run(words)
+    except AccelError as error:
+        return _fail(f"accel {name}", str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def run(name: str) -> int:
+    """Run a subcommand with the arguments of this process."""
+    return main([name, *sys.argv[1:]])
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        (
+            "usage: accel <command> [options]; accel --version",
+            "",
+            "Start and inspect PyTorch programs on any number of devices.",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "`accel <command> --help` tells the options of a command.",
+            "",
+        )
+    )
+
+
+def _fail(program: str, message: str) -> int:
+    sys.stderr.write(f"{program}: error: {message}\n")
+    return ERROR
+
+
 ERROR = 2
 """The exit code of a command line that cannot be carried out; nothing was started."""
 
+
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as of a shell."""
+
+
+config, estimate_memory, launch, merge_weights = (
+    partial(run, name) for name in ("config", "estimate-memory", "launch", "merge-weights")
+)
+"""The entry points of the programs `accel-config`, `accel-estimate-memory` and so on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +93,12 @@ class Subcommand:
     """A subcommand.
 
     Args:
-        target: The module whose function `run`, or `"module:function"`, takes what the parser reads, or
+        target: The module whose function `run`, or the `"module:function"`, takes the parsed namespace, or
             without a parser the words after the subcommand, and returns the exit code.
-        help: One line for the overview.
-        parser: The function of `accel_cli.arguments` that makes the parser, without the
-            target: help and mistakes are answered before that is imported.
-        imports_torch: Whether the target does, which takes seconds.
+        help: A line for the overview.
+        parser: The function of `accel_cli.arguments` that makes the parser; help and errors of the command
+            line do not import the target.
+        imports_torch: Whether the target imports torch, which takes seconds.
     """
 
     target: str
@@ -43,16 +107,16 @@ class Subcommand:
     imports_torch: bool = False
 
     def make_parser(self) -> Parser:
-        """Make the parser; there has to be one."""
+        """Make the parser, of a subcommand that has one."""
         assert self.parser is not None  # noqa: S101 - for ourselves
         return getattr(import_module("accel_cli.arguments"), self.parser)()
 
     def run(self, words: Sequence[str]) -> int:
-        """Read the words after the subcommand, and run it."""
+        """Parse the words after the subcommand, and run it."""
         return self.call(words if self.parser is None else self.make_parser().read(words))
 
     def call(self, options: Any) -> int:
-        """Run it with what the parser has read."""
+        """Run it with a parsed namespace, or the words if it has no parser."""
         with working("importing torch") if self.imports_torch else nullcontext():
             module, _, function = self.target.partition(":")
             run = getattr(import_module(module), function or "run")
@@ -110,65 +174,3 @@ COMMANDS: Mapping[str, Subcommand] = {
     ),
 }
 """The subcommands, in the order of the overview."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: What follows `accel`; that of this process if None.
-
-    Returns:
-        The exit code. `accel launch` does not return when it starts a script: it becomes it.
-    """
-    argv = sys.argv[1:] if arguments is None else list(arguments)
-    if not argv or argv[0] in {"-h", "--help"}:
-        sys.stdout.write(_overview())
-        return 0
-    if argv[0] in {"-V", "--version"}:
-        sys.stdout.write(f"accel {version('accel-cli')}\n")
-        return 0
-    name, *rest = argv
-    if name not in COMMANDS:
-        hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}.")
-        return _fail("accel", f"{name!r} is no command; {hint}")
-    try:
-        return COMMANDS[name].run(rest)
-    except AccelError as error:
-        return _fail(f"accel {name}", str(error))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-
-
-def run(name: str) -> int:
-    """Run a subcommand with the arguments of this process."""
-    return main([name, *sys.argv[1:]])
-
-
-config, estimate_memory, launch, merge_weights = (
-    partial(run, name) for name in ("config", "estimate-memory", "launch", "merge-weights")
-)
-"""What the programs `accel-config`, `accel-estimate-memory` and so on run."""
-
-
-def _overview() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        (
-            "usage: accel <command> [options]; accel --version",
-            "",
-            "Start and inspect PyTorch programs on any number of devices.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "`accel <command> --help` tells the options of a command.",
-            "",
-        )
-    )
-
-
-def _fail(program: str, message: str) -> int:
-    sys.stderr.write(f"{program}: error: {message}\n")
-    return ERROR

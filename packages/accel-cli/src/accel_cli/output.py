@@ -1,12 +1,11 @@
-"""Plain and rich output; redaction."""
+"""Terminal output: rich tables, or plain text in a pipe; redaction of secrets."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -36,15 +35,13 @@ def show(*items: Table | str, stream: TextIO | None = None) -> None:
 
 @contextmanager
 def working(what: str) -> Generator[None]:
-    """Show on a terminal that the command works, until the block ends; nothing in a file or pipe."""
-    with contextlib.ExitStack() as stack:
-        if is_rich(sys.stderr, read()):
-            stack.enter_context(_spinner(what, sys.stderr))
+    """Show a spinner on a terminal until the block ends; nothing in a file or pipe."""
+    with _spinner(what, sys.stderr) if is_rich(sys.stderr, read()) else nullcontext():
         yield
 
 
 def is_rich(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether a stream takes colours and frames; `NO_COLOR` and `TERM=dumb` refuse.
+    """Return whether a stream shows colours and frames; with `NO_COLOR` and `TERM=dumb` none does.
 
     Example:
         >>> import io
@@ -55,7 +52,7 @@ def is_rich(stream: TextIO, environ: Mapping[str, str]) -> bool:
 
 
 def as_text(table: Table) -> str:
-    r"""Write a table in columns.
+    r"""Return a table as aligned columns.
 
     Example:
         >>> as_text(Table(head=("a", "b"), rows=(("1", "2"), ("long", "3"))))
@@ -70,18 +67,7 @@ def as_text(table: Table) -> str:
     return "\n".join([table.title, *body] if table.title else body)
 
 
-STYLES: Mapping[str, str] = {
-    "passed": "green",
-    "fits": "green",
-    "failed": "bold red",
-    "too large": "red",
-    "skipped": "yellow",
-}
-"""Cells that have a colour of their own."""
-
-
 def _write_rich(items: Iterable[Table | str], stream: TextIO) -> None:
-    """Write tables and lines."""
     from rich.console import Console
     from rich.table import Table as Frame
     from rich.text import Text
@@ -89,7 +75,7 @@ def _write_rich(items: Iterable[Table | str], stream: TextIO) -> None:
     console = Console(file=stream, highlight=False)
     for item in items:
         if isinstance(item, str):
-            console.print(Text(item), soft_wrap=True)  # a command line is copied as it is
+            console.print(Text(item), soft_wrap=True)  # Users copy command lines, which must not be wrapped.
             continue
         frame = Frame(title=item.title or None, title_justify="left")
         for name in item.head:
@@ -97,6 +83,16 @@ def _write_rich(items: Iterable[Table | str], stream: TextIO) -> None:
         for row in item.rows:
             frame.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
         console.print(frame)
+
+
+STYLES: Mapping[str, str] = {
+    "passed": "green",
+    "fits": "green",
+    "failed": "bold red",
+    "too large": "red",
+    "skipped": "yellow",
+}
+"""Colours by the text of a cell."""
 
 
 def _spinner(what: str, stream: TextIO) -> Live:
@@ -109,38 +105,12 @@ def _spinner(what: str, stream: TextIO) -> Live:
     console = Console(file=stream)
     text = Text(f"{what} …")
     text.truncate(console.width - len("⠋ "), overflow="ellipsis")
-    # The standard output may go elsewhere, and is left alone.
+    # The standard output may be a pipe or a file, and is not redirected.
     return Live(Spinner("dots", text=text), console=console, transient=True, redirect_stdout=False)
 
 
-REDACTED = "<redacted>"
-"""What stands in the place of a secret."""
-
-# A word of a name, between underscores, dots or dashes.
-_NAMES = frozenset(
-    {
-        "token", "tokens", "secret", "secrets", "password", "passwd", "key", "keys", "apikey", "credential",
-        "credentials", "auth", "cookie",
-    }
-)  # fmt: skip
-_VALUES = re.compile(
-    r"""
-      \bhf_[A-Za-z0-9]{16,}                           # Hugging Face
-    | \b(?:AKIA|ASIA)[A-Z0-9]{16}\b                   # AWS
-    | \bgh[pousr]_[A-Za-z0-9]{20,} | \bgithub_pat_\w+ # GitHub
-    | \bsk-[A-Za-z0-9_-]{16,}                         # several model providers
-    | \beyJ[\w-]+\.[\w-]+\.[\w-]+                     # a JSON web token
-    """,
-    re.VERBOSE,
-)
-_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_ASSIGNED = re.compile(
-    r"(\b\w*(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)\w*\s*[=:]\s*)([^\s,;]+)", re.IGNORECASE
-)
-
-
 def redact(name: str, value: Any) -> Any:
-    """Give a value as it may be shown: what its name or its form tells to be secret is replaced.
+    """Return a value with its secrets replaced, which its name or its form reveals.
 
     Example:
         >>> redact("WANDB_API_KEY", "0123"), redact("TOKENIZERS_PARALLELISM", "false")
@@ -154,7 +124,40 @@ def redact(name: str, value: Any) -> Any:
         return [redact(name, item) for item in value]
     if not isinstance(value, str) or not value:
         return value
-    if _NAMES & set(re.split(r"[^a-z0-9]+", name.lower())):
+    if _SECRET_WORDS & set(re.split(r"[^a-z0-9]+", name.lower())):
         return REDACTED
-    text = _IN_URL.sub(REDACTED, _VALUES.sub(REDACTED, value))
+    text = _IN_URL.sub(REDACTED, _SECRETS.sub(REDACTED, value))
     return _ASSIGNED.sub(rf"\g<1>{REDACTED}", text)
+
+
+REDACTED = "<redacted>"
+"""The replacement of a secret."""
+
+
+_SECRET_WORDS = frozenset(
+    {
+        *("token", "tokens", "secret", "secrets", "password", "passwd", "key", "keys", "apikey"),
+        *("credential", "credentials", "auth", "cookie"),
+    }
+)
+"""Words of names, between underscores, dots or dashes, whose values are secrets."""
+
+
+_SECRETS = re.compile(
+    r"""
+      \bhf_[A-Za-z0-9]{16,}                           # Hugging Face
+    | \b(?:AKIA|ASIA)[A-Z0-9]{16}\b                   # AWS
+    | \bgh[pousr]_[A-Za-z0-9]{20,} | \bgithub_pat_\w+ # GitHub
+    | \bsk-[A-Za-z0-9_-]{16,}                         # several model providers
+    | \beyJ[\w-]+\.[\w-]+\.[\w-]+                     # a JSON web token
+    """,
+    re.VERBOSE,
+)
+
+
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+_ASSIGNED = re.compile(
+    r"(\b\w*(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)\w*\s*[=:]\s*)([^\s,;]+)", re.IGNORECASE
+)

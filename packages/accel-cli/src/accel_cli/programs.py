@@ -1,12 +1,9 @@
-"""The command for programs that embed it.
+"""The command for programs that embed it: parsers, functions that run a namespace, config files as records.
 
-A parser is made with `subparsers` as the subcommand of another one, and without as one of its own. A function
-takes the namespace that the parser made; what another namespace lacks is as if it had not been said.
-
-`args` is a namespace with an attribute for each flag, spelled as the flag without dashes, and with
-`training_script` and `training_script_args`. What it lacks, and what is `None`, false or empty, is not set.
-
-`launch_command_parser()` makes a parser of its flags, `launch_command(args)` runs what was parsed.
+A parser is a subcommand of another parser with `subparsers`, else one of its own. A function takes the
+namespace of its parser; attributes that another namespace lacks have their defaults. For `launch` that is an
+attribute for each flag, spelled without dashes, `training_script` and `training_script_args`; `None`, false
+and empty values are not set.
 """
 
 from __future__ import annotations
@@ -44,25 +41,28 @@ from accel_state.settings import (
     parse_environ,
 )
 from accel_state.settings.file import DEFAULT_PATH_HELP, FILE_NAMES, concat, default_config_folder, parse_file
-from accel_state.settings.file import default_config_file as _found_config_file
+from accel_state.settings.file import default_config_file as _find_config_file
 from accel_state.settings.model import as_text, parse
 from accel_state.topology import DEFAULT_PORT, free_port, is_port_in_use
 
 _environ = read()
 
+
 cache_dir = str(default_config_folder(_environ))
 """The folder of the default config file."""
 
-default_yaml_config_file, default_json_config_file = (str(Path(cache_dir) / name) for name in FILE_NAMES)
-"""Where the default config file is, in either format."""
 
-default_config_file = str(_found_config_file(_environ) or default_yaml_config_file)
-"""The default config file; the one to write if there is none."""
+default_yaml_config_file, default_json_config_file = (str(Path(cache_dir) / name) for name in FILE_NAMES)
+"""The paths of the default config file in both formats."""
+
+
+default_config_file = str(_find_config_file(_environ) or default_yaml_config_file)
+"""The default config file; the path to write it to if there is none."""
 
 
 @dataclass
 class BaseConfig:
-    """What every config file says."""
+    """The keys of every config file."""
 
     compute_environment: ComputeEnvironment | str
     distributed_type: DistributedType | SageMakerDistributedType | str
@@ -88,7 +88,7 @@ class BaseConfig:
         }
 
     def to_yaml_file(self, yaml_file: str) -> None:
-        """Write the file as YAML.
+        """Write the record as YAML.
 
         Raises:
             SettingsError: It cannot be written.
@@ -96,7 +96,7 @@ class BaseConfig:
         write(Path(yaml_file), self.to_dict())
 
     def to_json_file(self, json_file: str) -> None:
-        """Write the file as JSON.
+        """Write the record as JSON.
 
         Args:
             json_file: The file, with the suffix `.json`.
@@ -115,17 +115,17 @@ class BaseConfig:
         Raises:
             SettingsError: It cannot be read, or holds what cannot be used.
         """
-        return cls(**_content(yaml_file or default_yaml_config_file, cls))
+        return cls(**_record_arguments(yaml_file or default_yaml_config_file, cls))
 
     @classmethod
     def from_json_file(cls, json_file: str | None = None) -> Self:
-        """Read a file, as `from_yaml_file` does; its suffix says the format."""
-        return cls(**_content(json_file or default_json_config_file, cls))
+        """Read a file, as `from_yaml_file` does; the suffix decides the format."""
+        return cls(**_record_arguments(json_file or default_json_config_file, cls))
 
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """The config file of machines of one's own; the fields are keys of the reference page of settings.
+    """The config file of hosts or a cluster; its fields are keys of the reference page of settings.
 
     Keys that only accel has are in `further`.
 
@@ -190,7 +190,7 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
     """Read a config file as a record.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no such file.
         SettingsError: It cannot be read, or holds what cannot be used.
     """
     path = config_file or default_config_file
@@ -201,10 +201,25 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
     content = read_config(str(path), read()).content
     on_sagemaker = content.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
     kind = SageMakerConfig if on_sagemaker else ClusterConfig
-    return kind(**_content(str(path), kind))
+    return kind(**_record_arguments(str(path), kind))
 
 
-_ALWAYS = {
+def _record_arguments(path: str, kind: type[BaseConfig]) -> dict[str, Any]:
+    """Return the arguments of a record for a file, with the keys that every file has."""
+    content = {**_DEFAULTS, **read_config(path, read()).content}
+    if isinstance(content["mixed_precision"], bool):  # YAML reads a bare `no` as false.
+        content["mixed_precision"] = "no"
+    if isinstance(content["distributed_type"], bool):
+        content["distributed_type"] = "NO"
+    content = {key: value for key, value in content.items() if value is not None}
+    known = {field.name for field in dataclasses.fields(kind)}
+    arguments = {key: value for key, value in content.items() if key in known}
+    if "further" in known:
+        arguments["further"] = {key: value for key, value in content.items() if key not in known}
+    return arguments
+
+
+_DEFAULTS = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "NO",
     "mixed_precision": "no",
@@ -213,21 +228,7 @@ _ALWAYS = {
 }
 
 
-def _content(path: str, kind: type[BaseConfig]) -> dict[str, Any]:
-    """The keys of a file, those that every file says included."""
-    content = {**_ALWAYS, **read_config(path, read()).content}
-    if isinstance(content["mixed_precision"], bool):  # YAML reads a bare `no` as false
-        content["mixed_precision"] = "no"
-    if isinstance(content["distributed_type"], bool):
-        content["distributed_type"] = "NO"
-    known = {one.name for one in dataclasses.fields(kind)}
-    found = {key: value for key, value in content.items() if value is not None}
-    own = {key: value for key, value in found.items() if key in known}
-    further = {key: value for key, value in found.items() if key not in known}
-    return {**own, "further": further} if "further" in known else own
-
-
-def _functions(name: str) -> tuple[Callable[..., ArgumentParser], Callable[[Namespace], None]]:
+def _make_functions(name: str) -> tuple[Callable[..., ArgumentParser], Callable[[Namespace], None]]:
     command = COMMANDS[name]
 
     def make_parser(subparsers: Any = None) -> ArgumentParser:
@@ -241,29 +242,40 @@ def _functions(name: str) -> tuple[Callable[..., ArgumentParser], Callable[[Name
 
     def run(args: Namespace) -> None:
         """Run the subcommand; see the module."""
-        unsaid = {
-            action.dest: action.default for action in command.make_parser().actions if action.dest != "help"
-        }
-        if code := command.call(Namespace(**{**unsaid, **vars(args)})):
+        actions = command.make_parser().actions
+        defaults = {action.dest: action.default for action in actions if action.dest != "help"}
+        if code := command.call(Namespace(**{**defaults, **vars(args)})):
             raise SystemExit(code)
 
     return make_parser, run
 
 
-get_config_parser, config_command = _functions("config")
-env_command_parser, env_command = _functions("env")
-estimate_command_parser, estimate_command = _functions("estimate-memory")
-merge_command_parser, merge_command = _functions("merge-weights")
-test_command_parser, test_command = _functions("test")
-to_fsdp2_command_parser, to_fsdp2_command = _functions("to-fsdp2")
-tpu_command_parser, tpu_command_launcher = _functions("tpu-config")
+get_config_parser, config_command = _make_functions("config")
+
+
+env_command_parser, env_command = _make_functions("env")
+
+
+estimate_command_parser, estimate_command = _make_functions("estimate-memory")
+
+
+merge_command_parser, merge_command = _make_functions("merge-weights")
+
+
+test_command_parser, test_command = _make_functions("test")
+
+
+to_fsdp2_command_parser, to_fsdp2_command = _make_functions("to-fsdp2")
+
+
+tpu_command_parser, tpu_command_launcher = _make_functions("tpu-config")
 
 
 def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rewrite the keys of a config file for FSDP as those for FSDP2.
 
     Raises:
-        SettingsError: There is nothing in FSDP2 for one of them.
+        SettingsError: FSDP2 has no equivalent of a key or value.
 
     Example:
         >>> convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}})
@@ -272,195 +284,12 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
     return dict(to_fsdp2(config).config)
 
 
-TORCH_LAUNCH_PARAMS = [
-    "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone",
-    "max_restarts", "monitor_interval", "start_method", "role", "module", "m", "no_python", "run_path",
-    "log_dir", "r", "redirects", "t", "tee", "node_rank", "master_addr", "master_port",
-]  # fmt: skip
-"""What `torch.distributed.run` takes."""
-
-
-def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command line and environment of one process.
-
-    Raises:
-        SettingsError: They contradict each other.
-
-    Example:
-        >>> from argparse import Namespace
-        >>> args = Namespace(cpu=True, training_script="train.py", training_script_args=["--lr", "1"])
-        >>> line, environ = prepare_simple_launcher_cmd_env(args)
-        >>> line[1:], environ["ACCELERATE_USE_CPU"]
-        (['train.py', '--lr', '1'], 'true')
-    """
-    check_script(vars(args))
-    plan = plan_of(args, {"num_processes": 1, "num_machines": 1, "machine_rank": 0})
-    job = launchers.simple_command(replace(plan, launcher=LAUNCHERS.built_in["simple"]))
-    return list(job.command), dict(job.environ)
-
-
-def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
-    """Return the environment of each of several processes; add to `args` what `torch.distributed.run` needs.
-
-    Args:
-        args: The flags; see the module. It gets `nproc_per_node`, `main_process_port` and either
-            `master_port` or, with several nodes, `nnodes` and `rdzv_endpoint`. A script is not needed.
-
-    Raises:
-        SettingsError: The flags contradict each other.
-    """
-    plan = plan_of(args)
-    launch = plan.launch
-    port = DEFAULT_PORT if launch.main_process_port is None else launch.main_process_port
-    if launch.num_machines > 1:
-        args.nnodes = str(launch.num_machines)
-        args.rdzv_endpoint = f"{launch.main_process_ip}:{port}"
-    else:
-        port = port if port and not is_port_in_use(port) else free_port()
-        args.master_port = str(port)
-    args.nproc_per_node, args.main_process_port = str(plan.local_processes), port
-    return dict(plan.environ)
-
-
-def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """Return the command line that starts processes for DeepSpeed, and their environment.
-
-    Args:
-        args: The flags; see the module. With a hostfile DeepSpeed's launcher is started, else that of torch.
-
-    Raises:
-        SettingsError: They contradict each other, or a file or port cannot be used.
-    """
-    check_script(vars(args))
-    plan = plan_of(args, {"use_deepspeed": True})
-    job = (launchers.deepspeed_command if plan.runner == "deepspeed" else launchers.torchrun_command)(plan)
-    return list(job.command), dict(job.environ)
-
-
-def prepare_tpu(
-    args: Namespace, current_env: Mapping[str, str], pod: bool = False
-) -> tuple[Namespace, dict[str, str]]:
-    """Return the flags and environment for a TPU.
-
-    Args:
-        args: The flags; see the module. With `pod` they are changed to those of one of its machines.
-        current_env: The environment so far.
-        pod: Whether this is for the machines of a pod.
-    """
-    precision, downcast = getattr(args, "mixed_precision", None), getattr(args, "downcast_bf16", False)
-    environ = {**current_env, **xla_formats(str(precision).lower(), downcast=bool(downcast))}
-    if pod:
-        for variable in getattr(args, "env", None) or ():
-            name, _, value = variable.partition("=")
-            environ[name] = value
-        args.tpu_use_cluster = False
-    return args, environ
-
-
-def prepare_sagemager_args_inputs(
-    sagemaker_config: Any, args: Namespace
-) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """Return the arguments of the estimator of a SageMaker job, and its inputs.
-
-    Args:
-        sagemaker_config: Anything with the keys of a config file for SageMaker as attributes.
-        args: The flags; see the module.
-
-    Raises:
-        SettingsError: They contradict each other, or a file cannot be used.
-    """
-    content = {
-        option.key: value
-        for option in OPTIONS
-        if option.key is not None and (value := getattr(sagemaker_config, option.key, None)) is not None
-    }
-    content = {key: getattr(value, "value", value) for key, value in content.items()}
-    content["compute_environment"] = "AMAZON_SAGEMAKER"
-    plan = plan_of(args, file=parse_file(content, "sagemaker_config"))
-    inputs = sagemaker.inputs(plan.merged.settings.sagemaker.sagemaker_inputs_file)
-    return sagemaker.estimator_arguments(plan), inputs
-
-
-def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction] - programs call it by this name
-    """Return the arguments of a script as SageMaker takes them; see `run_sagemaker.hyperparameters`."""
-    return sagemaker.hyperparameters(nargs)
-
-
-def plan_of(
-    args: Namespace,
-    overrides: Mapping[str, Any] | None = None,
-    file: Mapping[str, SourcedValue] | None = None,
-) -> LaunchPlan:
-    """Return the launch plan of the flags of a namespace; its config file is not read."""
-    line, environ = argv_of({**vars(args), **(overrides or {})}), read()
-    merged = merge_sources(line.sourced, parse_environ(environ), file or {})
-    machine = probe_host(merged.settings, environ)
-    return make_plan(merged, line.script or "", line.script_arguments, environ, machine)
-
-
-def argv_of(flags: Mapping[str, Any]) -> LaunchArguments:
-    """Return the command line that the attributes of a namespace stand for."""
-    return LaunchArguments(
-        sourced=parse_namespace(flags),
-        config_file=flags.get("config_file"),
-        script=str(flags.get("training_script") or ""),
-        script_arguments=tuple(map(str, flags.get("training_script_args") or ())),
-    )
-
-
-def check_script(flags: Mapping[str, Any]) -> None:
-    """Check that there is a script to run.
-
-    Raises:
-        SettingsError: There is none.
-    """
-    script = flags.get("training_script")
-    if not script:
-        raise SettingsError(f"args.training_script is {script!r}: name a script.")
-
-
-def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
-    """Read flags that another parser has parsed.
-
-    Args:
-        flags: Value by flag without dashes. `None`, false and empty ones are not set.
-
-    Raises:
-        SettingsError: Values cannot be used; the message names all.
-    """
-    found: dict[str, SourcedValue] = {}
-    problems = ErrorCollector()
-    for name, flag in FLAGS.items():
-        attribute = attribute_of(name)
-        value = flags.get(attribute)
-        if flag.option is None or value in (None, False, "", [], ()):
-            continue
-        texts = [flag.const] if flag.const is not None else value if isinstance(value, list) else [value]
-        for text in texts:
-            with problems:
-                found_value = parse(flag.option, as_text(text), Layer.ARGUMENT, f"args.{attribute}")
-                if found_value is not None:
-                    found[flag.option.path] = concat(found.get(flag.option.path), found_value)
-    problems.raise_if_any()
-    return found
-
-
-def attribute_of(flag: str) -> str:
-    """Return the attribute by which parsers name a flag of `accel launch`.
-
-    Example:
-        >>> attribute_of("--num_processes"), attribute_of("--tpu_cluster")
-        ('num_processes', 'tpu_use_cluster')
-    """
-    return "tpu_use_cluster" if flag == "--tpu_cluster" else flag.lstrip("-")
-
-
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
     """Make a parser of the flags of `accel launch`.
 
     Args:
-        subparsers: What `ArgumentParser.add_subparsers` returned, to make it the parser of a subcommand
-            `launch`; None makes a parser of its own.
+        subparsers: The result of `ArgumentParser.add_subparsers`, to add a subcommand `launch`; None makes a
+            parser of its own.
 
     Returns:
         The parser. A flag that is not given is `None`, or false if it takes no value.
@@ -491,15 +320,41 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
         if row.const is not None:
             about["action"] = "store_true"
         else:
-            about |= {"type": _reader(row.option), "action": _ACTIONS[row.option.kind]}
+            about |= {"type": _make_reader(row.option), "action": _ACTIONS[row.option.kind]}
         short = [name for name in row.option.flags if not name.startswith("--")]
         parser.add_argument(*dict.fromkeys((*short, flag)), **about)
         if "_" in flag:
             about |= {"help": SUPPRESS, "default": SUPPRESS}
             parser.add_argument(flag.replace("_", "-"), **about)
     parser.add_argument("training_script", help="the script, module or program to run")
-    parser.add_argument("training_script_args", nargs="...", help="what it is given")
+    parser.add_argument("training_script_args", nargs="...", help="its arguments")
     return parser
+
+
+def attribute_of(flag: str) -> str:
+    """Return the attribute of a namespace for a flag of `accel launch`.
+
+    Example:
+        >>> attribute_of("--num_processes"), attribute_of("--tpu_cluster")
+        ('num_processes', 'tpu_use_cluster')
+    """
+    return "tpu_use_cluster" if flag == "--tpu_cluster" else flag.lstrip("-")
+
+
+def _make_reader(option: Option) -> Callable[[str], Any]:
+    """Return a function that checks a value of a setting, and converts it if it is a number."""
+
+    def read_value(text: str) -> Any:
+        try:
+            value = option.parse(text)
+        except ValueError as error:
+            raise ArgumentTypeError(f"{text!r}: {error}") from None
+        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else text
+
+    return read_value
+
+
+_ACTIONS = {"word": "store", "table": "store", "list": "append"}
 
 
 def launch_command(args: Namespace) -> None:
@@ -509,20 +364,33 @@ def launch_command(args: Namespace) -> None:
         args: Its namespace, or another one with an attribute for each flag.
 
     Raises:
-        SettingsError: Things do not add up; nothing was started.
-        SystemExit: What ran failed; the code is its exit code.
+        SettingsError: The flags are invalid or contradict each other; nothing was started.
+        SystemExit: The job failed; the code is its exit code.
     """
     check_script(vars(args))
-    plan, notes = plan_launch(argv_of(vars(args)))
-    job = prepare_command(plan, notes)
+    plan, notes = plan_launch(read_namespace(vars(args)))
+    command = prepare_command(plan, notes)
     sys.stdout.flush()
-    with subprocess.Popen(job.command, env=dict(job.environ)) as process, _handing_on(process):
+    with subprocess.Popen(command.command, env=dict(command.environ)) as process, _forward_sigterm(process):
         try:
             code = process.wait()
-        except KeyboardInterrupt:  # the terminal has told the process as well
+        except KeyboardInterrupt:  # The terminal has sent Ctrl-C to the process, too.
             code = process.wait()
     if code:
         raise SystemExit(code if code > 0 else 128 - code)
+
+
+@contextmanager
+def _forward_sigterm(process: subprocess.Popen[bytes]) -> Generator[None]:
+    """Forward SIGTERM to a process in the block; other threads than the main one get no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - programs call it by this name
@@ -535,8 +403,8 @@ def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - program
         precision.
     """
     check_script(vars(args))
-    plan, _ = plan_launch(argv_of(vars(args)))
-    path = args.config_file or _found_config_file(read())
+    plan, _ = plan_launch(read_namespace(vars(args)))
+    path = args.config_file or _find_config_file(read())
     config = load_config_from_file(str(path)) if path else None
     precision = plan.merged.settings.precision.mixed_precision
     from_file = config is not None and args.mixed_precision is None and precision == config.mixed_precision
@@ -544,30 +412,173 @@ def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - program
     return Namespace(**{**vars(args), **decided, "mixed_precision": precision}), config, from_file
 
 
-@contextmanager
-def _handing_on(process: subprocess.Popen[bytes]) -> Generator[None]:
-    """Forward the signal that asks to end to a process. Only the main thread gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+TORCH_LAUNCH_PARAMS = [
+    *("nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
+    *("max_restarts", "monitor_interval", "start_method", "role", "module", "m", "no_python", "run_path"),
+    *("log_dir", "r", "redirects", "t", "tee", "node_rank", "master_addr", "master_port"),
+]
+"""The arguments of `torch.distributed.run`."""
 
 
-_ACTIONS = {"word": "store", "table": "store", "list": "append"}
+def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return the command line and environment of a single process.
+
+    Raises:
+        SettingsError: The flags contradict each other.
+
+    Example:
+        >>> from argparse import Namespace
+        >>> args = Namespace(cpu=True, training_script="train.py", training_script_args=["--lr", "1"])
+        >>> line, environ = prepare_simple_launcher_cmd_env(args)
+        >>> line[1:], environ["ACCELERATE_USE_CPU"]
+        (['train.py', '--lr', '1'], 'true')
+    """
+    check_script(vars(args))
+    plan = plan_of(args, {"num_processes": 1, "num_machines": 1, "machine_rank": 0})
+    job = launchers.simple_command(replace(plan, launcher=LAUNCHERS.built_in["simple"]))
+    return list(job.command), dict(job.environ)
 
 
-def _reader(option: Option) -> Callable[[str], Any]:
-    """Check a value as the command does; numbers are returned as such, others as they are written."""
+def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
+    """Return the environment of each of several processes; add torchrun's arguments to `args`.
 
-    def read_value(text: str) -> Any:
-        try:
-            value = option.parse(text)
-        except ValueError as error:
-            raise ArgumentTypeError(f"{text!r}: {error}") from None
-        return value if isinstance(value, (int, float)) and not isinstance(value, bool) else text
+    Args:
+        args: The flags; see the module. It gets `nproc_per_node`, `main_process_port` and either
+            `master_port` or, with several nodes, `nnodes` and `rdzv_endpoint`. A script is not needed.
 
-    return read_value
+    Raises:
+        SettingsError: The flags contradict each other.
+    """
+    plan = plan_of(args)
+    launch = plan.launch
+    port = DEFAULT_PORT if launch.main_process_port is None else launch.main_process_port
+    if launch.num_machines > 1:
+        args.nnodes = str(launch.num_machines)
+        args.rdzv_endpoint = f"{launch.main_process_ip}:{port}"
+    else:
+        port = port if port and not is_port_in_use(port) else free_port()
+        args.master_port = str(port)
+    args.nproc_per_node, args.main_process_port = str(plan.local_processes), port
+    return dict(plan.environ)
+
+
+def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
+    """Return the command line that starts processes for DeepSpeed, and their environment.
+
+    Args:
+        args: The flags; see the module. With a hostfile DeepSpeed's launcher is started, else that of torch.
+
+    Raises:
+        SettingsError: The flags contradict each other, or a file or port cannot be used.
+    """
+    check_script(vars(args))
+    plan = plan_of(args, {"use_deepspeed": True})
+    job = (launchers.deepspeed_command if plan.runner == "deepspeed" else launchers.torchrun_command)(plan)
+    return list(job.command), dict(job.environ)
+
+
+def prepare_tpu(
+    args: Namespace, current_env: Mapping[str, str], pod: bool = False
+) -> tuple[Namespace, dict[str, str]]:
+    """Return the flags and environment for a TPU.
+
+    Args:
+        args: The flags; see the module. With `pod` they are changed to those of a machine of the pod.
+        current_env: The environment to extend.
+        pod: Whether this is for the machines of a pod.
+    """
+    precision, downcast = getattr(args, "mixed_precision", None), getattr(args, "downcast_bf16", False)
+    environ = {**current_env, **xla_formats(str(precision).lower(), downcast=bool(downcast))}
+    if pod:
+        for variable in getattr(args, "env", None) or ():
+            name, _, value = variable.partition("=")
+            environ[name] = value
+        args.tpu_use_cluster = False
+    return args, environ
+
+
+def prepare_sagemager_args_inputs(
+    sagemaker_config: Any, args: Namespace
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """Return the arguments of the estimator of a SageMaker job, and its inputs.
+
+    Args:
+        sagemaker_config: An object with the keys of a config file for SageMaker as attributes.
+        args: The flags; see the module.
+
+    Raises:
+        SettingsError: The flags contradict each other, or a file cannot be used.
+    """
+    content = {
+        option.key: getattr(value, "value", value)
+        for option in OPTIONS
+        if option.key is not None and (value := getattr(sagemaker_config, option.key, None)) is not None
+    }
+    content["compute_environment"] = "AMAZON_SAGEMAKER"
+    plan = plan_of(args, file=parse_file(content, "sagemaker_config"))
+    inputs = sagemaker.inputs(plan.merged.settings.sagemaker.sagemaker_inputs_file)
+    return sagemaker.estimator_arguments(plan), inputs
+
+
+def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction] - programs call it by this name
+    """Return the arguments of a script as SageMaker requires them; see `sagemaker.hyperparameters`."""
+    return sagemaker.hyperparameters(nargs)
+
+
+def check_script(flags: Mapping[str, Any]) -> None:
+    """Check that there is a script to run.
+
+    Raises:
+        SettingsError: There is no script.
+    """
+    script = flags.get("training_script")
+    if not script:
+        raise SettingsError(f"args.training_script is {script!r}: name a script.")
+
+
+def plan_of(
+    args: Namespace,
+    overrides: Mapping[str, Any] | None = None,
+    file: Mapping[str, SourcedValue] | None = None,
+) -> LaunchPlan:
+    """Return the launch plan of the flags of a namespace; its config file is not read."""
+    line, environ = read_namespace({**vars(args), **(overrides or {})}), read()
+    merged = merge_sources(line.sourced, parse_environ(environ), file or {})
+    host = probe_host(merged.settings, environ)
+    return make_plan(merged, line.script or "", line.script_arguments, environ, host)
+
+
+def read_namespace(flags: Mapping[str, Any]) -> LaunchArguments:
+    """Return the attributes of a namespace as a parsed command line."""
+    return LaunchArguments(
+        sourced=parse_namespace(flags),
+        config_file=flags.get("config_file"),
+        script=str(flags.get("training_script") or ""),
+        script_arguments=tuple(map(str, flags.get("training_script_args") or ())),
+    )
+
+
+def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
+    """Return the settings of the flags that another parser has parsed, by path.
+
+    Args:
+        flags: Value by flag without dashes. `None`, false and empty values are not set.
+
+    Raises:
+        SettingsError: Values cannot be used; the message names all.
+    """
+    sourced: dict[str, SourcedValue] = {}
+    problems = ErrorCollector()
+    for name, flag in FLAGS.items():
+        attribute = attribute_of(name)
+        value = flags.get(attribute)
+        if flag.option is None or value in (None, False, "", [], ()):
+            continue
+        texts = [flag.const] if flag.const is not None else value if isinstance(value, list) else [value]
+        for text in texts:
+            with problems:
+                parsed = parse(flag.option, as_text(text), Layer.ARGUMENT, f"args.{attribute}")
+                if parsed is not None:
+                    sourced[flag.option.path] = concat(sourced.get(flag.option.path), parsed)
+    problems.raise_if_any()
+    return sourced

@@ -1,4 +1,4 @@
-"""Accel config, to-fsdp2; write_basic_config."""
+"""`accel config` and `accel to-fsdp2`: write, update and convert config files; `write_basic_config`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from accel_cli.config_file import path_to_write, read_config, write
-from accel_cli.interview import HostInfo, interview, probe_host
+from accel_cli.interview import HostInfo, ask, confirm, interview, probe_host
 from accel_cli.launch.checks import LaunchFacts, find_launch_problems
 from accel_cli.launch.hosts import HostDevices, probe_devices
 from accel_cli.output import Table, show
@@ -29,6 +28,110 @@ from accel_state.settings import (
     to_content,
 )
 from accel_state.settings.model import BY_PATH, as_text
+
+
+def run(options: Namespace) -> int:
+    """Run `accel config`."""
+    if options.mixed_precision is not None and options.action != "default":
+        raise SettingsError("argument --mixed_precision is only for `accel config default`.")
+    return _ACTIONS[options.action](options)
+
+
+def _ask(options: Namespace) -> int:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise SettingsError(
+            "`accel config` asks questions, which need a terminal. `accel config default` writes a file "
+            "without questions, and docs/reference/settings.md lists the keys of a file."
+        )
+    environ = read()
+    path, host = path_to_write(options.config_file, environ), probe_host(environ)
+    show("Esc goes back to the question before; Ctrl-C ends, and writes nothing.", "")
+    try:
+        settings = interview(ask, host)
+        show("", summarize(settings))
+        conflicts = find_conflicts(settings, host)
+        show(*(f"Conflict: {conflict}" for conflict in conflicts))
+        replaces = " (replaces the existing file)" if path.exists() else ""
+        if not confirm(f"Write this to {path}{replaces}?", default=not conflicts):
+            show("Nothing was written.")
+            return 1
+    except KeyboardInterrupt:
+        show("", "Nothing was written.")
+        return 130
+    write(path, to_content(settings))
+    show(f"Written to {path}. To run a script:", *list_commands(settings, options.config_file))
+    return 0
+
+
+def summarize(settings: Settings) -> Table:
+    """Return a table of the settings to write."""
+    sourced = merge_layers(parse_file(to_content(settings), "")).sourced
+    rows = [
+        (option.key or "", as_text(sourced[option.path].value))
+        for option in OPTIONS
+        if option.path in sourced and option.key
+    ]
+    return Table(head=("setting", "value"), rows=tuple(rows), title="Your answers")
+
+
+def find_conflicts(settings: Settings, host: HostInfo) -> list[str]:
+    """Return the problems for which `accel launch` would refuse settings."""
+    merged = merge_layers(parse_file(to_content(settings), "the answers"))
+    machine = HostDevices(gpus=host.gpus, cores=host.cores)
+    return find_launch_problems(LaunchFacts(merged=merged, machine=machine, environ={}))
+
+
+def list_commands(settings: Settings, config_file: Path | str | None) -> list[str]:
+    """Return the command lines that run a script with settings: a single line, or a line per node."""
+    named = ["--config_file", str(config_file)] if config_file is not None else []
+    starts_all_nodes = (settings.deepspeed and settings.hosts.hostfile) or settings.mpi.hostfile
+    has_several = settings.launch.num_machines > 1 and settings.launch.compute_environment == "LOCAL_MACHINE"
+    if not has_several or starts_all_nodes or settings.launch.on_tpu:
+        return [shlex.join(["accel", "launch", *named, "train.py"])]
+    ranks = range(settings.launch.num_machines)
+    return [
+        shlex.join(["accel", "launch", *named, "--machine_rank", str(rank), "train.py"])
+        for rank in (ranks if len(ranks) <= 4 else (0, 1))
+    ] + (["… and so on"] if len(ranks) > 4 else [])
+
+
+def _write_default(options: Namespace) -> int:
+    written = write_basic_config(options.mixed_precision or "no", options.config_file or DEFAULT_CONFIG_FILE)
+    if not written:
+        path = path_to_write(options.config_file, read())
+        show(
+            f"The config file {path} exists already and is unchanged. Run `accel config` to replace it, or "
+            "name another file with --config_file."
+        )
+        return 0
+    show(f"Written to {written}.")
+    return 0
+
+
+def _write_update(options: Namespace) -> int:
+    path, notes = update_config_file(options.config_file)
+    show(*notes[:-1], f"{path} is in the current format.")
+    return 0
+
+
+def update_config_file(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
+    """Rewrite a config file in the current format; return the file, and a note on each change."""
+    file = read_config(config_file, read())
+    if file.path is None:
+        raise SettingsError(
+            f"there is no config file at {path_to_write(None, read())}: run `accel config` to write one, or "
+            "name another with --config_file."
+        )
+    write(file.path, to_content(merge_layers(file.sourced).settings))
+    return file.path, file.notes
+
+
+_ACTIONS: Mapping[str | None, Callable[[Namespace], int]] = {
+    None: _ask,
+    "default": _write_default,
+    "update": _write_update,
+}
+
 
 DEFAULT_CONFIG_FILE = "~/.cache/huggingface/accelerate/default_config.yaml"
 
@@ -72,157 +175,35 @@ def basic_settings(machine: HostDevices, mixed_precision: str) -> Settings:
     )
 
 
-def update(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
-    """Rewrite a config file in the current format; return the file, and a note on each change."""
-    found = read_config(config_file, read())
-    if found.path is None:
+def run_to_fsdp2(options: Namespace) -> int:
+    """Run `accel to-fsdp2`: rewrite a config file."""
+    file = read_config(options.config_file, read())
+    if file.path is None:
+        raise SettingsError("the default config file does not exist; name one with --config_file.")
+    source = file.path
+    if options.output_file is None and not options.overwrite:
+        raise SettingsError(f"name an --output_file, or pass --overwrite to replace {str(source)!r}.")
+    target = source if options.output_file is None else Path(options.output_file).expanduser()
+    if target.exists() and not options.overwrite:
         raise SettingsError(
-            f"there is no config file at {path_to_write(None, read())}: run `accel config` to write one, or "
-            "name another with --config_file."
+            f"argument --output_file: {str(target)!r} exists already; --overwrite replaces it."
         )
-    write(found.path, to_content(merge_layers(found.sourced).settings))
-    return found.path, found.notes
-
-
-def run(options: Namespace) -> int:
-    """Run the command."""
-    if options.mixed_precision is not None and options.action != "default":
-        raise SettingsError("argument --mixed_precision is only for `accel config default`.")
-    return _ACTIONS[options.action](options)
-
-
-def _default(options: Namespace) -> int:
-    written = write_basic_config(options.mixed_precision or "no", options.config_file or DEFAULT_CONFIG_FILE)
-    if not written:
-        path = path_to_write(options.config_file, read())
-        show(
-            f"The config file {path} exists already and is unchanged. Run `accel config` to replace it, or "
-            "name another file with --config_file."
-        )
-        return 0
-    show(f"Written to {written}.")
+    converted = to_fsdp2(file.content)
+    write(target, converted.config)
+    if not options.quiet:
+        show(*file.notes, *converted.notes, f"wrote {str(target)!r}")
     return 0
-
-
-def _update(options: Namespace) -> int:
-    path, notes = update(options.config_file)
-    show(*notes[:-1], f"{path} is in the current format.")
-    return 0
-
-
-def _ask(options: Namespace) -> int:
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise SettingsError(
-            "`accel config` asks questions, which need a terminal. `accel config default` writes a file "
-            "without questions, and docs/reference/settings.md lists the keys of a file."
-        )
-    environ = read()
-    path, found = path_to_write(options.config_file, environ), probe_host(environ)
-    terminal = import_module("accel_cli.interview")
-    show("Esc goes back to the question before; Ctrl-C ends, and writes nothing.", "")
-    try:
-        settings = interview(terminal.ask, found)
-        show("", summary(settings))
-        wrong = find_conflicts(settings, found)
-        show(*(f"Conflict: {one}" for one in wrong))
-        replaces = " (replaces the existing file)" if path.exists() else ""
-        if not terminal.agree(f"Write this to {path}{replaces}?", default=not wrong):
-            show("Nothing was written.")
-            return 1
-    except KeyboardInterrupt:
-        show("", "Nothing was written.")
-        return 130
-    write(path, to_content(settings))
-    show(f"Written to {path}. To run a script:", *commands(settings, options.config_file))
-    return 0
-
-
-_ACTIONS: Mapping[str | None, Callable[[Namespace], int]] = {
-    None: _ask,
-    "default": _default,
-    "update": _update,
-}
-
-
-def summary(settings: Settings) -> Table:
-    """Return a table of the settings to write."""
-    sourced = merge_layers(parse_file(to_content(settings), "")).sourced
-    rows = [
-        (option.key or "", as_text(sourced[option.path].value))
-        for option in OPTIONS
-        if option.path in sourced and option.key
-    ]
-    return Table(head=("setting", "value"), rows=tuple(rows), title="Your answers")
-
-
-def find_conflicts(settings: Settings, found: HostInfo) -> list[str]:
-    """Return the problems for which `accel launch` would refuse settings."""
-    merged = merge_layers(parse_file(to_content(settings), "the answers"))
-    machine = HostDevices(gpus=found.gpus, cores=found.cores)
-    return find_launch_problems(LaunchFacts(merged=merged, machine=machine, environ={}))
-
-
-def commands(settings: Settings, config_file: Path | str | None) -> list[str]:
-    """Return the command lines that run a script with settings: one, or one per node."""
-    named = ["--config_file", str(config_file)] if config_file is not None else []
-    by_launcher = (settings.deepspeed and settings.hosts.hostfile) or settings.mpi.hostfile
-    several = settings.launch.num_machines > 1 and settings.launch.compute_environment == "LOCAL_MACHINE"
-    if not several or by_launcher or settings.launch.on_tpu:
-        return [shlex.join(["accel", "launch", *named, "train.py"])]
-    ranks = range(settings.launch.num_machines)
-    return [
-        shlex.join(["accel", "launch", *named, "--machine_rank", str(rank), "train.py"])
-        for rank in (ranks if len(ranks) <= 4 else (0, 1))
-    ] + (["… and so on"] if len(ranks) > 4 else [])
-
-
-RESHARD: Mapping[str, bool] = {
-    "FULL_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "HYBRID_SHARD": True,
-    "HYBRID_SHARD_ZERO2": False,
-    "_HYBRID_SHARD_ZERO2": False,
-}
-"""`fsdp_reshard_after_forward` of version 2 by `fsdp_sharding_strategy` of version 1."""
-
-# In the order of `torch.distributed.fsdp.ShardingStrategy`, whose numbers legacy files have.
-_BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-
-REMOVED: Mapping[str, str] = {
-    "fsdp_backward_prefetch": "FSDP2 always prefetches before the backward pass of a block",
-    "fsdp_forward_prefetch": "FSDP2 prefetches in the order of execution by itself",
-    "fsdp_sync_module_states": "FSDP2 broadcasts the weights if needed",
-    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
-}
-"""The keys that version 2 lacks, with the reason."""
-
-UNCHANGED = (
-    "fsdp_activation_checkpointing",
-    "fsdp_activation_checkpointing_offload",
-    "fsdp_auto_wrap_policy",
-    "fsdp_cpu_ram_efficient_loading",
-    "fsdp_ignored_modules",
-    "fsdp_min_num_params",
-    "fsdp_offload_params",
-    "fsdp_state_dict_type",
-    "fsdp_transformer_layer_cls_to_wrap",
-)
-"""The keys that mean the same in both versions."""
-
-_SHARDING = "fsdp_sharding_strategy"
-_RESHARD = "fsdp_reshard_after_forward"
-_STATE = "fsdp_state_dict_type"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
-    """A config for FSDP2."""
+class Conversion:
+    """A config for FSDP2, with notes on the changes."""
 
     config: Mapping[str, Any]
     notes: tuple[str, ...] = field(default=())
 
 
-def to_fsdp2(config: Mapping[str, Any]) -> Converted:
+def to_fsdp2(config: Mapping[str, Any]) -> Conversion:
     """Rewrite a config for FSDP as one for FSDP2.
 
     Raises:
@@ -246,14 +227,46 @@ def to_fsdp2(config: Mapping[str, Any]) -> Converted:
     fsdp: dict[str, Any] = {"fsdp_version": 2}
     fsdp |= {key: value for key, value in table.items() if key in UNCHANGED}
     if _SHARDING in table or _RESHARD in table:
-        fsdp[_RESHARD] = _reshard(table, notes)
+        fsdp[_RESHARD] = _convert_sharding(table, notes)
     if str(fsdp.get(_STATE, "")).upper() == "LOCAL_STATE_DICT":
         fsdp[_STATE] = "SHARDED_STATE_DICT"
         notes.append(f"fsdp_config.{_STATE} is SHARDED_STATE_DICT: FSDP2 has no LOCAL_STATE_DICT.")
-    return Converted(config={**config, "fsdp_config": fsdp}, notes=tuple(notes))
+    return Conversion(config={**config, "fsdp_config": fsdp}, notes=tuple(notes))
 
 
-def _reshard(table: Mapping[str, Any], notes: list[str]) -> bool:
+UNCHANGED = (
+    "fsdp_activation_checkpointing",
+    "fsdp_activation_checkpointing_offload",
+    "fsdp_auto_wrap_policy",
+    "fsdp_cpu_ram_efficient_loading",
+    "fsdp_ignored_modules",
+    "fsdp_min_num_params",
+    "fsdp_offload_params",
+    "fsdp_state_dict_type",
+    "fsdp_transformer_layer_cls_to_wrap",
+)
+"""The keys that mean the same in both versions."""
+
+
+REMOVED: Mapping[str, str] = {
+    "fsdp_backward_prefetch": "FSDP2 always prefetches before the backward pass of a block",
+    "fsdp_forward_prefetch": "FSDP2 prefetches in the order of execution by itself",
+    "fsdp_sync_module_states": "FSDP2 broadcasts the weights if needed",
+    "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
+}
+"""The keys that version 2 lacks, with the reason."""
+
+
+_SHARDING = "fsdp_sharding_strategy"
+
+
+_RESHARD = "fsdp_reshard_after_forward"
+
+
+_STATE = "fsdp_state_dict_type"
+
+
+def _convert_sharding(table: Mapping[str, Any], notes: list[str]) -> bool:
     """Return whether to reshard after the forward pass, from the key of either version."""
     key = _RESHARD if _SHARDING not in table else _SHARDING
     value = table[key]
@@ -277,21 +290,15 @@ def _reshard(table: Mapping[str, Any], notes: list[str]) -> bool:
     return RESHARD[name]
 
 
-def run_to_fsdp2(options: Namespace) -> int:
-    """Rewrite a config file."""
-    file = read_config(options.config_file, read())
-    if file.path is None:
-        raise SettingsError("the default config file does not exist; name one with --config_file.")
-    source = file.path
-    if options.output_file is None and not options.overwrite:
-        raise SettingsError(f"name an --output_file, or pass --overwrite to replace {str(source)!r}.")
-    target = source if options.output_file is None else Path(options.output_file).expanduser()
-    if target.exists() and not options.overwrite:
-        raise SettingsError(
-            f"argument --output_file: {str(target)!r} exists already; --overwrite replaces it."
-        )
-    converted = to_fsdp2(file.content)
-    write(target, converted.config)
-    if not options.quiet:
-        show(*file.notes, *converted.notes, f"wrote {str(target)!r}")
-    return 0
+RESHARD: Mapping[str, bool] = {
+    "FULL_SHARD": True,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": True,
+    "HYBRID_SHARD_ZERO2": False,
+    "_HYBRID_SHARD_ZERO2": False,
+}
+"""`fsdp_reshard_after_forward` of version 2 by `fsdp_sharding_strategy` of version 1."""
+
+
+_BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""The order of `torch.distributed.fsdp.ShardingStrategy`, whose numbers are in legacy files."""
