@@ -30,6 +30,14 @@ PACKAGES = (
 PICTURES = Path(__file__).resolve().parents[1] / "pictures"
 FILL, FOLDER, EDGE = "#dbe7f5", "#f6dfc4", "#9aa5b1"
 IN_A_ROW = 6
+NOT_DRAWN = {
+    line
+    for contract in tomllib.loads((Path(__file__).resolve().parents[4] / "pyproject.toml").read_text())[
+        "tool"
+    ]["importlinter"]["contracts"]
+    for line in contract.get("ignore_imports", ())
+}
+"""Imports by which two parts need each other, though none of their modules do."""
 
 
 def parts_of(imports: grimp.ImportGraph, package: str) -> nx.DiGraph[str]:
@@ -49,7 +57,7 @@ def parts_of(imports: grimp.ImportGraph, package: str) -> nx.DiGraph[str]:
         graph.nodes[name]["is_folder"] = graph.nodes[name].get("is_folder", False) or module.count(".") > 1
         for imported in imports.find_modules_directly_imported_by(module):
             other = part(imported)
-            if other is not None and other != name:
+            if other is not None and other != name and f"{module} -> {imported}" not in NOT_DRAWN:
                 graph.add_edge(name, other)
     return graph
 
