@@ -288,7 +288,7 @@ def test_a_damaged_shard_is_named_before_anything_changes(toy, toy_class, tmp_pa
     last.write_bytes(last.read_bytes()[:-4])
     model = toy_class()
     before = model.embed.weight.detach().clone()
-    with pytest.raises(CheckpointError, match=f"{last.name}.* is truncated: tensor"):
+    with pytest.raises(CheckpointError, match=f"{last.name}.* truncated or damaged"):
         load_checkpoint_in_model(model, tmp_path)
     assert torch.equal(model.embed.weight, before)
 

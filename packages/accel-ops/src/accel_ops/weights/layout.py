@@ -1,4 +1,7 @@
-"""File names, bytes, shards; torch-free."""
+"""Names of weight files, sizes in bytes, and the plan of shards: `dtype_byte_size`, `fill_shards`.
+
+Importing it does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +21,22 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-
 MODEL_NAME = "pytorch_model"
 """The stem of a model's `.bin` files."""
 SAFE_MODEL_NAME = "model"
 """The stem of a model's safetensors files."""
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"
-"""A whole model in one `.bin` file."""
+"""A full model in one `.bin` file."""
 WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
 """A shard of a model in `.bin` files; the suffix is as `-00001-of-00005`."""
 WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
-"""The index of `.bin` shards: which file has which tensor."""
+"""The index of `.bin` shards: tensor name to file."""
 SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
-"""A whole model in one safetensors file."""
+"""A full model in one safetensors file."""
 SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
 """A shard of a model in safetensors files; the suffix is as `-00001-of-00005`."""
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
-"""The index of safetensors shards: which file has which tensor."""
+"""The index of safetensors shards: tensor name to file."""
 
 SAFETENSORS_SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
@@ -42,7 +44,7 @@ OFFLOAD_INDEX_NAME = "index.json"
 
 
 def shard_suffix(position: int, count: int) -> str:
-    """Say what a pattern's `{suffix}` is for one shard, e.g. `-00002-of-00005`.
+    """Return the `{suffix}` of one shard in a pattern, e.g. `-00002-of-00005`.
 
     Example:
         >>> SAFE_WEIGHTS_PATTERN_NAME.format(suffix=shard_suffix(1, 5))
@@ -62,7 +64,7 @@ _CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Say how many bytes one element takes.
+    """Return the bytes of one element.
 
     Args:
         dtype: A torch element type, or one of the sub-byte types of `CustomDtype`. A `torch.bool` counts as
@@ -79,7 +81,7 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
 
 
 def convert_file_size_to_int(size: float | str) -> int:
-    """Turn a size that a person wrote into bytes.
+    """Convert a size that a person wrote to bytes.
 
     Args:
         size: Bytes, of which a fraction is dropped; or a number with a unit: decimal (`"5GB"`, `"200MB"`) or
@@ -96,16 +98,16 @@ def convert_file_size_to_int(size: float | str) -> int:
         if not isfinite(size):
             raise SettingsError(f"{size!r} is not a size: write a number of bytes")
         return int(size)
-    found = _SIZE.fullmatch(size)
-    unit = found[2].upper() if found else ""
-    if not found or unit not in _UNITS:
+    match = _SIZE.fullmatch(size)
+    unit = match[2].upper() if match else ""
+    if not match or unit not in _UNITS:
         raise SettingsError(f"{size!r} is not a size: write a number with a unit, as in '5GB' or '512MiB'")
-    count = int(float(found[1]) * _UNITS[unit])
-    return count // 8 if found[2].endswith("b") and unit in _DECIMAL else count
+    count = int(float(match[1]) * _UNITS[unit])
+    return count // 8 if match[2].endswith("b") and unit in _DECIMAL else count
 
 
 def convert_bytes(size: float) -> str:
-    """Print bytes for a person, in binary steps.
+    """Format bytes for a person, in binary steps.
 
     Example:
         >>> convert_bytes(1536 * 1024)
@@ -125,7 +127,7 @@ DEFAULT_SHARD_SIZE = "10GB"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightShards:
-    """Which tensors go to which file.
+    """The plan of the files of a state dict.
 
     Attributes:
         files: File name to the names of its tensors, in order.
@@ -142,14 +144,14 @@ class WeightShards:
 
     @property
     def index(self) -> dict[str, Any] | None:
-        """What the index file holds; `None` when one file has everything."""
+        """The content of the index file; `None` when one file has everything."""
         if len(self.files) < 2:
             return None
         return {"metadata": {"total_size": self.total_size}, "weight_map": self.weight_map}
 
 
 def groups_of(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], int]]:
-    """Tell which tensors share memory, so that they have to be in the same file.
+    """Group tensors that share memory, which have to be in the same file; yield each with its bytes.
 
     Example:
         >>> import torch
@@ -159,17 +161,17 @@ def groups_of(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tens
     """
     groups: dict[object, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in state_dict.items():
-        groups[_memory(name, tensor)][name] = tensor
+        memory = name if tensor.is_meta or not tensor.numel() else id_tensor_storage(tensor)
+        groups[memory][name] = tensor
     return ((group, _group_bytes([*group.values()])) for group in groups.values())
 
 
 def fill_shards(groups: Iterable[tuple[Group, int]], limit: int) -> Iterator[tuple[list[Group], int]]:
-    """Fill shards in order, each as far as it goes; there is one at least.
+    """Fill shards in order, each as far as it goes; there is at least one.
 
     Args:
-        groups: What has to stay together, with its bytes. The next one is asked for before a shard that it
-            does not fit into is given.
-        limit: Bytes of a shard; a larger group has one of its own.
+        groups: What has to stay together, with its bytes. A shard is yielded when the next group is known.
+        limit: Bytes of a shard; a larger group gets its own.
 
     Example:
         >>> list(fill_shards([("a", 3), ("b", 3), ("c", 9)], 6))
@@ -187,7 +189,7 @@ def fill_shards(groups: Iterable[tuple[Group, int]], limit: int) -> Iterator[tup
 
 
 def numbered(shards: Sequence[Sequence[str]], *, total_size: int, pattern: str) -> WeightShards:
-    """Name the files of shards, once it is known how many there are."""
+    """Name the files of shards, once their number is known."""
     count = len(shards)
     return WeightShards(
         files={pattern.format(suffix=shard_suffix(i, count)): tuple(names) for i, names in enumerate(shards)},
@@ -195,12 +197,8 @@ def numbered(shards: Sequence[Sequence[str]], *, total_size: int, pattern: str) 
     )
 
 
-def _memory(name: str, tensor: Tensor) -> object:
-    return name if tensor.is_meta or not tensor.numel() else id_tensor_storage(tensor)
-
-
 def _group_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of tensors that share one storage: never more than the storage has."""
+    """Return the bytes of tensors that share one storage: never more than the storage has."""
     unique = {(t.storage_offset(), tuple(t.shape), t.stride(), t.dtype): t for t in tensors}
     summed = sum(math.prod(t.shape) * t.dtype.itemsize for t in unique.values())
     return summed if len(unique) == 1 else min(summed, tensors[0].untyped_storage().nbytes())

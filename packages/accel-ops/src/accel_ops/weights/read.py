@@ -1,7 +1,4 @@
-"""Find and read checkpoint files.
-
-`torch.load` with `mmap` does not compare them: where a record is too short it reads what follows in the file.
-"""
+"""Find and read weight files: `find_checkpoint_files`, `load_state_dict`, `load`."""
 
 from __future__ import annotations
 
@@ -29,127 +26,6 @@ from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError, some_of
 from accel_state.files import JSON_LIMIT, open_regular, read_json
 
-_ZIP = b"PK\x03\x04"
-_LOCAL_HEADER = 30
-_ITEM_SIZES = {
-    "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2,
-    "LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1,
-    "BoolStorage": 1,
-    "ComplexDoubleStorage": 16, "ComplexFloatStorage": 8, "UntypedStorage": 1,
-    "QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1,
-}  # fmt: skip
-
-
-def load_bin(path: Path) -> dict[str, Tensor]:
-    """Read a state dict; the zip format is mapped, the format from before torch 1.6 is read.
-
-    Raises:
-        CheckpointError: The file is damaged, or holds more than plain tensors.
-    """
-    try:
-        with open_regular(path) as file:
-            is_zip = file.read(len(_ZIP)) == _ZIP
-            if is_zip:
-                _check_records(file)
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except (OSError, CheckpointError):
-        raise
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]  # an empty file says nothing
-        raise CheckpointError(
-            f"{str(path)!r} cannot be loaded: it is damaged, or it holds more than tensors and would have to "
-            f"run code to load. Save it again, best as safetensors. ({reason})"
-        ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{str(path)!r} holds a {type(found).__name__!r}, not a state dict")
-    return cast("dict[str, Tensor]", found)
-
-
-def _check_records(file: BufferedReader) -> None:
-    """Raise a ValueError if a record of an archive is not as long as the storage that its pickle asks for."""
-    with zipfile.ZipFile(file) as archive:
-        rows = archive.infolist()
-        records = {row.filename: row for row in rows}
-        top = rows[0].filename.partition("/")[0] if rows else ""
-        pickled = records.get(f"{top}/data.pkl")
-        if len(records) < len(rows) or pickled is None or rows[0].header_offset:
-            raise ValueError("it is no archive of torch.save")
-        if pickled.file_size > JSON_LIMIT:
-            raise ValueError(f"its pickle is larger than {JSON_LIMIT} bytes")
-        for key, size in set(_storages(archive.read(pickled))):
-            record = records.get(f"{top}/data/{key}")
-            held = None if record is None else _stored_bytes(archive, record)
-            if held != size:
-                raise ValueError(f"record {key!r} has {held or 0} bytes, its tensors need {size}")
-
-
-def _stored_bytes(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
-    """Bytes that lie in the archive as they are, for mapping."""
-    with archive.open(record):  # compares the record with the header in front of it
-        pass
-    end = record.header_offset + _LOCAL_HEADER + len(record.filename) + record.file_size
-    if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
-        raise ValueError(f"record {record.filename!r} is compressed")
-    if end > archive.start_dir:
-        raise ValueError(f"record {record.filename!r} is not whole")
-    return record.file_size
-
-
-def _storages(pickled: bytes) -> Iterator[tuple[str, int]]:
-    """Key and bytes of every storage that a pickle names. The pickle is parsed; nothing of it is executed."""
-    stack: list[Any] = []
-    memo: dict[Any, Any] = {}
-    for opcode, arg, _ in pickletools.genops(pickled):
-        name = opcode.name
-        if name == "MEMOIZE":
-            memo[len(memo)] = stack[-1]
-        elif "PUT" in name:
-            memo[arg] = stack[-1]
-        elif "GET" in name:
-            stack.append(memo[arg])
-        elif name == "BINPERSID":
-            yield _storage(stack[-1])
-        else:
-            _apply(stack, opcode, arg)
-
-
-def _apply(stack: list[Any], opcode: pickletools.OpcodeInfo, arg: Any) -> None:
-    """Change a stack as an opcode would, with None for every object but texts, numbers and tuples."""
-    taken = opcode.stack_before
-    if pickletools.markobject in taken:
-        at = len(stack) - 1 - stack[::-1].index(pickletools.markobject)
-        items = stack[at + 1 :]
-        del stack[at:]
-        taken = taken[: taken.index(pickletools.markobject)]
-    else:
-        items = stack[len(stack) - len(taken) :]
-    if len(taken) > len(stack):
-        raise ValueError("its pickle is damaged")
-    del stack[len(stack) - len(taken) :]
-    if opcode.name.startswith("TUPLE"):
-        stack.append(tuple(items))
-    elif opcode.name == "MARK":
-        stack.append(pickletools.markobject)
-    elif opcode.name == "DUP":
-        stack += [items[0]] * 2
-    else:
-        stack += [arg] * len(opcode.stack_after)
-
-
-def _storage(saved: Any) -> tuple[str, int]:
-    match saved:
-        case ("storage", str(kind), str(key), str(), int(count)) if count >= 0:
-            module, _, name = kind.rpartition(" ")
-            if module in ("torch", "torch.storage") and name in _ITEM_SIZES:
-                return key, count * _ITEM_SIZES[name]
-        case _:
-            pass
-    raise ValueError(f"its pickle names {str(saved)[:100]!r} in place of a storage")
-
-
-_SINGLE_FILES = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
-_INDEXED = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles:
@@ -164,12 +40,16 @@ class CheckpointFiles:
     weight_map: dict[str, Path] | None = None
 
 
+_SINGLE_FILES = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+_INDEXED = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+
+
 def find_checkpoint_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles:
     """Find the files of a checkpoint.
 
     Args:
         checkpoint: A weight file; an index file (`*.json`); or a folder with one of them. In a folder,
-            safetensors before `.bin`, whole before shards.
+            safetensors before `.bin`, single files before shards.
 
     Raises:
         CheckpointError: The folder has no weights or several indexes, or an index names a file that is
@@ -195,8 +75,7 @@ def load_state_dict(
 ) -> dict[str, Tensor]:
     """Read one weight file.
 
-    safetensors are mapped, not read; so are zip-format `.bin` files. What stays on the CPU costs no memory
-    until it is used.
+    safetensors and zip-format `.bin` files are mapped: tensors on the CPU take no memory until they are used.
 
     Args:
         checkpoint_file: A `.safetensors` file, or one that `torch.save` wrote.
@@ -214,7 +93,11 @@ def load_state_dict(
         tensors = load_bin(path)
     if device_map is None:
         return tensors
-    return {name: _moved(tensor, device_of(name, device_map)) for name, tensor in tensors.items()}
+    devices = {name: device_of(name, device_map) for name in tensors}
+    return {
+        name: tensor if devices[name] in (None, "disk", "cpu") else tensor.to(devices[name])
+        for name, tensor in tensors.items()
+    }
 
 
 def load(
@@ -222,11 +105,11 @@ def load(
     map_location: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """Read what `torch.save` wrote, tensors and plain containers only, unless told otherwise.
+    """Read a file of `torch.save`: by default tensors and plain containers only.
 
     Args:
         f: A path or an open binary file.
-        map_location: Where tensors go, as `torch.load` takes it.
+        map_location: Device of the tensors, as for `torch.load`.
         **kwargs: More of `torch.load`'s arguments; `weights_only` is True unless given.
 
     Raises:
@@ -239,7 +122,7 @@ def load(
 def device_of(
     name: str, device_map: Mapping[str, int | str | torch.device]
 ) -> int | str | torch.device | None:
-    """Say where a map sends a tensor: the entry with the longest name that contains it, else `None`.
+    """Return the device of a tensor: that of the longest entry that contains its name, else `None`.
 
     Example:
         >>> device_of("layers.0.weight", {"layers": 0, "layers.0": "cpu"})
@@ -258,14 +141,10 @@ def entry_of(name: str, entries: Container[str]) -> str | None:
     return name
 
 
-def _moved(tensor: Tensor, device: int | str | torch.device | None) -> Tensor:
-    return tensor if device in (None, "disk", "cpu") else tensor.to(device)
-
-
 def _indexed(index_file: Path) -> CheckpointFiles:
     content = read_json(index_file, what="index of a checkpoint")
     try:
-        table = content.get("weight_map", content)  # without it, as older ones are: that table alone
+        table = content.get("weight_map", content)  # Legacy indexes are that table alone.
         pairs = [(name, str(shard)) for name, shard in table.items()]
         if table is content and not all(isinstance(shard, str) for shard in content.values()):
             raise KeyError("weight_map")
@@ -275,7 +154,9 @@ def _indexed(index_file: Path) -> CheckpointFiles:
         ) from error
     if not pairs:
         raise CheckpointError(f"{str(index_file)!r} is no index of a checkpoint: it names no tensor")
-    checked = {shard: _inside(index_file, shard) for shard in dict.fromkeys(shard for _, shard in pairs)}
+    checked = {
+        shard: _path_of_shard(index_file, shard) for shard in dict.fromkeys(shard for _, shard in pairs)
+    }
     absent = sorted(shard for shard, path in checked.items() if not path.is_file())
     if absent:
         raise CheckpointError(
@@ -286,8 +167,8 @@ def _indexed(index_file: Path) -> CheckpointFiles:
     )
 
 
-def _inside(index_file: Path, shard: str) -> Path:
-    """Refuse a shard that an index places elsewhere: it would be read with the rights of whoever loads it."""
+def _path_of_shard(index_file: Path, shard: str) -> Path:
+    """Return the path of a shard; refuse one outside the folder as unsafe."""
     posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
     if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts or not windows.parts:
         raise CheckpointError(
@@ -303,6 +184,129 @@ def _only_index(folder: Path) -> CheckpointFiles:
     single = sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}")) if not indexes else []
     if len(single) == 1:
         return CheckpointFiles(files=(single[0],))
-    seen = some_of(path.name for path in indexes or single) or "none"
+    present = some_of(path.name for path in indexes or single) or "none"
     wanted = " or ".join((*_SINGLE_FILES, *_INDEXED))
-    raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {seen}")
+    raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {present}")
+
+
+def load_bin(path: Path) -> dict[str, Tensor]:
+    """Read a state dict; the zip format is mapped, the format from before torch 1.6 is read.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds more than plain tensors.
+    """
+    try:
+        with open_regular(path) as file:
+            is_zip = file.read(len(_ZIP)) == _ZIP
+            if is_zip:
+                _check_records(file)
+        state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[
+            0
+        ]  # The error of an empty file has no text.
+        raise CheckpointError(
+            f"{str(path)!r} cannot be loaded: it is damaged, or it holds more than tensors and would have to "
+            f"run code to load. Save it again, best as safetensors. ({reason})"
+        ) from error
+    if not isinstance(state_dict, dict):
+        raise CheckpointError(f"{str(path)!r} holds a {type(state_dict).__name__!r}, not a state dict")
+    return cast("dict[str, Tensor]", state_dict)
+
+
+_ZIP = b"PK\x03\x04"
+_LOCAL_HEADER = 30
+_ITEM_SIZES = {
+    "DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2,
+    "LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1,
+    "BoolStorage": 1,
+    "ComplexDoubleStorage": 16, "ComplexFloatStorage": 8, "UntypedStorage": 1,
+    "QInt8Storage": 1, "QUInt8Storage": 1, "QInt32Storage": 4, "QUInt4x2Storage": 1, "QUInt2x4Storage": 1,
+}  # fmt: skip
+
+
+def _check_records(file: BufferedReader) -> None:
+    """Raise a ValueError if a record of an archive is not as long as the storage that its pickle names.
+
+    `torch.load` with `mmap` does not compare them: it reads what follows a record that is too short.
+    """
+    with zipfile.ZipFile(file) as archive:
+        rows = archive.infolist()
+        records = {row.filename: row for row in rows}
+        top = rows[0].filename.partition("/")[0] if rows else ""
+        pickled = records.get(f"{top}/data.pkl")
+        if len(records) < len(rows) or pickled is None or rows[0].header_offset:
+            raise ValueError("it is no archive of torch.save")
+        if pickled.file_size > JSON_LIMIT:
+            raise ValueError(f"its pickle is larger than {JSON_LIMIT} bytes")
+        for key, size in set(_storages(archive.read(pickled))):
+            record = records.get(f"{top}/data/{key}")
+            stored = None if record is None else _stored_bytes(archive, record)
+            if stored != size:
+                raise ValueError(f"record {key!r} has {stored or 0} bytes, its tensors need {size}")
+
+
+def _stored_bytes(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
+    """Return the bytes of a record that can be mapped: uncompressed and complete."""
+    with archive.open(record):  # Opening compares the record with the header in front of it.
+        pass
+    end = record.header_offset + _LOCAL_HEADER + len(record.filename) + record.file_size
+    if record.compress_type != zipfile.ZIP_STORED or record.compress_size != record.file_size:
+        raise ValueError(f"record {record.filename!r} is compressed")
+    if end > archive.start_dir:
+        raise ValueError(f"record {record.filename!r} is not whole")
+    return record.file_size
+
+
+def _storages(pickled: bytes) -> Iterator[tuple[str, int]]:
+    """Yield key and bytes of every storage that a pickle names, by parsing it; nothing of it is executed."""
+    stack: list[Any] = []
+    memo: dict[Any, Any] = {}
+    for opcode, arg, _ in pickletools.genops(pickled):
+        name = opcode.name
+        if name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif "PUT" in name:
+            memo[arg] = stack[-1]
+        elif "GET" in name:
+            stack.append(memo[arg])
+        elif name == "BINPERSID":
+            yield _storage(stack[-1])
+        else:
+            _apply(stack, opcode, arg)
+
+
+def _apply(stack: list[Any], opcode: pickletools.OpcodeInfo, arg: Any) -> None:
+    """Change a stack as an opcode would; objects other than texts, numbers and tuples become None."""
+    operands = opcode.stack_before
+    if pickletools.markobject in operands:
+        mark = len(stack) - 1 - stack[::-1].index(pickletools.markobject)
+        items = stack[mark + 1 :]
+        del stack[mark:]
+        operands = operands[: operands.index(pickletools.markobject)]
+    else:
+        items = stack[len(stack) - len(operands) :]
+    if len(operands) > len(stack):
+        raise ValueError("its pickle is damaged")
+    del stack[len(stack) - len(operands) :]
+    if opcode.name.startswith("TUPLE"):
+        stack.append(tuple(items))
+    elif opcode.name == "MARK":
+        stack.append(pickletools.markobject)
+    elif opcode.name == "DUP":
+        stack += [items[0]] * 2
+    else:
+        stack += [arg] * len(opcode.stack_after)
+
+
+def _storage(saved: Any) -> tuple[str, int]:
+    match saved:
+        case ("storage", str(kind), str(key), str(), int(count)) if count >= 0:
+            module, _, name = kind.rpartition(" ")
+            if module in ("torch", "torch.storage") and name in _ITEM_SIZES:
+                return key, count * _ITEM_SIZES[name]
+        case _:
+            pass
+    raise ValueError(f"its pickle names {str(saved)[:100]!r} in place of a storage")

@@ -1,6 +1,8 @@
-"""Map and write safetensors.
+"""Map and write safetensors files: `SafetensorsFile`, `write_safetensors`, `create_safetensors`.
 
-The format: https://github.com/huggingface/safetensors#format.
+The format: https://github.com/huggingface/safetensors#format. The safetensors library validates headers.
+Tensors are mapped here: the library maps without `MAP_NORESERVE`, so that Linux refuses a file larger than
+the host's memory, and what it maps can be neither read ahead nor evicted.
 """
 
 from __future__ import annotations
@@ -20,11 +22,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accel_ops.weights.tensors import tensor_memory
 from accel_state.errors import CheckpointError
-from accel_state.files import JSON_LIMIT, libc, open_regular, parse_json
+from accel_state.files import libc, open_regular, parse_json
+
+_log = logging.getLogger(__name__)
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -37,203 +42,22 @@ DTYPES = {
 }  # fmt: skip
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-HEADER_LIMIT = JSON_LIMIT
-"""Bytes; the format's own bound."""
-
 _METADATA = "__metadata__"
-_FIELDS = {"dtype", "shape", "data_offsets"}
-_INT64_MAX = 2**63 - 1
-_MAX_DIMS = 64  # more than that no operation of torch takes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeaderEntry:
-    """Where one tensor lies in its file: bytes `begin` to `end` from the start of the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it has."""
-        return self.end - self.begin
-
-
-def read_header(file: BinaryIO, path: Path, size: int) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """Read the header of a file.
-
-    Returns:
-        Tensor name to where it lies, in the header's order; and the header's `__metadata__`.
-
-    Raises:
-        CheckpointError: The header is not of the format, or does not describe the whole file.
-    """
-    length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, HEADER_LIMIT):
-        raise CheckpointError(
-            f"{str(path)!r} is no whole safetensors file: it has {size} bytes, its header claims {length}"
-            "; fetch or save it again"
-        )
-    raw = file.read(length)
-    header = parse_json(
-        raw,
-        path,
-        what="safetensors file, its header is damaged",
-        object_pairs_hook=_without_repetition,
-        parse_constant=_refuse_number,
-        parse_int=_number,
-    )
-    if not isinstance(header, dict) or not raw.startswith(b"{"):
-        raise CheckpointError(f"{str(path)!r} has a safetensors header that is no table of tensors")
-    metadata = _metadata(path, header.pop(_METADATA, None))
-    start = 8 + length
-    entries = {name: _entry(path, name, row, start, size) for name, row in header.items()}
-    _check_coverage(path, entries, start, size)
-    return entries, metadata
-
-
-def make_header(
-    rows: Iterable[tuple[str, tuple[int, ...], torch.dtype]], alignment: int
-) -> tuple[bytes, list[tuple[int, int]]]:
-    """Make the header of a file that holds tensors one after the other.
-
-    Args:
-        rows: Name, shape and dtype of each, in the order of the file.
-        alignment: What the bytes before the first tensor are a multiple of.
-
-    Returns:
-        The bytes before the tensors; and where each tensor begins and ends, from the start of the file.
-
-    Raises:
-        CheckpointError: The format has no such element type.
-    """
-    # The metadata is what transformers and others look for.
-    table: dict[str, Any] = {_METADATA: {"format": "pt"}}
-    spans: list[tuple[int, int]] = []
-    end = 0
-    for name, shape, dtype in rows:
-        if dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"safetensors have no element type for {name!r}, which is {dtype}.")
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        table[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-        spans.append((begin, end))
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-(len(header) + 8) % alignment)
-    start = 8 + len(header)
-    return len(header).to_bytes(8, "little") + header, [(start + begin, start + end) for begin, end in spans]
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"{twice!r} is there twice")
-    for key in table:
-        key.encode()  # a lone surrogate is no text
-    return table
-
-
-def _refuse_number(text: str) -> None:
-    raise ValueError(f"{text} is no number here")
-
-
-def _number(text: str) -> int:
-    return -1 if text.startswith("-") else int(text)  # nothing is negative here, zero neither
-
-
-def _metadata(path: Path, table: Any) -> dict[str, str]:
-    if table is None:
-        return {}
-    if not isinstance(table, dict) or not all(isinstance(value, str) for value in table.values()):
-        raise CheckpointError(f"{str(path)!r}: the metadata of its safetensors header is no table of texts")
-    return table
-
-
-def _entry(path: Path, name: str, row: Any, start: int, size: int) -> HeaderEntry:
-    if not _is_row(row):
-        raise CheckpointError(
-            f"{str(path)!r}: the entry of tensor {name!r} is damaged: {str(row)[:200]!r}; "
-            "fetch or save it again"
-        )
-    shape, dtype = tuple[int, ...](row["shape"]), DTYPES.get(row["dtype"])
-    begin, end = (start + offset for offset in row["data_offsets"])
-    if dtype is None:
-        raise CheckpointError(
-            f"{str(path)!r}: tensor {name!r} has element type {row['dtype']!r}, unknown to this torch"
-        )
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise CheckpointError(
-            f"{str(path)!r}: tensor {name!r} of shape {list(shape)} and type {row['dtype']} needs "
-            f"{math.prod(shape) * dtype.itemsize} bytes, its entry spans {end - begin}"
-        )
-    if end > size:
-        raise CheckpointError(
-            f"{str(path)!r} is truncated: tensor {name!r} ends at byte {end}, the file has {size}; "
-            "fetch or save it again"
-        )
-    return HeaderEntry(dtype=dtype, shape=shape, begin=begin, end=end)
-
-
-def _is_row(row: Any) -> bool:
-    if not isinstance(row, dict) or row.keys() != _FIELDS or not isinstance(row["dtype"], str):
-        return False
-    shape, offsets = row["shape"], row["data_offsets"]
-    return (
-        _are_numbers(shape)
-        and len(shape) <= _MAX_DIMS
-        and _are_numbers(offsets)
-        and len(offsets) == 2
-        and offsets[0] <= offsets[1]
-        # An empty tensor may have any other length, as far as torch can count.
-        and math.prod(max(length, 1) for length in shape) * 16 <= _INT64_MAX
-    )
-
-
-def _are_numbers(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
-
-
-def _check_coverage(path: Path, entries: dict[str, HeaderEntry], start: int, size: int) -> None:
-    """Refuse overlaps and holes: tensors follow each other from the header to the end of the file."""
-    end = start
-    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if entry.begin != end:
-            raise CheckpointError(
-                f"{str(path)!r}: tensor {name!r} begins at byte {entry.begin}, the one before it ends at "
-                f"{end}; fetch or save it again"
-            )
-        end = entry.end
-    if end != size:
-        raise CheckpointError(
-            f"{str(path)!r} has {size} bytes, its tensors end at {end}; fetch or save it again"
-        )
-
-
-_READ_SIZE = 16 << 20
-_PROBES = 16
-_PAGEMAP = Path("/proc/self/pagemap")
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-# mmap.MADV_POPULATE_READ is not named before Python 3.14; Linux 5.14 and later know it.
-_POPULATE_READ = 22
 
 
 class SafetensorsFile:
     """A safetensors file whose tensors are read in place.
 
     Tensors are private, copy-on-write views: writing to one never changes the file. They stay valid after the
-    object is gone, as long as nobody truncates the file; a file that is *replaced* (`os.replace`, as accel's
-    own writers do) leaves them whole.
+    object is deleted, as long as nobody truncates the file; replacing the file (`os.replace`, as accel's own
+    writers do) does not change them.
 
     Args:
         path: The file.
 
     Attributes:
         path: The same, as a `Path`.
-        entries: Tensor name to where it lies.
+        entries: Tensor name to its bytes in the file.
         metadata: The header's `__metadata__`.
 
     Raises:
@@ -244,9 +68,9 @@ class SafetensorsFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         with open_regular(self.path) as file:
-            self._identity = _identity_of(file)
+            self._identity = _identity(os.fstat(file.fileno()))
             self.size = self._identity[-1]
-            self.entries, self.metadata = read_header(file, self.path, self.size)
+            self.entries, self.metadata = _read_header(file, self.path, self.size)
         self._map: mmap.mmap | None = None
 
     def tensor(self, name: str) -> Tensor:
@@ -272,7 +96,7 @@ class SafetensorsFile:
             fill_from(file, target, begin, self.path)
 
     def read_ahead(self, names: Iterable[str]) -> None:
-        """Bring tensors into memory now, and return when they are there (or, on older kernels, asked for)."""
+        """Read tensors into memory; return when they are read (on older kernels: requested)."""
         for begin, end in self._pages(names):
             if not self._populate(begin, end - begin):
                 self._advise(getattr(mmap, "MADV_WILLNEED", None), begin, end)
@@ -295,10 +119,12 @@ class SafetensorsFile:
     def _open(self) -> BufferedReader:
         """Open the file whose header was read, and no other that has its name by now."""
         file = open_regular(self.path)
-        if _identity_of(file) == self._identity:
-            return file
-        file.close()
-        raise CheckpointError(f"{str(self.path)!r} was replaced or resized while it was read; load it again")
+        try:
+            _check_identity(os.fstat(file.fileno()), self._identity, self.path)
+        except CheckpointError:
+            file.close()
+            raise
+        return file
 
     def _populate(self, begin: int, length: int) -> bool:
         """Fault pages in. Through ctypes: it lets other threads run meanwhile, the mmap module does not."""
@@ -312,7 +138,7 @@ class SafetensorsFile:
 
     def _advise(self, advice: int | None, begin: int, end: int) -> None:
         if advice is not None and hasattr(self._mapping(), "madvise"):
-            with contextlib.suppress(OSError):  # advice that this kernel does not know
+            with contextlib.suppress(OSError):  # This kernel may not know the advice.
                 self._mapping().madvise(advice, begin, end - begin)
 
     def _pages(self, names: Iterable[str]) -> list[tuple[int, int]]:
@@ -320,43 +146,92 @@ class SafetensorsFile:
         return [(begin, min(end, self.size)) for begin, end in runs]
 
 
-def fill_from(file: BufferedReader | FileIO, target: Tensor, begin: int, path: Path) -> None:
-    """Fill a flat uint8 tensor on the CPU with the bytes of an open file from `begin` on.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderEntry:
+    """Bytes `begin` to `end` of a file, from its start, which one tensor fills."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return self.end - self.begin
+
+
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_INT64_MAX = 2**63 - 1
+_MAX_DIMS = 64  # No operation of torch takes more.
+
+
+def _read_header(file: BinaryIO, path: Path, size: int) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """Read which bytes of a file each tensor fills, in the header's order, and the header's `__metadata__`.
 
     Raises:
-        CheckpointError: The file ends before the tensor is full.
+        CheckpointError: The header is not of the format, or does not describe all of the file.
     """
-    count, done = target.numel(), 0
-    view = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
-    file.seek(begin)
-    while done < count:
-        got = file.readinto(view[done : done + _READ_SIZE])
-        if not got:
-            raise CheckpointError(f"{str(path)!r} ends at byte {begin + done}; fetch it again")
-        done += got
-
-
-def _is_present(address: int, length: int) -> bool:
-    """Look at a few pages of this process's own page table: walking all of them costs as much as computing.
-
-    mincore() cannot be used: it reports every page of another user's file as resident. Bit 63 of an entry of
-    pagemap is readable by all users: https://docs.kernel.org/admin-guide/mm/pagemap.html.
-    """
-    first, last = address // mmap.PAGESIZE, (address + length - 1) // mmap.PAGESIZE
+    # 1. The library validates the header: types, shapes, and offsets that cover the file without holes or
+    #    overlaps. "np" reserves no memory for its mapping, and no tensor is asked for.
     try:
-        with _PAGEMAP.open("rb", buffering=0) as table:
-            for number in {first + (last - first) * part // _PROBES for part in range(_PROBES + 1)}:
-                table.seek(8 * number)
-                if not int.from_bytes(table.read(8), sys.byteorder) >> 63:
-                    return False
-    except OSError:
-        return False
-    return True
+        with safe_open(path, framework="np"):
+            pass
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")
+        raise CheckpointError(
+            f"{str(path)!r}, of {size} bytes, is no safetensors file, or is truncated or damaged: {reason}; "
+            "fetch or save it again"
+        ) from error
+    _check_identity(path.stat(), _identity(os.fstat(file.fileno())), path)
+    # 2. The offsets are read here, since the library does not return them.
+    length = int.from_bytes(file.read(8), "little")
+    raw = file.read(length)
+    header = parse_json(raw, path, what="safetensors file", object_pairs_hook=_refuse_repeated)
+    if not raw.startswith(b"{"):
+        raise CheckpointError(f"{str(path)!r} has a safetensors header that is no table of tensors")
+    metadata = header.pop(_METADATA, None) or {}
+    start = 8 + length
+    return {name: _header_entry(path, name, row, start) for name, row in header.items()}, metadata
 
 
-def _identity_of(file: BinaryIO) -> tuple[int, int, int]:
-    facts = os.fstat(file.fileno())
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a table with a name twice, which the format forbids and the library reads."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in table if names.count(name) > 1)
+        raise ValueError(f"{repeated!r} is there twice")
+    return table
+
+
+def _header_entry(path: Path, name: str, row: dict[str, Any], start: int) -> HeaderEntry:
+    shape, dtype = tuple[int, ...](row["shape"]), DTYPES.get(row["dtype"])
+    if dtype is None:
+        raise CheckpointError(
+            f"{str(path)!r}: tensor {name!r} has element type {row['dtype']!r}, unknown to this torch"
+        )
+    # An empty tensor may have any other length, as far as torch can count.
+    count = math.prod(max(length, 1) for length in shape)
+    if row.keys() != _FIELDS or len(shape) > _MAX_DIMS or count * 16 > _INT64_MAX:
+        raise CheckpointError(
+            f"{str(path)!r}: the entry of tensor {name!r} is damaged: {str(row)[:200]!r}; "
+            "fetch or save it again"
+        )
+    begin, end = row["data_offsets"]
+    return HeaderEntry(dtype=dtype, shape=shape, begin=start + begin, end=start + end)
+
+
+def _identity(facts: os.stat_result) -> tuple[int, int, int]:
     return facts.st_dev, facts.st_ino, facts.st_size
+
+
+def _check_identity(facts: os.stat_result, identity: tuple[int, int, int], path: Path) -> None:
+    if _identity(facts) != identity:
+        raise CheckpointError(f"{str(path)!r} was replaced or resized while it was read; load it again")
+
+
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def _map_private(file: BinaryIO, size: int) -> mmap.mmap:
@@ -380,16 +255,57 @@ def _page_runs(entries: Iterable[HeaderEntry]) -> list[tuple[int, int]]:
     return runs
 
 
-_log = logging.getLogger(__name__)
-_ALIGNMENT = 8
-_MAPPED_ALIGNMENT = 16
+# mmap.MADV_POPULATE_READ is not named before Python 3.14; Linux 5.14 and later know it.
+_POPULATE_READ = 22
+
+
+_PROBES = 16
+_PAGEMAP = Path("/proc/self/pagemap")
+
+
+def _is_present(address: int, length: int) -> bool:
+    """Return whether a few pages of a range are mapped, by this process's page table.
+
+    Walking all of its pages costs as much as computing.
+    mincore() cannot be used: it reports every page of another user's file as resident. Bit 63 of an entry of
+    pagemap is readable by all users: https://docs.kernel.org/admin-guide/mm/pagemap.html.
+    """
+    first, last = address // mmap.PAGESIZE, (address + length - 1) // mmap.PAGESIZE
+    try:
+        with _PAGEMAP.open("rb", buffering=0) as table:
+            for number in {first + (last - first) * part // _PROBES for part in range(_PROBES + 1)}:
+                table.seek(8 * number)
+                if not int.from_bytes(table.read(8), sys.byteorder) >> 63:
+                    return False
+    except OSError:
+        return False
+    return True
+
+
+_READ_SIZE = 16 << 20
+
+
+def fill_from(file: BufferedReader | FileIO, target: Tensor, begin: int, path: Path) -> None:
+    """Fill a flat uint8 tensor on the CPU with the bytes of an open file from `begin` on.
+
+    Raises:
+        CheckpointError: The file ends before the tensor is full.
+    """
+    count, done = target.numel(), 0
+    view = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
+    file.seek(begin)
+    while done < count:
+        got = file.readinto(view[done : done + _READ_SIZE])
+        if not got:
+            raise CheckpointError(f"{str(path)!r} ends at byte {begin + done}; fetch it again")
+        done += got
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Remove aliases and make every tensor contiguous.
 
     A tensor under two names is kept under the first; loading ties it again. Different parts of one storage
-    (the halves of a fused weight) are all kept, each in memory of its own.
+    (the halves of a fused weight) are all kept, each in its own memory.
 
     Args:
         state_dict: Name to tensor; values that are no tensors stay as they are.
@@ -422,20 +338,12 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     return cleaned
 
 
-class ByteSink(Protocol):
-    """What bytes are written to, such as a binary file."""
-
-    def write(self, data: Any, /) -> object:
-        """Take an object with the buffer interface; its memory may change afterwards."""
-        ...
-
-
 def write_safetensors(tensors: Mapping[str, Tensor], sink: ByteSink) -> None:
     """Write tensors as one safetensors file.
 
     Args:
         tensors: Name to tensor, no two of which share memory; see `clean_state_dict_for_safetensors`.
-        sink: Gets the bytes in order, large tensors in one piece.
+        sink: Receives the bytes in order, each tensor in one piece.
 
     Raises:
         CheckpointError: A value is no dense tensor, or of a type that the format does not have.
@@ -448,21 +356,29 @@ def write_safetensors(tensors: Mapping[str, Tensor], sink: ByteSink) -> None:
         {'weight': tensor([1., 1.])}
     """
     # Large elements first, so that every tensor is aligned to its element size.
-    ordered = sorted(tensors.items(), key=lambda item: -_checked(*item).dtype.itemsize)
+    ordered = sorted(tensors.items(), key=lambda item: -_check_writable(*item).dtype.itemsize)
     rows = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in ordered)
-    sink.write(make_header(rows, _ALIGNMENT)[0])
+    sink.write(_make_header(rows, alignment=8)[0])
     for _, tensor in ordered:
         if tensor.numel():
             sink.write(as_bytes(tensor.detach().cpu()))
 
 
+class ByteSink(Protocol):
+    """A writer of bytes, such as a binary file."""
+
+    def write(self, data: Any, /) -> object:
+        """Take an object with the buffer interface; its memory may change afterwards."""
+        ...
+
+
 def create_safetensors(
     path: Path, rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, Tensor]:
-    """Make a safetensors file with room for some tensors.
+    """Make a safetensors file, and map its tensors for the caller to fill.
 
-    The system writes out what is filled in when it needs the memory; the file is complete when the tensors
-    are filled and no longer used.
+    The system writes filled pages when it needs their memory; the file is complete when the tensors are
+    filled and no longer used.
 
     Raises:
         CheckpointError: The format has no such element type.
@@ -479,12 +395,16 @@ def create_safetensors(
         {'a': tensor([0.5000, 0.5000])}
     """
     ordered = sorted(rows.items(), key=lambda item: -item[1][1].itemsize)
-    header, spans = make_header(((name, shape, dtype) for name, (shape, dtype) in ordered), _MAPPED_ALIGNMENT)
+    header, spans = _make_header(((name, shape, dtype) for name, (shape, dtype) in ordered), alignment=16)
     size = spans[-1][1] if spans else len(header)
     with path.open("xb") as file:
         file.write(header)
         file.flush()
-        _reserve(file.fileno(), size)
+        # Writing through a mapping to a full disk would kill the process; this raises before.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            os.truncate(file.fileno(), size)
     everything = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
     return {
         name: everything[begin:end].view(dtype).view(shape)
@@ -492,27 +412,38 @@ def create_safetensors(
     }
 
 
-def _reserve(descriptor: int, size: int) -> None:
-    # Writing through a mapping to a full disk would kill the process; this says so before.
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, size)
-    else:
-        os.truncate(descriptor, size)
+def _make_header(
+    rows: Iterable[tuple[str, tuple[int, ...], torch.dtype]], *, alignment: int
+) -> tuple[bytes, list[tuple[int, int]]]:
+    """Make the header of a file of consecutive tensors.
 
+    Args:
+        rows: Name, shape and dtype of each, in the order of the file.
+        alignment: The bytes before the first tensor are a multiple of it.
 
-def as_bytes(tensor: Tensor) -> memoryview:
-    r"""Show the contents of a tensor on the CPU as bytes; without a copy, if it is contiguous.
+    Returns:
+        The bytes before the tensors; and begin and end of each tensor, from the start of the file.
 
-    Example:
-        >>> import torch
-        >>> bytes(as_bytes(torch.tensor([1, 2], dtype=torch.int16)))
-        b'\x01\x00\x02\x00'
+    Raises:
+        CheckpointError: The format has no such element type.
     """
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return memoryview(plain.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType] - an array is a buffer
+    # The metadata is what transformers and others look for.
+    table: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for name, shape, dtype in rows:
+        if dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"safetensors have no element type for {name!r}, which is {dtype}.")
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        table[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        spans.append((begin, end))
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-(len(header) + 8) % alignment)
+    start = 8 + len(header)
+    return len(header).to_bytes(8, "little") + header, [(start + begin, start + end) for begin, end in spans]
 
 
-def _checked(name: str, value: object) -> Tensor:
+def _check_writable(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor) or value.is_sparse or value.is_quantized or value.is_meta:
         kind = type(value).__name__ if not isinstance(value, Tensor) else f"tensor on {value.device}"
         raise CheckpointError(
@@ -525,3 +456,15 @@ def _checked(name: str, value: object) -> Tensor:
             "safe_serialization=False."
         )
     return value
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    r"""View the contents of a tensor on the CPU as bytes; without a copy, if it is contiguous.
+
+    Example:
+        >>> import torch
+        >>> bytes(as_bytes(torch.tensor([1, 2], dtype=torch.int16)))
+        b'\x01\x00\x02\x00'
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return memoryview(plain.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType] - an array is a buffer

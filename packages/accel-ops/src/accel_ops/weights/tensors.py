@@ -1,4 +1,4 @@
-"""Tensors by name, storages, ties."""
+"""Tensors of a module by name, their storages and ties: `named_module_tensors`, `find_tied_parameters`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def named_module_tensors(
     recurse: bool = False,
     remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Go through a module's parameters, then its buffers.
+    """Yield a module's parameters, then its buffers, by name.
 
     Args:
         module: The module.
-        include_buffers: Whether buffers come too.
+        include_buffers: Whether buffers are included.
         recurse: Whether submodules are visited.
         remove_non_persistent: Leave out buffers that are not in the state dict.
 
@@ -51,11 +51,11 @@ def non_persistent_buffers(module: nn.Module, *, recurse: bool = False) -> set[s
         >>> non_persistent_buffers(module)
         {'cache'}
     """
-    parts = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
+    modules = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
     return {
         f"{prefix}.{name}" if prefix else name
-        for prefix, part in parts
-        for name in non_persistent_names(part)
+        for prefix, submodule in modules
+        for name in non_persistent_names(submodule)
     }
 
 
@@ -87,7 +87,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def tensor_memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Identify what a tensor reads: the same for tensors of one memory, offset, shape and strides."""
+    """Identify the elements of a tensor: equal for tensors of one storage, offset, shape and strides."""
     return id_tensor_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
@@ -96,7 +96,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
     Args:
         model: The model, on any device, the meta device too.
-        **kwargs: Nothing is accepted; the documented signature has it.
+        **kwargs: Refused; the documented signature has it.
 
     Raises:
         TypeError: A keyword argument was given.
@@ -119,8 +119,8 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
     """Assign one tensor to every name of a group again.
 
-    The tensor that wins is the first of the group that holds values, whatever its place: a name that is still
-    on the meta device never replaces one that was loaded.
+    The first tensor of the group that has values is taken: a name that is still on the meta device never
+    replaces one that was loaded.
 
     Example:
         >>> from torch import nn
@@ -130,14 +130,17 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
         True
     """
     for group in tied_params:
-        owners = [_owner(model, name) for name in group]
-        held = [_read(module, leaf) for module, leaf in owners]
-        chosen = next((tensor for tensor in held if tensor is not None and not tensor.is_meta), None)
-        if chosen is None:
-            continue
-        for module, leaf in owners:
+        owners: list[tuple[dict[str, Any], str]] = []
+        for name in group:
+            prefix, _, leaf = name.rpartition(".")
+            module = model.get_submodule(prefix)
             table = parameter_table(module)
-            (table if leaf in table else buffer_table(module))[leaf] = chosen  # pyright: ignore[reportArgumentType] - a parameter stays one
+            owners.append((table if leaf in table else buffer_table(module), leaf))
+        tensors = [table.get(leaf) for table, leaf in owners]
+        loaded = next((tensor for tensor in tensors if tensor is not None and not tensor.is_meta), None)
+        if loaded is not None:
+            for table, leaf in owners:
+                table[leaf] = loaded
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
@@ -154,14 +157,5 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     inner = getattr(config, "decoder", config) if getattr(config, "is_encoder_decoder", False) else config
     output = getattr(model, "get_output_embeddings", None)
-    asked = getattr(config, "tie_word_embeddings", False) or getattr(inner, "tie_word_embeddings", False)
-    return bool(asked and callable(output) and output() is not None)
-
-
-def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    prefix, _, leaf = name.rpartition(".")
-    return model.get_submodule(prefix), leaf
-
-
-def _read(module: nn.Module, leaf: str) -> Tensor | None:
-    return parameter_table(module).get(leaf, buffer_table(module).get(leaf))
+    is_tied = getattr(config, "tie_word_embeddings", False) or getattr(inner, "tie_word_embeddings", False)
+    return bool(is_tied and callable(output) and output() is not None)

@@ -1,4 +1,7 @@
-"""Write weights: whole files only, never in place of one that somebody may have mapped."""
+"""Write weight files: `save`, `save_state_dict`, `save_state_parts`.
+
+Files appear when they are complete, and never in place of one that may be mapped.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from accel_ops.tree import recursively_apply, walk
@@ -28,7 +30,7 @@ from accel_ops.weights.layout import (
     groups_of,
     numbered,
 )
-from accel_ops.weights.safetensors_io import clean_state_dict_for_safetensors
+from accel_ops.weights.safetensors_io import clean_state_dict_for_safetensors, write_safetensors
 from accel_ops.weights.tensors import tensor_memory
 from accel_state import runtime
 from accel_state.device_kinds import WITHOUT_STORAGE, runtime_module
@@ -41,9 +43,9 @@ def save(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Save on the main process, once. Tensors of lazy devices are saved as they are on the CPU.
+    """Save on the main process, once. Tensors of lazy devices are saved as CPU tensors.
 
-    With such devices all ranks call it, since all execute what they have recorded.
+    With such devices all ranks call it, since each executes what it has recorded.
 
     Args:
         obj: What to save; with `safe_serialization`, a dictionary from name to tensor.
@@ -99,9 +101,9 @@ def save_state_parts(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     safe_serialization: bool = True,
 ) -> WeightShards:
-    """Write a state dict that comes in parts; no more of it is held than one file and one part.
+    """Write a state dict that comes in parts, holding no more of it than one file and one part.
 
-    Files get their names when all are written, as these tell how many there are.
+    Files are named when all are written, since the names contain their number.
 
     Example:
         >>> import tempfile
@@ -122,43 +124,46 @@ def save_state_parts(
     write = _save_file if safe_serialization else torch.save
     shards: list[list[str]] = []
     total = 0
+    # 1. Write the shards under temporary names.
     with contextlib.ExitStack() as staged:
         files: list[Path] = []
         for groups, size in fill_shards((group for part in parts for group in groups_of(clean(part))), limit):
             tensors = _with_storages({name: tensor for group in groups for name, tensor in group.items()})
             shards.append([*tensors])
             total += size
-            files.append(staged.enter_context(_replacing(target / pattern.format(suffix=""))))
-            _fill(files[-1], lambda temporary, tensors=tensors: write(tensors, temporary))
-            groups.clear()  # or they would be there until the next file is full
+            files.append(staged.enter_context(_temporary_beside(target / pattern.format(suffix=""))))
+            write(tensors, files[-1])
+            groups.clear()  # Else they would be held until the next file is full.
             del tensors
+        # 2. Rename them, now that their number is known, and write the index.
         plan = numbered(shards, total_size=total, pattern=pattern)
         for temporary, file in zip(files, plan.files, strict=True):
             temporary.replace(target / file)
     if plan.index is not None:
         text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
         _replace(target / index_name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    # 3. Remove shards of an earlier save.
     _remove_previous(target, pattern, index_name, plan)
     return plan
 
 
 def _with_storages(data: Any) -> Any:
     """Copy the tensors of lazy devices to the CPU, if there are any; nothing can serialise them."""
-    if any(_lacks_storage(leaf) for _, leaf in walk(data)):
-        copies: dict[Any, Tensor] = {}  # tied tensors share memory in the copy, too
+    if not any(_lacks_storage(leaf) for _, leaf in walk(data)):
+        return data
+    copies: dict[Any, Tensor] = {}  # Tied tensors share memory in the copy, too.
 
-        def copy(tensor: Tensor) -> Tensor:
-            key = tensor_memory(tensor)
-            if key not in copies:
-                copies[key] = tensor.detach().cpu().requires_grad_(tensor.requires_grad)
-            return copies[key]
+    def copy(tensor: Tensor) -> Tensor:
+        key = tensor_memory(tensor)
+        if key not in copies:
+            copies[key] = tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+        return copies[key]
 
-        return recursively_apply(copy, data, test_type=_lacks_storage)
-    return data
+    return recursively_apply(copy, data, test_type=_lacks_storage)
 
 
 def _execute(data: Any) -> None:
-    """Execute what was recorded for tensors of a lazy device; a collective may be a part of it."""
+    """Execute what was recorded for tensors of a lazy device, which may include collectives."""
     device = next((leaf.device for _, leaf in walk(data) if _lacks_storage(leaf)), None)
     if device is not None:
         runtime_module(device).flush()
@@ -178,29 +183,22 @@ def _remove_previous(folder: Path, pattern: str, index_name: str, plan: WeightSh
 
 
 def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    # The metadata is what transformers and others look for.
-    save_file(dict(tensors), path, metadata={"format": "pt"})
+    with path.open("xb") as file:
+        write_safetensors(tensors, file)
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the target and rename: readers see the old file or the new one, mappings stay whole."""
-    with _replacing(path) as temporary:
-        _fill(temporary, write)
+    """Write beside the target and rename: readers see the old file or the new one, mappings stay valid."""
+    with _temporary_beside(path) as temporary:
+        write(temporary)
         temporary.replace(path)
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Generator[Path]:
-    """A path of a file that is removed in the end, unless it has another name by then."""
+def _temporary_beside(path: Path) -> Generator[Path]:
+    """Give a name for a file that is removed in the end, unless it was renamed by then."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _fill(path: Path, write: Callable[[Path], object]) -> None:
-    path.touch(exist_ok=False)
-    mode = path.stat().st_mode  # what the process's umask gives; safetensors writes 0600
-    write(path)
-    path.chmod(mode)
