@@ -131,7 +131,7 @@ def save_state_parts(
             tensors = _with_storages({name: tensor for group in groups for name, tensor in group.items()})
             shards.append([*tensors])
             total += size
-            files.append(staged.enter_context(_temporary_beside(target / pattern.format(suffix=""))))
+            files.append(staged.enter_context(_temporary_file(target / pattern.format(suffix=""))))
             write(tensors, files[-1])
             groups.clear()  # Else they would be held until the next file is full.
             del tensors
@@ -189,13 +189,13 @@ def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside the target and rename: readers see the old file or the new one, mappings stay valid."""
-    with _temporary_beside(path) as temporary:
+    with _temporary_file(path) as temporary:
         write(temporary)
         temporary.replace(path)
 
 
 @contextlib.contextmanager
-def _temporary_beside(path: Path) -> Generator[Path]:
+def _temporary_file(path: Path) -> Generator[Path]:
     """Give a name for a file that is removed in the end, unless it was renamed by then."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
