@@ -131,7 +131,7 @@ def test_a_check_reads_the_settings_of_a_launch():
     ]
     options = COMMANDS["check"].make_parser().read(words)
     assert {path: (given.value, given.origin) for path, given in options.settings.items()} == {
-        "fsdp": (True, "argument --use_fsdp"),
+        "fsdp": (True, "argument --use-fsdp"),
         "fsdp.fsdp_version": (2, "argument --fsdp_version"),
         "launch.num_processes": (4, "argument --num_processes"),
         "process.use_cpu": (False, "argument --no_cpu"),

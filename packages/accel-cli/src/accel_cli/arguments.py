@@ -1,4 +1,4 @@
-"""All parsers, launch's from OPTIONS."""
+"""The grammar of the command: an argparse parser for each subcommand; launch's has a flag per setting."""
 
 from __future__ import annotations
 
@@ -12,198 +12,28 @@ from argparse import (
     Namespace,
     _ActionsContainer,  # pyright: ignore[reportPrivateUsage] - groups have no public name
 )
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from accel_ops.weights.layout import convert_file_size_to_int
 from accel_state.errors import SettingsError, nearest
-from accel_state.settings import OPTIONS, ErrorCollector, Layer, Option, SourcedValue
+from accel_state.settings import OPTIONS, Layer, Option, SourcedValue
 from accel_state.settings.file import DEFAULT_PATH_HELP, concat
 from accel_state.settings.model import BY_PATH, parse
-
-USAGE = "usage: accel launch [options] training_script [training_script_args ...]"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchArguments:
-    """A parsed command line.
-
-    Args:
-        sourced: Path to value and origin, of every setting that has a flag there.
-        config_file: The config file that is named; None for the default one.
-        explain: Whether to tell what would be run, and run nothing.
-        script: What to run; None if help was asked for.
-        script_arguments: What follows it, untouched.
-    """
-
-    sourced: Mapping[str, SourcedValue]
-    config_file: str | None = None
-    explain: bool = False
-    script: str | None
-    script_arguments: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flag:
-    """A flag; `const` is what it stands for if it takes no value, `option` is None for what is no setting."""
-
-    option: Option | None
-    const: str | None
-
-
-_CONFIG_FILE, _EXPLAIN = "--config_file", "--explain"
-
-
-def _flags() -> dict[str, _Flag]:
-    flags = {_CONFIG_FILE: _Flag(option=None, const=None), _EXPLAIN: _Flag(option=None, const="true")}
-    for option in OPTIONS:
-        # A switch that a file can turn on has its opposite, so that an argument can overrule the file.
-        if option.const == "true" and (option.key or not option.name):
-            flags |= {f"--no_{name[2:]}": _Flag(option=option, const="false") for name in option.flags}
-        flags |= {name: _Flag(option=option, const=option.const) for name in option.flags}
-        flags |= {name: _Flag(option=option, const=const) for name, const in option.flag_aliases}
-    return flags
-
-
-FLAGS = _flags()
-"""Every flag, spelled with underscores."""
-
-
-def read_arguments(arguments: Sequence[str]) -> LaunchArguments:
-    """Read what follows `accel launch`: flags, the script, and its arguments.
-
-    Raises:
-        SettingsError: Flags are unknown, lack their values, or have some that cannot be used; the message
-            names all. After an unknown flag that resembles none nobody knows where the script begins.
-
-    Example:
-        >>> read = read_arguments(["--num-processes", "2", "train.py", "--num-processes", "3"])
-        >>> read.sourced["launch.num_processes"].value, read.script, read.script_arguments
-        (2, 'train.py', ('--num-processes', '3'))
-    """
-    sourced: dict[str, SourcedValue] = {}
-    others: dict[str, str] = {}
-    rest = list(arguments)
-    problems = ErrorCollector()
-    while rest and rest[0].startswith("-") and rest[0] != "-":
-        word = rest.pop(0)
-        if word == "--":
-            break
-        if word in {"-h", "--help"}:
-            return LaunchArguments(sourced={}, script=None, script_arguments=())
-        name, text = _split(word)
-        if (key := _key(name)) not in FLAGS:
-            near = nearest(key, [flag for flag in FLAGS if flag.startswith("--")])
-            hint = "." if near is None else f"; did you mean {near}?"
-            problems.found.append(
-                f"argument {name} is unknown{hint} Flags of the script come after the script."
-            )
-            if near is None:
-                problems.raise_if_any()
-            elif FLAGS[near].const is None and text is None:
-                del rest[:1]
-            continue
-        with problems:
-            flag = FLAGS[key]
-            text = _text(name, flag, text, rest)
-            if flag.option is None:
-                others[key] = text
-            elif (value := parse(flag.option, text, Layer.ARGUMENT, f"argument {name}")) is not None:
-                sourced[flag.option.path] = concat(sourced.get(flag.option.path), value)
-    if not rest and not problems.found:
-        raise SettingsError(f"no script to run.\n{USAGE}")
-    problems.raise_if_any()
-    return LaunchArguments(
-        sourced=sourced,
-        config_file=others.get(_CONFIG_FILE),
-        explain=_EXPLAIN in others,
-        script=rest[0],
-        script_arguments=tuple(rest[1:]),
-    )
-
-
-def _key(name: str) -> str:
-    return "--" + name[2:].replace("-", "_") if name.startswith("--") else name
-
-
-def _split(word: str) -> tuple[str, str | None]:
-    """Return the flag that a word holds, as it is written there, and the value joined to it."""
-    name, equals, text = word.partition("=")
-    if not name.startswith("--"):
-        name, text, equals = (word[:2], word[2:], word[2:]) if len(word) > 2 else (word, "", "")
-    return name, text if equals else None
-
-
-def _text(name: str, flag: _Flag, text: str | None, rest: list[str]) -> str:
-    """Return the value of a flag: what is joined to it, its constant, or the next word, which is consumed."""
-    if flag.const is not None:
-        if text is not None:
-            raise SettingsError(f"argument {name} takes no value, but got {text!r}.")
-        return flag.const
-    if text is None and not rest:
-        raise SettingsError(f"argument {name} needs a value.")
-    return rest.pop(0) if text is None else text
-
-
-def help_text() -> str:
-    """Return the text of `accel launch --help`."""
-    sections: dict[str, list[str]] = {
-        "the command": [
-            _entry(f"{_CONFIG_FILE} FILE", f"Settings in YAML or JSON; by default {DEFAULT_PATH_HELP}."),
-            _entry(_EXPLAIN, "Tell where each setting comes from and what would be run, and run nothing."),
-        ]
-    }
-    for option in OPTIONS:
-        if option.flags:
-            sections.setdefault(option.topic, []).append(_entry(_spelled(option), _details(option)))
-    body = [line for title, entries in sections.items() for line in ("", f"{title}:", *entries)]
-    return "\n".join((USAGE, "", *HELP, *body, ""))
-
-
-HELP = textwrap.wrap(
-    "Run a Python script in one process, with the semantics of `python script`, or in several. A setting is"
-    " taken from its flag, else from its environment variable, else from the config file, else from its"
-    " default. Flags may be spelled with dashes, too; a switch of a config file is turned off with"
-    " `--no_` before its name. What follows the script is the script's.",
-    width=100,
-)
-"""What the command does, in lines."""
-
-
-def _spelled(option: Option) -> str:
-    names = ", ".join((*option.flags, *(name for name, _ in option.flag_aliases)))
-    if option.const is not None:
-        return names
-    few = 0 < len(option.choices) < 5
-    return f"{names} {{{','.join(option.choices)}}}" if few else f"{names} {option.name.upper()}"
-
-
-def _details(option: Option) -> str:
-    choices = (
-        f" One of {', '.join(option.choices)}." if len(option.choices) > 4 and option.const is None else ""
-    )
-    default = f" With --use_{option.section}: {option.launch_default}." if option.launch_default else ""
-    return f"{option.help}{choices}{default} {option.sources_help}".rstrip()
-
-
-def _entry(names: str, text: str) -> str:
-    lines = textwrap.wrap(text, width=76, initial_indent=" " * 6, subsequent_indent=" " * 6)
-    return "\n".join((f"  {names}", *lines))
-
-
-DTYPES = ("float32", "float16", "int8", "int4")
-_PRECISIONS = ("no", "fp16", "bf16", "fp8")
-_EPILOG = (
-    'bash: eval "$(accel completion bash)" in ~/.bashrc; zsh: eval "$(accel completion zsh)" in ~/.zshrc,'
-    " after compinit; fish: accel completion fish > ~/.config/fish/completions/accel.fish"
-)
 
 
 class Parser(ArgumentParser):
     """The parser of a subcommand.
 
-    Flags are declared with underscores and may be written with dashes.
+    Flags are declared with underscores and may be written with dashes. After `add_script` the first word that
+    is no flag is a script, and everything after it is passed to the script unchanged.
+
+    Args:
+        command: The name of the subcommand.
+        description: What it does.
+        epilog: The end of its help.
+        format_help: Returns its help; argparse's by default.
 
     Example:
         >>> parser = Parser("greet", "Greet.")
@@ -212,8 +42,16 @@ class Parser(ArgumentParser):
         'Ada'
     """
 
-    def __init__(self, command: str, description: str, epilog: str | None = None) -> None:
+    def __init__(
+        self,
+        command: str,
+        description: str,
+        epilog: str | None = None,
+        format_help: Callable[[], str] | None = None,
+    ) -> None:
         super().__init__(prog=f"accel {command}", description=description, epilog=epilog, allow_abbrev=False)
+        self._has_script = False
+        self._format_help = super().format_help if format_help is None else format_help
 
     @property
     def actions(self) -> list[Action]:
@@ -225,123 +63,295 @@ class Parser(ArgumentParser):
         """All declared flags."""
         return [*self._option_string_actions]
 
+    def format_help(self) -> str:
+        """Return the help."""
+        return self._format_help()
+
+    def add_script(self, usage: str) -> None:
+        """Declare `script` and `script_arguments`, after all flags; each flag takes one value or none."""
+        self.add_argument("script", nargs="?", help="the script")
+        self.add_argument("script_arguments", nargs=REMAINDER, help="its arguments")
+        self.usage = usage.removeprefix("usage: ")
+        self._has_script = True
+
+    def add_settings(self, *, hidden: bool) -> None:
+        """Add the flags of all settings that are not declared; their values are in `settings`, by path."""
+        declared = {*self.flags}
+        for row in {id(row): row for row in FLAGS.values()}.values():
+            names = [name for name, flag in FLAGS.items() if flag is row and name not in declared]
+            if names:
+                text = SUPPRESS if hidden or row.help is None else row.help.replace("%", "%%")
+                self.add_argument(*names, action=SettingAction, row=row, help=text)
+
     def read(self, words: Sequence[str]) -> Namespace:
-        """Parse the arguments after the subcommand.
+        """Parse the words after the subcommand.
 
         Raises:
-            SettingsError: An argument is unknown or invalid.
+            SettingsError: Words are unknown or invalid, or there is no script; the message names all. Nothing
+                is read after an unknown flag that resembles none, since the script could be anywhere.
             SystemExit: Help was requested, and has been shown.
         """
-        options, unknown = self.parse_known_args(self._spelled(words))
-        if unknown:
-            names = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown
-            raise SettingsError(*(f"argument {name} is unknown{self._nearest(name)}" for name in names))
+        line = self._split(words)
+        options = Namespace(line=line)
+        unknown: list[str] = []
+        try:
+            _, unknown = self.parse_known_args(line.flags, options)
+        except SettingsError as error:
+            line.problems += [(len(words), problem) for problem in error.problems]
+        names = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown
+        line.problems += [(len(words), f"argument {name} is unknown{self._hint(name)}") for name in names]
+        if line.problems:
+            raise SettingsError(*(problem for _, problem in sorted(line.problems, key=lambda item: item[0])))
+        if self._has_script:
+            if not line.script:
+                raise SettingsError(f"no script to run.\nusage: {self.usage}")
+            options.script, *options.script_arguments = line.script
+        vars(options).pop("line")
         return options
 
     def error(self, message: str) -> NoReturn:
         """Raise a `SettingsError`, which the command prints as a sentence before it exits with code 2."""
         raise SettingsError(f"{message}.")
 
-    def _spelled(self, words: Sequence[str]) -> list[str]:
-        """Replace flags by their declared spelling, up to the script and its arguments."""
-        spelled: list[str] = []
-        values = 0
-        script_follows = any(action.nargs == REMAINDER for action in self._actions)
-        for position, word in enumerate(words):
-            if values:
-                values -= 1
-                spelled.append(word)
+    def _split(self, words: Sequence[str]) -> _Line:
+        """Spell flags as declared, and split off the script."""
+        line = _Line()
+        remaining = list(words)
+        while remaining:
+            position = len(words) - len(remaining)
+            word = remaining.pop(0)
+            if self._has_script and (word in {"-", "--"} or not word.startswith("-")):
+                line.script = remaining if word == "--" else [word, *remaining]
+                break
+            # 1. Look the flag up.
+            name, text = _split_flag(word)
+            declared = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
+            action = self._option_string_actions.get(declared)
+            if action is not None and action.dest == "help":
+                return _Line(flags=[declared])
+            # 2. Without a script, argparse decides about values and unknown flags.
+            if not self._has_script:
+                is_known = word.startswith("--") and action is not None
+                line.flags.append(declared + word[len(name) :] if is_known else word)
+                if is_known and action is not None and action.nargs is None and text is None:
+                    line.flags += remaining[:1]
+                    del remaining[:1]
                 continue
-            name, equals, value = word.partition("=")
-            known = name if name in self._option_string_actions else f"--{name[2:].replace('-', '_')}"
-            if word.startswith("--") and known in self._option_string_actions:
-                action = self._option_string_actions[known]
-                values = 1 if action.nargs is None and not equals else 0
-                spelled.append(f"{known}{equals}{value}")
-            elif script_follows and not word.startswith("-"):
-                return [*spelled, *words[position:]]
+            # 3. With a script, take the value here: it may begin with a dash, as argparse's may not.
+            if action is None:
+                near = self._nearest(declared)
+                hint = f"{self._hint(declared)} Flags of the script come after the script."
+                line.problems.append((position, f"argument {name} is unknown{hint}"))
+                if near is None:
+                    break
+                if self._option_string_actions[near].nargs is None and text is None:
+                    del remaining[:1]
+            elif action.nargs is None and (text == "--" or (text is None and remaining[:1] in ([], ["--"]))):
+                line.problems.append((position, f"argument {name} needs a value."))
+            elif action.nargs == 0 and text is not None:
+                line.problems.append((position, f"argument {name} takes no value, but got {text!r}."))
             else:
-                spelled.append(word)
-        return spelled
+                if action.nargs is None:
+                    text = remaining.pop(0) if text is None else text
+                line.flags.append(declared if text is None else f"{declared}={text}")
+                line.written.setdefault(declared, []).append((position, name))
+        return line
 
-    def _nearest(self, name: str) -> str:
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        by_spelling = {flag.replace("-", "_"): flag for flag in reversed(flags)}
-        near = nearest(name.replace("-", "_"), by_spelling)
-        return "." if near is None else f"; did you mean {by_spelling[near]}?"
+    def _nearest(self, flag: str) -> str | None:
+        flags = [declared for declared in self._option_string_actions if declared.startswith("--")]
+        by_spelling = {declared.replace("-", "_"): declared for declared in reversed(flags)}
+        near = nearest(flag.replace("-", "_"), by_spelling)
+        return None if near is None else by_spelling[near]
+
+    def _hint(self, flag: str) -> str:
+        near = self._nearest(flag)
+        return "." if near is None else f"; did you mean {near}?"
 
 
-class _Setting(Action):
-    """Collect the settings that flags of `accel launch` give, by path."""
+@dataclass(slots=True, kw_only=True)
+class _Line:
+    """A command line, split.
 
-    def __init__(self, *, row: Option, **declared: Any) -> None:
+    Args:
+        flags: Flags and values for argparse.
+        script: The script with its arguments, if there is one.
+        written: By declared flag, the position and spelling of each occurrence.
+        problems: Problems with their positions.
+    """
+
+    flags: list[str] = field(default_factory=list[str])
+    script: list[str] = field(default_factory=list[str])
+    written: dict[str, list[tuple[int, str]]] = field(default_factory=dict[str, list[tuple[int, str]]])
+    problems: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+
+
+def _split_flag(word: str) -> tuple[str, str | None]:
+    """Return the flag of a word as written, and the value joined to it."""
+    name, equals, text = word.partition("=")
+    if not name.startswith("--"):
+        return word[:2], word[2:] or None
+    return name, text if equals else None
+
+
+class SettingAction(Action):
+    """Collect the values of settings, by path; values of a repeated flag are concatenated."""
+
+    def __init__(self, *, row: SettingFlag, **declared: Any) -> None:
+        declared |= {"dest": "settings", "default": {}, "nargs": None if row.const is None else 0}
         super().__init__(**declared)
         self.row = row
 
-    def __call__(self, _: ArgumentParser, namespace: Namespace, values: Any, flag: str | None = None) -> None:
-        text = self.const if self.nargs == 0 else values
-        value = parse(self.row, text, Layer.ARGUMENT, f"argument {flag}")
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        del parser
+        line: _Line = namespace.line
+        position, name = line.written[flag or ""].pop(0)
+        text = values if self.row.const is None else self.row.const
+        path = self.row.option.path
+        try:
+            value = parse(self.row.option, text, Layer.ARGUMENT, f"argument {name}")
+        except SettingsError as error:
+            line.problems += [(position, problem) for problem in error.problems]
+            return
         if value is not None:
-            before = namespace.settings.get(self.row.path)
-            namespace.settings = {**namespace.settings, self.row.path: concat(before, value)}
+            before = namespace.settings
+            namespace.settings = {**before, path: concat(before.get(path), value)}
 
 
-def count(text: str) -> int:
-    """Read a whole number of at least 1.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettingFlag:
+    """A flag of a setting.
+
+    Args:
+        option: The setting.
+        const: The value of a flag that takes none.
+        help: Its help; None for aliases and opposites, which help and completion do not list.
+    """
+
+    option: Option
+    const: str | None
+    help: str | None = None
+
+
+def _make_flags() -> dict[str, SettingFlag]:
+    flags: dict[str, SettingFlag] = {}
+    for option in OPTIONS:
+        # A switch that a file can turn on has an opposite, by which an argument overrules the file.
+        if option.const == "true" and (option.key or not option.name):
+            off = SettingFlag(option=option, const="false")
+            flags |= {f"--no_{name[2:]}": off for name in option.flags}
+        flags |= dict.fromkeys(option.flags, SettingFlag(option=option, const=option.const, help=option.help))
+        flags |= {name: SettingFlag(option=option, const=const) for name, const in option.flag_aliases}
+    return flags
+
+
+FLAGS = _make_flags()
+"""Every flag of a setting, spelled with underscores."""
+
+
+USAGE = "usage: accel launch [options] training_script [training_script_args ...]"
+
+
+def launch() -> Parser:
+    """Build the parser of `accel launch`."""
+    made = Parser("launch", " ".join(HELP), format_help=help_text)
+    add_config_file(made, "read, in YAML or JSON")
+    _switch(made, "--explain", text="show the source of each setting and the command, and run nothing")
+    made.add_settings(hidden=False)
+    made.add_script(USAGE)
+    return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchArguments:
+    """A parsed command line of `accel launch`.
+
+    Args:
+        sourced: The settings that have a flag in it, by path.
+        config_file: The named config file; None for the default one.
+        explain: Whether to show what would be run, and run nothing.
+        script: The script to run.
+        script_arguments: The words after it, unchanged.
+    """
+
+    sourced: Mapping[str, SourcedValue]
+    config_file: str | None = None
+    explain: bool = False
+    script: str
+    script_arguments: tuple[str, ...]
+
+    @classmethod
+    def from_options(cls, options: Namespace) -> LaunchArguments:
+        """Return what the parser of `accel launch` has read."""
+        return cls(
+            sourced=options.settings,
+            config_file=options.config_file,
+            explain=options.explain,
+            script=options.script,
+            script_arguments=tuple(options.script_arguments),
+        )
+
+
+def read_arguments(words: Sequence[str]) -> LaunchArguments:
+    """Parse the words after `accel launch`; see `Parser.read`.
 
     Example:
-        >>> count("8")
-        8
+        >>> read = read_arguments(["--num-processes", "2", "train.py", "--num-processes", "3"])
+        >>> read.sourced["launch.num_processes"].value, read.script, read.script_arguments
+        (2, 'train.py', ('--num-processes', '3'))
     """
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
-    return value
+    return LaunchArguments.from_options(launch().read(words))
 
 
-def size(text: str) -> int:
-    """Read bytes as people write them.
+def help_text() -> str:
+    """Return the text of `accel launch --help`."""
+    sections: dict[str, list[str]] = {
+        "the command": [
+            _format_entry("--config_file FILE", f"Settings in YAML or JSON; by default {DEFAULT_PATH_HELP}."),
+            _format_entry(
+                "--explain", "Tell where each setting comes from and what would be run, and run nothing."
+            ),
+        ]
+    }
+    for option in OPTIONS:
+        if option.flags:
+            sections.setdefault(option.topic, []).append(
+                _format_entry(_spell_flags(option), _describe(option))
+            )
+    body = [line for title, entries in sections.items() for line in ("", f"{title}:", *entries)]
+    return "\n".join((USAGE, "", *HELP, *body, ""))
 
-    Example:
-        >>> size("1GB")
-        1000000000
-    """
-    try:
-        return convert_file_size_to_int(text)
-    except SettingsError as error:
-        raise ArgumentTypeError(str(error)) from None
+
+HELP = textwrap.wrap(
+    "Run a Python script in one process, with the semantics of `python script`, or in several. A setting is"
+    " taken from its flag, else from its environment variable, else from the config file, else from its"
+    " default. Flags may be spelled with dashes, too; a switch of a config file is turned off with"
+    " `--no_` before its name. What follows the script is the script's.",
+    width=100,
+)
+"""The description of `accel launch`, in lines."""
 
 
-def add_config_file(parser: _ActionsContainer, use: str) -> None:
-    """Add the argument `--config_file`; its help says, with the verb `use`, what the command does with it."""
-    parser.add_argument(
-        "--config_file", metavar="FILE", help=f"the config file to {use}; by default {DEFAULT_PATH_HELP}"
+def _spell_flags(option: Option) -> str:
+    names = ", ".join((*option.flags, *(name for name, _ in option.flag_aliases)))
+    if option.const is not None:
+        return names
+    is_short = 0 < len(option.choices) < 5
+    return f"{names} {{{','.join(option.choices)}}}" if is_short else f"{names} {option.name.upper()}"
+
+
+def _describe(option: Option) -> str:
+    choices = (
+        f" One of {', '.join(option.choices)}." if len(option.choices) > 4 and option.const is None else ""
     )
+    default = f" With --use_{option.section}: {option.launch_default}." if option.launch_default else ""
+    return f"{option.help}{choices}{default} {option.sources_help}".rstrip()
 
 
-def setting(path: str, text: str) -> str:
-    """Return the help text of a flag that is a setting, with its variable and key.
-
-    Example:
-        >>> setting("process.use_cpu", "use the CPU")
-        'use the CPU [ACCELERATE_USE_CPU; key use_cpu]'
-    """
-    return f"{text} {BY_PATH[path].sources_help}"
-
-
-def _switch(made: _ActionsContainer, *flags: str, text: str) -> None:
-    made.add_argument(*flags, action="store_true", help=text)
-
-
-def _number(made: _ActionsContainer, flag: str, text: str, metavar: str = "N", **more: Any) -> None:
-    made.add_argument(flag, type=count, metavar=metavar, help=text, **more)
-
-
-def _devices_per_machine(made: _ActionsContainer) -> None:
-    _number(made, "--devices_per_machine", "default: %(default)s", default=8)
+def _format_entry(names: str, text: str) -> str:
+    lines = textwrap.wrap(text, width=76, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join((f"  {names}", *lines))
 
 
 def config() -> Parser:
@@ -361,6 +371,9 @@ def config() -> Parser:
         "--mixed_precision", choices=_PRECISIONS[:3], help=setting("precision.mixed_precision", text)
     )
     return made
+
+
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def selftest() -> Parser:
@@ -430,6 +443,9 @@ def estimate() -> Parser:
     return made
 
 
+DTYPES = ("float32", "float16", "int8", "int4")
+
+
 def _add_training(made: Parser) -> None:
     training = made.add_argument_group("training")
     _number(training, "--num_devices", "number of devices (default: 1)")
@@ -437,7 +453,7 @@ def _add_training(made: Parser) -> None:
     training.add_argument("--memory", type=size, metavar="SIZE", help=text)
     text = "main memory of each node, for offloading"
     training.add_argument("--host_memory", type=size, metavar="SIZE", help=text)
-    _devices_per_machine(training)
+    _number(training, "--devices_per_machine", "default: %(default)s", default=8)
     text = "precision of forward and backward passes; fp8 stores what bf16 does (default: %(default)s)"
     training.add_argument("--mixed_precision", choices=_PRECISIONS, default="bf16", help=text)
     _number(training, "--batch_size", "samples per device and micro-batch; adds the activations")
@@ -460,7 +476,7 @@ def check() -> Parser:
     )
     _number(made, "--world", "world size (default: that of the settings, else 2)")
     made.add_argument("--memory", type=size, metavar="SIZE", help="memory of each device, as in 80GiB")
-    _devices_per_machine(made)
+    _number(made, "--devices_per_machine", "default: %(default)s", default=8)
     _number(made, "--batches", "batches of every loader (default: %(default)s)", default=3)
     made.add_argument(
         "--ranks",
@@ -475,14 +491,8 @@ def check() -> Parser:
         "--html", metavar="FILE", help="also write a report: collectives and memory by rank; it opens offline"
     )
     _switch(made, "--quiet", "-q", text="show only problems")
-    for flag, row in FLAGS.items():
-        if row.option is not None and flag not in made.flags:
-            const: dict[str, Any] = {} if row.const is None else {"nargs": 0, "const": row.const}
-            made.add_argument(
-                flag, action=_Setting, row=row.option, default={}, dest="settings", help=SUPPRESS, **const
-            )
-    made.add_argument("script", help="the script")
-    made.add_argument("script_arguments", nargs=REMAINDER, help="its arguments")
+    made.add_settings(hidden=True)
+    made.add_script("accel check [options] script [script_arguments ...]")
     return made
 
 
@@ -516,11 +526,11 @@ def to_fsdp2() -> Parser:
 def tpu() -> Parser:
     """Build the parser of `accel tpu-config`."""
     made = Parser("tpu-config", "Run commands on all hosts of a Google Cloud TPU pod before training.")
-    where = made.add_argument_group("the pod (defaults come from the config file)")
-    add_config_file(where, "read")
-    where.add_argument("--tpu_name", metavar="NAME", help="the name of the TPU [key tpu_name]")
-    where.add_argument("--tpu_zone", metavar="ZONE", help="its zone [key tpu_zone]")
-    _switch(where, "--use_alpha", text="use `gcloud alpha`")
+    pod = made.add_argument_group("the pod (defaults come from the config file)")
+    add_config_file(pod, "read")
+    pod.add_argument("--tpu_name", metavar="NAME", help="the name of the TPU [key tpu_name]")
+    pod.add_argument("--tpu_zone", metavar="ZONE", help="its zone [key tpu_zone]")
+    _switch(pod, "--use_alpha", text="use `gcloud alpha`")
     what = made.add_argument_group("what to run")
     what.add_argument("--command_file", metavar="FILE", help="a file of commands [key command_file]")
     text = "a command; may be repeated [key commands]"
@@ -534,8 +544,66 @@ def tpu() -> Parser:
 
 def completion() -> Parser:
     """Build the parser of `accel completion`."""
+    epilog = (
+        'bash: eval "$(accel completion bash)" in ~/.bashrc; zsh: eval "$(accel completion zsh)" in ~/.zshrc,'
+        " after compinit; fish: accel completion fish > ~/.config/fish/completions/accel.fish"
+    )
     made = Parser(
-        "completion", "Write a completion script of accel's commands and flags for a shell.", _EPILOG
+        "completion", "Write a completion script of accel's commands and flags for a shell.", epilog
     )
     made.add_argument("shell", choices=("bash", "zsh", "fish"))
     return made
+
+
+def add_config_file(parser: _ActionsContainer, use: str) -> None:
+    """Add the argument `--config_file`; its help says, with the verb `use`, what the command does with it."""
+    parser.add_argument(
+        "--config_file", metavar="FILE", help=f"the config file to {use}; by default {DEFAULT_PATH_HELP}"
+    )
+
+
+def setting(path: str, text: str) -> str:
+    """Return the help text of a flag that is a setting, with its variable and key.
+
+    Example:
+        >>> setting("process.use_cpu", "use the CPU")
+        'use the CPU [ACCELERATE_USE_CPU; key use_cpu]'
+    """
+    return f"{text} {BY_PATH[path].sources_help}"
+
+
+def _switch(made: _ActionsContainer, *flags: str, text: str) -> None:
+    made.add_argument(*flags, action="store_true", help=text)
+
+
+def _number(made: _ActionsContainer, flag: str, text: str, metavar: str = "N", **more: Any) -> None:
+    made.add_argument(flag, type=count, metavar=metavar, help=text, **more)
+
+
+def count(text: str) -> int:
+    """Read a whole number of at least 1.
+
+    Example:
+        >>> count("8")
+        8
+    """
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return value
+
+
+def size(text: str) -> int:
+    """Read bytes as people write them.
+
+    Example:
+        >>> size("1GB")
+        1000000000
+    """
+    try:
+        return convert_file_size_to_int(text)
+    except SettingsError as error:
+        raise ArgumentTypeError(str(error)) from None

@@ -129,7 +129,11 @@ COMMANDS: Mapping[str, Subcommand] = {
         help="Ask how scripts are to be run on this machine, and write it to a file.",
         parser="config",
     ),
-    "launch": Subcommand(target="accel_cli.launch.command", help="Run a script in one process or in many."),
+    "launch": Subcommand(
+        target="accel_cli.launch.command",
+        help="Run a script in one process or in many.",
+        parser="launch",
+    ),
     "test": Subcommand(
         target="accel_cli.commands.selftest",
         help="Tell whether this machine trains correctly with a config.",

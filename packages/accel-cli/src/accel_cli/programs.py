@@ -312,7 +312,7 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
     parser.add_argument("--config_file", help=f"the config file; by default {DEFAULT_PATH_HELP}")
     parser.add_argument("--config-file", dest="config_file", help=SUPPRESS, default=SUPPRESS)
     for flag, row in FLAGS.items():
-        if row.option is None or not flag.startswith("--"):
+        if not flag.startswith("--"):
             continue
         about: dict[str, Any] = {"dest": attribute_of(flag), "help": SUPPRESS}
         if flag in row.option.flags:
@@ -545,7 +545,7 @@ def plan_of(
     line, environ = read_namespace({**vars(args), **(overrides or {})}), read()
     merged = merge_sources(line.sourced, parse_environ(environ), file or {})
     host = probe_host(merged.settings, environ)
-    return make_plan(merged, line.script or "", line.script_arguments, environ, host)
+    return make_plan(merged, line.script, line.script_arguments, environ, host)
 
 
 def read_namespace(flags: Mapping[str, Any]) -> LaunchArguments:
@@ -572,7 +572,7 @@ def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
     for name, flag in FLAGS.items():
         attribute = attribute_of(name)
         value = flags.get(attribute)
-        if flag.option is None or value in (None, False, "", [], ()):
+        if value in (None, False, "", [], ()):
             continue
         texts = [flag.const] if flag.const is not None else value if isinstance(value, list) else [value]
         for text in texts:

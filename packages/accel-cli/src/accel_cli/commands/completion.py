@@ -1,24 +1,56 @@
 """`accel completion`: write the completion script of a shell to the standard output.
 
-The commands, flags and values come from the parsers and the settings table.
+The subcommands, flags and values are those of the parsers.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import SUPPRESS, Action, Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
-from accel_state.settings import OPTIONS
+from accel_cli.arguments import Parser, SettingAction
+from accel_cli.main import COMMANDS
 
-if TYPE_CHECKING:
-    from accel_cli.arguments import Parser
 
-    Grammar = Mapping[str, "CommandFlags"]
+def run(options: Namespace) -> int:
+    """Write the completion script."""
+    grammar = {name: read_parser(command.help, command.make_parser()) for name, command in COMMANDS.items()}
+    sys.stdout.write(WRITERS[options.shell](grammar))
+    return 0
+
+
+def read_parser(help_line: str, parser: Parser) -> CommandFlags:
+    """Collect the flags of a subcommand, except hidden ones, and the values of its first argument.
+
+    Example:
+        >>> read_parser("Tell.", Parser("env", "Tell.")).flags[0].names
+        ('-h', '--help')
+    """
+    flags = [
+        _read_flag(action) for action in parser.actions if action.option_strings and action.help != SUPPRESS
+    ]
+    first = next((action for action in parser.actions if not action.option_strings), None)
+    choices = () if first is None else tuple(map(str, first.choices or ()))
+    return CommandFlags(help=help_line, flags=tuple(flags), choices=choices)
+
+
+def _read_flag(action: Action) -> Flag:
+    choices = action.row.option.choices if isinstance(action, SettingAction) else action.choices
+    # The first sentence has to do without argparse's placeholders and shells' quotes.
+    text = (action.help or "").replace("%(default)s", "").replace("%%", "%").replace("`", "").replace("'", "")
+    return Flag(
+        names=tuple(action.option_strings),
+        help=" ".join(text.split()).partition(". ")[0].removesuffix("."),
+        takes_value=action.nargs != 0,
+        choices=tuple(map(str, choices or ())) if action.nargs != 0 else (),
+    )
+
+
+Grammar: TypeAlias = "Mapping[str, CommandFlags]"
 
 _BASH = """\
 # Completion of `accel` for bash: eval "$(accel completion bash)"
@@ -52,6 +84,7 @@ _accel() {{
 }}
 complete -o filenames -F _accel accel
 """
+
 
 _ZSH = """\
 #compdef accel
@@ -109,87 +142,22 @@ class CommandFlags:
     choices: tuple[str, ...] = ()
 
 
-HELP = Flag(names=("-h", "--help"), help="show the options")
-
-
-def grammar(commands: Mapping[str, str], parsers: Mapping[str, Parser]) -> dict[str, CommandFlags]:
-    """Collect the arguments of all subcommands.
-
-    Example:
-        >>> grammar({"env": "Tell."}, {})["env"].flags[0].names
-        ('-h', '--help')
-    """
-    return {
-        name: _of_launch(help_line)
-        if name == "launch"
-        else _of_parser(help_line, parsers[name])
-        if name in parsers
-        else CommandFlags(help=help_line, flags=(HELP,))
-        for name, help_line in commands.items()
-    }
-
-
-def _of_parser(help_line: str, parser: Parser) -> CommandFlags:
-    flags = [_flag(action) for action in parser.actions if action.option_strings and action.help != SUPPRESS]
-    first = next((action for action in parser.actions if not action.option_strings), None)
-    choices = () if first is None else tuple(map(str, first.choices or ()))
-    return CommandFlags(help=help_line, flags=tuple(flags), choices=choices)
-
-
-def _flag(action: Action) -> Flag:
-    return Flag(
-        names=tuple(action.option_strings),
-        help=_line(action.help or ""),
-        takes_value=action.nargs != 0,
-        choices=tuple(map(str, action.choices or ())),
-    )
-
-
-def _of_launch(help_line: str) -> CommandFlags:
-    config = Flag(names=("--config_file",), help="settings in YAML or JSON", takes_value=True)
-    flags = [
-        Flag(
-            names=tuple(option.flags),
-            help=_line(option.help),
-            takes_value=option.const is None,
-            choices=tuple(option.choices) if option.const is None else (),
-        )
-        for option in OPTIONS
-        if option.flags
-    ]
-    return CommandFlags(help=help_line, flags=(HELP, config, *flags))
-
-
-def _line(text: str) -> str:
-    """Return the first sentence, without argparse's placeholders and shells' quotes."""
-    words: Sequence[str] = text.replace("%(default)s", "").replace("`", "").replace("'", "").split()
-    return " ".join(words).partition(". ")[0].removesuffix(".")
-
-
-def run(options: Namespace) -> int:
-    """Write the completion script."""
-    main = import_module("accel_cli.main")  # whose table names this module
-    commands = {name: command.help for name, command in main.COMMANDS.items()}
-    parsers = {name: command.make_parser() for name, command in main.COMMANDS.items() if command.parser}
-    sys.stdout.write(WRITERS[options.shell](grammar(commands, parsers)))
-    return 0
-
-
 def bash(grammar: Grammar) -> str:
     """Return the completion script for bash."""
     return _BASH.format(
         commands=" ".join(grammar),
-        values=_lines(
+        values="\n".join(
             f'            "{name} {spelling}") words="{" ".join(flag.choices)}" ;;'
-            for name, flag, spelling in _with_choices(grammar)
+            for name, flag, spelling in _iter_choices(grammar)
         ),
-        flags=_lines(
-            f'                {name}) words="{" ".join(_long(words))}" ;;' for name, words in grammar.items()
+        flags="\n".join(
+            f'                {name}) words="{" ".join(_long_flags(command))}" ;;'
+            for name, command in grammar.items()
         ),
-        choices=_lines(
-            f'                {name}) words="{" ".join(words.choices)}" ;;'
-            for name, words in grammar.items()
-            if words.choices
+        choices="\n".join(
+            f'                {name}) words="{" ".join(command.choices)}" ;;'
+            for name, command in grammar.items()
+            if command.choices
         ),
     )
 
@@ -197,21 +165,21 @@ def bash(grammar: Grammar) -> str:
 def zsh(grammar: Grammar) -> str:
     """Return the completion script for zsh."""
     return _ZSH.format(
-        commands=" ".join(_described(name, words.help) for name, words in grammar.items()),
-        values=_lines(
-            f"        ({quote(f'{name} {spelling}')}) compadd -- {_quoted(flag.choices)}; return ;;"
-            for name, flag, spelling in _with_choices(grammar)
+        commands=" ".join(_describe(name, command.help) for name, command in grammar.items()),
+        values="\n".join(
+            f"        ({quote(f'{name} {spelling}')}) compadd -- {_quote_all(flag.choices)}; return ;;"
+            for name, flag, spelling in _iter_choices(grammar)
         ),
-        flags=_lines(
+        flags="\n".join(
             f"            ({name}) words_to_offer=("
-            + " ".join(_described(spelling, flag.help) for flag in words.flags for spelling in flag.names)
+            + " ".join(_describe(spelling, flag.help) for flag in command.flags for spelling in flag.names)
             + ") ;;"
-            for name, words in grammar.items()
+            for name, command in grammar.items()
         ),
-        choices=_lines(
-            f"        ({name}) compadd -- {_quoted(words.choices)}; return ;;"
-            for name, words in grammar.items()
-            if words.choices
+        choices="\n".join(
+            f"        ({name}) compadd -- {_quote_all(command.choices)}; return ;;"
+            for name, command in grammar.items()
+            if command.choices
         ),
     )
 
@@ -219,14 +187,14 @@ def zsh(grammar: Grammar) -> str:
 def fish(grammar: Grammar) -> str:
     """Return the completion script for fish."""
     lines = ["# Completion of `accel` for fish: ~/.config/fish/completions/accel.fish"]
-    for name, words in grammar.items():
-        lines.append(f"complete -c accel -f -n __fish_use_subcommand -a {name} -d {quote(words.help)}")
+    for name, command in grammar.items():
+        lines.append(f"complete -c accel -f -n __fish_use_subcommand -a {name} -d {quote(command.help)}")
         condition = quote(f"__fish_seen_subcommand_from {name}")
-        if words.choices:
-            lines.append(f"complete -c accel -f -n {condition} -a {quote(' '.join(words.choices))}")
-        for flag in words.flags:
+        if command.choices:
+            lines.append(f"complete -c accel -f -n {condition} -a {quote(' '.join(command.choices))}")
+        for flag in command.flags:
             names = " ".join(
-                f"-l {one[2:]}" if one.startswith("--") else f"-s {one[1:]}" for one in flag.names
+                f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in flag.names
             )
             value = f" -x -a {quote(' '.join(flag.choices))}" if flag.choices else " -r" * flag.takes_value
             lines.append(f"complete -c accel -n {condition} {names}{value} -d {quote(flag.help)}")
@@ -237,24 +205,20 @@ WRITERS: Mapping[str, Callable[[Grammar], str]] = {"bash": bash, "zsh": zsh, "fi
 """Writers by the name of the shell."""
 
 
-def _with_choices(grammar: Grammar) -> Iterator[tuple[str, Flag, str]]:
-    for name, words in grammar.items():
-        for flag in words.flags:
+def _iter_choices(grammar: Grammar) -> Iterator[tuple[str, Flag, str]]:
+    for name, command in grammar.items():
+        for flag in command.flags:
             if flag.takes_value and flag.choices:
                 yield from ((name, flag, spelling) for spelling in flag.names)
 
 
-def _long(words: CommandFlags) -> Iterator[str]:
-    return (spelling for flag in words.flags for spelling in flag.names if spelling.startswith("--"))
+def _long_flags(command: CommandFlags) -> Iterator[str]:
+    return (spelling for flag in command.flags for spelling in flag.names if spelling.startswith("--"))
 
 
-def _described(word: str, help_line: str) -> str:
+def _describe(word: str, help_line: str) -> str:
     return quote(f"{word}:{help_line.replace(':', ' -')}")
 
 
-def _quoted(words: Iterable[str]) -> str:
+def _quote_all(words: Iterable[str]) -> str:
     return " ".join(map(quote, words))
-
-
-def _lines(lines: Iterator[str]) -> str:
-    return "\n".join(lines)

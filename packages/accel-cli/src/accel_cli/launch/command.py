@@ -7,10 +7,11 @@ import shlex
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from accel_cli.arguments import LaunchArguments, help_text, read_arguments
+from accel_cli.arguments import LaunchArguments
 from accel_cli.config_file import ConfigFile, read_config
 from accel_cli.launch.checks import LaunchFacts, count_processes, find_launch_problems, uses_cpu
 from accel_cli.launch.hosts import VISIBLE_DEVICES, HostDevices, probe_devices, read_commands, read_hosts
@@ -63,16 +64,13 @@ class LaunchPlan:
         return (self.launch.num_processes or 1) // self.launch.num_machines
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Launch a script by the command line, the environment and the config file.
+def run(options: Namespace) -> int:
+    """Run `accel launch`.
 
     Returns:
-        0 after help or explanations. Otherwise this process becomes the script or its launcher.
+        0 after explanations. Otherwise this process becomes the script or its launcher.
     """
-    line = read_arguments(arguments)
-    if line.script is None:
-        sys.stdout.write(help_text())
-        return 0
+    line = LaunchArguments.from_options(options)
     plan, notes = plan_launch(line)
     if line.explain:
         show(*explain(plan, command_of_plan(plan), read(), notes))
@@ -82,7 +80,6 @@ def run(arguments: Sequence[str]) -> int:
 
 def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     """Make the launch plan of a command line; return it with notes on a translated config file."""
-    assert line.script is not None  # noqa: S101 - for ourselves
     environ = read()
     # 1. Read all sources, to report the problems of all.
     problems, variables = ErrorCollector(), dict[str, SourcedValue]()
