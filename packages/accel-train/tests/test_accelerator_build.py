@@ -34,7 +34,7 @@ from accel_state.errors import SettingsError
 from accel_state.labels import DistributedType, RNGType
 from accel_state.settings.model import from_environ
 from accel_train import Accelerator
-from accel_train.accelerator.build import AcceleratorConfig, accumulation_plugin, sort_handlers
+from accel_train.accelerator.build import AcceleratorConfig, index_handlers, resolve_accumulation
 
 
 def test_alone_it_is_the_main_the_local_main_and_the_last_process():
@@ -118,12 +118,12 @@ def test_a_subclass_of_a_handler_counts_as_its_kind():
         pass
 
     handler = Mine()
-    assert sort_handlers([handler]) == {GradScalerKwargs: handler}
+    assert index_handlers([handler]) == {GradScalerKwargs: handler}
 
 
 def test_two_handlers_of_one_kind_are_refused():
     with pytest.raises(SettingsError, match="contains two AutocastKwargs"):
-        sort_handlers([AutocastKwargs(), AutocastKwargs(enabled=False)])
+        index_handlers([AutocastKwargs(), AutocastKwargs(enabled=False)])
 
 
 @pytest.mark.parametrize("handler", [3, GradientAccumulationPlugin(num_steps=2), AutocastKwargs])
@@ -131,7 +131,7 @@ def test_what_is_no_kwargs_handler_is_refused(handler):
     with pytest.raises(
         SettingsError, match=r"kwargs_handlers contains .* it takes one of each of AutocastKwargs"
     ):
-        sort_handlers([handler])
+        index_handlers([handler])
 
 
 def test_the_process_group_handler_is_accepted_where_there_is_no_group():
@@ -157,7 +157,7 @@ def test_accumulation_of_a_deepspeed_configuration_wins_with_a_warning(said, env
     variables = {} if environment is None else {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": environment}
     configuration = {"gradient_accumulation_steps": 37, "zero_optimization": {"stage": 2}}
     plugins = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=configuration)}
-    found = accumulation_plugin(AcceleratorConfig(**said), from_environ(variables), plugins)
+    found = resolve_accumulation(AcceleratorConfig(**said), from_environ(variables), plugins)
     assert found.num_steps == 37
     steps = said.get("gradient_accumulation_steps", int(environment or 1))
     (message,) = caplog.messages
@@ -169,7 +169,7 @@ def test_accumulation_that_a_deepspeed_configuration_does_not_contradict_is_no_w
     settings = from_environ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "5"})
     configuration = {"gradient_accumulation_steps": configured, "zero_optimization": {"stage": 2}}
     plugins = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=configuration)}
-    assert accumulation_plugin(AcceleratorConfig(), settings, plugins).num_steps == 5
+    assert resolve_accumulation(AcceleratorConfig(), settings, plugins).num_steps == 5
     assert not caplog.messages
 
 

@@ -129,5 +129,31 @@ class Accelerator(
         strategy: str | StrategySpec | None = None,
         log_system_metrics: bool = False,
     ) -> None:
-        arguments = {name: value for name, value in locals().items() if name != "self"}
-        self._parts = build_parts(AcceleratorConfig.of(**arguments))
+        config = AcceleratorConfig(
+            device_placement=device_placement,
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            rng_types=rng_types,
+            log_with=log_with,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            parallelism_config=parallelism_config,
+            step_scheduler_per=step_scheduler_per,
+            on_tracker_error=on_tracker_error,
+            strategy=strategy,
+            log_system_metrics=log_system_metrics,
+        )
+        self._parts = build_parts(config)

@@ -1,4 +1,4 @@
-"""Frozen config; one build(config)."""
+"""Build an `Accelerator`: its arguments as one frozen record, its parts from that and the environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.ddp import DistributedDataParallelKwargs
-from accel_plugins.fp8.recipe import RECIPES, Recipe, build_recipe
+from accel_plugins.fp8.recipe import RECIPES, build_recipe
 from accel_plugins.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -55,15 +55,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-HANDLERS: tuple[type[Any], ...] = (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-)
-"""What `Accelerator(kwargs_handlers=[…])` takes, one of each."""
-
 
 class _Unset:
     """The default of `split_batches`, which tells an absent argument from `False`."""
@@ -85,191 +76,42 @@ class AcceleratorConfig:
     gradient_accumulation_steps: int = 1
     cpu: bool = False
     dataloader_config: DataLoaderConfiguration | None = None
+    deepspeed_plugin: Any = None
+    fsdp_plugin: Any = None
+    torch_tp_plugin: Any = None
+    megatron_lm_plugin: Any = None
     rng_types: Sequence[str | RNGType] | None = None
     log_with: Any = None
-    on_tracker_error: OnTrackerError = "raise"
-    log_system_metrics: bool = False
     project_dir: str | Path | None = None
     project_config: ProjectConfiguration | None = None
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
     step_scheduler_with_optimizer: bool = True
-    step_scheduler_per: StepPer | None = None
-    strategy: str | StrategySpec | None = None
     kwargs_handlers: Sequence[KwargsHandler] | None = None
     dynamo_backend: DynamoBackend | str | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
-    plugins: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    deepspeed_plugins: Any = None
+    parallelism_config: Any = None
+    step_scheduler_per: StepPer | None = None
+    on_tracker_error: OnTrackerError = "raise"
+    strategy: str | StrategySpec | None = None
+    log_system_metrics: bool = False
 
-    @classmethod
-    def of(cls, **arguments: Any) -> AcceleratorConfig:
-        """Sort the arguments of `Accelerator`: plugins by name, the two of DeepSpeed as one.
+    def plugins(self) -> dict[str, Any]:
+        """Return the plugins of engines by argument, DeepSpeed's two arguments as one.
 
         Example:
-            >>> AcceleratorConfig.of(cpu=True, deepspeed_plugin=None, deepspeed_plugins={"zero3": 3}).plugins
-            {'deepspeed_plugin': {'zero3': 3}}
+            >>> AcceleratorConfig(deepspeed_plugins={"zero3": 3}).plugins()["deepspeed_plugin"]
+            {'zero3': 3}
         """
-        several = arguments.pop("deepspeed_plugins", None)
-        if several is not None:
-            if arguments.get("deepspeed_plugin") is not None:
+        plugins = {engine.argument: getattr(self, engine.argument) for engine in ENGINES}
+        if self.deepspeed_plugins is not None:
+            if self.deepspeed_plugin is not None:
                 raise SettingsError(
-                    f"Accelerator(deepspeed_plugin={arguments['deepspeed_plugin']!r}, "
-                    f"deepspeed_plugins={several!r}): give one of the two."
+                    f"Accelerator(deepspeed_plugin={self.deepspeed_plugin!r}, "
+                    f"deepspeed_plugins={self.deepspeed_plugins!r}): give one of the two."
                 )
-            arguments["deepspeed_plugin"] = several
-        names = [engine.argument for engine in ENGINES if engine.argument in arguments]
-        return cls(plugins={name: arguments.pop(name) for name in names}, **arguments)
-
-
-def sort_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
-    """Index kwargs handlers by type.
-
-    Example:
-        >>> sort_handlers([AutocastKwargs(enabled=False)])
-        {<class 'accel_plugins.kwargs.AutocastKwargs'>: AutocastKwargs(enabled=False, cache_enabled=None)}
-    """
-    found: dict[type, Any] = {}
-    for handler in handlers:
-        kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
-        if kind is None:
-            more = [known for spec in RECIPES.available().values() for known in spec.handlers]
-            kind = next((known for known in more if isinstance(handler, known)), None)
-        if kind is None:
-            names = ", ".join(known.__name__ for known in HANDLERS)
-            raise SettingsError(f"kwargs_handlers contains {handler!r}; it takes one of each of {names}.")
-        if kind in found:
-            raise SettingsError(
-                f"kwargs_handlers contains two {kind.__name__}: {found[kind]!r} and {handler!r}; pass one."
-            )
-        found[kind] = handler
-    return found
-
-
-def selected_strategy(strategy: str | StrategySpec | None, settings: Settings) -> StrategySpec | None:
-    """Return the selected strategy: of the argument, else an earlier `Accelerator`, else the settings."""
-    if isinstance(strategy, StrategySpec):
-        return strategy
-    if strategy is not None:
-        if not isinstance(strategy, str):
-            raise SettingsError(f"Accelerator(strategy={strategy!r}): expected a name or a StrategySpec.")
-        return STRATEGIES.find(strategy, source=f"Accelerator(strategy={strategy!r})")
-    known: StrategySpec | None = AcceleratorState._shared_state.get("strategy")  # pyright: ignore[reportPrivateUsage] - asks without making one
-    name = settings.training.strategy
-    if known is not None or name is None:
-        return known
-    return STRATEGIES.find(name, source=f"environment variable ACCELERATE_STRATEGY={name!r}")
-
-
-def accumulation_plugin(
-    arguments: AcceleratorConfig, settings: Settings, plugins: Mapping[str, Any]
-) -> GradientAccumulationPlugin:
-    """Return how gradients are accumulated; `settings` are those of the environment, without the plugins'."""
-    steps, plugin = arguments.gradient_accumulation_steps, arguments.gradient_accumulation_plugin
-    if plugin is None:
-        plugin = GradientAccumulationPlugin(num_steps=None if steps == 1 else steps)
-    elif steps != 1:
-        raise SettingsError(
-            f"Accelerator(gradient_accumulation_steps={steps!r}, gradient_accumulation_plugin={plugin!r}): "
-            "give one of the two."
-        )
-    if plugin.num_steps is None:
-        plugin = replace(plugin, num_steps=settings.training.gradient_accumulation_steps)
-    engine: Any = plugins.get("deepspeed_plugin")
-    engine = next(iter(engine.values())) if isinstance(engine, dict) else engine
-    configured: int | None = None if engine is None else engine.gradient_accumulation_steps
-    if configured is not None and configured != plugin.num_steps:
-        logger.warning_once(
-            "Accelerator has gradient_accumulation_steps=%r, and the DeepSpeed configuration %r, which is "
-            "used; say it in one place, or 'auto' in the configuration.",
-            plugin.num_steps,
-            configured,
-        )
-        return replace(plugin, num_steps=configured)
-    return plugin
-
-
-def dataloader_configuration(arguments: AcceleratorConfig) -> DataLoaderConfiguration:
-    """Return how loaders are prepared."""
-    config, split = arguments.dataloader_config, arguments.split_batches
-    if split is UNSET:
-        return DataLoaderConfiguration() if config is None else config
-    if config is None:
-        return DataLoaderConfiguration(split_batches=split)
-    if config.split_batches != split:
-        raise SettingsError(
-            f"Accelerator(split_batches={split!r}, dataloader_config={config!r}): the two contradict each "
-            "other; say it in dataloader_config alone."
-        )
-    return config
-
-
-def checked_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[str | RNGType]:
-    """Return the sources of randomness that loaders synchronise."""
-    types: list[str | RNGType] = ["generator"] if rng_types is None else [*rng_types]
-    for one in types:
-        if one not in RNGType:
-            raise SettingsError(
-                f"rng_types contains {one!r}; it takes {', '.join(map(repr, RNGType.list()))}."
-            )
-    return types
-
-
-def project_configuration(arguments: AcceleratorConfig) -> ProjectConfiguration:
-    """Return the project's directories."""
-    config = arguments.project_config
-    if config is None:
-        return ProjectConfiguration(project_dir=arguments.project_dir)
-    if arguments.project_dir is not None and config.project_dir is None:
-        config.set_directories(arguments.project_dir)
-    return config
-
-
-def dynamo_plugin(arguments: AcceleratorConfig) -> TorchDynamoPlugin:
-    """Return how models are compiled."""
-    backend, plugin = arguments.dynamo_backend, arguments.dynamo_plugin
-    if plugin is None:
-        return TorchDynamoPlugin(backend=backend)
-    if backend is not None:
-        raise SettingsError(
-            f"Accelerator(dynamo_backend={backend!r}, dynamo_plugin={plugin!r}): give one of the two."
-        )
-    return plugin
-
-
-def scheduler_clock(arguments: AcceleratorConfig) -> StepPer | None:
-    """Return by which clock schedules move."""
-    step_per = arguments.step_scheduler_per
-    check_clock(step_per, "step_scheduler_per")
-    if step_per is not None and not arguments.step_scheduler_with_optimizer:
-        raise SettingsError(
-            f"Accelerator(step_scheduler_per={step_per!r}, step_scheduler_with_optimizer=False): without the "
-            "optimizer every call of step() is one step of the schedule; leave one of the two out."
-        )
-    return step_per
-
-
-# What `AcceleratorState` calls otherwise.
-_STATE_NAMES = {"deepspeed_plugin": "deepspeed_plugins"}
-
-
-def known_plugins() -> dict[str, Any]:
-    """Return the plugins of an earlier `Accelerator` of this process, by argument."""
-    known = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - asks without making one
-    return {
-        engine.argument: known.get(_STATE_NAMES.get(engine.argument, engine.argument)) for engine in ENGINES
-    }
-
-
-@contextmanager
-def unchanged_by_failure() -> Generator[None]:
-    """Restore the shared state if the block raises."""
-    shared = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - as above
-    before = dict(shared)
-    try:
-        yield
-    except BaseException:
-        shared.clear()
-        shared.update(before)
-        raise
+            plugins["deepspeed_plugin"] = self.deepspeed_plugins
+        return plugins
 
 
 @dataclass(slots=True)
@@ -281,12 +123,12 @@ class PreparedObjects:
     schedulers: list[AcceleratedScheduler] = field(default_factory=list["AcceleratedScheduler"])
     dataloaders: list[Any] = field(default_factory=list[Any])
 
-    def __contains__(self, something: object) -> bool:
+    def __contains__(self, candidate: object) -> bool:
         kinds = (self.models, self.optimizers, self.schedulers, self.dataloaders)
-        return any(something is one for kind in kinds for one in kind)
+        return any(candidate is prepared for kind in kinds for prepared in kind)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """The parameters of optimizers and models; some come more than once."""
+        """Iterate over the parameters of optimizers and models; some come more than once."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
@@ -304,14 +146,14 @@ class Parts:
     """Everything that the facets of an `Accelerator` work with; only `prepared` and the states change.
 
     Args:
-        engine: Takes the calls of models, where the strategy has a `train_step`.
-        backward: Computes gradients, with what is done around that.
-        step: Steps an optimizer, with what is done afterwards.
-        after_step: Runs after a step of an optimizer.
+        engine: Runs the calls of models, where the strategy has a `train_step`.
+        backward: Computes gradients, then calls the strategy's hook of a micro-batch.
+        step: Steps an optimizer, then calls `after_step`.
+        after_step: Hooks of the strategy and of the recipe, called after a step of an optimizer.
         converter: Converts models, where the precision is a recipe.
         items: Counts items, where losses are sums.
-        handlers: Every given kwargs handler, and every plugin, by its type.
-        meter: Measures the loop; `None` if nobody asked for it.
+        handlers: The kwargs handlers of `Accelerator`, and the plugins, by type.
+        meter: Measures the loop, with `log_system_metrics`.
     """
 
     process: PartialState
@@ -341,31 +183,42 @@ class Parts:
     meter: StepMeter | None
 
 
-def build_parts(arguments: AcceleratorConfig) -> Parts:
-    """Read the settings, start the process group if there is none yet, and put an `Accelerator` together."""
+def build_parts(config: AcceleratorConfig) -> Parts:
+    """Read the settings, start the process group if there is none yet, and build the parts."""
+    # 1. Check the arguments, before anything is started.
     settings = from_environ(variables := environ.read())
-    selected = selected_strategy(arguments.strategy, settings)
-    handlers = sort_handlers(arguments.kwargs_handlers or ())
-    dataloading, rng_types = dataloader_configuration(arguments), checked_rng_types(arguments.rng_types)
-    project, trackers = _project_and_trackers(arguments)
-    compiler = dynamo_plugin(arguments)
-    plugins = find_plugins(arguments.plugins, known_plugins(), settings, selected and selected.sections)
-    accumulation = accumulation_plugin(arguments, settings, plugins)
+    requested_plugins = config.plugins()
+    selected = select_strategy(config.strategy, settings)
+    handlers = index_handlers(config.kwargs_handlers or ())
+    dataloading, rng_types = resolve_dataloading(config), check_rng_types(config.rng_types)
+    project, compiler = resolve_project(config), resolve_compiler(config)
+    trackers = TrackerSession(config.log_with, project.logging_dir, on_error=config.on_tracker_error)
+    check_scheduler_clock(config)
+    # 2. Choose the plugins; what they say about the run overrides the environment.
+    plugins = find_plugins(requested_plugins, earlier_plugins(), settings, selected and selected.sections)
+    accumulation = resolve_accumulation(config, settings, plugins)
     settings = with_plugin_fields(settings, plugins)
-    with unchanged_by_failure():
-        state = _state(arguments, settings, variables, handlers, compiler, plugins)
-        runtime = PartialState().runtime
+    # 3. Start the process group, and build the precision policy and the strategy for its ranks.
+    with restore_state_on_failure():
+        state = _make_state(config, settings, variables, handlers, compiler, plugins)
+        process = PartialState()
+        runtime = process.runtime
         handlers |= {**as_handlers(plugins), TorchDynamoPlugin: compiler}
-        every = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
-        recipe = build_recipe(state.mixed_precision, settings, runtime, every)
+        options = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
+        recipe = build_recipe(state.mixed_precision, settings, runtime, options)
         base = recipe.precision if recipe else state.mixed_precision
-        strategy, precision = _strategy(settings, selected, base, runtime, every)
+        strategy, precision = _build_strategy(settings, selected, base, runtime, options)
     state.strategy, state.device_mesh = selected, strategy.mesh
-    gradient_state, synchronizer, prepared, meter = _loop_state(arguments, accumulation, strategy, runtime)
+    # 4. Make the state of the training loop.
+    gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), PreparedObjects()
+    meter = StepMeter(gradient_state, prepared.optimizers, runtime) if config.log_system_metrics else None
+    no_sync = None if runtime.topology.world_size == 1 else strategy.stepper.no_sync
+    synchronizer = Synchronizer(gradient_state, no_sync)
     engine = None if strategy.train_step is None else EngineCalls(strategy, gradient_state)
-    after_step = (strategy.after_step, _after_step(recipe, prepared))
+    recipe_hook = None if recipe is None else recipe.after_step
+    after_step = (strategy.after_step, recipe_hook and (lambda: recipe_hook(prepared.models)))
     return Parts(
-        process=PartialState(),
+        process=process,
         state=state,
         gradient_state=gradient_state,
         strategy=strategy,
@@ -383,9 +236,9 @@ def build_parts(arguments: AcceleratorConfig) -> Parts:
         dataloading=dataloading,
         rng_types=rng_types,
         project=project,
-        device_placement=arguments.device_placement,
-        step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
-        step_scheduler_per=scheduler_clock(arguments),
+        device_placement=config.device_placement,
+        step_scheduler_with_optimizer=config.step_scheduler_with_optimizer,
+        step_scheduler_per=config.step_scheduler_per,
         prepared=prepared,
         checkpoints=CheckpointContext(runtime, project, prepared, synchronizer, strategy, precision, recipe),
         trackers=trackers,
@@ -393,32 +246,188 @@ def build_parts(arguments: AcceleratorConfig) -> Parts:
     )
 
 
-def _loop_state(
-    arguments: AcceleratorConfig,
-    accumulation: GradientAccumulationPlugin,
-    strategy: Strategy,
-    runtime: Runtime,
-) -> tuple[GradientState, Synchronizer, PreparedObjects, StepMeter | None]:
-    """Make the state of the training loop, and its meter if it is asked for."""
-    gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), PreparedObjects()
-    meter = StepMeter(gradient_state, prepared.optimizers, runtime) if arguments.log_system_metrics else None
-    alone = runtime.topology.world_size == 1
-    synchronizer = Synchronizer(gradient_state, None if alone else strategy.stepper.no_sync)
-    return gradient_state, synchronizer, prepared, meter
+def select_strategy(strategy: str | StrategySpec | None, settings: Settings) -> StrategySpec | None:
+    """Return the strategy of the argument, else of an earlier `Accelerator`, else of the settings."""
+    if isinstance(strategy, StrategySpec):
+        return strategy
+    if strategy is not None:
+        if not isinstance(strategy, str):
+            raise SettingsError(f"Accelerator(strategy={strategy!r}): expected a name or a StrategySpec.")
+        return STRATEGIES.find(strategy, source=f"Accelerator(strategy={strategy!r})")
+    earlier: StrategySpec | None = AcceleratorState._shared_state.get("strategy")  # pyright: ignore[reportPrivateUsage] - asks without making one
+    name = settings.training.strategy
+    if earlier is not None or name is None:
+        return earlier
+    return STRATEGIES.find(name, source=f"environment variable ACCELERATE_STRATEGY={name!r}")
 
 
-def _after_step(recipe: Recipe | None, prepared: PreparedObjects) -> Callable[[], None] | None:
-    act = None if recipe is None else recipe.after_step
-    return None if act is None else lambda: act(prepared.models)
+HANDLERS: tuple[type[Any], ...] = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+"""What `Accelerator(kwargs_handlers=[…])` takes, one of each."""
 
 
-def _project_and_trackers(arguments: AcceleratorConfig) -> tuple[ProjectConfiguration, TrackerSession]:
-    project = project_configuration(arguments)
-    where, on_error = project.logging_dir, arguments.on_tracker_error
-    return project, TrackerSession(arguments.log_with, where, on_error=on_error)
+def index_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
+    """Index kwargs handlers by type.
+
+    Example:
+        >>> index_handlers([AutocastKwargs(enabled=False)])
+        {<class 'accel_plugins.kwargs.AutocastKwargs'>: AutocastKwargs(enabled=False, cache_enabled=None)}
+    """
+    by_type: dict[type, Any] = {}
+    for handler in handlers:
+        kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
+        if kind is None:
+            of_recipes = [known for spec in RECIPES.available().values() for known in spec.handlers]
+            kind = next((known for known in of_recipes if isinstance(handler, known)), None)
+        if kind is None:
+            names = ", ".join(known.__name__ for known in HANDLERS)
+            raise SettingsError(f"kwargs_handlers contains {handler!r}; it takes one of each of {names}.")
+        if kind in by_type:
+            raise SettingsError(
+                f"kwargs_handlers contains two {kind.__name__}: {by_type[kind]!r} and {handler!r}; pass one."
+            )
+        by_type[kind] = handler
+    return by_type
 
 
-def _strategy(
+def resolve_dataloading(config: AcceleratorConfig) -> DataLoaderConfiguration:
+    """Return how loaders are prepared."""
+    dataloading, split = config.dataloader_config, config.split_batches
+    if split is UNSET:
+        return DataLoaderConfiguration() if dataloading is None else dataloading
+    if dataloading is None:
+        return DataLoaderConfiguration(split_batches=split)
+    if dataloading.split_batches != split:
+        raise SettingsError(
+            f"Accelerator(split_batches={split!r}, dataloader_config={dataloading!r}): the two contradict "
+            "each other; say it in dataloader_config alone."
+        )
+    return dataloading
+
+
+def check_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[str | RNGType]:
+    """Return the random generators that loaders synchronise; refuse unknown names."""
+    types: list[str | RNGType] = ["generator"] if rng_types is None else [*rng_types]
+    for rng_type in types:
+        if rng_type not in RNGType:
+            raise SettingsError(
+                f"rng_types contains {rng_type!r}; it takes {', '.join(map(repr, RNGType.list()))}."
+            )
+    return types
+
+
+def resolve_project(config: AcceleratorConfig) -> ProjectConfiguration:
+    """Return the project's directories."""
+    project = config.project_config
+    if project is None:
+        return ProjectConfiguration(project_dir=config.project_dir)
+    if config.project_dir is not None and project.project_dir is None:
+        project.set_directories(config.project_dir)
+    return project
+
+
+def resolve_compiler(config: AcceleratorConfig) -> TorchDynamoPlugin:
+    """Return how models are compiled."""
+    backend, plugin = config.dynamo_backend, config.dynamo_plugin
+    if plugin is None:
+        return TorchDynamoPlugin(backend=backend)
+    if backend is not None:
+        raise SettingsError(
+            f"Accelerator(dynamo_backend={backend!r}, dynamo_plugin={plugin!r}): give one of the two."
+        )
+    return plugin
+
+
+def check_scheduler_clock(config: AcceleratorConfig) -> None:
+    """Refuse an unknown clock of schedules, and any clock for schedules that do not follow the optimizer."""
+    step_per = config.step_scheduler_per
+    check_clock(step_per, "step_scheduler_per")
+    if step_per is not None and not config.step_scheduler_with_optimizer:
+        raise SettingsError(
+            f"Accelerator(step_scheduler_per={step_per!r}, step_scheduler_with_optimizer=False): without the "
+            "optimizer every call of step() is one step of the schedule; leave one of the two out."
+        )
+
+
+def earlier_plugins() -> dict[str, Any]:
+    """Return the plugins of an earlier `Accelerator` of this process, by argument."""
+    shared = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - asks without making one
+    names = {engine.argument: engine.argument for engine in ENGINES}
+    names["deepspeed_plugin"] = "deepspeed_plugins"  # the state keeps all of them by name
+    return {argument: shared.get(name) for argument, name in names.items()}
+
+
+def resolve_accumulation(
+    config: AcceleratorConfig, settings: Settings, plugins: Mapping[str, Any]
+) -> GradientAccumulationPlugin:
+    """Return how gradients are accumulated; `settings` are those of the environment, without the plugins'."""
+    steps, accumulation = config.gradient_accumulation_steps, config.gradient_accumulation_plugin
+    if accumulation is None:
+        accumulation = GradientAccumulationPlugin(num_steps=None if steps == 1 else steps)
+    elif steps != 1:
+        raise SettingsError(
+            f"Accelerator(gradient_accumulation_steps={steps!r}, "
+            f"gradient_accumulation_plugin={accumulation!r}): give one of the two."
+        )
+    if accumulation.num_steps is None:
+        accumulation = replace(accumulation, num_steps=settings.training.gradient_accumulation_steps)
+    deepspeed: Any = plugins.get("deepspeed_plugin")
+    deepspeed = next(iter(deepspeed.values())) if isinstance(deepspeed, dict) else deepspeed
+    configured: int | None = None if deepspeed is None else deepspeed.gradient_accumulation_steps
+    if configured is not None and configured != accumulation.num_steps:
+        logger.warning_once(
+            "Accelerator has gradient_accumulation_steps=%r, and the DeepSpeed configuration %r, which is "
+            "used; say it in one place, or 'auto' in the configuration.",
+            accumulation.num_steps,
+            configured,
+        )
+        return replace(accumulation, num_steps=configured)
+    return accumulation
+
+
+@contextmanager
+def restore_state_on_failure() -> Generator[None]:
+    """Restore the shared state if the block raises."""
+    shared = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - as above
+    before = dict(shared)
+    try:
+        yield
+    except BaseException:
+        shared.clear()
+        shared.update(before)
+        raise
+
+
+def _make_state(
+    config: AcceleratorConfig,
+    settings: Settings,
+    variables: Mapping[str, str],
+    handlers: Mapping[type, Any],
+    compiler: TorchDynamoPlugin,
+    plugins: Mapping[str, Any],
+) -> AcceleratorState:
+    handler = handlers.get(InitProcessGroupKwargs)
+    options = {} if handler is None else handler.to_kwargs()
+    PartialState._from_settings(settings, variables, config.cpu, options)  # pyright: ignore[reportPrivateUsage] - ours
+    mixed_precision = config.mixed_precision
+    if mixed_precision is None and not is_initialized():  # an earlier state keeps its precision
+        mixed_precision = settings.precision.mixed_precision
+    return AcceleratorState(
+        mixed_precision=mixed_precision,
+        cpu=config.cpu,
+        dynamo_plugin=compiler,
+        _from_accelerator=True,
+        **plugins,
+        **options,
+    )
+
+
+def _build_strategy(
     settings: Settings,
     selected: StrategySpec | None,
     mixed_precision: str,
@@ -431,38 +440,14 @@ def _strategy(
     settings = replace(settings, training=replace(settings.training, strategy=name))
     if selected is not None:
         specs[selected.name] = selected
-    name = choose(settings, runtime.topology, runtime.device, specs)
+    spec = specs[choose(settings, runtime.topology, runtime.device, specs)]
     precision = build_precision(
         mixed_precision,
         runtime.device,
         handlers.get(AutocastKwargs),
         handlers.get(GradScalerKwargs),
-        shared=specs[name].shards_gradients,
-        master_weights=specs[name].master_weights,
+        shared=spec.shards_gradients,
+        master_weights=spec.master_weights,
     )
-    strategy = load(specs[name])(settings, runtime, precision, handlers)
+    strategy = load(spec)(settings, runtime, precision, handlers)
     return strategy, strategy.precision or precision
-
-
-def _state(
-    arguments: AcceleratorConfig,
-    settings: Settings,
-    variables: Mapping[str, str],
-    handlers: Mapping[type, Any],
-    compiler: TorchDynamoPlugin,
-    plugins: Mapping[str, Any],
-) -> AcceleratorState:
-    handler = handlers.get(InitProcessGroupKwargs)
-    options = {} if handler is None else handler.to_kwargs()
-    PartialState._from_settings(settings, variables, arguments.cpu, options)  # pyright: ignore[reportPrivateUsage] - ours
-    precision = arguments.mixed_precision
-    if precision is None and not is_initialized():  # else that of the state stays
-        precision = settings.precision.mixed_precision
-    return AcceleratorState(
-        mixed_precision=precision,
-        cpu=arguments.cpu,
-        dynamo_plugin=compiler,
-        _from_accelerator=True,
-        **plugins,
-        **options,
-    )
