@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from accel_train.accelerator import Accelerator
-from accel_train.accelerator.prepare import STAGE_NAMES, STAGES, kind_of, sort_arguments, sort_one
+from accel_train.accelerator.prepare import STAGES, kind_of, sort_argument, sort_arguments
 
 
 def make(kind):
@@ -77,16 +77,16 @@ def test_wrappers_of_another_accelerator_are_taken_off():
 @pytest.mark.parametrize("kind", ["models", "optimizers", "dataloaders"])
 def test_one_object_of_another_kind_is_refused(kind):
     with pytest.raises(TypeError, match=f"'a text' cannot be prepared as one of the {kind}"):
-        sort_one(kind, "a text", move=True)
+        sort_argument(kind, "a text", move=True)
 
 
 def test_any_object_may_be_a_scheduler():
-    bundle, _ = sort_one("schedulers", "mine", move=True)
+    bundle, _ = sort_argument("schedulers", "mine", move=True)
     assert bundle.in_order() == ["mine"]
 
 
 def test_the_order_of_stages_is_the_documented_one():
-    assert STAGE_NAMES == (
+    assert list(STAGES) == [
         "check",
         "recipe",
         "precision",
@@ -95,8 +95,7 @@ def test_the_order_of_stages_is_the_documented_one():
         "optimizers",
         "dataloaders",
         "schedulers",
-    )
-    assert set(STAGES) == set(STAGE_NAMES)
+    ]
 
 
 def test_what_is_prepared_is_marked_for_libraries_that_ask():
@@ -104,5 +103,5 @@ def test_what_is_prepared_is_marked_for_libraries_that_ask():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     loader = torch.utils.data.DataLoader([1, 2])
-    for one in Accelerator(cpu=True).prepare(model, optimizer, scheduler, loader):
-        assert one._is_accelerate_prepared is True
+    for prepared in Accelerator(cpu=True).prepare(model, optimizer, scheduler, loader):
+        assert prepared._is_accelerate_prepared is True

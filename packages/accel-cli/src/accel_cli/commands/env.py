@@ -190,5 +190,5 @@ def _device(properties: Any) -> str:
 _LATE: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "torch": ("torch", _torch),
     "devices": ("accel_state.device_kinds", _devices),
-    "stages of prepare": ("accel_train.accelerator.prepare", lambda order: ", ".join(order.STAGE_NAMES)),
+    "stages of prepare": ("accel_train.accelerator.prepare", lambda order: ", ".join(order.STAGES)),
 }

@@ -1,4 +1,4 @@
-"""Facet and stages of prepare."""
+"""`prepare`: sort the arguments by kind, and run the stages that wrap, compile and shard them."""
 
 from __future__ import annotations
 
@@ -45,367 +45,6 @@ if TYPE_CHECKING:
 
 
 logger = get_logger(__name__)
-
-# The first row whose types fit says what kind an argument is; what fits no row is passed through.
-_KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
-    ("models", (nn.Module,)),
-    ("optimizers", (Optimizer, DummyOptim)),
-    ("schedulers", (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler)),
-    ("dataloaders", (DataLoader, DataLoaderAdapter, MegatronLMDummyDataLoader)),
-)
-_OTHERS = "others"
-
-
-def kind_of(argument: object) -> str:
-    """Name the field of `Bundle` that an argument of `prepare` belongs to.
-
-    Example:
-        >>> kind_of(nn.Linear(1, 1)), kind_of("neither")
-        ('models', 'others')
-    """
-    return next((kind for kind, types in _KINDS if isinstance(argument, types)), _OTHERS)
-
-
-def sort_arguments(
-    arguments: Sequence[Any],
-    *,
-    device_placement: Sequence[bool | None] | None,
-    default: bool,
-    prepared: Container[object] = (),
-) -> tuple[Bundle, dict[str, list[bool]]]:
-    """Sort the arguments of `prepare` by kind; pass through what is in `prepared`.
-
-    Returns:
-        The sorted arguments, and by kind whether each of them may be moved to the device.
-
-    Example:
-        >>> bundle, placements = sort_arguments(
-        ...     [nn.Linear(1, 1), "other"], device_placement=None, default=True
-        ... )
-        >>> bundle.order, placements["models"]
-        ((('models', 0), ('others', 0)), [True])
-    """
-    wishes = _requested_placements(arguments, device_placement)
-    _warn_unprepared(arguments)
-    found: dict[str, list[Any]] = {kind: [] for kind in (*(kind for kind, _ in _KINDS), _OTHERS)}
-    placed: dict[str, list[bool]] = {kind: [] for kind in found}
-    order: list[tuple[str, int]] = []
-    for argument, wish in zip(arguments, wishes, strict=True):
-        again = argument in prepared
-        kind = _OTHERS if again else kind_of(argument)
-        order.append((kind, len(found[kind])))
-        found[kind].append(argument if again else _without_wrapper(argument))
-        placed[kind].append(default if wish is None else wish)
-    sorted_ = {kind: tuple(values) for kind, values in found.items()}
-    return Bundle(**sorted_, order=tuple(order), placements=placed["models"]), placed
-
-
-def sort_one(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, dict[str, list[bool]]]:
-    """Sort one argument whose kind is known."""
-    types = dict(_KINDS)[kind]
-    if kind != "schedulers" and not isinstance(argument, types):
-        names = " or ".join(f"{one.__module__}.{one.__qualname__}" for one in types)
-        raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is no {names}.")
-    fields: dict[str, Any] = {kind: (_without_wrapper(argument),), "order": ((kind, 0),)}
-    placed = {one: [move] if one == kind else [] for one, _ in _KINDS}
-    return Bundle(**fields, placements=placed["models"]), placed
-
-
-def _warn_unprepared(arguments: Sequence[Any]) -> None:
-    """Warn about arguments that are passed through although they look like models or optimizers."""
-    for argument in arguments:
-        inside: Any = argument if isinstance(argument, list | tuple) else ()
-        first = next((one for one in inside if kind_of(one) != _OTHERS), None)
-        if first is not None:
-            logger.warning(
-                "prepare() got a %s with a %s in it, and returns it as it is: pass each "
-                "object by itself, as in prepare(*objects).",
-                type(argument).__name__,
-                type(first).__qualname__,
-            )
-        elif isinstance(argument, type) and issubclass(argument, tuple(t for _, ts in _KINDS for t in ts)):
-            logger.warning(
-                "prepare() got the class %s, and returns it as it is: pass an object of it.",
-                argument.__qualname__,
-            )
-
-
-def _without_wrapper(argument: Any) -> Any:
-    # What another Accelerator has prepared steps through the strategy of that one.
-    if isinstance(argument, AcceleratedOptimizer):
-        return argument.optimizer
-    return argument.scheduler if isinstance(argument, AcceleratedScheduler) else argument
-
-
-def _requested_placements(
-    arguments: Sequence[Any], device_placement: Sequence[bool | None] | None
-) -> Sequence[bool | None]:
-    if device_placement is None:
-        return [None] * len(arguments)
-    if len(device_placement) != len(arguments):
-        raise ValueError(
-            f"device_placement={device_placement!r} has {len(device_placement)} entries for the "
-            f"{len(arguments)} arguments of prepare(); give one for each, None for the default."
-        )
-    return device_placement
-
-
-STAGE_NAMES: tuple[str, ...] = (
-    "check",
-    "recipe",
-    "precision",
-    "wrap",
-    "compile",
-    "optimizers",
-    "dataloaders",
-    "schedulers",
-)
-"""Every stage sees the bundle that the stages before it have changed.
-
-A recipe converts models before their parameters are sharded. Precision comes before the strategy wraps, so
-that the strategy's own communication stays outside autocast; compiling comes after, so that the compiler sees
-the all-reduce of gradients; optimizers, loaders and schedulers come last, in the order in which they
-depend on each other.
-"""
-
-
-@final
-class RecipeApplier:
-    """Converter that applies a precision recipe to prepared objects, also to optimizers that come later."""
-
-    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
-        self.recipe = recipe
-        self._runtime = runtime
-        self._replaced: Any = WeakIdKeyDictionary()
-
-    def convert(self, bundle: Bundle, mesh: DeviceMesh | None) -> Bundle:
-        """Convert the models of a bundle, and point its optimizers at their parameters."""
-        if self.recipe.initialize is not None:
-            bundle = self.recipe.initialize(bundle)
-        if bundle.models:
-            before = parameter_ids(bundle.models)
-            replaced = self.recipe.convert(bundle, self._runtime, mesh)
-            check_converted(self.recipe, before, bundle, replaced)
-            for old, new in replaced.items():
-                self._replaced[old] = new
-        for optimizer in bundle.optimizers:
-            own = [one for group in optimizer.param_groups for one in group["params"]]
-            sharding.wrap.switch_parameters(
-                optimizer, {one: self._replaced[one] for one in own if one in self._replaced}
-            )
-        return bundle
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareRequest:
-    """The arguments of the stages of one call of `prepare`, besides the bundle."""
-
-    parts: Parts
-    placements: Mapping[str, Sequence[bool]]
-    evaluation: bool = False
-    slice_fn: Callable[..., Any] | None = None
-    step_per: StepPer | None = None
-
-
-def run_stages(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    """Run every stage in order, and record the prepared objects."""
-    for name in STAGE_NAMES:
-        bundle = STAGES[name](bundle, request)
-    for one in (*bundle.models, *bundle.optimizers, *bundle.schedulers, *bundle.dataloaders):
-        vars(one)["_is_accelerate_prepared"] = True  # by which libraries tell what is prepared already
-    prepared = request.parts.prepared
-    prepared.models.extend(bundle.models)
-    prepared.optimizers.extend(bundle.optimizers)  # pyright: ignore[reportArgumentType] - wrapped by now
-    prepared.schedulers.extend(bundle.schedulers)
-    prepared.dataloaders.extend(bundle.dataloaders)
-    return bundle
-
-
-def has_device_map(model: nn.Module) -> bool:
-    """Return whether a device map has spread a model, or a part of it, over several devices."""
-    return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
-
-
-def _check_quantised(model: nn.Module, device: torch.device) -> None:
-    """Refuse to train a quantised model of which some parts are not where it runs."""
-    for part in model.modules():
-        bits = [n for n in (8, 4) if getattr(part, f"is_loaded_in_{n}bit", False)]
-        devices = {str(device) for device in getattr(part, "hf_device_map", {}).values()}
-        offloaded = (
-            devices & {"disk", "cpu"} if len(devices) > 1 or device.type != "cpu" else devices & {"disk"}
-        )
-        if bits and offloaded:
-            raise SettingsError(
-                f"{type(part).__qualname__} is quantised to {bits[0]} bits and has parts on "
-                f"{' and '.join(sorted(offloaded))}, by its device map: such a model cannot be trained. Load "
-                "it with all parts on one device, or prepare it with evaluation_mode=True."
-            )
-
-
-def _check_not_sharded(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Refuse a model that others have sharded; with tensor parallelism, layers may be DTensors already."""
-    at_load = getattr(model, "is_distributed_loading_by_transformers", False)
-    has_tp = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
-    known = has_tp or "_is_accelerate_prepared" in vars(model)
-    if at_load or (model_has_dtensor(model) and not known):
-        raise UnsupportedError(
-            f"{type(model).__qualname__} is sharded already, as by from_pretrained(distributed_config=...) "
-            "or from_pretrained(tp_plan=...), and training such a model is not supported yet. Load it "
-            "without these arguments, and let prepare() shard it: by "
-            "FullyShardedDataParallelPlugin(fsdp_version=2) or ParallelismConfig(tp_size=...)."
-        )
-
-
-def _check(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    for model in bundle.models if not request.evaluation else ():
-        _check_quantised(model, request.parts.process.device)
-    if request.parts.process.use_distributed and not request.evaluation:
-        for model in bundle.models:
-            if has_device_map(model):
-                raise UnsupportedError(
-                    f"{type(model).__qualname__} is spread over several devices by a device map, and cannot "
-                    "be trained by several processes; load it without device_map, or start one process."
-                )
-            _check_not_sharded(model, request.parts.strategy.mesh)
-    for one in (*bundle.optimizers, *bundle.schedulers):
-        if isinstance(one, (DummyOptim, DummyScheduler, MegatronLMDummyScheduler)):
-            request.parts.strategy.require(Feature.OPTIMIZER_FROM_CONFIGURATION, type(one).__name__)
-    for one in bundle.dataloaders:
-        if isinstance(one, MegatronLMDummyDataLoader):
-            request.parts.strategy.require(Feature.LOADERS_FROM_CONFIGURATION, type(one).__name__)
-    request.parts.strategy.wrapper.check(bundle)
-    return bundle
-
-
-def _recipe(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    if request.parts.converter is not None:
-        return request.parts.converter.convert(bundle, request.parts.strategy.mesh)
-    return bundle
-
-
-def _wrap(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    bundle = request.parts.strategy.wrapper.wrap(bundle, evaluation=request.evaluation)
-    engine = request.parts.engine
-    if engine is not None and not request.evaluation:
-        for model in bundle.models:
-            engine.route(model)
-    return bundle
-
-
-def _compile(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    in_place = request.parts.strategy.compiles_in_place
-    compiler = request.parts.compiler
-    return replace(
-        bundle, models=tuple(compile_model(one, compiler, in_place=in_place) for one in bundle.models)
-    )
-
-
-def _optimizers(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    parts, wrap = request.parts, request.parts.strategy.wrap_optimizer
-    if wrap is not None:
-
-        def engine(optimizer: Any, *, step: Callable[..., Any], discard: Any) -> DeepSpeedOptimizerWrapper:
-            step = bind_step(step, parts.after_step)
-            return DeepSpeedOptimizerWrapper(optimizer, step=step, discard=discard)
-
-        return replace(bundle, optimizers=tuple(wrap(one, engine) for one in bundle.optimizers))
-    wrapped = tuple(
-        AcceleratedOptimizer(optimizer, move, parts.precision.scaler, step=parts.step, window=parts.items)
-        for optimizer, move in zip(bundle.optimizers, request.placements["optimizers"], strict=True)
-    )
-    return replace(bundle, optimizers=wrapped)
-
-
-def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    parts = request.parts
-    config, sharding = parts.dataloading, parts.strategy.sharding
-    loaders = tuple(
-        prepare_data_loader(
-            loader,
-            parts.process.device,
-            num_processes=sharding.num_shards,
-            process_index=sharding.shard_index,
-            split_batches=config.split_batches,
-            put_on_device=move and sharding.put_on_device,
-            rng_types=[*parts.rng_types],
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
-            slice_fn_for_dispatch=request.slice_fn,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
-            torch_device_mesh=parts.strategy.mesh,
-            micro_batches=sharding.micro_batches,
-            already_sharded=config.already_sharded,
-        )
-        for loader, move in zip(bundle.dataloaders, request.placements["dataloaders"], strict=True)
-    )
-    for loader in loaders:
-        loader.resume_mid_epoch = config.resume_mid_epoch
-    for loader in loaders if parts.meter is not None else ():
-        loader.meter = parts.meter
-    for loader in loaders if bundle.models else ():
-        loader.shard_sequences = parts.strategy.shard_sequences
-    return replace(bundle, dataloaders=loaders)
-
-
-def _schedulers(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    parts = request.parts
-    known = [*parts.prepared.optimizers, *bundle.optimizers]
-    wrap = parts.strategy.wrap_scheduler
-    wrapped = tuple(
-        (wrap and wrap(scheduler, known, DeepSpeedSchedulerWrapper))
-        or AcceleratedScheduler(
-            scheduler,
-            _optimizers_of(scheduler, known),
-            step_with_optimizer=parts.step_scheduler_with_optimizer,
-            split_batches=parts.dataloading.split_batches,
-            step_per=request.step_per or parts.step_scheduler_per,
-            num_shards=parts.strategy.sharding.num_shards,
-        )
-        for scheduler in bundle.schedulers
-    )
-    return replace(bundle, schedulers=wrapped)
-
-
-def _optimizers_of(scheduler: Any, known: list[Any]) -> list[Any]:
-    own = getattr(scheduler, "optimizer", None)  # a scheduler that is not PyTorch's may keep it elsewhere
-    return [one for one in known if own is not None and (own is one or own is one.optimizer)] or known
-
-
-STAGES: Mapping[str, Callable[[Bundle, PrepareRequest], Bundle]] = {
-    "check": _check,
-    "recipe": _recipe,
-    "precision": lambda bundle, request: request.parts.precision.convert(bundle),
-    "wrap": _wrap,
-    "compile": _compile,
-    "optimizers": _optimizers,
-    "dataloaders": _dataloaders,
-    "schedulers": _schedulers,
-}
-"""What each of `STAGE_NAMES` does."""
-
-
-def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool = False) -> nn.Module:
-    """Compile a model with the plugin's options; leave a compiled one as it is.
-
-    Regions are compiled in place, inside the model's wrappers; otherwise the result wraps all.
-    """
-    if plugin.backend == DynamoBackend.NO or is_compiled_module(model):
-        return model
-    if plugin.use_regional_compilation:
-        inner = extract_model_from_parallel(model)
-        if not has_compiled_regions(inner):
-            compile_regions(inner, **plugin.to_kwargs())
-        return model
-    if in_place:
-        inner = extract_model_from_parallel(model)
-        if not has_compiled_regions(inner):
-            inner.compile(**plugin.to_kwargs())
-        return model
-    return cast("nn.Module", torch.compile(model, **plugin.to_kwargs()))
-
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -550,7 +189,7 @@ class PrepareFacet(Facet):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> M:
-        """Prepare one model.
+        """Prepare a model.
 
         Args:
             model: The model.
@@ -558,15 +197,15 @@ class PrepareFacet(Facet):
             evaluation_mode: The model is not trained: it is moved to the device, gets its precision, and is
                 wrapped only if it cannot run otherwise.
         """
-        return self._prepare_one("models", model, device_placement, evaluation=evaluation_mode)
+        return self._prepare_single("models", model, device_placement, evaluation=evaluation_mode)
 
     def prepare_optimizer(
         self,
         optimizer: Optimizer,
         device_placement: bool | None = None,
     ) -> AcceleratedOptimizer:
-        """Prepare one optimizer; `device_placement` says whether its state follows its parameters."""
-        return self._prepare_one("optimizers", optimizer, device_placement)
+        """Prepare an optimizer; `device_placement` says whether its state follows its parameters."""
+        return self._prepare_single("optimizers", optimizer, device_placement)
 
     def prepare_data_loader(
         self,
@@ -574,7 +213,7 @@ class PrepareFacet(Facet):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
-        """Prepare one data loader.
+        """Prepare a data loader.
 
         Args:
             data_loader: A PyTorch `DataLoader`.
@@ -582,18 +221,20 @@ class PrepareFacet(Facet):
             slice_fn_for_dispatch: How a loader that reads on the main process alone cuts a batch for the
                 others.
         """
-        return self._prepare_one("dataloaders", data_loader, device_placement, slice_fn=slice_fn_for_dispatch)
+        return self._prepare_single(
+            "dataloaders", data_loader, device_placement, slice_fn=slice_fn_for_dispatch
+        )
 
     def prepare_scheduler(
         self, scheduler: LRScheduler, *, step_per: StepPer | None = None
     ) -> AcceleratedScheduler:
-        """Prepare one learning rate scheduler; it follows the optimizer that it was made for.
+        """Prepare a learning rate scheduler; it follows the optimizer that it was made for.
 
         Args:
             scheduler: The scheduler.
             step_per: What one step of it stands for; what `Accelerator(step_scheduler_per=…)` says if `None`.
         """
-        return self._prepare_one("schedulers", scheduler, None, step_per=step_per)
+        return self._prepare_single("schedulers", scheduler, None, step_per=step_per)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Return whether a device map has spread a model, or a part of it, over several devices.
@@ -713,10 +354,348 @@ class PrepareFacet(Facet):
     def _dataloaders(self) -> list[Any]:
         return self._parts.prepared.dataloaders
 
-    def _prepare_one(self, kind: str, something: Any, placement: bool | None, **request: Any) -> Any:
+    def _prepare_single(self, kind: str, argument: Any, placement: bool | None, **request: Any) -> Any:
         parts = self._parts
-        if something in parts.prepared:
-            return something
+        if argument in parts.prepared:
+            return argument
         move = parts.device_placement if placement is None else placement
-        bundle, placements = sort_one(kind, something, move=move)
+        bundle, placements = sort_argument(kind, argument, move=move)
         return run_stages(bundle, PrepareRequest(parts=parts, placements=placements, **request)).in_order()[0]
+
+
+# An argument is of the first kind whose types it has; of no kind, it is passed through.
+_KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("models", (nn.Module,)),
+    ("optimizers", (Optimizer, DummyOptim)),
+    ("schedulers", (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler)),
+    ("dataloaders", (DataLoader, DataLoaderAdapter, MegatronLMDummyDataLoader)),
+)
+_OTHERS = "others"
+
+
+def sort_arguments(
+    arguments: Sequence[Any],
+    *,
+    device_placement: Sequence[bool | None] | None,
+    default: bool,
+    prepared: Container[object] = (),
+) -> tuple[Bundle, dict[str, list[bool]]]:
+    """Sort the arguments of `prepare` by kind; pass through what is in `prepared`.
+
+    Returns:
+        The sorted arguments, and by kind whether each of them may be moved to the device.
+
+    Example:
+        >>> bundle, placements = sort_arguments(
+        ...     [nn.Linear(1, 1), "other"], device_placement=None, default=True
+        ... )
+        >>> bundle.order, placements["models"]
+        ((('models', 0), ('others', 0)), [True])
+    """
+    if device_placement is None:
+        device_placement = [None] * len(arguments)
+    if len(device_placement) != len(arguments):
+        raise ValueError(
+            f"device_placement={device_placement!r} has {len(device_placement)} entries for the "
+            f"{len(arguments)} arguments of prepare(); give one for each, None for the default."
+        )
+    _warn_unprepared(arguments)
+    by_kind: dict[str, list[Any]] = {kind: [] for kind in (*(kind for kind, _ in _KINDS), _OTHERS)}
+    placements: dict[str, list[bool]] = {kind: [] for kind in by_kind}
+    order: list[tuple[str, int]] = []
+    for argument, placement in zip(arguments, device_placement, strict=True):
+        is_prepared = argument in prepared
+        kind = _OTHERS if is_prepared else kind_of(argument)
+        order.append((kind, len(by_kind[kind])))
+        by_kind[kind].append(argument if is_prepared else _without_wrapper(argument))
+        placements[kind].append(default if placement is None else placement)
+    fields = {kind: tuple(values) for kind, values in by_kind.items()}
+    return Bundle(**fields, order=tuple(order), placements=placements["models"]), placements
+
+
+def sort_argument(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, dict[str, list[bool]]]:
+    """Sort a single argument whose kind is known."""
+    types = dict(_KINDS)[kind]
+    if kind != "schedulers" and not isinstance(argument, types):
+        names = " or ".join(f"{expected.__module__}.{expected.__qualname__}" for expected in types)
+        raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is no {names}.")
+    fields: dict[str, Any] = {kind: (_without_wrapper(argument),), "order": ((kind, 0),)}
+    placements = {known: [move] if known == kind else [] for known, _ in _KINDS}
+    return Bundle(**fields, placements=placements["models"]), placements
+
+
+def kind_of(argument: object) -> str:
+    """Name the field of `Bundle` that an argument of `prepare` belongs to.
+
+    Example:
+        >>> kind_of(nn.Linear(1, 1)), kind_of("neither")
+        ('models', 'others')
+    """
+    return next((kind for kind, types in _KINDS if isinstance(argument, types)), _OTHERS)
+
+
+def _warn_unprepared(arguments: Sequence[Any]) -> None:
+    """Warn about arguments that are passed through although they look like models or optimizers."""
+    for argument in arguments:
+        items: Any = argument if isinstance(argument, list | tuple) else ()
+        first = next((item for item in items if kind_of(item) != _OTHERS), None)
+        if first is not None:
+            logger.warning(
+                "prepare() got a %s with a %s in it, and returns it as it is: pass each "
+                "object by itself, as in prepare(*objects).",
+                type(argument).__name__,
+                type(first).__qualname__,
+            )
+        elif isinstance(argument, type) and issubclass(argument, tuple(t for _, ts in _KINDS for t in ts)):
+            logger.warning(
+                "prepare() got the class %s, and returns it as it is: pass an object of it.",
+                argument.__qualname__,
+            )
+
+
+def _without_wrapper(argument: Any) -> Any:
+    # A wrapper of another Accelerator would step through the strategy of that Accelerator.
+    if isinstance(argument, AcceleratedOptimizer):
+        return argument.optimizer
+    return argument.scheduler if isinstance(argument, AcceleratedScheduler) else argument
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareRequest:
+    """The arguments of the stages of one call of `prepare`, besides the bundle."""
+
+    parts: Parts
+    placements: Mapping[str, Sequence[bool]]
+    evaluation: bool = False
+    slice_fn: Callable[..., Any] | None = None
+    step_per: StepPer | None = None
+
+
+def run_stages(bundle: Bundle, request: PrepareRequest) -> Bundle:
+    """Run every stage in order, and record the prepared objects."""
+    for stage in STAGES.values():
+        bundle = stage(bundle, request)
+    for wrapped in (*bundle.models, *bundle.optimizers, *bundle.schedulers, *bundle.dataloaders):
+        vars(wrapped)["_is_accelerate_prepared"] = True  # libraries read it
+    prepared = request.parts.prepared
+    prepared.models.extend(bundle.models)
+    prepared.optimizers.extend(bundle.optimizers)  # pyright: ignore[reportArgumentType] - wrapped by now
+    prepared.schedulers.extend(bundle.schedulers)
+    prepared.dataloaders.extend(bundle.dataloaders)
+    return bundle
+
+
+def _check(bundle: Bundle, request: PrepareRequest) -> Bundle:
+    for model in bundle.models if not request.evaluation else ():
+        _check_quantised(model, request.parts.process.device)
+    if request.parts.process.use_distributed and not request.evaluation:
+        for model in bundle.models:
+            if has_device_map(model):
+                raise UnsupportedError(
+                    f"{type(model).__qualname__} is spread over several devices by a device map, and cannot "
+                    "be trained by several processes; load it without device_map, or start one process."
+                )
+            _check_not_sharded(model, request.parts.strategy.mesh)
+    for argument in (*bundle.optimizers, *bundle.schedulers):
+        if isinstance(argument, (DummyOptim, DummyScheduler, MegatronLMDummyScheduler)):
+            request.parts.strategy.require(Feature.OPTIMIZER_FROM_CONFIGURATION, type(argument).__name__)
+    for loader in bundle.dataloaders:
+        if isinstance(loader, MegatronLMDummyDataLoader):
+            request.parts.strategy.require(Feature.LOADERS_FROM_CONFIGURATION, type(loader).__name__)
+    request.parts.strategy.wrapper.check(bundle)
+    return bundle
+
+
+def _check_quantised(model: nn.Module, device: torch.device) -> None:
+    """Refuse to train a quantised model that has offloaded parts."""
+    for part in model.modules():
+        bits = [n for n in (8, 4) if getattr(part, f"is_loaded_in_{n}bit", False)]
+        devices = {str(device) for device in getattr(part, "hf_device_map", {}).values()}
+        offloaded = (
+            devices & {"disk", "cpu"} if len(devices) > 1 or device.type != "cpu" else devices & {"disk"}
+        )
+        if bits and offloaded:
+            raise SettingsError(
+                f"{type(part).__qualname__} is quantised to {bits[0]} bits and has parts on "
+                f"{' and '.join(sorted(offloaded))}, by its device map: such a model cannot be trained. Load "
+                "it with all parts on one device, or prepare it with evaluation_mode=True."
+            )
+
+
+def _check_not_sharded(model: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Refuse a model that another library has sharded; under tensor parallelism, layers may be DTensors."""
+    at_load = getattr(model, "is_distributed_loading_by_transformers", False)
+    has_tp = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+    known = has_tp or "_is_accelerate_prepared" in vars(model)
+    if at_load or (model_has_dtensor(model) and not known):
+        raise UnsupportedError(
+            f"{type(model).__qualname__} is sharded already, as by from_pretrained(distributed_config=...) "
+            "or from_pretrained(tp_plan=...), and training such a model is not supported yet. Load it "
+            "without these arguments, and let prepare() shard it: by "
+            "FullyShardedDataParallelPlugin(fsdp_version=2) or ParallelismConfig(tp_size=...)."
+        )
+
+
+def has_device_map(model: nn.Module) -> bool:
+    """Return whether a device map has spread a model, or a part of it, over several devices."""
+    return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
+
+
+def _recipe(bundle: Bundle, request: PrepareRequest) -> Bundle:
+    if request.parts.converter is not None:
+        return request.parts.converter.convert(bundle, request.parts.strategy.mesh)
+    return bundle
+
+
+@final
+class RecipeApplier:
+    """Apply a precision recipe to models, and point optimizers, also later ones, at the new parameters."""
+
+    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
+        self.recipe = recipe
+        self._runtime = runtime
+        self._replaced: Any = WeakIdKeyDictionary()
+
+    def convert(self, bundle: Bundle, mesh: DeviceMesh | None) -> Bundle:
+        """Convert the models of a bundle, and point its optimizers at their parameters."""
+        if self.recipe.initialize is not None:
+            bundle = self.recipe.initialize(bundle)
+        if bundle.models:
+            before = parameter_ids(bundle.models)
+            replaced = self.recipe.convert(bundle, self._runtime, mesh)
+            check_converted(self.recipe, before, bundle, replaced)
+            for old, new in replaced.items():
+                self._replaced[old] = new
+        for optimizer in bundle.optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            replaced = {old: self._replaced[old] for old in parameters if old in self._replaced}
+            sharding.wrap.switch_parameters(optimizer, replaced)
+        return bundle
+
+
+def _wrap(bundle: Bundle, request: PrepareRequest) -> Bundle:
+    bundle = request.parts.strategy.wrapper.wrap(bundle, evaluation=request.evaluation)
+    engine = request.parts.engine
+    if engine is not None and not request.evaluation:
+        for model in bundle.models:
+            engine.route(model)
+    return bundle
+
+
+def _compile(bundle: Bundle, request: PrepareRequest) -> Bundle:
+    plugin, in_place = request.parts.compiler, request.parts.strategy.compiles_in_place
+    models = tuple(compile_model(model, plugin, in_place=in_place) for model in bundle.models)
+    return replace(bundle, models=models)
+
+
+def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool = False) -> nn.Module:
+    """Compile a model with the plugin's options; leave a compiled one as it is.
+
+    With regions or `in_place`, the unwrapped model is compiled in place; otherwise the result wraps it.
+    """
+    if plugin.backend == DynamoBackend.NO or is_compiled_module(model):
+        return model
+    if not (plugin.use_regional_compilation or in_place):
+        return cast("nn.Module", torch.compile(model, **plugin.to_kwargs()))
+    inner = extract_model_from_parallel(model)
+    if has_compiled_regions(inner):
+        return model
+    if plugin.use_regional_compilation:
+        compile_regions(inner, **plugin.to_kwargs())
+    else:
+        inner.compile(**plugin.to_kwargs())
+    return model
+
+
+def _optimizers(bundle: Bundle, request: PrepareRequest) -> Bundle:
+    parts, wrap = request.parts, request.parts.strategy.wrap_optimizer
+    if wrap is not None:
+
+        def engine(optimizer: Any, *, step: Callable[..., Any], discard: Any) -> DeepSpeedOptimizerWrapper:
+            step = bind_step(step, parts.after_step)
+            return DeepSpeedOptimizerWrapper(optimizer, step=step, discard=discard)
+
+        return replace(bundle, optimizers=tuple(wrap(optimizer, engine) for optimizer in bundle.optimizers))
+    wrapped = tuple(
+        AcceleratedOptimizer(optimizer, move, parts.precision.scaler, step=parts.step, window=parts.items)
+        for optimizer, move in zip(bundle.optimizers, request.placements["optimizers"], strict=True)
+    )
+    return replace(bundle, optimizers=wrapped)
+
+
+def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
+    parts = request.parts
+    config, sharding = parts.dataloading, parts.strategy.sharding
+    loaders = tuple(
+        prepare_data_loader(
+            loader,
+            parts.process.device,
+            num_processes=sharding.num_shards,
+            process_index=sharding.shard_index,
+            split_batches=config.split_batches,
+            put_on_device=move and sharding.put_on_device,
+            rng_types=[*parts.rng_types],
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=request.slice_fn,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+            torch_device_mesh=parts.strategy.mesh,
+            micro_batches=sharding.micro_batches,
+            already_sharded=config.already_sharded,
+        )
+        for loader, move in zip(bundle.dataloaders, request.placements["dataloaders"], strict=True)
+    )
+    for loader in loaders:
+        loader.resume_mid_epoch = config.resume_mid_epoch
+        if parts.meter is not None:
+            loader.meter = parts.meter
+        if bundle.models:
+            loader.shard_sequences = parts.strategy.shard_sequences
+    return replace(bundle, dataloaders=loaders)
+
+
+def _schedulers(bundle: Bundle, request: PrepareRequest) -> Bundle:
+    parts = request.parts
+    known = [*parts.prepared.optimizers, *bundle.optimizers]
+    wrap = parts.strategy.wrap_scheduler
+    wrapped = tuple(
+        (wrap and wrap(scheduler, known, DeepSpeedSchedulerWrapper))
+        or AcceleratedScheduler(
+            scheduler,
+            _optimizers_of(scheduler, known),
+            step_with_optimizer=parts.step_scheduler_with_optimizer,
+            split_batches=parts.dataloading.split_batches,
+            step_per=request.step_per or parts.step_scheduler_per,
+            num_shards=parts.strategy.sharding.num_shards,
+        )
+        for scheduler in bundle.schedulers
+    )
+    return replace(bundle, schedulers=wrapped)
+
+
+def _optimizers_of(scheduler: Any, known: list[Any]) -> list[Any]:
+    optimizer = getattr(scheduler, "optimizer", None)  # PyTorch's schedulers have it, others may not
+    matches = [wrapped for wrapped in known if optimizer is wrapped or optimizer is wrapped.optimizer]
+    return known if optimizer is None else matches or known
+
+
+STAGES: Mapping[str, Callable[[Bundle, PrepareRequest], Bundle]] = {
+    "check": _check,
+    "recipe": _recipe,
+    "precision": lambda bundle, request: request.parts.precision.convert(bundle),
+    "wrap": _wrap,
+    "compile": _compile,
+    "optimizers": _optimizers,
+    "dataloaders": _dataloaders,
+    "schedulers": _schedulers,
+}
+"""What `prepare` does, in this order; every stage gets the bundle that the stages before it have changed.
+
+A recipe converts models before their parameters are sharded. Precision comes before the strategy wraps, so
+that the strategy's own communication stays outside autocast; compiling comes after, so that the compiler sees
+the all-reduce of gradients; optimizers, loaders and schedulers come last, in the order in which they
+depend on each other.
+"""
