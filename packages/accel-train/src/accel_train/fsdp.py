@@ -94,7 +94,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any
     """
     by_address = {key: value for key, value in mapping.items() if isinstance(key, int)}
     by_identity = {id(key): value for key, value in mapping.items() if isinstance(key, Tensor)}
-    found: dict[Tensor, Tensor] = {}
+    replacements: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             new = by_identity.get(id(parameter))
@@ -105,5 +105,5 @@ def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any
                     f"fsdp2_switch_optimizer_parameters(): the optimizer has a parameter of shape "
                     f"{tuple(parameter.shape)} that is not in the mapping; it would not be trained."
                 )
-            found[parameter] = new
-    switch_parameters(optimizer, found)
+            replacements[parameter] = new
+    switch_parameters(optimizer, replacements)

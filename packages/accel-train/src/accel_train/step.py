@@ -1,4 +1,4 @@
-"""Accumulation, bound backward, normaliser, Local SGD."""
+"""The state of one optimizer step: accumulation windows, bound backward and step, item counts, Local SGD."""
 
 from __future__ import annotations
 
@@ -27,10 +27,102 @@ if TYPE_CHECKING:
     from accel_train.profiling import StepMeter
 
 
+class Synchronizer:
+    """Count micro-batches, and keep gradients local until an accumulation window is complete.
+
+    It is the context manager of windows of one micro-batch; `Accumulation` is that of longer windows.
+    """
+
+    __slots__ = ("_no_sync", "_state", "step")
+
+    def __init__(
+        self,
+        state: GradientState,
+        no_sync: Callable[[nn.Module], AbstractContextManager[None]] | None,
+    ) -> None:
+        self._state = state
+        self._no_sync = no_sync
+        self.step = 0
+        state.sync_gradients = True  # also where the window of an earlier `Accelerator` was interrupted
+
+    def __enter__(self) -> None:
+        """Begin a window of one micro-batch."""
+        self.step, self._state.sync_gradients = 0, True
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
+    def advance(self) -> bool:
+        """Count one micro-batch; return whether its gradients complete a window."""
+        state = self._state
+        at_end = state.sync_with_dataloader and state.end_of_dataloader
+        self.step, sync = next_micro_batch(self.step, num_steps=state.num_steps, at_end=at_end)
+        state.sync_gradients = sync
+        return sync
+
+    def local(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Return a context manager in which the gradients of these models stay local."""
+        if self._no_sync is None:
+            return nullcontext()
+        with ExitStack() as stack:  # the stack closes the contexts if that of a later model raises
+            for model in models:
+                stack.enter_context(self._no_sync(model))
+            return stack.pop_all()
+
+    def skips_sync(self) -> bool:
+        """Return whether micro-batches inside a window leave their gradients local."""
+        return self._no_sync is not None and not self._state.plugin_kwargs.get("sync_each_batch", False)
+
+
+class Accumulation:
+    """One micro-batch: counted on entry, its gradients kept local unless it completes a window.
+
+    It is a class and not a generator because it is entered once per micro-batch and has to be cheap.
+    """
+
+    __slots__ = ("_local", "_models", "_synchronizer")
+
+    def __init__(self, synchronizer: Synchronizer, models: Sequence[nn.Module]) -> None:
+        self._synchronizer = synchronizer
+        self._models = models
+        self._local: AbstractContextManager[Any] | None = None
+
+    def __enter__(self) -> None:
+        """Count the micro-batch."""
+        synchronizer = self._synchronizer
+        if not synchronizer.advance() and synchronizer.skips_sync():
+            self._local = synchronizer.local(self._models)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Leave the models' own contexts."""
+        if self._local is not None:
+            self._local.__exit__(kind, error, traceback)
+
+
+def next_micro_batch(done: int, *, num_steps: int, at_end: bool) -> tuple[int, bool]:
+    """Count one micro-batch; the last one of a loader ends a window early.
+
+    Returns:
+        The micro-batches since the last optimizer step, and whether this one ends the window.
+
+    Example:
+        >>> next_micro_batch(0, num_steps=2, at_end=False)
+        (1, False)
+        >>> next_micro_batch(1, num_steps=2, at_end=False)
+        (0, True)
+        >>> next_micro_batch(0, num_steps=2, at_end=True)
+        (0, True)
+    """
+    done += 1
+    return (0, True) if at_end or done >= num_steps else (done, False)
+
+
 def bind_backward(
     strategy: Strategy, engine: EngineCalls | None, hook: Callable[[], None] | None
 ) -> Callable[..., None]:
-    """Return the backward pass of a run, as `Stepper.backward`."""
+    """Return the backward pass of a run, as `Stepper.backward`; `hook` follows those inside a window."""
     backward = strategy.stepper.backward if engine is None else engine.backward
     if hook is None:
         return backward
@@ -46,7 +138,7 @@ def bind_backward(
 def bind_step(
     step: Callable[..., bool | Tensor], hooks: Sequence[Callable[[], None] | None]
 ) -> Callable[..., bool | Tensor]:
-    """Return a step of an optimizer that calls hooks afterwards."""
+    """Return an optimizer's step that calls hooks afterwards."""
     calls = [hook for hook in hooks if hook is not None]
     if not calls:
         return step
@@ -62,7 +154,7 @@ def bind_step(
 
 @final
 class EngineCalls:
-    """Calls of models whose engine runs forward and backward at once."""
+    """Route the calls of models to an engine that runs forward and backward at once."""
 
     def __init__(self, strategy: Strategy, state: GradientState) -> None:
         self._train_step: Any = strategy.train_step
@@ -111,104 +203,12 @@ class EngineCalls:
         return tensor
 
 
-def next_micro_batch(done: int, *, num_steps: int, at_end: bool) -> tuple[int, bool]:
-    """Count one micro-batch; the last one of a loader ends a window early.
-
-    Returns:
-        The micro-batches since the last optimizer step, and whether this one ends the window.
-
-    Example:
-        >>> next_micro_batch(0, num_steps=2, at_end=False)
-        (1, False)
-        >>> next_micro_batch(1, num_steps=2, at_end=False)
-        (0, True)
-        >>> next_micro_batch(0, num_steps=2, at_end=True)
-        (0, True)
-    """
-    done += 1
-    return (0, True) if at_end or done >= num_steps else (done, False)
-
-
-class Synchronizer:
-    """Counter of micro-batches that keeps gradients local until an accumulation window is complete.
-
-    Itself the context manager of a micro-batch that is a whole window; `Accumulation` is that of all others.
-    """
-
-    __slots__ = ("_no_sync", "_state", "step")
-
-    def __init__(
-        self,
-        state: GradientState,
-        no_sync: Callable[[nn.Module], AbstractContextManager[None]] | None,
-    ) -> None:
-        self._state = state
-        self._no_sync = no_sync
-        self.step = 0
-        state.sync_gradients = True  # also where the window of an earlier `Accelerator` was interrupted
-
-    def __enter__(self) -> None:
-        """Begin a micro-batch that is a whole window."""
-        self.step, self._state.sync_gradients = 0, True
-
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
-
-    def advance(self) -> bool:
-        """Count one micro-batch; return whether its gradients complete a window."""
-        state = self._state
-        at_end = state.sync_with_dataloader and state.end_of_dataloader
-        self.step, sync = next_micro_batch(self.step, num_steps=state.num_steps, at_end=at_end)
-        state.sync_gradients = sync
-        return sync
-
-    def local(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context manager in which the gradients of these models stay local."""
-        if self._no_sync is None:
-            return nullcontext()
-        with ExitStack() as stack:  # leaves what it has entered if a later model's context raises
-            for model in models:
-                stack.enter_context(self._no_sync(model))
-            return stack.pop_all()
-
-    def skips_sync(self) -> bool:
-        """Whether micro-batches inside a window leave their gradients local."""
-        return self._no_sync is not None and not self._state.plugin_kwargs.get("sync_each_batch", False)
-
-
-class Accumulation:
-    """One micro-batch: counted on entry, its gradients kept local unless it completes a window.
-
-    A class and not a generator: it is entered once per micro-batch, and must cost next to nothing.
-    """
-
-    __slots__ = ("_local", "_models", "_synchronizer")
-
-    def __init__(self, synchronizer: Synchronizer, models: Sequence[nn.Module]) -> None:
-        self._synchronizer = synchronizer
-        self._models = models
-        self._local: AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> None:
-        """Count the micro-batch."""
-        synchronizer = self._synchronizer
-        if not synchronizer.advance() and synchronizer.skips_sync():
-            self._local = synchronizer.local(self._models)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Leave the models' own contexts."""
-        if self._local is not None:
-            self._local.__exit__(kind, error, traceback)
-
-
 ItemCount: TypeAlias = "int | float | torch.Tensor"
 """A number of items: 0 or more, a tensor of one element to leave it where it was computed."""
 
 
 class ItemWindow:
-    """Counter of the items of summed losses since the last optimizer step, by which gradients are divided.
+    """Count the items of summed losses since the last optimizer step, and divide gradients by them.
 
     A window begins with the first counted backward pass and ends with an optimizer step. Its gradients hold
     the sum over the micro-batches (over processes the strategy has averaged them) until `normalize` divides
@@ -233,12 +233,12 @@ class ItemWindow:
         self._divisor: torch.Tensor | None = None
         self._holds = 0
         self._refusing: str | None = None
-        self._alone = False
-        self.is_open = False  # read in every step
+        self._is_local = False
+        self.is_open = False  # an attribute, since every step reads it
 
     @property
     def is_held(self) -> bool:
-        """Whether more micro-batches are certain to come."""
+        """Whether further micro-batches follow for certain."""
         return self._holds > 0
 
     def add(self, num_items: ItemCount) -> None:
@@ -264,18 +264,18 @@ class ItemWindow:
         if self._count is None or self._divisor is not None:
             return
         total, processes = self._count.clone(), 1
-        if not self._alone:
+        if not self._is_local:
             self._runtime.collectives.all_reduce(total)
             processes = self._runtime.topology.world_size
         self._total = total
-        # The gradients are the mean over the processes of what each has summed up.
+        # The gradients are the mean over the ranks of the sum on each rank.
         self._divisor = torch.where(total == 0, torch.ones_like(total), total / processes)
         _scale(foreach_div_, self._gradients(), self._divisor)
 
     def close(self, *, used: bool = False) -> None:
         """Begin a new window."""
         if used and self._meter is not None and self._total is not None:
-            self._meter.count_items(self._total, of_all_ranks=not self._alone)
+            self._meter.count_items(self._total, of_all_ranks=not self._is_local)
         self._count = self._divisor = self._total = None
         self.is_open = False
 
@@ -299,17 +299,17 @@ class ItemWindow:
             self._refusing = before
 
     @contextmanager
-    def counting_alone(self) -> Generator[None]:
+    def count_locally(self) -> Generator[None]:
         """Count and normalize on this rank alone within the block, since its gradients are local."""
-        self._alone = True
+        self._is_local = True
         try:
             yield
         finally:
-            self._alone = False
+            self._is_local = False
 
     def _tensor(self, num_items: ItemCount) -> torch.Tensor:
         device = self._runtime.device
-        # Exact for whole numbers below 2**53, and the same dtype on all processes whatever they were given.
+        # The dtype is exact for integers below 2**53, and is the same on all ranks whatever they were given.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         if isinstance(num_items, torch.Tensor):
             if num_items.numel() != 1:
@@ -323,13 +323,13 @@ class ItemWindow:
         return torch.tensor(num_items, device=device, dtype=dtype)
 
     def _gradients(self) -> list[torch.Tensor]:
-        known = {id(one): one for one in self._parameters()}
-        if not known:
+        parameters = {id(parameter): parameter for parameter in self._parameters()}
+        if not parameters:
             raise ValueError(
                 "backward(num_items=…) divides the gradients of prepared models and optimizers, and nothing "
                 "was prepared; pass them through accelerator.prepare() first."
             )
-        return [one.grad for one in known.values() if one.grad is not None]
+        return [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
 
 
 def _scale(operation: Callable[..., object], gradients: list[torch.Tensor], number: torch.Tensor) -> None:
@@ -346,9 +346,10 @@ def fused_backward(
         raise SettingsError(
             "lomo_backward(learning_rate=None): Lomo steps in here, so give the learning rate."
         )
-    fused: list[Any] = [one.optimizer for one in optimizers if _is_fused(one.optimizer)]
+    inner: list[Any] = [wrapped.optimizer for wrapped in optimizers]
+    fused = [optimizer for optimizer in inner if _is_fused(optimizer)]
     if not fused:
-        names = [type(one.optimizer).__qualname__ for one in optimizers]
+        names = [type(optimizer).__qualname__ for optimizer in inner]
         raise SettingsError(
             f"lomo_backward() needs a prepared optimizer of lomo-optim (Lomo or AdaLomo), and found {names}; "
             "use backward() for others."
@@ -364,20 +365,20 @@ def _is_fused(optimizer: object) -> bool:
 class Trigger:
     """A flag that is set on one rank and checked on all, such as "stop early"."""
 
-    __slots__ = ("_raised", "_runtime")
+    __slots__ = ("_is_set", "_runtime")
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._raised = False
+        self._is_set = False
 
     def set(self) -> None:
         """Set the flag on this rank."""
-        self._raised = True
+        self._is_set = True
 
     def check(self) -> bool:
         """Return whether any rank has set the flag since the last check, and reset it. A collective."""
-        count = torch.tensor(int(self._raised), device=self._runtime.device)
-        self._raised = False
+        count = torch.tensor(int(self._is_set), device=self._runtime.device)
+        self._is_set = False
         self._runtime.collectives.all_reduce(count)
         return bool(count.item())
 
@@ -434,7 +435,7 @@ class LocalSGD:
         """Keep gradients local."""
         if self.enabled:
             self._stack.enter_context(self._parts.strategy.stepper.no_sync(self.model))
-            self._stack.enter_context(self._parts.items.counting_alone())
+            self._stack.enter_context(self._parts.items.count_locally())
         return self
 
     def __exit__(
@@ -458,6 +459,5 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        own: list[Any] = [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
-        averages = collectives.reduce(own, "mean")
-        foreach_copy_(own, averages)
+        trained = [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+        foreach_copy_(trained, collectives.reduce(trained, "mean"))

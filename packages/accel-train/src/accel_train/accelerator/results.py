@@ -1,4 +1,4 @@
-"""Facets: gather metrics, log to trackers."""
+"""Facets of `Accelerator`: gather results without padding, log them to trackers."""
 
 from __future__ import annotations
 
@@ -21,148 +21,6 @@ if TYPE_CHECKING:
     from accel_trackers.general import GeneralTracker
     from accel_trackers.session import TrackerSession
     from accel_train.checkpoint.contents import CheckpointContext
-
-
-def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bool | None = None) -> Any:
-    """Gather the results for the real samples of the last batch of a loader, as `gather_for_metrics`.
-
-    Every rank keeps as many rows as it has real samples in the batch, and what is left is gathered, of
-    whatever lengths. Data with another number of rows than the batch has is gathered whole, and as many rows
-    are kept as there are samples in the last batches together: Accelerate does that, and
-    `transformers.Trainer` relies on it for the weight of the last batch's loss.
-
-    Without an active loader nothing is cut off. Where ranks share batches, `repeats` says whether this one
-    has only what another has, too, and is left out.
-    """
-    real, is_padded = _real_samples(loader)
-    if as_objects or not all_tensors(data):
-        return _gather_objects(data, loader, real, is_padded=is_padded, counts=not repeats)
-    others: list[bool] = []
-
-    def trim(tensor: torch.Tensor) -> torch.Tensor:
-        others.append(real is not None and tensor.dim() > 0 and _has_other_rows(loader, len(tensor)))
-        return tensor if others[-1] or real is None else trim_tensors(tensor, real=real)
-
-    trimmed = recursively_apply(trim, data)
-    if repeats is not None:
-        trimmed = recursively_apply(lambda tensor: _rows_of_one(tensor, repeats=repeats), trimmed)
-    gathered = collectives.gather(trimmed)
-    if not any(others):
-        return gathered
-    is_other = iter(others)
-    return recursively_apply(
-        lambda tensor: tensor[: loader.remainder] if next(is_other) else tensor, gathered
-    )
-
-
-def _has_other_rows(loader: Any, rows: int) -> bool:
-    """Whether data of the last batch has not one row for each of the rank's samples, padding included."""
-    return loader.remainder > 0 and loader.batch_size_seen not in {None, rows}
-
-
-def _real_samples(loader: Any) -> tuple[int | None, bool]:
-    """Return the number of real samples of this rank's batch, None for all, and whether it has padding."""
-    if loader is None:
-        return None, False
-    if loader.real_in_batch is not None:
-        return loader.real_in_batch, True
-    if not (loader.end_of_dataloader and loader.remainder > 0):
-        return None, False
-    rows = loader.batch_size_seen
-    # A batch may have more rows than samples, such as the two answers of a preference.
-    return (None if rows is None else min(rows, loader.remainder)), False
-
-
-def _gather_objects(data: Any, loader: Any, real: int | None, *, is_padded: bool, counts: bool) -> Any:
-    problem: ValueError | None = None
-    is_rows = has_object_per_sample(data)
-    is_other = real is not None and is_rows and _has_other_rows(loader, len(data))
-    try:
-        if not is_other and real is not None and (is_padded or is_rows or isinstance(data, torch.Tensor)):
-            data = trim_objects(data, real=real)
-    except ValueError as error:
-        problem = error
-    mine = (problem and str(problem), data if counts else None, counts, is_other)
-    all_ranks: list[tuple[str | None, Any, bool, bool]] = collectives.gather_object([mine])
-    if problem is not None:
-        raise problem
-    for rank, (text, *_) in enumerate(all_ranks):
-        if text is not None:
-            raise DistributedOperationException(f"Rank {rank}: {text}")
-    if len(all_ranks) == 1:
-        return data[: loader.remainder] if is_other else data
-    values = [value for _, value, counted, _ in all_ranks if counted]
-    if all(isinstance(value, list | tuple) for value in values):
-        limit = loader.remainder if any(other for *_, other in all_ranks) else None
-        return [one for value in values for one in value][:limit]
-    return values if len(values) > 1 else values[0]
-
-
-def _rows_of_one(tensor: torch.Tensor, *, repeats: bool) -> torch.Tensor:
-    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
-    return rows[:0] if repeats else rows
-
-
-def all_tensors(data: object) -> bool:
-    """Whether nested data consists of tensors only.
-
-    Example:
-        >>> all_tensors({"loss": torch.ones(())}), all_tensors([torch.ones(1), "text"])
-        (True, False)
-    """
-    try:
-        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
-
-
-def trim_tensors(data: Any, *, real: int) -> Any:
-    """Keep the rows of real samples.
-
-    Example:
-        >>> trim_tensors({"ids": torch.tensor([7, 8, 7])}, real=2)
-        {'ids': tensor([7, 8])}
-    """
-    return recursively_apply(lambda tensor: tensor if tensor.dim() == 0 else tensor[:real], data)
-
-
-def has_object_per_sample(data: object) -> bool:
-    """Whether these are the objects of samples, and no fields, each for all samples.
-
-    Fields are those of a named tuple, of a tuple of containers, and of a list of tensors and other things.
-
-    Example:
-        >>> has_object_per_sample([[3, 4], [5]]), has_object_per_sample(("a", "b"))
-        (True, True)
-        >>> has_object_per_sample((["a", "b"], [1, 2])), has_object_per_sample([torch.ones(2), ["a", "b"]])
-        (False, False)
-    """
-    if isinstance(data, list):
-        items: list[Any] = data
-        return len({isinstance(item, torch.Tensor) for item in items}) < 2
-    if type(data) is not tuple:
-        return False
-    fields: tuple[Any, ...] = data
-    return not any(isinstance(field, torch.Tensor | list | tuple | Mapping) for field in fields)
-
-
-def trim_objects(data: Any, *, real: int) -> Any:
-    """Keep the real samples of a list of one object per sample.
-
-    Example:
-        >>> trim_objects(["a", "b", "a"], real=2)
-        ['a', 'b']
-    """
-    if isinstance(data, torch.Tensor):
-        return trim_tensors(data, real=real)
-    if not has_object_per_sample(data):
-        raise ValueError(
-            f"gather_for_metrics got a {type(data).__qualname__} for a batch that ends in padding, and "
-            "cannot cut the padding off; give a list with one object per sample."
-        )
-    objects: Sequence[Any] = data
-    return objects[:real]
 
 
 T = TypeVar("T")
@@ -257,6 +115,148 @@ class CollectFacet(Facet):
         return pad.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
 
+def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bool | None = None) -> Any:
+    """Gather the results for the real samples of the last batch of a loader, as `gather_for_metrics`.
+
+    Every rank keeps as many rows as it has real samples in the batch, and these are gathered, of whatever
+    lengths. Data with another number of rows than the batch has is gathered in full, and as many rows are
+    kept as there are samples in the last batches together: Accelerate does that, and
+    `transformers.Trainer` relies on it for the weight of the last batch's loss.
+
+    Without an active loader nothing is cut off. Where ranks share batches, `repeats` says whether this rank
+    has the samples of another rank, and contributes nothing.
+    """
+    # 1. Trim this rank's data to its real samples.
+    real, is_padded = _count_real_samples(loader)
+    if as_objects or not all_tensors(data):
+        return _gather_objects(data, loader, real, is_padded=is_padded, counts=not repeats)
+    is_untrimmed: list[bool] = []  # for each tensor, whether its rows are not the batch's
+
+    def trim(tensor: torch.Tensor) -> torch.Tensor:
+        is_untrimmed.append(real is not None and tensor.dim() > 0 and _has_other_rows(loader, len(tensor)))
+        if real is not None and not is_untrimmed[-1]:
+            tensor = trim_tensors(tensor, real=real)
+        if repeats is None:
+            return tensor
+        rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+        return rows[:0] if repeats else rows
+
+    # 2. Gather, and cut what could not be trimmed before.
+    gathered = collectives.gather(recursively_apply(trim, data))
+    if not any(is_untrimmed):
+        return gathered
+    cuts = iter(is_untrimmed)
+    return recursively_apply(lambda tensor: tensor[: loader.remainder] if next(cuts) else tensor, gathered)
+
+
+def _count_real_samples(loader: Any) -> tuple[int | None, bool]:
+    """Return the number of real samples of this rank's batch, None for all, and whether it has padding."""
+    if loader is None:
+        return None, False
+    if loader.real_in_batch is not None:
+        return loader.real_in_batch, True
+    if not (loader.end_of_dataloader and loader.remainder > 0):
+        return None, False
+    rows = loader.batch_size_seen
+    # A batch may have more rows than samples, such as the two answers of a preference.
+    return (None if rows is None else min(rows, loader.remainder)), False
+
+
+def _has_other_rows(loader: Any, rows: int) -> bool:
+    """Return whether data of the last batch has another number of rows than the batch, with its padding."""
+    return loader.remainder > 0 and loader.batch_size_seen not in {None, rows}
+
+
+def _gather_objects(data: Any, loader: Any, real: int | None, *, is_padded: bool, counts: bool) -> Any:
+    # 1. Trim this rank's objects; an error is exchanged, so that every rank raises.
+    problem: ValueError | None = None
+    has_rows = has_object_per_sample(data)
+    is_untrimmed = real is not None and has_rows and _has_other_rows(loader, len(data))
+    try:
+        if not is_untrimmed and real is not None and (is_padded or has_rows or torch.is_tensor(data)):
+            data = trim_objects(data, real=real)
+    except ValueError as error:
+        problem = error
+    contribution = (problem and str(problem), data if counts else None, counts, is_untrimmed)
+    # 2. Gather, and raise if any rank has a problem.
+    gathered: list[tuple[str | None, Any, bool, bool]] = collectives.gather_object([contribution])
+    if problem is not None:
+        raise problem
+    for rank, (text, *_) in enumerate(gathered):
+        if text is not None:
+            raise DistributedOperationException(f"Rank {rank}: {text}")
+    # 3. Join the values of the ranks that count.
+    if len(gathered) == 1:
+        return data[: loader.remainder] if is_untrimmed else data
+    values = [value for _, value, counted, _ in gathered if counted]
+    if all(isinstance(value, list | tuple) for value in values):
+        limit = loader.remainder if any(untrimmed for *_, untrimmed in gathered) else None
+        return [item for value in values for item in value][:limit]
+    return values if len(values) > 1 else values[0]
+
+
+def all_tensors(data: object) -> bool:
+    """Return whether nested data consists of tensors only.
+
+    Example:
+        >>> all_tensors({"loss": torch.ones(())}), all_tensors([torch.ones(1), "text"])
+        (True, False)
+    """
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def has_object_per_sample(data: object) -> bool:
+    """Return whether data is a list of one object per sample, rather than of fields that span all samples.
+
+    Fields are those of a named tuple, of a tuple of containers, and of a list of tensors and other things.
+
+    Example:
+        >>> has_object_per_sample([[3, 4], [5]]), has_object_per_sample(("a", "b"))
+        (True, True)
+        >>> has_object_per_sample((["a", "b"], [1, 2])), has_object_per_sample([torch.ones(2), ["a", "b"]])
+        (False, False)
+    """
+    if isinstance(data, list):
+        items: list[Any] = data
+        return len({isinstance(item, torch.Tensor) for item in items}) < 2
+    if type(data) is not tuple:
+        return False
+    fields: tuple[Any, ...] = data
+    return not any(isinstance(field, torch.Tensor | list | tuple | Mapping) for field in fields)
+
+
+def trim_objects(data: Any, *, real: int) -> Any:
+    """Cut a list of one object per sample to the real samples.
+
+    Example:
+        >>> trim_objects(["a", "b", "a"], real=2)
+        ['a', 'b']
+    """
+    if isinstance(data, torch.Tensor):
+        return trim_tensors(data, real=real)
+    if not has_object_per_sample(data):
+        raise ValueError(
+            f"gather_for_metrics got a {type(data).__qualname__} for a batch that ends in padding, and "
+            "cannot cut the padding off; give a list with one object per sample."
+        )
+    objects: Sequence[Any] = data
+    return objects[:real]
+
+
+def trim_tensors(data: Any, *, real: int) -> Any:
+    """Cut nested tensors to the rows of real samples.
+
+    Example:
+        >>> trim_tensors({"ids": torch.tensor([7, 8, 7])}, real=2)
+        {'ids': tensor([7, 8])}
+    """
+    return recursively_apply(lambda tensor: tensor if tensor.dim() == 0 else tensor[:real], data)
+
+
 class TrackingFacet(Facet):
     """Log hyperparameters and values. Every method may be called on every process; the main one logs."""
 
@@ -280,8 +280,8 @@ class TrackingFacet(Facet):
     ) -> None:
         """Start every tracker of `log_with`, and store hyperparameters.
 
-        After `load_state`, the runs go on that the checkpoint names. Runs of an earlier `init_trackers` are
-        finished first.
+        After `load_state`, the runs that the checkpoint names are resumed. Runs of an earlier `init_trackers`
+        are finished first.
 
         Args:
             project_name: Name of the project, or of the run where a tracker has no projects.

@@ -1,4 +1,4 @@
-"""Facets: process, mesh, directories, profiling."""
+"""Facets of `Accelerator`: rank and device, mesh, directories, profiling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Facet(ABC):
-    """Methods that belong together; all state is in the parts."""
+    """Base of the facets of `Accelerator`, whose state is in the parts alone."""
 
     __slots__ = ("_parts",)
     _parts: Parts
@@ -37,7 +37,7 @@ class Facet(ABC):
     if not TYPE_CHECKING:  # type checkers are to report unknown attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Say what to use where an attribute of another library's `Accelerator` is asked for."""
+            """Name the replacement of an attribute of Hugging Face's `Accelerator`."""
             raise missing_attribute(self, name)
 
 
@@ -54,11 +54,11 @@ INSTEAD = {
     "ao_recipe_handler": _HANDLERS,
     "te_recipe_handler": _HANDLERS,
     "msamp_recipe_handler": _HANDLERS,
-    "has_lomo_optimizer": "call lomo_backward() where the optimizer is one",
+    "has_lomo_optimizer": "call lomo_backward() where the optimizer is of lomo-optim",
     "delayed_fp8_autocast": "use autocast()",
     "_clip_grad_norm_dtensor_aware": "use clip_grad_norm_(), which takes DTensors",
     "_custom_objects": "keep the objects that you give to register_for_checkpointing()",
-    "_do_sync": "use accumulate(), or gradient_state for what it found",
+    "_do_sync": "use accumulate(), and gradient_state for its result",
     "_get_devices": "use device",
     "_get_named_parameters": "use named_parameters() of the model",
     "_load_model_state_pre_hook": _HOOKS,
@@ -73,11 +73,11 @@ INSTEAD = {
     "_prepare_te": _PREPARE,
     "_prepare_tp": _PREPARE,
 }
-"""Name to advice: what scripts may know from Hugging Face Accelerate, most of it private there."""
+"""Advice by attribute of Hugging Face's `Accelerator`; most of these are private there."""
 
 
 def missing_attribute(owner: object, name: str) -> AttributeError:
-    """Make the error of an attribute that is not there.
+    """Return the error of an absent attribute, with advice.
 
     Example:
         >>> print(missing_attribute(1, "flag_tensor"))
@@ -317,7 +317,7 @@ class ParallelFacet(Facet):
 
 
 class ObserveFacet(Facet):
-    """Directories, profiling, and what an accelerator shows of itself."""
+    """Directories, profiling, and the representations of an `Accelerator`."""
 
     __slots__ = ()
 
@@ -344,7 +344,7 @@ class ObserveFacet(Facet):
         return html_table(rows, title="Accelerator")
 
     def _facts(self) -> dict[str, str | int]:
-        if not hasattr(self, "_parts"):  # shown in the traceback of a constructor that failed
+        if not hasattr(self, "_parts"):  # the constructor failed, and a traceback shows the object
             return {}
         state, process = self._parts.state, self._parts.process
         return {

@@ -1,4 +1,4 @@
-"""Save and load the state of the run, models and other objects."""
+"""Facet of `Accelerator`: save and load checkpoints, weights and other objects."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class StateIoFacet(Facet):
 
         Raises:
             SettingsError: There is no folder to save to, or the numbered one is there already.
-            CheckpointWriteError: A process could not write, as on a full disk. Older checkpoints stand.
+            CheckpointWriteError: A process could not write, as on a full disk. Older checkpoints stay.
             DistributedOperationException: It was not called on every process, or not with the same arguments.
             TypeError: An unknown argument was given.
 
@@ -158,9 +158,9 @@ class StateIoFacet(Facet):
             >>> Accelerator(cpu=True).register_for_checkpointing(torch.nn.BatchNorm1d(2))
         """
         unfit = [
-            f"\n\t- Item at index {index}, {one!r}"
-            for index, one in enumerate(objects)
-            if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
+            f"\n\t- Item at index {index}, {item!r}"
+            for index, item in enumerate(objects)
+            if not all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
         ]
         if unfit:
             raise ValueError(
@@ -230,7 +230,7 @@ class StateIoFacet(Facet):
         """
         _expect_model(model, "save_model")
         folder = local_path(save_directory, "save_model(save_directory)")
-        folder.mkdir(parents=True, exist_ok=True)  # each process may list it at once
+        folder.mkdir(parents=True, exist_ok=True)  # on every rank, so that each can list it at once
         parts = self._parts
         commits = parts.checkpoints.commits
         tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)
@@ -243,7 +243,7 @@ class StateIoFacet(Facet):
                     safe_serialization=safe_serialization,
                 )
         finally:
-            deque(tensors, maxlen=0)  # to its end, whatever happened: the other processes go there, too
+            deque(tensors, maxlen=0)  # each remaining tensor is a collective that the other ranks wait in
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Gather the full state dict of a model. Call it on every process.

@@ -1,4 +1,4 @@
-"""Backward passes, accumulation, clipping, precision."""
+"""Facet of `Accelerator`: backward, accumulate, clip and mixed precision."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class SteppingFacet(Facet):
             )
         if kwargs:
             parts.backward(loss, accumulation=state.num_steps, sync=state.sync_gradients, **kwargs)
-        else:  # a call with ** costs more than all of the above
+        else:  # a call with ** would cost more than all of the above
             parts.backward(loss, accumulation=state.num_steps, sync=state.sync_gradients)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
@@ -177,7 +177,7 @@ class SteppingFacet(Facet):
         """
         parts = self._parts
         parts.strategy.require(Feature.UNEVEN_INPUTS, "join_uneven_inputs()")
-        inner = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in joinables]
+        inner = [_without_wrapper(joinable) for joinable in joinables]
         with (
             parts.items.refuse("join_uneven_inputs()"),
             override_even_batches(parts.prepared.dataloaders, even_batches),
@@ -247,7 +247,7 @@ class SteppingFacet(Facet):
         self._normalize_gradients()
         if optimizer is not None:
             listed: Sequence[Any] = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-            known = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in listed]
+            known = [_without_wrapper(wrapped) for wrapped in listed]
         self._parts.precision.unscale(known)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -367,8 +367,12 @@ class SteppingFacet(Facet):
         return [optimizer.optimizer for optimizer in parts.prepared.optimizers]
 
 
+def _without_wrapper(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
 def _check_parameters(parameters: object, name: str) -> None:
-    if not isinstance(parameters, Iterable):  # a tensor is one, too
+    if not isinstance(parameters, Iterable):  # a tensor is iterable, too
         raise TypeError(
             f"{name}({parameters!r}, …): expected a tensor or several, such as model.parameters()."
         )
