@@ -218,10 +218,9 @@ def test_a_device_that_was_initialised_before_forking_is_said(monkeypatch):
 
 
 def test_a_driver_that_another_library_holds_is_found(monkeypatch, tmp_path):
-    assert not forking._holds_cuda_driver()
+    forking.refuse_initialised_devices()
     (tmp_path / "3").symlink_to("/dev/nvidia-uvm")
     monkeypatch.setattr(forking, "Path", lambda _: tmp_path)
-    assert forking._holds_cuda_driver()
     with pytest.raises(SettingsError, match="has initialised CUDA"):
         forking.refuse_initialised_devices()
 
@@ -259,20 +258,19 @@ def test_torch_starts_functions_that_are_prepared(tmp_path, monkeypatch):
     )
 
 
-def test_nobody_passes_the_gate_before_all_are_there():
-    gate = forking.ForkBarrier(2)
-    with contextlib.closing(gate):
+def test_no_process_passes_the_barrier_before_all_are_forked():
+    barrier = forking.ForkBarrier(2)
+    with contextlib.closing(barrier):
         for earlier in range(2):  # as often as processes are started again
-            first = threading.Thread(target=gate.wait, args=(earlier,))
+            first = threading.Thread(target=barrier.wait, args=(earlier,))
             first.start()
             first.join(timeout=0.2)
             assert first.is_alive()
-            gate.wait(earlier)
+            barrier.wait(earlier)
             first.join(timeout=10)
             assert not first.is_alive()
 
 
-def test_the_gate_opens_in_the_end_for_those_who_came(monkeypatch):
-    monkeypatch.setattr(forking, "_FORK_TIMEOUT", 0.05)
-    with contextlib.closing(forking.ForkBarrier(2)) as gate:
-        gate.wait()
+def test_the_barrier_opens_after_its_timeout_for_those_who_came():
+    with contextlib.closing(forking.ForkBarrier(2, timeout=0.05)) as barrier:
+        barrier.wait()

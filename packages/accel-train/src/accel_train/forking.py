@@ -1,4 +1,4 @@
-"""Forked workers under torch's elastic launcher, and the state that does not survive a fork."""
+"""Fork workers under torch's elastic launcher, and repair what does not survive a fork."""
 
 from __future__ import annotations
 
@@ -32,22 +32,11 @@ from accel_state.device_kinds import KINDS
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.files import read_json
 from accel_state.topology import detect
+from accel_train.worker_errors import find_error_files
 
-if sys.platform != "win32":  # which cannot fork
+if sys.platform != "win32":  # Windows cannot fork
     import fcntl
     import termios
-
-
-_FORK_TIMEOUT = 20.0  # seconds that a process waits until the last of its siblings is forked
-# Variables that torch's launcher leaves behind in this process, with its own defaults.
-_SET_BY_TORCH = {"torchelastic_signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
-_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-# The frames around a function: a line that names one of these files, and the lines below it.
-_OURS = re.compile(
-    r'  File "[^"]*(?:(?:accel_train/(?:forking|launching)|errors/__init__)\.py|<frozen runpy>)", .*\n'
-    r"(?:    .*\n)*"
-)
-_TORCHS_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 
 
 class WorkerFailedError(AccelError, RuntimeError):
@@ -61,98 +50,6 @@ class WorkerFailedError(AccelError, RuntimeError):
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)
-
-
-def launch_config(
-    processes: int,
-    *,
-    num_nodes: int = 1,
-    node_rank: int = 0,
-    rdzv_backend: str = "static",
-    rdzv_conf: Mapping[str, Any] | None = None,
-    **options: Any,
-) -> LaunchConfig:
-    """Return the configuration of torch's launcher, of which `options` are further fields."""
-    # What a machine needs to know about itself; the second is only guessed from host names otherwise.
-    own: Mapping[str, dict[str, Any]] = {
-        "static": {"rank": node_rank},
-        "c10d": {"is_host": node_rank == 0},
-    }
-    rest: dict[str, Any] = {"max_restarts": 0, "run_id": "none", **options}
-    return LaunchConfig(
-        min_nodes=num_nodes,
-        max_nodes=num_nodes,
-        nproc_per_node=processes,
-        rdzv_backend=rdzv_backend,
-        rdzv_configs={**own.get(rdzv_backend, {}), **(rdzv_conf or {})},
-        start_method="fork",
-        **rest,
-    )
-
-
-@contextlib.contextmanager
-def reserve_port(port: int, option: str, *, or_any: bool = False) -> Generator[int]:
-    """Listen on the port of torch's launcher, so that no other process takes it until the launcher does.
-
-    The launcher's own store, made in this process for the same port, shares what listens here. Port 0 stands
-    for any free one, which is taken with `or_any` also where another process listens; `option` is the name of
-    the port for messages. Yields the port.
-    """
-    try:
-        server = _server(port)
-    except (OSError, OverflowError) as error:
-        if not or_any:
-            raise SettingsError(
-                f"{option}={port}: this process cannot listen there ({error}); choose another port, or on "
-                "one machine 0 for any that is free."
-            ) from None
-        server = _server(0)
-    port = server.getsockname()[1]
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=server.detach(),
-    )
-    try:
-        yield port
-    finally:
-        del store
-
-
-def _server(port: int) -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server(("", port))
-
-
-class ForkBarrier:
-    """Gate that holds forked processes until all of them are forked.
-
-    A thread of the parent keeps the store that they connect to. Locks that it holds during a fork, such as
-    that of the name resolver, stay locked in the child for ever; so no process connects while others are
-    forked.
-    """
-
-    __slots__ = ("_arrived", "_count", "_seen")
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._seen, self._arrived = os.pipe()
-
-    def wait(self, earlier: int = 0) -> None:
-        """Wait until all processes are here, or until a timeout, since one may have died."""
-        os.write(self._arrived, b".")
-        expected, deadline = self._count * (earlier + 1), time.monotonic() + _FORK_TIMEOUT
-        while _waiting_bytes(self._seen) < expected and time.monotonic() < deadline:
-            time.sleep(0.002)
-
-    def close(self) -> None:
-        """Close the pipe."""
-        os.close(self._seen)
-        os.close(self._arrived)
 
 
 def launch_forked(function: Callable[..., Any], args: Sequence[Any], config: LaunchConfig) -> dict[int, Any]:
@@ -179,108 +76,182 @@ def launch_forked(function: Callable[..., Any], args: Sequence[Any], config: Lau
         raise SettingsError(
             "This process is one of several already; a launcher starts processes from a single one."
         )
-    gate = ForkBarrier(config.nproc_per_node)
-    entry: Any = partial(_run_after_barrier, gate, _handlers(), function)
-    # torch asks for both.
+    barrier = ForkBarrier(config.nproc_per_node)
+    entry: Any = partial(_run_after_barrier, barrier, _signal_handlers(), function)
+    # torch's launcher reads both names of its entry point.
     entry.__name__ = entry.__qualname__ = getattr(function, "__name__", type(function).__name__)
     try:
         with (
-            contextlib.closing(gate),
+            contextlib.closing(barrier),
             _restore_process_state(config),
             environ.patch_environment(**_SET_BY_TORCH),
         ):
-            results = _launched(config, entry, args)
+            results = _launch(config, entry, args)
     except SignalException as error:
-        signal.raise_signal(error.sigval)  # now that the processes have ended, as if nobody had listened
+        signal.raise_signal(error.sigval)  # the processes have ended, and the handlers are restored
         raise
     return dict(sorted(results.items()))
 
 
-def _launched(config: LaunchConfig, entry: Callable[..., Any], args: Sequence[Any]) -> dict[int, Any]:
+# A variable that torch's launcher sets in this process and leaves there, with torch's default.
+_SET_BY_TORCH = {"torchelastic_signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
+
+
+def _launch(config: LaunchConfig, entry: Callable[..., Any], args: Sequence[Any]) -> dict[int, Any]:
     try:
         return elastic_launch(config, entry)(*args)
     except ChildFailedError as error:
         folder = config.logs_specs.root_log_dir if config.logs_specs is not None else os.devnull
-        stories = _failed_ranks(error.failures, Path(folder))
-        raise WorkerFailedError("\n".join(stories.values()), [*stories]) from None
+        messages = _describe_failures(error.failures, Path(folder))
+        raise WorkerFailedError("\n".join(messages.values()), [*messages]) from None
 
 
-def _failed_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, str]:
+def _describe_failures(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, str]:
     """Describe the failures of processes of this node, by rank, in the order in which they failed.
 
     Torch reports one of them, which is any that it finds dead, with a time in whole seconds. Each process
     that raised has left an error file.
     """
-    stories = {
-        rank: (float(failure.timestamp), _describe_failure(rank, failure))
-        for rank, failure in failures.items()
-    }
-    first = next(rank - failure.local_rank for rank, failure in failures.items())  # of this machine
-    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-    for file in attempts[-1].glob("*/error.json") if attempts else ():
-        rank = first + int(file.parent.name)
-        with contextlib.suppress(ValueError):  # one that was ended as it wrote
-            error = read_json(file, error=ValueError)["message"]
-            stories[rank] = file.stat().st_mtime, _describe_error(rank, error)
-    return {rank: story for rank, (_, story) in sorted(stories.items(), key=lambda item: item[1][0])}
+    messages: dict[int, tuple[float, str]] = {}
+    for rank, failure in failures.items():
+        content: Any = failure.message
+        if isinstance(content, dict):
+            message = _describe_error(rank, content)
+        elif failure.exitcode < 0:  # a killed process writes no error file, and torch names the signal
+            message = f"Rank {rank} failed: {content}"
+        else:
+            message = f"Rank {rank} failed: it ended with exit code {failure.exitcode}."
+        messages[rank] = float(failure.timestamp), message
+    first_rank = next(rank - failure.local_rank for rank, failure in failures.items())  # of this node
+    for file in find_error_files(folder):
+        rank = first_rank + int(file.parent.name)
+        with contextlib.suppress(ValueError):  # the process was killed as it wrote the file
+            content = read_json(file, error=ValueError)["message"]
+            messages[rank] = file.stat().st_mtime, _describe_error(rank, content)
+    return {rank: message for rank, (_, message) in sorted(messages.items(), key=lambda item: item[1][0])}
 
 
-def _describe_failure(rank: int, failure: ProcessFailure) -> str:
-    """Describe a failed process."""
-    stories: Any = failure.message
-    if isinstance(stories, dict):
-        return _describe_error(rank, stories)
-    if failure.exitcode < 0:  # it was killed, and could not write down anything
-        return f"Rank {rank} failed: {stories}"
-    return f"Rank {rank} failed: it ended with exit code {failure.exitcode}."
+# The frames around the launched function: a line that names one of these files, and the lines below it.
+_OUTER_FRAMES = re.compile(
+    r'  File "[^"]*(?:(?:accel_train/(?:forking|launching)|errors/__init__)\.py|<frozen runpy>)", .*\n'
+    r"(?:    .*\n)*"
+)
 
 
-def _describe_error(rank: int, error: Any) -> str:
-    """Describe a process by its error file."""
-    return f"Rank {rank} failed: {error['message']}\n{_OURS.sub('', error['extraInfo']['py_callstack'])}"
+def _describe_error(rank: int, content: Any) -> str:
+    """Describe the failure of a process by its error file."""
+    trace = _OUTER_FRAMES.sub("", content["extraInfo"]["py_callstack"])
+    return f"Rank {rank} failed: {content['message']}\n{trace}"
+
+
+_TORCHS_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 
 
 @contextlib.contextmanager
 def _restore_process_state(config: LaunchConfig) -> Generator[None]:
-    """Undo what torch's launcher does to this process, and does not undo."""
-    handlers = _handlers()
-    _TORCHS_LOG.addFilter(_drops_traceback)
+    """Restore signal handlers and remove the log folder after torch's launcher, which does neither."""
+    handlers = _signal_handlers()
+    _TORCHS_LOG.addFilter(_has_no_traceback)
     try:
         yield
     finally:
-        _TORCHS_LOG.removeFilter(_drops_traceback)
-        _restore(handlers)
+        _TORCHS_LOG.removeFilter(_has_no_traceback)
+        _set_handlers(handlers)
         if config.logs_specs is not None:
             shutil.rmtree(config.logs_specs.root_log_dir, ignore_errors=True)
 
 
-def _drops_traceback(record: logging.LogRecord) -> bool:
-    """Whether a message of torch says more than the error."""
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    """Return whether a message of torch has no traceback, which the raised error has already."""
     return record.exc_info is None
 
 
-def _handlers() -> dict[signal.Signals, Any]:
-    """The handlers of the signals that torch's launcher listens to; none in a thread, where it does not."""
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+
+def _signal_handlers() -> dict[signal.Signals, Any]:
+    """Return the handlers of the signals that torch's launcher handles; none in a thread, as there."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     numbers = [signal.Signals[name] for name in _SIGNALS if name in signal.Signals.__members__]
     return {number: signal.getsignal(number) for number in numbers}
 
 
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+def _set_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
-        if handler is not None:  # of C
+        if handler is not None:  # a handler that C installed is None and cannot be restored
             signal.signal(number, handler)
+
+
+def _run_after_barrier(
+    barrier: ForkBarrier,
+    handlers: Mapping[signal.Signals, Any],
+    function: Callable[..., Any],
+    *args: Any,
+) -> Any:
+    """Run a function as `run_forked` does, once all siblings are forked."""
+    # The launcher forwards Ctrl-C; a second one from the terminal would interrupt the clean-up.
+    os.setpgrp()
+    received: list[int] = []
+
+    def record(handler: Callable[..., Any], number: int, frame: Any) -> None:
+        received.append(number)
+        handler(number, frame)
+
+    _set_handlers(
+        {number: partial(record, old) if callable(old) else old for number, old in handlers.items()}
+    )
+    barrier.wait(int(environ.read().get("TORCHELASTIC_RESTART_COUNT", "0")))
+    result = run_forked(function, *args)
+    if received:  # the launcher waits for no result any more
+        sys.exit(128 + received[0])
+    return _Pickled(result)
+
+
+_FORK_TIMEOUT = 20.0  # seconds that a process waits until the last of its siblings is forked
+
+
+class ForkBarrier:
+    """Barrier of forked processes, which ends when all of them are forked.
+
+    A thread of the parent keeps the store that they connect to. Locks that this thread holds during a fork,
+    such as that of the name resolver, stay locked in the child for ever; so no process connects while its
+    siblings are being forked.
+    """
+
+    __slots__ = ("_count", "_read_end", "_timeout", "_write_end")
+
+    def __init__(self, count: int, *, timeout: float = _FORK_TIMEOUT) -> None:
+        self._count = count
+        self._timeout = timeout
+        self._read_end, self._write_end = os.pipe()
+
+    def wait(self, earlier: int = 0) -> None:
+        """Wait until all processes have arrived, or until a timeout, since a process may have died."""
+        os.write(self._write_end, b".")
+        expected, deadline = self._count * (earlier + 1), time.monotonic() + self._timeout
+        while _waiting_bytes(self._read_end) < expected and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+
+def _waiting_bytes(pipe: int) -> int:
+    """Return the number of bytes that can be read from a pipe, without reading them."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def run_forked(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function in a process that has inherited the memory of another, with its states.
 
-    It computes with one thread, as data workers do: OpenMP's threads were not copied, and if the other
+    It computes with one thread, as data workers do: a fork does not copy OpenMP's threads, and if the other
     process has had any, the first operation with several would wait for them forever.
     """
     torch.set_num_threads(1)
-    gc.freeze()  # to collect a process group of the parent is a crash: its threads were not copied
+    gc.freeze()  # collecting a process group of the parent would crash: its threads were not copied
     AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage] - the documented way
     GradientState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way
     environ.publish({"FORK_LAUNCHED": "1"})
@@ -288,7 +259,7 @@ def run_forked(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Pickled:
-    """A result that is pickled already."""
+    """A result that was pickled where it was made, so that an error names it."""
 
     def __init__(self, result: Any) -> None:
         try:
@@ -303,66 +274,96 @@ class _Pickled:
         return pickle.loads, (self._data,)
 
 
-def _run_after_barrier(
-    gate: ForkBarrier, handlers: Mapping[signal.Signals, Any], function: Callable[..., Any], *args: Any
-) -> Any:
-    """Run as `run_forked` does, once all siblings are forked."""
-    # Ctrl-C is for the launcher, which hands it on; twice it would break off a clean-up.
-    os.setpgrp()
-    heard: list[int] = []
-    _restore(
-        {
-            number: partial(_record_signal, heard, old) if callable(old) else old
-            for number, old in handlers.items()
-        }
+def launch_config(
+    processes: int,
+    *,
+    num_nodes: int = 1,
+    node_rank: int = 0,
+    rdzv_backend: str = "static",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> LaunchConfig:
+    """Return the configuration of torch's launcher, of which `options` are further fields."""
+    # Without `is_host`, the c10d rendezvous guesses from host names which node keeps the store.
+    node_options: Mapping[str, dict[str, Any]] = {
+        "static": {"rank": node_rank},
+        "c10d": {"is_host": node_rank == 0},
+    }
+    options = {"max_restarts": 0, "run_id": "none", **options}
+    return LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=processes,
+        rdzv_backend=rdzv_backend,
+        rdzv_configs={**node_options.get(rdzv_backend, {}), **(rdzv_conf or {})},
+        start_method="fork",
+        **options,
     )
-    gate.wait(int(environ.read().get("TORCHELASTIC_RESTART_COUNT", "0")))
-    result = run_forked(function, *args)
-    if heard:  # and nobody waits for results any more
-        sys.exit(128 + heard[0])
-    return _Pickled(result)
 
 
-def _record_signal(heard: list[int], handler: Callable[..., Any], number: int, frame: Any) -> None:
-    """Record a signal, then handle it as before."""
-    heard.append(number)
-    handler(number, frame)
+@contextlib.contextmanager
+def reserve_port(port: int, option: str, *, or_any: bool = False) -> Generator[int]:
+    """Listen on the port of torch's launcher before the launcher does, and yield the port.
+
+    The launcher's own store, made in this process for the same port, shares this store's socket. Port 0
+    stands for any free port; with `or_any`, a free port also replaces one that is taken. Messages call the
+    port `option`.
+    """
+    try:
+        server = _listen(port)
+    except (OSError, OverflowError) as error:
+        if not or_any:
+            raise SettingsError(
+                f"{option}={port}: this process cannot listen there ({error}); choose another port, or on "
+                "one machine 0 for any that is free."
+            ) from None
+        server = _listen(0)
+    port = server.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=server.detach(),
+    )
+    try:
+        yield port
+    finally:
+        del store
 
 
-def _waiting_bytes(pipe: int) -> int:
-    """Return the number of bytes that can be read from a pipe, without reading them."""
-    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+def _listen(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 def refuse_initialised_devices() -> None:
     """Refuse to fork if this process has initialised a device, which forked processes could not use."""
-    found = next(
-        (
-            kind.name
-            for kind in KINDS
-            if kind.type != "cpu" and getattr(kind.module, "is_initialized", bool)()
-        ),
-        None,
-    )
-    if found is None and not _holds_cuda_driver():
+    devices = [kind for kind in KINDS if kind.type != "cpu"]
+    names = [kind.name for kind in devices if getattr(kind.module, "is_initialized", bool)()]
+    if not names and _holds_cuda_driver():  # a library without torch has opened it
+        names = ["CUDA"]
+    if not names:
         return
     raise SettingsError(
-        f"This process has initialised {found or 'CUDA'}, and processes that it forks cannot. Restart the "
+        f"This process has initialised {names[0]}, and processes that it forks cannot. Restart the "
         "notebook, make the `Accelerator`, models and tensors on devices within the launched function only, "
         "and import libraries that touch the device there, too."
     )
 
 
 def _holds_cuda_driver() -> bool:
-    """Whether any library of this process uses CUDA, also without torch."""
-    opened = Path("/proc/self/fd")  # Linux
+    """Return whether any library of this process has opened the CUDA driver."""
+    opened = Path("/proc/self/fd")  # on Linux only
     if not opened.is_dir():
         return False
-    return any(_target(entry) == "/dev/nvidia-uvm" for entry in opened.iterdir())
+    return any(_read_link(entry) == "/dev/nvidia-uvm" for entry in opened.iterdir())
 
 
-def _target(link: Path) -> str:
+def _read_link(link: Path) -> str:
     try:
         return str(link.readlink())
-    except OSError:  # closed meanwhile
+    except OSError:  # the descriptor was closed meanwhile
         return ""

@@ -1,4 +1,4 @@
-"""Error files; die with the launcher; torch-free."""
+"""Error files of workers: write, read and format them; die with the launcher. It imports no torch."""
 
 from __future__ import annotations
 
@@ -21,15 +21,10 @@ from accel_state.rank_status import format_ranks
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The variable in which torch.distributed.run tells a worker where to write its error."""
 
-# The frames that are outermost in every worker.
-_WORKER_FRAME = re.compile(r'  File "(?:[^"]*[/\\]accel_cli[/\\]launch[/\\]worker\.py|<frozen runpy>)"')
-
-_STACK_FILE = "stood-{}.txt"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerErrors:
-    """The error of a worker.
+    """How a worker ended in an error.
 
     Args:
         how: What follows its rank in a sentence.
@@ -44,23 +39,26 @@ class WorkerErrors:
     interrupted: bool = False
 
 
-def stack_file(error_file: str, rank: int) -> Path:
-    """Return the file to which a worker writes its stack upon a signal."""
-    return Path(error_file).with_name(_STACK_FILE.format(rank))
-
-
 def worker_error(kind: str, message: str, trace: str, rank: int, time: float) -> dict[str, Any]:
     """Return the content of an error file as torch.distributed.run reads it, with fields of ours."""
     details = {"py_callstack": trace, "timestamp": str(int(time)), "time": time, "rank": rank, "kind": kind}
     return {"message": {"message": f"{kind}: {message}", "extraInfo": details}}
 
 
-def parse_worker_errors(record: Any) -> WorkerErrors:
-    """Parse an error file."""
-    details = _details(record)
+_STACK_FILE = "stood-{}.txt"
+
+
+def stack_file(error_file: str, rank: int) -> Path:
+    """Return the file to which a worker writes its stack upon a signal."""
+    return Path(error_file).with_name(_STACK_FILE.format(rank))
+
+
+def parse_worker_errors(content: Any) -> WorkerErrors:
+    """Parse the content of an error file."""
+    details = _details(content)
     if not details.get("py_callstack"):
         return WorkerErrors(how="failed")
-    summary = str(record["message"].get("message", "an error")).partition("\n")[0]
+    summary = str(content["message"].get("message", "an error")).partition("\n")[0]
     interrupted = details.get("kind") == KeyboardInterrupt.__name__
     return WorkerErrors(
         how="was interrupted" if interrupted else f"failed with {summary}",
@@ -72,9 +70,9 @@ def parse_worker_errors(record: Any) -> WorkerErrors:
 
 def error_of_failure(failure: Any) -> WorkerErrors:
     """Return the error of a worker whose failure torch reports."""
-    found = parse_worker_errors(failure.error_file_data)
-    if found.trace:  # a signal that came afterwards tells nothing about the cause
-        return found
+    error = parse_worker_errors(failure.error_file_data)
+    if error.trace:  # a later signal is not the cause
+        return error
     if failure.exitcode < 0:
         how = f"was ended by {signal.Signals(-failure.exitcode).name}"
     else:
@@ -84,23 +82,52 @@ def error_of_failure(failure: Any) -> WorkerErrors:
 
 def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
     """Read the error files of the workers that were started last, by rank."""
-    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-    found: dict[int, WorkerErrors] = {}
-    for file in attempts[-1].glob("*/" + _STACK_FILE.format("*")) if attempts else ():
-        if stack := _stack(file.read_text(encoding="utf-8")):
+    errors: dict[int, WorkerErrors] = {}
+    for file in find_error_files(folder, _STACK_FILE.format("*")):
+        if stack := _parse_stack(file.read_text(encoding="utf-8")):
             rank = int(file.stem.rpartition("-")[2])
-            found[rank] = WorkerErrors(how="was interrupted, and did not end", trace=stack)
-    for file in attempts[-1].glob("*/error.json") if attempts else ():
-        with contextlib.suppress(ValueError):  # one that was ended as it wrote
-            record = read_json(file, error=ValueError)
-            found[int(_details(record).get("rank", file.parent.name))] = parse_worker_errors(record)
-    return found
+            errors[rank] = WorkerErrors(how="was interrupted, and did not end", trace=stack)
+    for file in find_error_files(folder):
+        with contextlib.suppress(ValueError):  # its worker was killed as it wrote the file
+            content = read_json(file, error=ValueError)
+            errors[int(_details(content).get("rank", file.parent.name))] = parse_worker_errors(content)
+    return errors
+
+
+def find_error_files(folder: Path, pattern: str = "error.json") -> list[Path]:
+    """Return the files of the workers of the last attempt, in the log folder of torch's elastic launcher.
+
+    Their folders are named after the local ranks: `<folder>/<run>/attempt_<number>/<local rank>/error.json`.
+    """
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    return sorted(attempts[-1].glob(f"*/{pattern}")) if attempts else []
+
+
+def _details(content: Any) -> dict[str, Any]:
+    message = content.get("message") if isinstance(content, dict) else None
+    details = message.get("extraInfo") if isinstance(message, dict) else None
+    return cast("dict[str, Any]", details) if isinstance(details, dict) else {}
+
+
+# The outermost frames of every worker.
+_WORKER_FRAME = re.compile(r'  File "(?:[^"]*[/\\]accel_cli[/\\]launch[/\\]worker\.py|<frozen runpy>)"')
+
+
+def _parse_stack(text: str) -> str:
+    """Return the first stack that `faulthandler` wrote, in a traceback's order and without our frames."""
+    lines: list[str] = []
+    for line in text.splitlines()[1:]:
+        if not line.startswith("  File "):
+            break
+        if not _WORKER_FRAME.match(line):
+            lines.append(line)
+    return "\n".join(["Stack (most recent call last):", *reversed(lines)]) if lines else ""
 
 
 def format_errors(errors: Mapping[int, WorkerErrors], first: int) -> str:
     """Return a line for each rank that failed, and last the traceback of the one that failed first."""
-    others = [_line([rank], errors[rank]) for rank in sorted(errors) if rank != first]
-    return "\n".join([*others, _format_same([first], errors[first])])
+    later = [_format_line([rank], errors[rank]) for rank in sorted(errors) if rank != first]
+    return "\n".join([*later, _format_same([first], errors[first])])
 
 
 def format_all_errors(errors: Mapping[int, WorkerErrors]) -> str:
@@ -112,57 +139,41 @@ def format_all_errors(errors: Mapping[int, WorkerErrors]) -> str:
 
 
 def _format_same(ranks: list[int], errors: WorkerErrors) -> str:
-    return "\n".join([_line(ranks, errors), *([errors.trace.rstrip()] if errors.trace else []), ""])
+    return "\n".join([_format_line(ranks, errors), *([errors.trace.rstrip()] if errors.trace else []), ""])
 
 
-def _line(ranks: list[int], errors: WorkerErrors) -> str:
+def _format_line(ranks: list[int], errors: WorkerErrors) -> str:
     how = errors.how.replace("was ", "were ", 1) if len(ranks) > 1 else errors.how
     return f"accel launch: {format_ranks(ranks)} {how}"
 
 
-def _details(record: Any) -> dict[str, Any]:
-    message = record.get("message") if isinstance(record, dict) else None
-    details = message.get("extraInfo") if isinstance(message, dict) else None
-    return cast("dict[str, Any]", details) if isinstance(details, dict) else {}
-
-
-def _stack(text: str) -> str:
-    """Return what `faulthandler` wrote first, in the order of a traceback and without our own frames."""
-    lines: list[str] = []
-    for line in text.splitlines()[1:]:
-        if not line.startswith("  File "):
-            break
-        if not _WORKER_FRAME.match(line):
-            lines.append(line)
-    return "\n".join(["Stack (most recent call last):", *reversed(lines)]) if lines else ""
-
-
-_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-_PAUSE = 1.0  # seconds between two looks at the parent
+_PR_SET_PDEATHSIG = 1  # in <linux/prctl.h>
+_POLL_INTERVAL = 1.0  # seconds
 
 
 def die_with_parent(parent: int) -> None:
     """Have this process killed when its parent ends, for whatever reason.
 
-    It is SIGKILL: the parent keeps the store of the job, without which nothing can be finished together, and
-    a process that waits for other ranks in C++ would not get to the handler of another signal. On Linux the
-    kernel sends it, also after this process has become another program; elsewhere a thread looks at the
-    parent once a second. Windows is left out.
+    The signal is SIGKILL: the parent keeps the store of the job, without which no collective ends, and a
+    process that waits for other ranks in C++ would not run the handler of another signal. On Linux the
+    kernel sends it, also after this process has become another program; elsewhere a thread polls the parent
+    once a second. Windows is left out.
 
     Args:
-        parent: Who has started this process; if that has ended already, this one ends at once.
+        parent: The id of the process that has started this one; if it has ended already, this one ends at
+            once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     elif sys.platform != "win32":
-        threading.Thread(target=_watch, args=(os.getppid(),), name="accel-parent", daemon=True).start()
-    if sys.platform != "win32" and not _is_alive(parent):  # it died before anybody could notice
+        threading.Thread(target=_kill_after, args=(os.getppid(),), name="accel-parent", daemon=True).start()
+    if sys.platform != "win32" and not _is_alive(parent):  # it died before the kernel was asked
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _watch(parent: int) -> None:
+def _kill_after(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(_PAUSE)
+        time.sleep(_POLL_INTERVAL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -171,6 +182,6 @@ def _is_alive(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user, and alive
+    except PermissionError:  # the process is another user's, and alive
         pass
     return True
