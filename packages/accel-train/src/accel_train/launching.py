@@ -1,4 +1,4 @@
-"""Notebook_launcher, debug_launcher, launch."""
+"""Launch functions and scripts from Python: notebook_launcher, debug_launcher and launch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ from accel_train.forking import (
     reserve_port,
     run_forked,
 )
-from accel_train.forking import launch_forked as run_in_forks
-
-ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
-"""The first version of torch that knows `log_line_prefix_template`."""
 
 
 def notebook_launcher(
@@ -63,7 +59,7 @@ def notebook_launcher(
         num_processes: How many processes on this machine; one for every accelerator, or one, if `None`. On
             TPUs one process drives all chips if 1, as sharding by the compiler (SPMD) needs it, else there is
             one for every chip, and the arguments of the rendezvous are not used.
-        mixed_precision: For `Accelerator`s that do not say themselves: `"fp16"` or `"bf16"`; `"no"` leaves it
+        mixed_precision: For `Accelerator`s that are not given one: `"fp16"` or `"bf16"`; `"no"` leaves it
             to the environment.
         use_port: Where rank 0 listens; 0 for any free port. If the usual one is taken on a single machine,
             another one is used.
@@ -92,10 +88,17 @@ def notebook_launcher(
         >>> notebook_launcher(lambda text: text.upper(), ("trained",), num_processes=1)
         {0: 'TRAINED'}
     """
-    variables = _precision_variables(mixed_precision)
+    # 1. Check the arguments, and count the processes of this machine.
+    if mixed_precision.lower() not in get_args(Precision):
+        raise SettingsError(
+            f"notebook_launcher: mixed_precision={mixed_precision!r} not in {get_args(Precision)}."
+        )
+    has_precision = mixed_precision.lower() != "no"
+    variables = {"accelerate_mixed_precision": mixed_precision} if has_precision else {}
     kind = CPU if from_environ(environ.read()).process.use_cpu else available_kind()
     count = device_count(kind.module) if num_processes is None else num_processes
     _check_numbers(count, num_nodes, node_rank, max_restarts)
+    # 2. Run here what needs no fork: the processes of the device's own runtime, or a single process.
     if kind.own_runtime is not None and num_processes != 1:
         refuse_initialised_devices()
         with environ.patch_environment(**variables):
@@ -105,11 +108,11 @@ def notebook_launcher(
     if plain and count == num_nodes == 1:
         with environ.patch_environment(**variables):
             return {0: function(*args)}
+    # 3. Fork the processes.
     if kind.type != "cpu":
         refuse_initialised_devices()
     if kind.name == "cuda":
         variables |= peer_variables(environ.read())
-    shown = log_line_prefix_template is not None
     with listener as port, environ.patch_environment(**variables):
         config = launch_config(
             count,
@@ -122,9 +125,22 @@ def notebook_launcher(
             max_restarts=max_restarts,
             monitor_interval=monitor_interval,
             log_line_prefix_template=log_line_prefix_template,
-            logs_specs=DefaultLogsSpecs(tee=Std.ALL if shown else Std.NONE),
+            logs_specs=DefaultLogsSpecs(tee=Std.NONE if log_line_prefix_template is None else Std.ALL),
         )
         return launch_forked(function, args, config)
+
+
+def _notebook_port(use_port: str | int, num_nodes: int, node_rank: int) -> AbstractContextManager[int]:
+    """Yield the port on which rank 0 listens."""
+    if not str(use_port).isdigit():
+        raise SettingsError(f"notebook_launcher(use_port={use_port!r}): expected the number of a port.")
+    port = int(use_port)
+    if num_nodes > 1 and port == 0:
+        raise SettingsError("notebook_launcher(use_port=0): several machines need to know the port.")
+    if node_rank > 0:
+        return nullcontext(port)
+    is_default = num_nodes == 1 and port == DEFAULT_PORT
+    return reserve_port(port, "notebook_launcher: use_port", or_any=is_default)
 
 
 def debug_launcher(
@@ -155,81 +171,6 @@ def debug_launcher(
         return launch_forked(function, args, launch_config(num_processes, rdzv_endpoint=f"127.0.0.1:{port}"))
 
 
-class PrepareForLaunch:
-    """A function for `torch.multiprocessing` to start, which passes the index of a process first.
-
-    The caller sets `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
-
-    Args:
-        launcher: What to run.
-        distributed_type: How the processes work together; `"NO"` if they do not.
-        debug: Use the file in `ACCELERATE_DEBUG_RDV_FILE` for the rendezvous, and gloo.
-
-    Example:
-        >>> from accel_state import patch_environment
-        >>> with patch_environment(FORK_LAUNCHED=1):  # which every process it starts gets
-        ...     PrepareForLaunch(lambda a, b: a + b)(0, 1, 2)
-        3
-    """
-
-    def __init__(
-        self,
-        launcher: Callable[..., Any],
-        distributed_type: DistributedType | str = "NO",
-        debug: bool = False,
-    ) -> None:
-        self.launcher = launcher
-        self.distributed_type = DistributedType(distributed_type)
-        self.debug = debug
-
-    def __call__(self, index: int, *args: Any) -> Any:
-        """Run the function as the process of an index.
-
-        Args:
-            index: Local rank of the process.
-            *args: What the function is called with.
-
-        Raises:
-            SettingsError: The environment lacks the variables of the rendezvous.
-        """
-        variables = environ.read()
-        if self.debug:
-            _file_rendezvous(index, variables)
-        elif self.distributed_type.value != "NO":
-            local = int(variables.get("NPROC") or variables.get("WORLD_SIZE") or 1)
-            node = int(variables.get("NODE_RANK") or 0)
-            environ.publish({"LOCAL_RANK": str(index), "RANK": str(local * node + index)})
-        return run_forked(self.launcher, *args)
-
-
-def test_launch() -> None:
-    """Make a `PartialState`, to check the rendezvous."""
-    PartialState()
-
-
-def _file_rendezvous(index: int, variables: Mapping[str, str]) -> None:
-    missing = [name for name in ("ACCELERATE_DEBUG_RDV_FILE", "WORLD_SIZE") if not variables.get(name)]
-    if missing:
-        raise SettingsError(
-            f"PrepareForLaunch(debug=True) needs {' and '.join(missing)} in the environment: a file that "
-            "does not exist yet, and the number of processes. debug_launcher() takes care of all."
-        )
-    world_size = int(variables["WORLD_SIZE"])
-    store = torch.distributed.FileStore(  # pyright: ignore[reportPrivateImportUsage]
-        variables["ACCELERATE_DEBUG_RDV_FILE"], world_size
-    )
-    torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=world_size)
-    environ.publish({"LOCAL_RANK": str(index), "RANK": str(index), "ACCELERATE_USE_CPU": "yes"})
-
-
-def _precision_variables(mixed_precision: str) -> dict[str, str]:
-    if mixed_precision.lower() not in get_args(Precision):
-        raise SettingsError(
-            f"notebook_launcher: mixed_precision={mixed_precision!r} not in {get_args(Precision)}."
-        )
-    return {} if mixed_precision.lower() == "no" else {"accelerate_mixed_precision": mixed_precision}
-
-
 def _check_numbers(num_processes: int, num_nodes: int, node_rank: int, max_restarts: int) -> None:
     counts = {"num_processes": num_processes, "num_nodes": num_nodes, "max_restarts": max_restarts}
     for name, value in counts.items():
@@ -238,32 +179,6 @@ def _check_numbers(num_processes: int, num_nodes: int, node_rank: int, max_resta
             raise SettingsError(f"{name}={value!r}: expected a whole number of at least {least}.")
     if not 0 <= node_rank < num_nodes:
         raise SettingsError(f"node_rank={node_rank!r} is not one of num_nodes={num_nodes!r}, counted from 0.")
-
-
-def _notebook_port(asked: str | int, num_nodes: int, node_rank: int) -> AbstractContextManager[int]:
-    """Yield the port on which rank 0 listens; see `use_port`."""
-    if not str(asked).isdigit():
-        raise SettingsError(f"notebook_launcher(use_port={asked!r}): expected the number of a port.")
-    port = int(asked)
-    if num_nodes > 1 and port == 0:
-        raise SettingsError("notebook_launcher(use_port=0): several machines need to know the port.")
-    if node_rank > 0:
-        return nullcontext(port)
-    usual = num_nodes == 1 and port == DEFAULT_PORT
-    return reserve_port(port, "notebook_launcher: use_port", or_any=usual)
-
-
-def device_count(module: Any) -> int:
-    """Return the number of accelerators, without initialising one."""
-    return max(1, module.device_count()) if hasattr(module, "device_count") else 1
-
-
-_OF_COMMAND = (
-    *(f"launch.{name}" for name in ("compute_environment", "min_machines", "tee", "log_dir", "role")),
-    *("launch.no_python", "launch.quiet", "launch.rdzv_conf", "mpi.hostfile", "hosts.hostfile"),
-    *("tpu.use_cluster", "launch.on_tpu"),
-)
-"""What only the command carries out."""
 
 
 def launch(
@@ -299,10 +214,11 @@ def launch(
         >>> launch(lambda word: word.upper(), ("trained",), config=two)
         {0: 'TRAINED', 1: 'TRAINED'}
     """
-    settings = _settings(config)
+    # 1. Check the settings, and count the processes of this machine.
+    settings = _resolve_settings(config)
     chosen = settings.launch
-    work = _callable(function_or_script, is_module=chosen.module)
-    kind = _kind(settings)
+    work = _make_callable(function_or_script, is_module=chosen.module)
+    kind = _choose_device_kind(settings)
     ids = chosen.device_ids
     per_node = 1 if chosen.distributed_type == "NO" else len(ids) or device_count(kind.module)
     count = chosen.num_processes or chosen.num_machines * per_node
@@ -312,14 +228,16 @@ def launch(
         )
     if kind.type != "cpu":
         refuse_initialised_devices()
+    # 2. Collect the variables of the processes, whose environment is these alone.
     variables = worker_environ(settings, environ.read())
     if chosen.num_cpu_threads_per_process is not None:
         variables["OMP_NUM_THREADS"] = str(chosen.num_cpu_threads_per_process)
     if ids and kind.visible_devices_env:
         variables[kind.visible_devices_env] = ",".join(ids)
+    # 3. Fork the processes.
     with _function_rendezvous(settings) as endpoint, environ.clear_environment():
         environ.publish(variables)
-        started = launch_config(
+        options = launch_config(
             count // chosen.num_machines,
             num_nodes=chosen.num_machines,
             node_rank=chosen.machine_rank,
@@ -328,11 +246,20 @@ def launch(
             max_restarts=chosen.max_restarts,
             monitor_interval=chosen.monitor_interval,
         )
-        return run_in_forks(partial(_run, chosen.num_cpu_threads_per_process, work), args, started)
+        run = partial(_run_with_threads, chosen.num_cpu_threads_per_process, work)
+        return launch_forked(run, args, options)
 
 
-def _settings(config: Settings | Mapping[str, Any] | None) -> Settings:
-    """Return the settings of `config`."""
+_COMMAND_ONLY = (
+    *(f"launch.{name}" for name in ("compute_environment", "min_machines", "tee", "log_dir", "role")),
+    *("launch.no_python", "launch.quiet", "launch.rdzv_conf", "mpi.hostfile", "hosts.hostfile"),
+    *("tpu.use_cluster", "launch.on_tpu"),
+)
+"""The settings that only the command carries out."""
+
+
+def _resolve_settings(config: Settings | Mapping[str, Any] | None) -> Settings:
+    """Return the settings of `config`; refuse those that only the command carries out."""
     if isinstance(config, Mapping):
         config = merge_layers(parse_file(config, "launch(config=...)")).settings
     elif isinstance(config, (str, PathLike)):
@@ -342,31 +269,36 @@ def _settings(config: Settings | Mapping[str, Any] | None) -> Settings:
         )
     elif config is not None and not isinstance(config, Settings):
         raise SettingsError(f"launch(config={config!r}): expected accel.settings.Settings.")
-    settings, plain = config or Settings(), Settings()
-    asked = [path for path in _OF_COMMAND if value_at(settings, path) != value_at(plain, path)]
-    if asked:
+    settings, defaults = config or Settings(), Settings()
+    refused = [path for path in _COMMAND_ONLY if value_at(settings, path) != value_at(defaults, path)]
+    if refused:
         raise SettingsError(
-            f"launch(config=...): {', '.join(asked)} {'is' if len(asked) == 1 else 'are'} carried out by the "
-            "command `accel launch` only."
+            f"launch(config=...): {', '.join(refused)} {'is' if len(refused) == 1 else 'are'} carried out by "
+            "the command `accel launch` only."
         )
     return settings
 
 
-def _kind(settings: Settings) -> DeviceKind:
+def _choose_device_kind(settings: Settings) -> DeviceKind:
     """Return the kind of devices to run on."""
-    asked = settings.launch.distributed_type
-    if settings.process.use_cpu or asked == "MULTI_CPU":
+    requested = settings.launch.distributed_type
+    if settings.process.use_cpu or requested == "MULTI_CPU":
         return CPU
     kind = available_kind()
-    if asked is not None and asked.startswith("MULTI_") and asked != kind.distributed_type.value:
+    if requested is not None and requested.startswith("MULTI_") and requested != kind.distributed_type.value:
         raise SettingsError(
-            f"launch(config=...): distributed_type is {asked!r}, but this machine shows no such device."
+            f"launch(config=...): distributed_type is {requested!r}, but this machine shows no such device."
         )
     return kind
 
 
-def _callable(work: Callable[..., Any] | str | PathLike[str], *, is_module: bool) -> Callable[..., Any]:
-    """Make the function that every process calls."""
+def device_count(module: Any) -> int:
+    """Return the number of accelerators, without initialising one."""
+    return max(1, module.device_count()) if hasattr(module, "device_count") else 1
+
+
+def _make_callable(work: Callable[..., Any] | str | PathLike[str], *, is_module: bool) -> Callable[..., Any]:
+    """Return the function that every process calls."""
     if callable(work):
         return work
     if not isinstance(work, (str, PathLike)):
@@ -377,8 +309,8 @@ def _callable(work: Callable[..., Any] | str | PathLike[str], *, is_module: bool
     return partial(_run_module if is_module else _run_script, name)
 
 
-def _run(threads: int | None, work: Callable[..., Any], *args: Any) -> Any:
-    """Call the function with this number of threads; torch has read the variable for it at import."""
+def _run_with_threads(threads: int | None, work: Callable[..., Any], *args: Any) -> Any:
+    """Call a function with a number of threads; torch has read the variable of that number at import."""
     if threads is not None:
         torch.set_num_threads(threads)
     return work(*args)
@@ -412,3 +344,74 @@ def _function_rendezvous(settings: Settings) -> Generator[str]:
         return
     with reserve_port(port, "launch(config=...): main_process_port") as chosen_port:
         yield f"{address}:{chosen_port}"
+
+
+class PrepareForLaunch:
+    """A function for `torch.multiprocessing` to start, which passes the index of a process first.
+
+    The caller sets `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
+
+    Args:
+        launcher: What to run.
+        distributed_type: How the processes work together; `"NO"` if they do not.
+        debug: Use the file in `ACCELERATE_DEBUG_RDV_FILE` for the rendezvous, and gloo.
+
+    Example:
+        >>> from accel_state import patch_environment
+        >>> with patch_environment(FORK_LAUNCHED=1):  # every started process gets this variable
+        ...     PrepareForLaunch(lambda a, b: a + b)(0, 1, 2)
+        3
+    """
+
+    def __init__(
+        self,
+        launcher: Callable[..., Any],
+        distributed_type: DistributedType | str = "NO",
+        debug: bool = False,
+    ) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> Any:
+        """Run the function as the process of an index.
+
+        Args:
+            index: Local rank of the process.
+            *args: What the function is called with.
+
+        Raises:
+            SettingsError: The environment lacks the variables of the rendezvous.
+        """
+        variables = environ.read()
+        if self.debug:
+            _file_rendezvous(index, variables)
+        elif self.distributed_type.value != "NO":
+            local = int(variables.get("NPROC") or variables.get("WORLD_SIZE") or 1)
+            node = int(variables.get("NODE_RANK") or 0)
+            environ.publish({"LOCAL_RANK": str(index), "RANK": str(local * node + index)})
+        return run_forked(self.launcher, *args)
+
+
+def _file_rendezvous(index: int, variables: Mapping[str, str]) -> None:
+    missing = [name for name in ("ACCELERATE_DEBUG_RDV_FILE", "WORLD_SIZE") if not variables.get(name)]
+    if missing:
+        raise SettingsError(
+            f"PrepareForLaunch(debug=True) needs {' and '.join(missing)} in the environment: a file that "
+            "does not exist yet, and the number of processes. debug_launcher() takes care of all."
+        )
+    world_size = int(variables["WORLD_SIZE"])
+    store = torch.distributed.FileStore(  # pyright: ignore[reportPrivateImportUsage]
+        variables["ACCELERATE_DEBUG_RDV_FILE"], world_size
+    )
+    torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=world_size)
+    environ.publish({"LOCAL_RANK": str(index), "RANK": str(index), "ACCELERATE_USE_CPU": "yes"})
+
+
+def test_launch() -> None:
+    """Make a `PartialState`, to check the rendezvous."""
+    PartialState()
+
+
+ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
+"""The first version of torch that knows `log_line_prefix_template`."""

@@ -1,4 +1,4 @@
-"""Traces, flame graph, step meter."""
+"""Profile a block into Chrome traces and flame graphs; meter the steps of the training loop."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
 
 CATEGORIES = frozenset({"cpu_op", "user_annotation", "python_function", "cuda_runtime"})
 """The categories of events that nest on a thread of the host."""
-_LEAST = 0.001
+_MIN_SHARE = 0.001
+"""The share of the time below which a flame graph leaves a call out."""
 
 
 @dataclass(slots=True)
@@ -114,15 +115,16 @@ def write_flame_graph(trace: Path, page: Path) -> None:
     root = read_frames(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
     rows: list[tuple[str, str, Frame]] = []
 
-    def shown(frame: Frame) -> list[Frame]:
-        return [one for one in frame.children.values() if one.microseconds >= _LEAST * root.microseconds]
+    def visible_children(frame: Frame) -> list[Frame]:
+        least = _MIN_SHARE * root.microseconds
+        return [child for child in frame.children.values() if child.microseconds >= least]
 
-    def own(frame: Frame) -> float:
-        return max(0.0, frame.microseconds - sum(child.microseconds for child in shown(frame)))
+    def self_time(frame: Frame) -> float:
+        return max(0.0, frame.microseconds - sum(child.microseconds for child in visible_children(frame)))
 
     def add(frame: Frame, path: str, parent: str) -> None:
         rows.append((path, parent, frame))
-        for child in shown(frame):
+        for child in visible_children(frame):
             add(child, f"{path}\n{child.name}", path)
 
     add(root, root.name, "")
@@ -131,7 +133,7 @@ def write_flame_graph(trace: Path, page: Path) -> None:
             ids=[path for path, _, _ in rows],
             parents=[parent for _, parent, _ in rows],
             labels=[frame.name for _, _, frame in rows],
-            values=[own(frame) for _, _, frame in rows],
+            values=[self_time(frame) for _, _, frame in rows],
             customdata=[(frame.microseconds / 1000, frame.calls) for _, _, frame in rows],
             branchvalues="remainder",  # a parent's value is its own time: rounding cannot contradict it
             tiling={"orientation": "v"},
@@ -146,14 +148,14 @@ def write_flame_graph(trace: Path, page: Path) -> None:
 
 
 _GIB = 2**30
-_MEMORY_SECONDS = 1.0
-"""The allocator's statistics take up to a tenth of a millisecond, so that they are not read at every step."""
+_MEMORY_INTERVAL = 1.0
+"""Seconds between two readings of the allocator's statistics, which take up to 0.1 ms each."""
 
 
 class StepMeter:
-    """Meter of steps, samples, items and waits between two calls of `log`.
+    """Measure steps, samples, items and waits between two calls of `log`.
 
-    Nothing waits for a device: time is the host's, and counted items stay tensors.
+    It never waits for a device: time is the host's, and counted items stay tensors.
     """
 
     def __init__(
@@ -162,8 +164,9 @@ class StepMeter:
         self._gradient_state = gradient_state
         self._optimizers = optimizers
         self._runtime = runtime
-        self._waits: dict[int, float] = {}  # by the loader's id; taken when its batch is trained on
-        self._samples_per_batch: dict[int, int | None] = {}  # as above; None: counted batch by batch
+        # By the loader's id. A wait counts when its batch is trained on; None: samples vary by batch.
+        self._waits: dict[int, float] = {}
+        self._samples_per_batch: dict[int, int | None] = {}
         self._since: float | None = None
         self._memory: float | None = None
         self._memory_read = float("-inf")
@@ -171,7 +174,7 @@ class StepMeter:
         self._restart()
 
     def timed(self, loader: Any, batches: Generator[Any]) -> Generator[Any]:
-        """Yield the batches of one pass, and measure how long they let the loop wait."""
+        """Yield the batches of a pass, and measure how long the loop waits for them."""
         waits, key = self._waits, id(loader)
         self._samples_per_batch[key] = loader.total_batch_size if loader.counts_samples else None
         with closing(batches):
@@ -184,13 +187,13 @@ class StepMeter:
                 begin = perf_counter()
 
     def count_batch(self) -> None:
-        """Count the batch at hand, of which a backward pass begins; harmless if it is counted already."""
+        """Count the current batch at its backward pass, at most once."""
         self._has_trained = True
         loader: Any = self._gradient_state.active_dataloader
         waited = self._waits.pop(id(loader), None)
         if waited is not None:
             self._waited += waited
-            self._samples += _samples_of(loader, self._samples_per_batch[id(loader)])
+            self._samples += _count_samples(loader, self._samples_per_batch[id(loader)])
 
     def count_items(self, total: torch.Tensor, *, of_all_ranks: bool) -> None:
         """Count the items of an optimizer step."""
@@ -206,13 +209,13 @@ class StepMeter:
         """
         now = perf_counter()
         num_steps = max((optimizer.num_steps for optimizer in self._optimizers), default=0)
-        taken, elapsed = num_steps - self._steps, now - (now if self._since is None else self._since)
-        if taken <= 0 or elapsed <= 0:
+        steps, elapsed = num_steps - self._steps, now - (now if self._since is None else self._since)
+        if steps <= 0 or elapsed <= 0:
             if not self._has_trained and self._since is not None:
                 self._since = now
             return {}
         values: dict[str, Any] = {
-            "system/step_seconds": elapsed / taken,
+            "system/step_seconds": elapsed / steps,
             "system/data_wait_share": self._waited / elapsed,
         }
         if self._samples:
@@ -229,21 +232,21 @@ class StepMeter:
         self._has_trained = False
         self._waited = 0.0
         self._samples = 0
-        self._items: dict[str, torch.Tensor] = {}  # by the name of their speed
+        self._items: dict[str, torch.Tensor] = {}  # by the name of the value that `read` returns
 
     def _device_memory(self, now: float) -> float | None:
         """Return the peak memory of tensors on this process's device; `None` if unknown."""
-        if now - self._memory_read > _MEMORY_SECONDS:
+        if now - self._memory_read > _MEMORY_INTERVAL:
             self._memory_read = now
             peak = getattr(self._runtime.kind.module, "max_memory_allocated", None)
             self._memory = None if peak is None else peak(self._runtime.device) / _GIB
         return self._memory
 
 
-def _samples_of(loader: Any, per_batch: int | None) -> int:
+def _count_samples(loader: Any, per_batch: int | None) -> int:
     """Return the number of samples in the current batches of all ranks, without padding."""
     if loader.end_of_dataloader and loader.remainder > 0:
         return loader.remainder
     if per_batch is not None:
         return per_batch
-    return (loader.batch_size_seen or 0) * loader.total_batch_size  # which counts batches
+    return (loader.batch_size_seen or 0) * loader.total_batch_size  # the batches of all ranks
