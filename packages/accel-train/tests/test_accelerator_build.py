@@ -77,8 +77,8 @@ def test_a_later_accelerator_keeps_the_precision_of_the_first(monkeypatch):
 
 def test_users_may_attach_attributes():
     accelerator = Accelerator(cpu=True)
-    accelerator.my_tokenizer = "mine"
-    assert accelerator.my_tokenizer == "mine"
+    accelerator.my_tokenizer = "a tokenizer"
+    assert accelerator.my_tokenizer == "a tokenizer"
 
 
 def test_a_switch_of_the_environment_that_cannot_be_read_is_named(monkeypatch):
@@ -157,8 +157,8 @@ def test_accumulation_of_a_deepspeed_configuration_wins_with_a_warning(said, env
     variables = {} if environment is None else {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": environment}
     configuration = {"gradient_accumulation_steps": 37, "zero_optimization": {"stage": 2}}
     plugins = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=configuration)}
-    found = resolve_accumulation(AcceleratorConfig(**said), from_environ(variables), plugins)
-    assert found.num_steps == 37
+    accumulation = resolve_accumulation(AcceleratorConfig(**said), from_environ(variables), plugins)
+    assert accumulation.num_steps == 37
     steps = said.get("gradient_accumulation_steps", int(environment or 1))
     (message,) = caplog.messages
     assert f"gradient_accumulation_steps={steps}, and the DeepSpeed configuration 37, which is" in message
@@ -241,7 +241,8 @@ def test_the_environment_says_the_precision_where_the_argument_does_not(monkeypa
 
 def test_the_constructor_keeps_the_documented_order_of_arguments():
     parameters = inspect.signature(Accelerator).parameters.values()
-    assert [one.name for one in parameters if one.kind is not one.KEYWORD_ONLY] == [
+    names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
+    assert names == [
         "device_placement",
         "split_batches",
         "mixed_precision",

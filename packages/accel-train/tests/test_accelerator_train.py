@@ -83,8 +83,8 @@ def test_the_prepared_loop_equals_the_bare_loop():
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    for wanted, found in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(wanted, found)
+    for expected, parameter in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(expected, parameter)
 
 
 def test_prepare_takes_any_order_and_passes_other_things_through():
@@ -175,8 +175,8 @@ def test_accumulated_micro_batches_equal_one_batch():
         mse_loss(whole(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for wanted, found in zip(whole.parameters(), model.parameters(), strict=True):
-        assert torch.allclose(wanted, found, rtol=0, atol=1e-12)
+    for expected, parameter in zip(whole.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(expected, parameter, rtol=0, atol=1e-12)
 
 
 def test_the_end_of_a_loader_ends_a_window_unless_told_otherwise():
@@ -375,8 +375,8 @@ def test_process_helpers_alone():
         assert decorate(lambda: "ran")() == "ran"
     with accelerator.main_process_first(), accelerator.local_main_process_first():
         accelerator.wait_for_everyone()
-    with accelerator.split_between_processes([1, 2], apply_padding=True) as mine:
-        assert mine == [1, 2]
+    with accelerator.split_between_processes([1, 2], apply_padding=True) as items:
+        assert items == [1, 2]
 
 
 def test_it_prints(capsys):

@@ -53,11 +53,11 @@ def test_data_with_any_other_leaf_is_not_all_tensors():
 def test_whatever_rows_a_tensor_has_the_last_batch_gives_as_many_as_it_has_samples(as_objects):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(5)), batch_size=2))
-    found = [
+    gathered = [
         accelerator.gather_for_metrics(torch.cat([batch, batch]), use_gather_object=as_objects).tolist()
         for batch in loader
     ]
-    assert found == [[0, 1, 0, 1], [2, 3, 2, 3], [4]]
+    assert gathered == [[0, 1, 0, 1], [2, 3, 2, 3], [4]]
 
 
 @pytest.mark.parametrize("as_objects", [False, True])
@@ -67,11 +67,11 @@ def test_rows_of_a_batch_with_two_for_each_sample_are_cut_to_its_samples(as_obje
         range(7), batch_size=4, collate_fn=lambda rows: torch.tensor(rows * 2)
     )
     accelerator = Accelerator(cpu=True)
-    found = [
+    gathered = [
         len(accelerator.gather_for_metrics(batch.clone(), use_gather_object=as_objects))
         for batch in accelerator.prepare(loader)
     ]
-    assert found == [8, 3]
+    assert gathered == [8, 3]
 
 
 class Named(NamedTuple):

@@ -81,8 +81,8 @@ def test_one_object_of_another_kind_is_refused(kind):
 
 
 def test_any_object_may_be_a_scheduler():
-    bundle, _ = sort_argument("schedulers", "mine", move=True)
-    assert bundle.in_order() == ["mine"]
+    bundle, _ = sort_argument("schedulers", "a schedule", move=True)
+    assert bundle.in_order() == ["a schedule"]
 
 
 def test_the_order_of_stages_is_the_documented_one():
