@@ -30,11 +30,11 @@ def run(program: str, *arguments: str) -> str:
 
 def test_submodules_are_the_same_objects_under_both_names() -> None:
     program = """
-import accelerate.utils.operations as theirs
+import accelerate.utils.operations as alias
 import accel.utils.operations as ours
 from accelerate.utils import operations
 import accelerate.utils, accel.utils
-assert theirs is ours is operations
+assert alias is ours is operations
 assert accelerate.__file__ == accel.__file__
 assert accelerate.utils is accel.utils
 assert ours.__spec__.name == ours.__name__ == "accel.utils.operations"
@@ -157,7 +157,7 @@ print(accelerate.__version__, importlib.metadata.version("accelerate"))
 assert accel.__version__ == importlib.metadata.version("accel-suite")
 assert "huggingface" in importlib.metadata.metadata("accelerate")["Home-page"]
 assert importlib.util.find_spec("accelerate") is not None
-assert [found.version for found in importlib.metadata.distributions() if found.name == "accelerate"][:1]
+assert [dist.version for dist in importlib.metadata.distributions() if dist.name == "accelerate"][:1]
 assert "accelerate" in importlib.metadata.packages_distributions()["accelerate"]
 """
     assert run(INSTALL + program) == f"{REFERENCE_VERSION} {REFERENCE_VERSION}"

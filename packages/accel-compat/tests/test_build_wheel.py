@@ -41,10 +41,10 @@ from accelerate.state import PartialState
 import accel
 assert accelerate.utils is accel.utils
 assert accelerate.__spec__.name == "accelerate" and accelerate is sys.modules["accelerate"]
-found = importlib.metadata.metadata("accelerate")
-assert "huggingface" in found["Home-page"]
-print(accelerate.__version__, found["Version"], PartialState.__module__)
-print([one.name for one in importlib.metadata.distributions() if one.name == "accelerate"][:1])
+metadata = importlib.metadata.metadata("accelerate")
+assert "huggingface" in metadata["Home-page"]
+print(accelerate.__version__, metadata["Version"], PartialState.__module__)
+print([dist.name for dist in importlib.metadata.distributions() if dist.name == "accelerate"][:1])
 """
     sources = [str(ROOT / "packages" / f"accel-{name}" / "src") for name in PACKAGES]
     libraries = next(path for path in map(Path, sys.path) if (path / "torch").is_dir())

@@ -15,18 +15,18 @@ import accel_compat
 
 accel_compat.install()
 
-def is_there(path):
+def is_present(path):
     module, _, name = path.rpartition(".")
     try:
-        found = importlib.import_module(module)
+        holder = importlib.import_module(module)
     except ModuleNotFoundError:
         outer, _, owner = module.rpartition(".")
-        found = getattr(importlib.import_module(outer), owner, None)
-        if not isinstance(found, type):
+        holder = getattr(importlib.import_module(outer), owner, None)
+        if not isinstance(holder, type):
             return False
-    return hasattr(found, name)
+    return hasattr(holder, name)
 
-print(json.dumps({path: is_there(path) for path in json.loads(sys.argv[1])}))
+print(json.dumps({path: is_present(path) for path in json.loads(sys.argv[1])}))
 """
 
 
@@ -39,5 +39,5 @@ def test_names_in_use_are_there_at_their_path() -> None:
         [sys.executable, "-c", PROGRAM, json.dumps(names)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert {name for name in names if not found[name]} == later
+    is_present = json.loads(done.stdout)
+    assert {name for name in names if not is_present[name]} == later

@@ -18,13 +18,13 @@ USAGE = "usage: python -m accel_compat (SCRIPT | -m MODULE) [ARGUMENT ...]"
 def main(arguments: list[str]) -> None:
     """Run what the arguments name, as Python itself would."""
     match arguments:
-        case ["-m", module, *rest]:
+        case ["-m", module, *words]:
             install()
-            sys.argv = [module, *rest]
+            sys.argv = [module, *words]
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-        case [script, *rest] if not script.startswith("-"):
+        case [script, *words] if not script.startswith("-"):
             install()
-            sys.argv = [script, *rest]
+            sys.argv = [script, *words]
             sys.path[0] = str(Path(script).resolve().parent)
             runpy.run_path(script, run_name="__main__")
         case _:

@@ -1,4 +1,4 @@
-"""Finder, absent names, metadata.
+"""Resolve `import accelerate`, its submodules and its metadata to accel; advise on names that accel lacks.
 
 Every Python process that a program starts imports this module, so it imports next to nothing itself.
 """
@@ -35,11 +35,11 @@ INSTEAD: Mapping[str, str] = {
         "It was private; accelerate.utils.modeling.get_state_dict_offloaded_model gives all weights."
     ),
 }
-"""By name, or by that of its module, what is there instead."""
+"""Advice by absent name, or by the name of its module."""
 
 
 def instead_of(name: str) -> str:
-    """Say what to do without a name.
+    """Return advice about a name that accel lacks.
 
     Args:
         name: The name, from `accelerate.` on.
@@ -56,7 +56,7 @@ def instead_of(name: str) -> str:
 
 
 REFERENCE = "accelerate"
-"""The import and distribution name that is answered."""
+"""The import and distribution name of Accelerate, which resolves to accel."""
 
 REFERENCE_VERSION = "1.15.0"
 """The version of Accelerate whose interface accel has, and which `accelerate.__version__` says."""
@@ -82,19 +82,19 @@ def install() -> None:
             name=REFERENCE,
         )
     sys.meta_path.insert(0, AliasFinder())
-    # Python imports `sitecustomize` from there when it starts, in children that are no forks of this process.
+    # A child that is no fork of this process imports `sitecustomize` from this path when it starts.
     paths = read().get("PYTHONPATH", "").split(os.pathsep)
     if _STARTUP not in paths:
         publish({"PYTHONPATH": os.pathsep.join([_STARTUP, *filter(None, paths)])})
 
 
 def is_installed() -> bool:
-    """Whether `accelerate` resolves to accel in this process."""
+    """Return whether `accelerate` resolves to accel in this process."""
     return any(isinstance(finder, AliasFinder) for finder in sys.meta_path)
 
 
 class AliasFinder:
-    """Answer imports of `accelerate` and of its submodules, and questions for its metadata."""
+    """Find `accelerate`, its submodules and its metadata."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -107,22 +107,21 @@ class AliasFinder:
         del path, target
         if fullname == REFERENCE:
             return ModuleSpec(fullname, cast("Loader", TopLevelLoader()), is_package=True)
-        top, _, rest = fullname.partition(".")
-        if top not in {REFERENCE, "accel"} or not rest:
+        top, _, submodule = fullname.partition(".")
+        if top not in {REFERENCE, "accel"} or not submodule:
             return None
         if top == "accel":
             self._refuse_absent(fullname)
             return None
-        ours = f"accel.{rest}"
-        found = find_spec(ours)
-        if found is None:
-            raise _absent(fullname)
-        is_package = found.submodule_search_locations is not None
-        loader = cast("Loader", SubmoduleLoader(found))
-        return ModuleSpec(fullname, loader, origin=found.origin, is_package=is_package)
+        spec = find_spec(f"accel.{submodule}")
+        if spec is None:
+            raise _absent_error(fullname)
+        is_package = spec.submodule_search_locations is not None
+        loader = cast("Loader", SubmoduleLoader(spec))
+        return ModuleSpec(fullname, loader, origin=spec.origin, is_package=is_package)
 
     def _refuse_absent(self, fullname: str) -> None:
-        """Say what to do about `from accelerate.utils import name`, which asks for a submodule in the end.
+        """Refuse `from accelerate.utils import name` where accel has neither the name nor a submodule.
 
         Raises:
             ModuleNotFoundError: A module that was imported as the alias has neither the name nor a submodule.
@@ -130,7 +129,7 @@ class AliasFinder:
         parent, _, _ = fullname.rpartition(".")
         alias = parent.replace("accel", REFERENCE, 1)
         if alias in sys.modules and PathFinder.find_spec(fullname, sys.modules[parent].__path__) is None:
-            raise _absent(f"{alias}.{fullname.rpartition('.')[2]}")
+            raise _absent_error(f"{alias}.{fullname.rpartition('.')[2]}")
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
         """Yield the distribution `accelerate` if it is asked for, by its name or with all others."""
@@ -138,11 +137,14 @@ class AliasFinder:
             yield accel_compat.AliasDistribution()
 
 
-def _absent(name: str) -> ModuleNotFoundError:
-    """The error about a name that accel does not serve. It is not called like the name: Python drops that."""
-    ours = name.replace(REFERENCE, "accel", 1)
+def _absent_error(name: str) -> ModuleNotFoundError:
+    """Return the error about a name that accel lacks.
+
+    Its `name` is the package's: Python drops an error whose `name` is the module that it looked for.
+    """
+    resolved = name.replace(REFERENCE, "accel", 1)
     return ModuleNotFoundError(
-        f"No name or module {name!r}: accel answers for accelerate in this process and has no {ours!r}. "
+        f"No name or module {name!r}: accel answers for accelerate in this process and has no {resolved!r}. "
         f"{instead_of(name)}",
         name=REFERENCE,
     )
@@ -156,7 +158,7 @@ class TopLevelLoader:
         return TopLevel(spec.name, accel.__doc__)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Set what accel does not answer: its version, and what every module has."""
+        """Set the version of the reference, and the attributes that every module has."""
         table = vars(accel)
         vars(module).update(
             __version__=REFERENCE_VERSION,
@@ -168,7 +170,7 @@ class TopLevelLoader:
 
 
 class TopLevel(LazyModule):
-    """The module `accelerate`: what is assigned to its names replaces them in accel, too."""
+    """The module `accelerate`; an assignment to a name of it replaces the name in accel, too."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -190,20 +192,20 @@ class SubmoduleLoader:
     """Let a submodule of `accelerate` be accel's, the same object under two names.
 
     Args:
-        ours: The spec of accel's module.
+        target: The spec of accel's module.
     """
 
-    def __init__(self, ours: ModuleSpec) -> None:
-        self._ours = ours
+    def __init__(self, target: ModuleSpec) -> None:
+        self._target = target
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Import accel's module."""
         del spec
-        module = import_module(self._ours.name)
+        module = import_module(self._target.name)
         self._spec = module.__spec__
         if not hasattr(module, "__path__"):
-            module.__path__ = []  # then the finder is asked for names that it lacks
+            module.__path__ = []  # with a path, Python asks the finder for names that the module lacks
         return module
 
     def exec_module(self, module: ModuleType) -> None:
@@ -213,12 +215,12 @@ class SubmoduleLoader:
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the code of accel's module, for `python -m accelerate.commands.launch`."""
         del fullname
-        loader: Any = self._ours.loader
-        return loader.get_code(self._ours.name)
+        loader: Any = self._target.loader
+        return loader.get_code(self._target.name)
 
     def get_data(self, path: str) -> bytes:
-        """Read a file beside accel's module, as its table of names does."""
-        loader: Any = self._ours.loader
+        """Read a file next to accel's module, such as its table of names."""
+        loader: Any = self._target.loader
         return loader.get_data(path)
 
 
@@ -227,7 +229,7 @@ HOME_PAGE = "https://github.com/huggingface/accelerate"
 
 
 def version_of_accel() -> str:
-    """The version of accel, which is that of all its packages."""
+    """Return the version of accel, which is that of all its packages."""
     return version("accel-compat")
 
 

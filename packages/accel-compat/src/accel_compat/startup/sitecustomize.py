@@ -12,7 +12,7 @@ with suppress(ImportError):
 
     accel_compat.install()
 
-_others = [path for path in sys.path if path.rstrip("/") != __file__.rpartition("/")[0]]
-_spec = PathFinder.find_spec("sitecustomize", _others)
+_other_paths = [path for path in sys.path if path.rstrip("/") != __file__.rpartition("/")[0]]
+_spec = PathFinder.find_spec("sitecustomize", _other_paths)
 if _spec is not None and _spec.loader is not None:
     _spec.loader.exec_module(sys.modules[__name__])
