@@ -1,4 +1,4 @@
-"""Objects and shards; RNG; context."""
+"""What a checkpoint contains: the files of objects, shards and RNG states, and how shards are restored."""
 
 from __future__ import annotations
 
@@ -46,185 +46,9 @@ if TYPE_CHECKING:
     from accel_train.step import Synchronizer
 
 
-PYTHON_KEY = "random_state"
-NUMPY_KEY = "numpy_random_seed"
-TORCH_KEY = "torch_manual_seed"
-ENGINE_KEY = "engine_random_state"
-"""Of generators that a strategy keeps beside these."""
-_HOST_KEYS = (PYTHON_KEY, NUMPY_KEY, TORCH_KEY)
-
-
-def read_rng(device: torch.device) -> dict[str, Any]:
-    """Return the states of all generators, of devices in use, too, in the usual format of checkpoints.
-
-    Example:
-        >>> sorted(read_rng(torch.device("cpu")))
-        ['numpy_random_seed', 'random_state', 'torch_manual_seed']
-    """
-    states: dict[str, Any] = {
-        PYTHON_KEY: random.getstate(),
-        NUMPY_KEY: np.random.get_state(),
-        TORCH_KEY: torch.get_rng_state(),
-    }
-    for kind in _kinds_in_use(device):
-        states[_device_key(kind)] = _read_device(kind)
-    return states
-
-
-def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Set all generators; return one sentence for each that could not be restored."""
-    complaints = [f"{key!r} is absent" for key in _HOST_KEYS if key not in states]
-    if PYTHON_KEY in states:
-        version, words, gauss = states[PYTHON_KEY]
-        random.setstate((version, tuple(words), gauss))
-    if NUMPY_KEY in states:
-        np.random.set_state(states[NUMPY_KEY])
-    if TORCH_KEY in states:
-        torch.set_rng_state(states[TORCH_KEY])
-    present = _kinds_in_use(device)
-    for kind in present:
-        key = _device_key(kind)
-        if key in states:
-            complaints += _write_device(kind, states[key])
-        else:
-            complaints.append(f"{key!r} is absent: the state was saved where there was no such device")
-    known = {*_HOST_KEYS, *map(_device_key, present), "step", ENGINE_KEY}
-    complaints += [f"{key!r} is for devices that are not here" for key in sorted(states) if key not in known]
-    return complaints
-
-
-def seed_per_rank(states: Mapping[str, Any], rank: int) -> None:
-    """Seed all generators of a rank without saved states, as a function of those of another."""
-    torch_state = states.get(TORCH_KEY)
-    source = b"" if torch_state is None else torch_state.numpy().tobytes()
-    digest = hashlib.blake2b(source + str(rank).encode(), digest_size=8).digest()
-    seed = int.from_bytes(digest, "little") >> 1
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)  # of all devices
-
-
-def _kinds_in_use(device: torch.device) -> list[DeviceKind]:
-    """Return the kinds of devices in use: this process's own, and others that are initialised."""
-    by_type = {kind.type: kind for kind in reversed(KINDS) if kind.type != "cpu" and kind.probe()}
-    return [
-        kind
-        for kind in reversed(by_type.values())
-        if kind.type == device.type or getattr(kind.module, "is_initialized", bool)()
-    ]
-
-
-def _device_key(kind: DeviceKind) -> str:
-    return f"torch_{kind.type}_manual_seed"
-
-
-def _read_device(kind: DeviceKind) -> Any:
-    if not hasattr(kind.module, "get_rng_state_all"):  # mps and xla have one device
-        return [kind.module.get_rng_state()]
-    return kind.module.get_rng_state_all()
-
-
-def _write_device(kind: DeviceKind, states: Any) -> list[str]:
-    namespace = kind.module
-    if not hasattr(namespace, "get_rng_state_all"):
-        namespace.set_rng_state(states[0])
-        return []
-    count = namespace.device_count()
-    for index, state in enumerate(states[:count]):
-        namespace.set_rng_state(state, index)
-    if len(states) == count:
-        return []
-    return [f"{_device_key(kind)!r} holds states of {len(states)} devices, and there are {count}"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFile:
-    """One file that this rank writes.
-
-    Args:
-        name: Inside the checkpoint.
-        read: Called once; returns the state tree that is written.
-        write: Called as `write(state, sink)`, with that tree or a copy of it.
-    """
-
-    name: str
-    read: Callable[[], Any]
-    write: Callable[[Any, Any], None] = write_object
-
-    def write_to(self, sink: Any) -> None:
-        """Write the state as it is now."""
-        self.write(self.read(), sink)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
-    """The objects whose state makes a checkpoint."""
-
-    weights: Sequence[Mapping[str, Any]] = ()
-    optimizers: Sequence[Mapping[str, Any]] = ()
-    schedulers: Sequence[Any] = ()
-    dataloaders: Sequence[Any] = ()
-    custom: Sequence[Any] = ()
-    scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    generators: Generators | None = None
-
-
-def shared_parts(contents: Contents, *, safe: bool) -> list[CheckpointFile]:
-    """List the files that one rank writes for all."""
-    parts = [
-        CheckpointFile(
-            name=layout.weights_name(index, safe=safe),
-            read=partial(dict, state),
-            write=partial(write_weights, safe=safe),
-        )
-        for index, state in enumerate(contents.weights)
-    ]
-    parts += [
-        CheckpointFile(name=layout.optimizer_name(index), read=partial(dict, state))
-        for index, state in enumerate(contents.optimizers)
-    ]
-    for name_of, objects in (
-        (layout.scheduler_name, contents.schedulers),
-        (layout.custom_name, contents.custom),
-    ):
-        parts += [
-            CheckpointFile(name=name_of(index), read=one.state_dict) for index, one in enumerate(objects)
-        ]
-    parts += [
-        CheckpointFile(name=layout.loader_state_name(index), read=loader.torchdata_state)
-        for index, loader in enumerate(contents.dataloaders)
-        if loader.use_stateful_dataloader and loader.torchdata_state()
-    ]
-    if contents.scaler:
-        parts.append(CheckpointFile(name=layout.SCALER_NAME, read=partial(dict, contents.scaler)))
-    if contents.recipe:
-        parts.append(CheckpointFile(name=layout.RECIPE_NAME, read=partial(dict, contents.recipe)))
-    return parts
-
-
-def rank_files(contents: Contents, *, rank: int, device: torch.device) -> list[CheckpointFile]:
-    """List the files that every rank writes: the positions of its loaders and its RNG states."""
-    parts: list[CheckpointFile] = []
-    if contents.dataloaders:
-        parts.append(
-            CheckpointFile(
-                name=layout.position_name(rank),
-                read=lambda: {"loaders": [loader.state_dict() for loader in contents.dataloaders]},
-            )
-        )
-    parts.append(CheckpointFile(name=layout.rng_name(rank), read=partial(_read_rng, contents, device)))
-    return parts
-
-
-def _read_rng(contents: Contents, device: torch.device) -> dict[str, Any]:
-    engine = None if contents.generators is None else contents.generators.state_dict()
-    return read_rng(device) | ({ENGINE_KEY: engine} if engine else {})
-
-
 @dataclass
 class CheckpointContext:
-    """The objects that one `Accelerator` saves and loads, and their folders.
+    """The objects that an `Accelerator` saves and loads, and their folders.
 
     Args:
         save_hooks: Called as `hook(models, weights, folder)` before anything is written.
@@ -265,7 +89,7 @@ class CheckpointContext:
 
     @property
     def committer(self) -> int:
-        """The rank that commits the folder in which this one writes."""
+        """The rank that commits the folder in which this rank writes."""
         topology = self.runtime.topology
         return topology.rank - topology.local_rank if self.project.save_on_each_node else 0
 
@@ -276,8 +100,10 @@ class CheckpointContext:
 
     @property
     def bare_models(self) -> list[nn.Module]:
-        """The unwrapped models, as hooks get them."""
-        return [extract_model_from_parallel(one, keep_torch_compile=False) for one in self.prepared.models]
+        """The unwrapped models, which hooks get."""
+        return [
+            extract_model_from_parallel(model, keep_torch_compile=False) for model in self.prepared.models
+        ]
 
     @cached_property
     def main(self) -> Agreement:
@@ -300,21 +126,194 @@ class CheckpointContext:
         return {} if read is None else read()
 
     def finish(self) -> None:
-        """Wait until no save is being written; raise its error."""
+        """Wait for a save that is being written; raise its error."""
         saving, self.saving = self.saving, None
         if saving is not None:
             saving.finish()
 
 
-MODEL_KEY = "model"
-OPTIMIZER_KEY = "optimizer"
-EXTRA_STATE = "_extra_state"
-"""The end of the names of what `Module.get_extra_state` gives, in state dicts."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFile:
+    """A file that this rank writes.
+
+    Args:
+        name: The path inside the checkpoint.
+        read: Called once; returns the state tree to write.
+        write: Called as `write(state, sink)`, with the state tree or a copy of it.
+    """
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any, Any], None] = write_object
+
+    def write_to(self, sink: Any) -> None:
+        """Write the current state."""
+        self.write(self.read(), sink)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """The objects whose states are saved, and states that were read already."""
+
+    weights: Sequence[Mapping[str, Any]] = ()
+    optimizers: Sequence[Mapping[str, Any]] = ()
+    schedulers: Sequence[Any] = ()
+    dataloaders: Sequence[Any] = ()
+    custom: Sequence[Any] = ()
+    scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    generators: Generators | None = None
+
+
+def shared_parts(contents: Contents, *, safe: bool) -> list[CheckpointFile]:
+    """List the files that the committer writes for all ranks."""
+    parts = [
+        CheckpointFile(
+            name=layout.weights_name(index, safe=safe),
+            read=partial(dict, state),
+            write=partial(write_weights, safe=safe),
+        )
+        for index, state in enumerate(contents.weights)
+    ]
+    parts += [
+        CheckpointFile(name=layout.optimizer_name(index), read=partial(dict, state))
+        for index, state in enumerate(contents.optimizers)
+    ]
+    parts += [
+        CheckpointFile(name=layout.scheduler_name(index), read=scheduler.state_dict)
+        for index, scheduler in enumerate(contents.schedulers)
+    ]
+    parts += [
+        CheckpointFile(name=layout.custom_name(index), read=registered.state_dict)
+        for index, registered in enumerate(contents.custom)
+    ]
+    parts += [
+        CheckpointFile(name=layout.loader_state_name(index), read=loader.torchdata_state)
+        for index, loader in enumerate(contents.dataloaders)
+        if loader.use_stateful_dataloader and loader.torchdata_state()
+    ]
+    if contents.scaler:
+        parts.append(CheckpointFile(name=layout.SCALER_NAME, read=partial(dict, contents.scaler)))
+    if contents.recipe:
+        parts.append(CheckpointFile(name=layout.RECIPE_NAME, read=partial(dict, contents.recipe)))
+    return parts
+
+
+def rank_files(contents: Contents, *, rank: int, device: torch.device) -> list[CheckpointFile]:
+    """List the files that every rank writes: the positions of its loaders and its RNG states."""
+
+    def read_positions() -> dict[str, Any]:
+        return {"loaders": [loader.state_dict() for loader in contents.dataloaders]}
+
+    def read_generators() -> dict[str, Any]:
+        engine = None if contents.generators is None else contents.generators.state_dict()
+        return read_rng(device) | ({ENGINE_KEY: engine} if engine else {})
+
+    positions = CheckpointFile(name=layout.position_name(rank), read=read_positions)
+    generators = CheckpointFile(name=layout.rng_name(rank), read=read_generators)
+    return [positions, generators] if contents.dataloaders else [generators]
+
+
+PYTHON_KEY = "random_state"
+NUMPY_KEY = "numpy_random_seed"
+TORCH_KEY = "torch_manual_seed"
+ENGINE_KEY = "engine_random_state"
+"""The key of the states of generators that a strategy has of its own."""
+_HOST_KEYS = (PYTHON_KEY, NUMPY_KEY, TORCH_KEY)
+
+
+def read_rng(device: torch.device) -> dict[str, Any]:
+    """Return the states of all generators, those of devices in use included.
+
+    Example:
+        >>> sorted(read_rng(torch.device("cpu")))
+        ['numpy_random_seed', 'random_state', 'torch_manual_seed']
+    """
+    states: dict[str, Any] = {
+        PYTHON_KEY: random.getstate(),
+        NUMPY_KEY: np.random.get_state(),
+        TORCH_KEY: torch.get_rng_state(),
+    }
+    for kind in _kinds_in_use(device):
+        read_all = getattr(kind.module, "get_rng_state_all", None)  # mps and xla have one device
+        states[_device_key(kind)] = [kind.module.get_rng_state()] if read_all is None else read_all()
+    return states
+
+
+def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
+    """Set all generators; return one sentence for each that could not be restored."""
+    complaints = [f"{key!r} is absent" for key in _HOST_KEYS if key not in states]
+    if PYTHON_KEY in states:
+        version, words, gauss = states[PYTHON_KEY]
+        random.setstate((version, tuple(words), gauss))
+    if NUMPY_KEY in states:
+        np.random.set_state(states[NUMPY_KEY])
+    if TORCH_KEY in states:
+        torch.set_rng_state(states[TORCH_KEY])
+    present = _kinds_in_use(device)
+    for kind in present:
+        key = _device_key(kind)
+        if key in states:
+            complaints += _write_device(kind, states[key])
+        else:
+            complaints.append(f"{key!r} is absent: the state was saved where there was no such device")
+    known = {*_HOST_KEYS, *map(_device_key, present), "step", ENGINE_KEY}
+    complaints += [f"{key!r} is for devices that are not here" for key in sorted(states) if key not in known]
+    return complaints
+
+
+def seed_per_rank(states: Mapping[str, Any], rank: int) -> None:
+    """Seed all generators of a rank that has no saved states from those of another rank."""
+    torch_state = states.get(TORCH_KEY)
+    source = b"" if torch_state is None else torch_state.numpy().tobytes()
+    digest = hashlib.blake2b(source + str(rank).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # seeds the generators of all devices
+
+
+def _kinds_in_use(device: torch.device) -> list[DeviceKind]:
+    """Return the kinds of devices in use: that of this process, and those that are initialised."""
+    by_type = {kind.type: kind for kind in reversed(KINDS) if kind.type != "cpu" and kind.probe()}
+    return [
+        kind
+        for kind in reversed(by_type.values())
+        if kind.type == device.type or getattr(kind.module, "is_initialized", bool)()
+    ]
+
+
+def _device_key(kind: DeviceKind) -> str:
+    return f"torch_{kind.type}_manual_seed"
+
+
+def _write_device(kind: DeviceKind, states: Any) -> list[str]:
+    namespace = kind.module
+    if not hasattr(namespace, "get_rng_state_all"):
+        namespace.set_rng_state(states[0])
+        return []
+    count = namespace.device_count()
+    for index, state in enumerate(states[:count]):
+        namespace.set_rng_state(state, index)
+    if len(states) == count:
+        return []
+    return [f"{_device_key(kind)!r} holds states of {len(states)} devices, and there are {count}"]
 
 
 def form_of_run(run: CheckpointContext) -> StateForm:
     """Return the form in which models and optimizers are saved."""
     return StateForm.FULL if run.strategy.shards is None else run.strategy.shards.form()
+
+
+def check_shared(run: CheckpointContext) -> None:
+    """Refuse a sharded checkpoint whose nodes write to folders of their own."""
+    topology = run.runtime.topology
+    several_hosts = topology.world_size > topology.local_world_size
+    if run.project.save_on_each_node and several_hosts and form_of_run(run) is not StateForm.FULL:
+        raise SettingsError(
+            "ProjectConfiguration(save_on_each_node=True): every host would keep a part of the model only; "
+            "use state_dict_type='FULL_STATE_DICT', or a folder that all hosts share."
+        )
 
 
 def folders_of(run: CheckpointContext) -> list[str]:
@@ -326,6 +325,10 @@ def folders_of(run: CheckpointContext) -> list[str]:
         *map(layout.sharded_model_name, range(len(prepared.models))),
         *map(layout.sharded_optimizer_name, range(len(prepared.optimizers))),
     ]
+
+
+MODEL_KEY = "model"
+OPTIMIZER_KEY = "optimizer"
 
 
 def sharded_parts(run: CheckpointContext) -> list[CheckpointFile]:
@@ -343,32 +346,17 @@ def sharded_parts(run: CheckpointContext) -> list[CheckpointFile]:
 
 
 def parts_of_folder(run: CheckpointContext, folder: str, state: Mapping[str, Any]) -> list[CheckpointFile]:
-    """Return the two files of this rank."""
-    rank = run.rank
-    writer = sharding.folder.ShardWriter(state, rank, run.strategy.planners)
+    """Return this rank's two files of a folder of shards: the shards and their metadata."""
+    writer = sharding.folder.ShardWriter(state, run.rank, run.strategy.planners)
+    shards, metadata = f"{folder}/{shard_file(run.rank)}", f"{folder}/{local_metadata_file(run.rank)}"
     return [
-        CheckpointFile(
-            name=f"{folder}/{shard_file(rank)}", read=writer.local_values, write=writer.write_shards
-        ),
-        CheckpointFile(
-            name=f"{folder}/{local_metadata_file(rank)}", read=list, write=writer.write_local_metadata
-        ),
+        CheckpointFile(name=shards, read=writer.local_values, write=writer.write_shards),
+        CheckpointFile(name=metadata, read=list, write=writer.write_local_metadata),
     ]
 
 
-def check_shared(run: CheckpointContext) -> None:
-    """Refuse a sharded checkpoint whose nodes write to folders of their own."""
-    topology = run.runtime.topology
-    several_hosts = topology.world_size > topology.local_world_size
-    if run.project.save_on_each_node and several_hosts and form_of_run(run) is not StateForm.FULL:
-        raise SettingsError(
-            "ProjectConfiguration(save_on_each_node=True): every host would keep a part of the model only; "
-            "use state_dict_type='FULL_STATE_DICT', or a folder that all hosts share."
-        )
-
-
 def native_parts(run: CheckpointContext, staging: Path) -> list[CheckpointFile]:
-    """Return this rank's files in the strategy's native form, which may write small files at once."""
+    """Return this rank's files in the strategy's native form, which may write small files itself."""
     prepared, native = run.prepared, _native(run)
     parts: list[CheckpointFile] = []
 
@@ -385,14 +373,15 @@ def native_parts(run: CheckpointContext, staging: Path) -> list[CheckpointFile]:
 
 def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
     """Return the model that has the first parameter of an optimizer; the first model if none has."""
-    first = {id(one) for group in optimizer.param_groups[:1] for one in group["params"][:1]}
-    return next((model for model in models if any(id(one) in first for one in model.parameters())), models[0])
+    first = [parameter for group in optimizer.param_groups[:1] for parameter in group["params"][:1]]
+    owners = (model for model in models if any(parameter is first[0] for parameter in model.parameters()))
+    return next(owners, models[0]) if first else models[0]
 
 
 def model_loader(
     run: CheckpointContext, source: CheckpointReader, index: int
 ) -> Callable[..., object] | None:
-    """Return what loads a sharded model, with options of `load_state_dict`; `None` without shards."""
+    """Return the function that loads a sharded model, with options for `load_state_dict`, or `None`."""
     folder = source.folder / layout.sharded_model_name(index)
     if is_sharded_folder(folder):
         sharding.folder.read_index(folder)
@@ -410,14 +399,16 @@ def model_loader(
 def optimizer_loader(
     run: CheckpointContext, source: CheckpointReader, index: int
 ) -> Callable[[Optimizer], object] | None:
-    """Return what loads a sharded optimizer; `None` without shards."""
+    """Return the function that loads a sharded optimizer, or `None` without shards."""
     folder = source.folder / layout.sharded_optimizer_name(index)
     models = run.prepared.models
     if is_sharded_folder(folder):
         sharding.folder.read_index(folder)
         return partial(restore_optimizer_shards, run, folder)
     if form_of_run(run) is StateForm.NATIVE and not source.has(layout.optimizer_name(index)):
-        return lambda one: _native(run).load_optimizer(one, owner_of(one, models), source.folder, index)
+        return lambda optimizer: _native(run).load_optimizer(
+            optimizer, owner_of(optimizer, models), source.folder, index
+        )
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
         return partial(_restore_engine_optimizer, run, engine)
@@ -434,7 +425,7 @@ def _restore_engine_optimizer(run: CheckpointContext, engine: Path, optimizer: O
 
 def _native(run: CheckpointContext) -> NativeFiles:
     if run.strategy.native is None:
-        raise CheckpointError("The strategy writes its own files, and has no `native` that does.")
+        raise CheckpointError("The strategy saves in a native form, but its `native` is None.")
     return run.strategy.native
 
 
@@ -446,19 +437,23 @@ def _is_full(source: CheckpointReader, index: int) -> bool:
     return any(source.has(name) for name in names)
 
 
+EXTRA_STATE = "_extra_state"
+"""The end of the names in state dicts of what `Module.get_extra_state` returns."""
+
+
 def restore_model_shards(
     run: CheckpointContext, folder: Path, model: nn.Module, *, strict: bool = True, **options: Any
 ) -> None:
-    """Load a model from shards, however it is sharded now."""
+    """Load a model from shards, whatever its sharding is now."""
     if run.strategy.shards is None:
         state = sharding.folder.read_all(folder, _full)
-        run.strategy.persister.load_full_state_dict(model, _inside(state), strict=strict, **options)
+        run.strategy.persister.load_full_state_dict(model, _unwrap(state), strict=strict, **options)
         return
     tensors = run.strategy.shards.model_tensors(model)
     wrapped: dict[str, Any] = {MODEL_KEY: tensors}
     entries = [*sharding.folder.entries(sharding.folder.read_index(folder))]
     paths = [entry.path for entry in entries]
-    # The extra state of a module has the shape that it had when it was saved.
+    # The extra state of a module is allocated in the shape in which it was saved.
     extra = {str(entry.path[-1]): entry for entry in entries if str(entry.path[-1]).endswith(EXTRA_STATE)}
     tensors.update({name: _full(entry) for name, entry in extra.items() if entry.shape and name in tensors})
     if strict:
@@ -473,10 +468,10 @@ def restore_model_shards(
 
 
 def restore_optimizer_shards(run: CheckpointContext, folder: Path, optimizer: Optimizer) -> None:
-    """Load an optimizer from shards, however it is sharded now."""
+    """Load an optimizer from shards, whatever its sharding is now."""
     models = run.prepared.models
     if run.strategy.shards is None:
-        state = _inside(sharding.folder.read_all(folder, _full))
+        state = _unwrap(sharding.folder.read_all(folder, _full))
         state.setdefault("state", {})
         names = [group["params"] for group in state["param_groups"]]
         run.strategy.persister.load_full_optimizer_state(optimizer, models, state_by_index(state, names))
@@ -488,13 +483,13 @@ def restore_optimizer_shards(run: CheckpointContext, folder: Path, optimizer: Op
             return make(str(entry.path[2]), entry.shape or torch.Size(), entry.dtype or torch.float32)
         return _full(entry)
 
-    state = _inside(sharding.folder.read_all(folder, allocate, run.strategy.planners))
+    state = _unwrap(sharding.folder.read_all(folder, allocate, run.strategy.planners))
     state.setdefault("state", {})
     run.strategy.shards.load_optimizer(optimizer, models, state)
 
 
-def _inside(state: dict[str, Any]) -> dict[str, Any]:
-    """What is under the one key that there is."""
+def _unwrap(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the value of a state's only key."""
     values = [*state.values()]
     return values[0] if len(values) == 1 and isinstance(values[0], dict) else state
 

@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: staged, committed in one step, listed, chosen and deleted."""
+"""The folder of a checkpoint: stage, commit in one step, check, list, prune and delete it."""
 
 from __future__ import annotations
 
@@ -34,14 +34,8 @@ from accel_train.checkpoint.files import (
 from accel_train.checkpoint.layout import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
-
-_LOCK_TIMEOUT = 10.0  # seconds that a save waits for another job's to end
-_REPLACE_TIMEOUT = 60.0  # seconds that a load waits for a living process to replace a checkpoint
-_POLL = 0.02  # seconds between two looks
-_READERS = 4  # files that are hashed at the same time
-SMALL = 1 << 20
-"""Bytes that are hashed sooner than threads start."""
-_ZIP = b"PK\x03\x04"
+_POLL = 0.02  # seconds between two attempts
+_LOCK_TIMEOUT = 10.0  # seconds that a save waits for the save of another job
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +59,10 @@ def make_staging(target: Path) -> Staging:
             files replace the old ones when they are complete; other files in it stay.
 
     Raises:
-        CheckpointWriteError: Another job saves there.
+        CheckpointWriteError: Another job saves to this folder.
         OSError: The folder cannot be made.
     """
-    held = _locked(target)
+    held = _lock_target(target)
     try:
         recover(target)
         nonce = secrets.token_hex(4)
@@ -76,11 +70,11 @@ def make_staging(target: Path) -> Staging:
             staging = layout.staging_inside(target, nonce)
             _clean(target, target)
             lock_file = layout.lock_path(target)
-            with contextlib.suppress(OSError):  # of a folder above that may be closed to us
-                other = try_lock(lock_file) if lock_file.exists() else None
-                if other is not None:
+            with contextlib.suppress(OSError):  # the parent folder may be read-only
+                parent_lock = try_lock(lock_file) if lock_file.exists() else None
+                if parent_lock is not None:
                     _clean(target.parent, target)
-                    other.release()
+                    parent_lock.release()
         else:
             staging = layout.staging_path(target, nonce)
             _clean(target.parent, target)
@@ -91,30 +85,42 @@ def make_staging(target: Path) -> Staging:
     return Staging(staging, held)
 
 
-def _locked(target: Path) -> FolderLock:
+def _lock_target(target: Path) -> FolderLock:
     make_folder(target.parent)
     while True:
-        inside = target.is_dir()
-        path = layout.lock_inside(target) if inside else layout.lock_path(target)
+        exists = target.is_dir()
+        path = layout.lock_inside(target) if exists else layout.lock_path(target)
         held = lock(path, target, timeout=_LOCK_TIMEOUT)
-        if target.is_dir() == inside:
+        if target.is_dir() == exists:
             return held
-        held.release()  # who had it has made the folder
+        held.release()  # the holder before has made the folder
 
 
 def _clean(folder: Path, target: Path) -> None:
+    """Remove what processes that died have left of a checkpoint in a folder."""
     for entry in folder.iterdir():
         if _is_trash(entry, target):
             remove(entry)
 
 
+def _is_trash(entry: Path, target: Path) -> bool:
+    """Return whether a path in or next to a checkpoint is stale, also from earlier numbered checkpoints."""
+    owner = layout.target_of_trash(entry.name)
+    if owner is None or not owner:
+        return owner is not None and entry.parent == target
+    numbered = layout.iteration_of(target.name) is not None and layout.iteration_of(owner) is not None
+    return entry.parent == target.parent and (numbered or owner == target.name)
+
+
 def commit(staging: Path, target: Path, manifest: Manifest, *, to_disk: bool) -> None:
-    """Commit a complete checkpoint: it is present afterwards, or absent after an error."""
+    """Commit a complete checkpoint: afterwards it is in its folder; after an error, it is not."""
+    # 1. Complete the staging folder.
     content = manifest.to_text().encode()
     write_file(staging / layout.MANIFEST_NAME, lambda sink: sink.write(content), to_disk=to_disk)
     if to_disk:
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             flush_folder(folder)
+    # 2. Rename it to the target; if that exists, to the folder from which `recover` replaces the files.
     if staging.parent != target:
         move(staging, target)
     else:
@@ -130,7 +136,7 @@ def commit(staging: Path, target: Path, manifest: Manifest, *, to_disk: bool) ->
 def recover(target: Path) -> None:
     """Complete the replacement of an older checkpoint by a process that died during it.
 
-    Every step can be repeated; the manifest comes last, so that a mixture is never taken for a checkpoint.
+    Every step can be repeated. The manifest is moved last: mixed files are never taken for a checkpoint.
     """
     source = target / layout.COMMIT_NAME
     marker = source / layout.MANIFEST_NAME
@@ -151,14 +157,30 @@ def recover(target: Path) -> None:
     remove(source)
 
 
+def _checkpoint_files(folder: Path) -> set[str]:
+    """Return the files of the checkpoint in a folder, by its manifest and by their names."""
+    names = {entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name)}
+    for entry in folder.iterdir():
+        if entry.is_dir() and layout.is_folder_of_checkpoint(entry.name):
+            names |= {f"{entry.name}/{name}" for name in sizes_in(entry)}
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError:
+        return names
+    return names if manifest is None else names | set(manifest.files)
+
+
+_REPLACE_TIMEOUT = 60.0  # seconds that a load waits for a living process to replace a checkpoint
+
+
 def wait_until_replaced(target: Path, *, repair: bool = True, timeout: float = _REPLACE_TIMEOUT) -> None:
     """Wait until no process is replacing the checkpoint in a folder.
 
     Raises:
-        CheckpointError: The process is still at it, or a replacement is damaged.
+        CheckpointError: A process is replacing it after the timeout, or the replacement is damaged.
         OSError: A replacement cannot be completed.
     """
-    end = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     while is_being_replaced(target):
         path = layout.lock_inside(target)
         held = try_lock(path) if repair else None
@@ -167,21 +189,21 @@ def wait_until_replaced(target: Path, *, repair: bool = True, timeout: float = _
                 recover(target)
             finally:
                 held.release()
-        elif time.monotonic() > end:
+        elif time.monotonic() > deadline:
             raise CheckpointError(f"{holder(path)} is replacing the checkpoint {str(target)!r}: try again.")
         else:
             time.sleep(_POLL)
 
 
 def is_being_replaced(target: Path) -> bool:
-    """Whether the files of a new checkpoint are replacing those of an older one."""
+    """Return whether the files of a new checkpoint are replacing those of an older one."""
     return (target / layout.COMMIT_NAME / layout.MANIFEST_NAME).is_file()
 
 
 def identity(target: Path) -> tuple[int, ...] | None:
     """Return an id of the checkpoint in a folder, which changes with it; `None` without a manifest."""
     try:
-        status = os.stat(target / layout.MANIFEST_NAME)  # noqa: PTH116 - one call for all three
+        status = os.stat(target / layout.MANIFEST_NAME)  # noqa: PTH116 - one call gives all three
     except OSError:
         return None
     return (status.st_ino, status.st_mtime_ns, status.st_size)
@@ -233,19 +255,28 @@ def _check_foreign(folder: Path) -> None:
             SafetensorsFile(folder / name)
         else:
             _check_saved(folder / name)
-    for one in folders:
-        if not is_sharded_folder(one) and not is_engine_folder(one):
+    for path in folders:
+        if not is_sharded_folder(path) and not is_engine_folder(path):
             raise CheckpointError(
-                f"{str(one)!r} is not whole: it has no {INDEX_NAME!r}, which comes when all ranks are done."
+                f"{str(path)!r} is incomplete: it has no {INDEX_NAME!r}, which is written last."
             )
 
 
+_ZIP = b"PK\x03\x04"
+
+
 def _check_saved(path: Path) -> None:
+    """Refuse a file of `torch.save` that was cut off."""
     with path.open("rb") as file:
         has_zip_header = file.read(len(_ZIP)) == _ZIP
-    # What torch wrote before version 1.6 is no zip file, and cannot be judged from outside.
+    # Files of torch before version 1.6 are no zip files: only reading them shows whether they are complete.
     if path.stat().st_size == 0 or (has_zip_header and not zipfile.is_zipfile(path)):
-        raise CheckpointError(f"{str(path)!r} is not whole: it was cut off while it was written.")
+        raise CheckpointError(f"{str(path)!r} is incomplete: it was cut off while it was written.")
+
+
+SMALL = 1 << 20
+"""Bytes that one thread hashes in less time than others need to start."""
+_READERS = 4  # files that are hashed at the same time
 
 
 def verify(
@@ -257,7 +288,15 @@ def verify(
 ) -> None:
     """Compare the contents of some files with their checksums.
 
-    `records` are of files that have been read already, which are compared, too.
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        names: The files to hash and compare.
+        records: Of files that were hashed before, which are compared, too.
+        record_of: Hashes a file.
+
+    Raises:
+        CheckpointError: A checksum differs.
     """
     unread = [name for name in names if name not in records]
     if sum(manifest.files[name].size for name in unread) < SMALL:
@@ -265,17 +304,17 @@ def verify(
     else:
         with ThreadPoolExecutor(_READERS, "accel-verify") as threads:
             read = [*threads.map(record_of, unread)]
-    for name, found in [*records.items(), *zip(unread, read, strict=True)]:
-        if found != manifest.files[name]:
+    for name, record in [*records.items(), *zip(unread, read, strict=True)]:
+        if record != manifest.files[name]:
             raise CheckpointError(
-                f"The checkpoint {str(folder)!r} is damaged: {name!r} has the checksum {found.checksum}, "
+                f"The checkpoint {str(folder)!r} is damaged: {name!r} has the checksum {record.checksum}, "
                 f"not {manifest.files[name].checksum}. Load another one."
             )
 
 
 def list_complete(project: Path) -> list[int]:
     """Return the numbers of the complete checkpoints of a project; complete interrupted replacements."""
-    found: list[int] = []
+    complete: list[int] = []
     for iteration in numbers(project):
         folder = project / layout.numbered_name(iteration)
         try:
@@ -284,45 +323,26 @@ def list_complete(project: Path) -> list[int]:
         except (OSError, CheckpointError) as error:
             logger.warning("Passed over: %s", error)
         else:
-            found.append(iteration)
-    return found
+            complete.append(iteration)
+    return complete
+
+
+def complete_everywhere(nodes: Sequence[Iterable[int]]) -> list[int]:
+    """Return the checkpoints that are complete on every node, oldest first.
+
+    Example:
+        >>> complete_everywhere([[1, 2, 3], [2, 1]])
+        [1, 2]
+    """
+    return sorted(set[int](nodes[0]).intersection(*nodes[1:])) if nodes else []
 
 
 def numbers(project: Path) -> list[int]:
     """Return the numbers of all checkpoints of a project, complete or not."""
     if not project.is_dir():
         return []
-    found = (layout.iteration_of(entry.name) for entry in project.iterdir() if entry.is_dir())
-    return sorted(iteration for iteration in found if iteration is not None)
-
-
-def delete(folder: Path) -> None:
-    """Delete a checkpoint; it is renamed first, so that a partial one is never loaded."""
-    trash_path = layout.trash_path(folder, secrets.token_hex(4))
-    move(folder, trash_path)
-    remove(trash_path)
-
-
-def _is_trash(entry: Path, target: Path) -> bool:
-    """Whether a path beside or inside a checkpoint is stale, also from earlier numbered checkpoints."""
-    owner = layout.target_of_trash(entry.name)
-    if owner is None or not owner:
-        return owner is not None and entry.parent == target
-    numbered = layout.iteration_of(target.name) is not None and layout.iteration_of(owner) is not None
-    return entry.parent == target.parent and (numbered or owner == target.name)
-
-
-def _checkpoint_files(folder: Path) -> set[str]:
-    """Return the files of the checkpoint in a folder: by its manifest, or by name."""
-    named = {entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name)}
-    for entry in folder.iterdir():
-        if entry.is_dir() and layout.is_folder_of_checkpoint(entry.name):
-            named |= {f"{entry.name}/{name}" for name in sizes_in(entry)}
-    try:
-        manifest = read_manifest(folder)
-    except CheckpointError:
-        return named
-    return named if manifest is None else named | set(manifest.files)
+    iterations = (layout.iteration_of(entry.name) for entry in project.iterdir() if entry.is_dir())
+    return sorted(iteration for iteration in iterations if iteration is not None)
 
 
 def to_prune(complete: Iterable[int], *, newest: int, limit: int | None) -> list[int]:
@@ -334,15 +354,12 @@ def to_prune(complete: Iterable[int], *, newest: int, limit: int | None) -> list
     """
     if limit is None:
         return []
-    others = sorted({*complete} - {newest})
-    return others[: max(0, len(others) + 1 - max(1, limit))]
+    older = sorted({*complete} - {newest})
+    return older[: max(0, len(older) + 1 - max(1, limit))]
 
 
-def complete_everywhere(found: Sequence[Iterable[int]]) -> list[int]:
-    """Return the checkpoints that are complete on every node, oldest first.
-
-    Example:
-        >>> complete_everywhere([[1, 2, 3], [2, 1]])
-        [1, 2]
-    """
-    return sorted(set[int](found[0]).intersection(*found[1:])) if found else []
+def delete(folder: Path) -> None:
+    """Rename a checkpoint, then delete it: an incomplete one is never loaded."""
+    trash_path = layout.trash_path(folder, secrets.token_hex(4))
+    move(folder, trash_path)
+    remove(trash_path)

@@ -1,4 +1,4 @@
-"""Every name; the manifest."""
+"""Every file name of a checkpoint; the manifest with the size and checksum of each file."""
 
 from __future__ import annotations
 
@@ -31,13 +31,10 @@ LOADER_STATE_NAME = "dl_state_dict"
 POSITION_NAME = "data_position"
 MANIFEST_NAME = "accel_manifest.json"
 TRACKERS_NAME = "trackers.json"
-
 COMMIT_NAME = ".accel-commit"
-"""In a folder that is overwritten: a complete checkpoint whose files have yet to take their places."""
-
+"""In a folder that is overwritten: a complete checkpoint whose files have yet to replace the old ones."""
 LOCK_NAME = ".accel-lock"
-"""Locked by the process that saves into the folder in which it is; gone when it is done."""
-
+"""Locked by the process that saves into its folder; deleted when the save is done."""
 _SAVING = "saving-"
 _DELETING = "deleting-"
 _STALE = re.compile(rf"(\.(.+))?\.({_SAVING}|{_DELETING})[0-9a-f]+")
@@ -54,9 +51,8 @@ _OURS = re.compile(
     re.VERBOSE,
 )
 _OUR_FOLDERS = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+|{MODEL_NAME}(_\d+)?")
-
 ENGINE_ROOT_FILES = frozenset({"latest", "zero_to_fp32.py", "zero_to_torch.py"})
-"""What DeepSpeed writes beside the folders of its engines."""
+"""The files that DeepSpeed writes next to the folders of its engines."""
 
 
 def _indexed(stem: str, index: int, suffix: str = ".bin") -> str:
@@ -68,7 +64,7 @@ optimizer_name = partial(_indexed, OPTIMIZER_NAME)
 engine_name = partial(_indexed, MODEL_NAME, suffix="")
 """The folder that DeepSpeed's engine writes: `pytorch_model`, `pytorch_model_1` and so on."""
 fsdp_weights_name = partial(_indexed, FSDP_MODEL_NAME)
-"""The weights of a sharded model in one file, as others write them: `pytorch_model_fsdp.bin`."""
+"""The weights of a sharded model in one file, which other libraries write: `pytorch_model_fsdp.bin`."""
 scheduler_name = partial(_indexed, SCHEDULER_NAME)
 """The state of a scheduler, by the order of preparation: `scheduler.bin`, `scheduler_1.bin` and so on."""
 sampler_name = partial(_indexed, SAMPLER_NAME)
@@ -78,7 +74,7 @@ loader_state_name = partial(_indexed, LOADER_STATE_NAME)
 
 
 def weights_name(index: int, *, safe: bool) -> str:
-    """The weights of the model that was prepared as number `index`.
+    """Return the name of the weights of a model, by the order of preparation.
 
     Example:
         >>> weights_name(0, safe=True), weights_name(1, safe=False)
@@ -88,7 +84,7 @@ def weights_name(index: int, *, safe: bool) -> str:
 
 
 def sharded_model_name(index: int) -> str:
-    """The folder with the shards of a model, by the order of preparation.
+    """Return the folder with the shards of a model, by the order of preparation.
 
     Example:
         >>> sharded_model_name(0)
@@ -98,27 +94,27 @@ def sharded_model_name(index: int) -> str:
 
 
 def sharded_optimizer_name(index: int) -> str:
-    """The folder with the shards of an optimizer: `optimizer_0`, `optimizer_1` and so on."""
+    """Return the folder with the shards of an optimizer: `optimizer_0`, `optimizer_1` and so on."""
     return f"{OPTIMIZER_NAME}_{index}"
 
 
 def rng_name(rank: int) -> str:
-    """The random number generators of a rank."""
+    """Return the file with the RNG states of a rank."""
     return f"{RNG_STATE_NAME}_{rank}.pkl"
 
 
 def position_name(rank: int) -> str:
-    """The positions of the data loaders of a rank."""
+    """Return the file with the positions of a rank's data loaders."""
     return f"{POSITION_NAME}_{rank}.bin"
 
 
 def custom_name(index: int) -> str:
-    """The state of an object registered for checkpointing, by the order of registration."""
+    """Return the file of an object registered for checkpointing, by the order of registration."""
     return f"{CUSTOM_NAME}_{index}.pkl"
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Whether a file of this name belongs to a checkpoint, so that the next one in its folder replaces it.
+    """Return whether a file of this name belongs to a checkpoint: the next one in its folder replaces it.
 
     Example:
         >>> is_of_checkpoint("optimizer_1.bin"), is_of_checkpoint("tokenizer.json")
@@ -128,7 +124,7 @@ def is_of_checkpoint(name: str) -> bool:
 
 
 def is_folder_of_checkpoint(name: str) -> bool:
-    """Whether a folder of this name in a checkpoint belongs to it.
+    """Return whether a folder of this name in a checkpoint belongs to it.
 
     Example:
         >>> is_folder_of_checkpoint("optimizer_0"), is_folder_of_checkpoint("logs")
@@ -138,12 +134,12 @@ def is_folder_of_checkpoint(name: str) -> bool:
 
 
 def numbered_folders(project_dir: str | Path) -> Path:
-    """The folder of numbered checkpoints."""
+    """Return the folder of numbered checkpoints."""
     return Path(project_dir) / "checkpoints"
 
 
 def numbered_name(iteration: int) -> str:
-    """The folder of a numbered checkpoint.
+    """Return the name of a numbered checkpoint.
 
     Example:
         >>> numbered_name(3)
@@ -153,33 +149,33 @@ def numbered_name(iteration: int) -> str:
 
 
 def iteration_of(name: str) -> int | None:
-    """The number of a numbered checkpoint, `None` for other names.
+    """Return the number of a numbered checkpoint; `None` for other names.
 
     Example:
         >>> iteration_of("checkpoint_12"), iteration_of("checkpoint_best")
         (12, None)
     """
-    found = _NUMBERED.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _NUMBERED.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def staging_path(target: Path, nonce: str) -> Path:
-    """The staging folder of a checkpoint whose folder does not exist yet."""
+    """Return the staging folder of a checkpoint whose folder does not exist yet."""
     return target.with_name(f".{target.name}.{_SAVING}{nonce}")
 
 
 def staging_inside(target: Path, nonce: str) -> Path:
-    """The staging folder of a checkpoint in an existing folder."""
+    """Return the staging folder of a checkpoint in an existing folder."""
     return target / f".{_SAVING}{nonce}"
 
 
 def lock_inside(target: Path) -> Path:
-    """The lock of writers into an existing folder."""
+    """Return the lock of writers into an existing folder."""
     return target / LOCK_NAME
 
 
 def lock_path(target: Path) -> Path:
-    """The lock of writers of a new folder; numbered checkpoints of a project share it.
+    """Return the lock of writers of a new folder; numbered checkpoints of a project share it.
 
     Example:
         >>> lock_path(Path("run/checkpoint_3")).name, lock_path(Path("run/best")).name
@@ -191,22 +187,20 @@ def lock_path(target: Path) -> Path:
 
 
 def trash_path(target: Path, nonce: str) -> Path:
-    """The name of a checkpoint while it is deleted."""
+    """Return the path of a checkpoint while it is deleted."""
     return target.with_name(f".{target.name}.{_DELETING}{nonce}")
 
 
 def target_of_trash(name: str) -> str | None:
-    """Return the checkpoint beside a staging or trash folder, `""` for the one around it; else `None`.
+    """Return the checkpoint to which a staging or trash folder belongs: `""` is its parent; else `None`.
 
     Example:
         >>> target_of_trash(".checkpoint_3.saving-12ab"), target_of_trash("checkpoint_3")
         ('checkpoint_3', None)
     """
-    found = _STALE.fullmatch(name)
-    return None if found is None else (found[2] or "")
+    match = _STALE.fullmatch(name)
+    return None if match is None else (match[2] or "")
 
-
-_Value = TypeVar("_Value")
 
 FORMAT = 1
 CHECKSUM = "xxh3_64"
@@ -214,7 +208,7 @@ CHECKSUM = "xxh3_64"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """One file of a checkpoint: its bytes, and its XXH3 hash of 64 bits in hexadecimal digits."""
+    """The size of a file in bytes, and its XXH3 hash of 64 bits in hexadecimal digits."""
 
     size: int
     checksum: str
@@ -222,7 +216,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """The files of a checkpoint, and the facts of the run that saved it.
+    """The files of a checkpoint, and facts about the run that saved it.
 
     Args:
         step: Micro-batches since the last optimizer step.
@@ -236,7 +230,7 @@ class Manifest:
     format: int = FORMAT
 
     def to_text(self) -> str:
-        """Write as JSON.
+        """Return the manifest as JSON.
 
         Example:
             >>> manifest = Manifest(world_size=2, step=0, files={"a": FileRecord(size=1, checksum="0f")})
@@ -258,7 +252,7 @@ class Manifest:
         """Read what `to_text` wrote.
 
         Raises:
-            CheckpointError: It is damaged, or of an unknown version.
+            CheckpointError: The text is damaged, or of an unknown version.
         """
         try:
             table: dict[str, Any] = json.loads(text)
@@ -269,7 +263,7 @@ class Manifest:
                     step=_typed(table["step"], int),
                     iteration=None if table["iteration"] is None else _typed(table["iteration"], int),
                     files={
-                        _inside(name): FileRecord(
+                        _relative(name): FileRecord(
                             size=_typed(row["size"], int), checksum=_typed(row["checksum"], str)
                         )
                         for name, row in table["files"].items()
@@ -308,16 +302,25 @@ class Manifest:
         ]
 
 
-def _inside(name: str) -> str:
-    """Return the name of a file in the folder of its manifest: files are deleted and moved by these names."""
+def _relative(name: str) -> str:
+    """Refuse a name that leads out of the folder: files are deleted and moved by the names of a manifest."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError(f"{name!r} is not in the folder")
     return name
 
 
+_Value = TypeVar("_Value")
+
+
+def _typed(value: object, kind: type[_Value]) -> _Value:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
 def shares(files: Mapping[str, FileRecord], parts: int) -> list[list[str]]:
-    """Split the files across ranks, so that each has about as many bytes to verify.
+    """Split files across ranks, about equally many bytes for each.
 
     Example:
         >>> sizes = {"a": 5, "b": 3, "c": 1}
@@ -330,9 +333,3 @@ def shares(files: Mapping[str, FileRecord], parts: int) -> list[list[str]]:
         total, names = assigned[least]
         assigned[least] = (total + files[name].size, [*names, name])
     return [names for _, names in assigned]
-
-
-def _typed(value: object, kind: type[_Value]) -> _Value:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
-    return value

@@ -1,8 +1,7 @@
-"""Documented single-file functions; merge."""
+"""The documented functions that save, load or merge single files and folders, without a commit."""
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,7 +71,7 @@ def save_accelerator_state(
 ) -> Path:
     """Write this rank's files of a checkpoint.
 
-    The manifest lists what the main process wrote. `Accelerator.save_state` does more: it commits the files
+    The manifest lists the files of the main process. `Accelerator.save_state` does more: it commits the files
     of all ranks at once.
 
     Args:
@@ -95,7 +94,7 @@ def save_accelerator_state(
     make_folder(target)
     contents = Contents(
         weights=model_states,
-        optimizers=[one.state_dict() for one in optimizers],
+        optimizers=[optimizer.state_dict() for optimizer in optimizers],
         schedulers=schedulers,
         dataloaders=dataloaders,
         scaler={} if scaler is None else scaler.state_dict(),
@@ -134,15 +133,15 @@ def load_accelerator_state(
         dataloaders: Prepared ones.
         process_index: Rank of this process.
         scaler: The loss scaler.
-        map_location: Where the states of optimizers are read to first: `"cpu"`, `"on_device"` or a device.
+        map_location: The device to which optimizer states are read first: `"cpu"`, `"on_device"` or a device.
         load_kwargs: More arguments of `torch.load`.
         **load_model_func_kwargs: More arguments of `Module.load_state_dict`.
 
     Returns:
-        What an accelerator has to remember: `{"step": …}`.
+        The state of the accelerator itself: `{"step": …}`.
 
     Raises:
-        CheckpointError: A file is absent or damaged, or holds what is not read without trust.
+        CheckpointError: A file is absent or damaged, or holds objects that are unsafe to load.
     """
     current = runtime.current_or_single()
     folder = Path(input_dir)
@@ -157,8 +156,8 @@ def load_accelerator_state(
     )
     for index, model in enumerate(models):
         restore_model(source, index, model, **load_model_func_kwargs)
-    restore_states(source, layout.optimizer_name, [one.load_state_dict for one in optimizers])
-    restore_states(source, layout.scheduler_name, [one.load_state_dict for one in schedulers])
+    restore_states(source, layout.optimizer_name, [optimizer.load_state_dict for optimizer in optimizers])
+    restore_states(source, layout.scheduler_name, [scheduler.load_state_dict for scheduler in schedulers])
     if scaler is not None:
         scaler.load_state_dict(source.read(layout.SCALER_NAME))
     restore_positions(source, dataloaders)
@@ -172,7 +171,7 @@ def save_custom_state(
     """Save the state of an object as `<path>/custom_checkpoint_<index>.pkl`, on the main process.
 
     Args:
-        obj: With `state_dict`.
+        obj: An object with `state_dict`.
         path: A folder.
         index: Number of the object.
         save_on_each_node: Whether one process of every host saves.
@@ -183,10 +182,10 @@ def save_custom_state(
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
-    """Load what `save_custom_state` has saved.
+    """Load a file of `save_custom_state`.
 
     Args:
-        obj: With `load_state_dict`.
+        obj: An object with `load_state_dict`.
         path: The folder.
         index: Number of the object.
 
@@ -221,7 +220,7 @@ def save_fsdp_model(
     """Save a model in the form of the plugin's `state_dict_type`. Call it on every process.
 
     Args:
-        fsdp_plugin: Has the form: one file, a folder to which every rank writes, or one file per rank.
+        fsdp_plugin: Its `state_dict_type` chooses a file, a folder that all ranks write, or a file per rank.
         accelerator: The `Accelerator` that has prepared the model.
         model: The prepared model.
         output_dir: The folder; made if absent.
@@ -231,7 +230,7 @@ def save_fsdp_model(
             file for itself.
     """
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder = _made(output_dir)
+    folder = _make_folder(output_dir)
     if access.form is StateForm.FULL:
         state = access.persister.full_state_dict(model, keep=access.topology.is_main)
         save(_adapter_of(model, state, adapter_only), folder / layout.fsdp_weights_name(model_index))
@@ -253,13 +252,13 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_model` has saved. Call it on every process.
+    """Load a model that `save_fsdp_model` has saved. Call it on every process.
 
     Args:
-        fsdp_plugin: Has the form.
+        fsdp_plugin: Its `state_dict_type` chooses the form.
         accelerator: The `Accelerator` that has prepared the model.
         model: The prepared model.
-        input_dir: The folder; of shards also the one that they are in.
+        input_dir: The folder that was saved to; for shards also the folder of the shards.
         model_index: Number of the model.
         adapter_only: Whether only the adapter of a PEFT model was saved.
         use_dcp: As it was when the model was saved.
@@ -271,12 +270,12 @@ def load_fsdp_model(
     folder = Path(input_dir)
     strict = {"strict": False} if adapter_only and _has_adapter(model) else {}
     if access.form is StateForm.FULL:
-        state: Any = read_object(_existing(folder / layout.fsdp_weights_name(model_index)))
+        state: Any = read_object(_require_file(folder / layout.fsdp_weights_name(model_index)))
         access.persister.load_full_state_dict(model, state, **strict)
     elif access.form is StateForm.NATIVE:
         access.local.load_model(model, folder, model_index)
     else:
-        source = _folder(folder, layout.sharded_model_name(model_index))
+        source = _shards_in(folder, layout.sharded_model_name(model_index))
         restore_model_shards(access.run, source, model, **strict)
     accelerator.wait_for_everyone()
 
@@ -293,7 +292,7 @@ def save_fsdp_optimizer(
     """Save an optimizer in the form of the plugin's `state_dict_type`. Call it on every process.
 
     Args:
-        fsdp_plugin: Has the form.
+        fsdp_plugin: Its `state_dict_type` chooses the form.
         accelerator: The `Accelerator` that has prepared the optimizer.
         optimizer: The prepared optimizer.
         model: The prepared model that it trains.
@@ -302,7 +301,7 @@ def save_fsdp_optimizer(
         use_dcp: As for `save_fsdp_model`.
     """
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder, inner = _made(output_dir), _inner(optimizer)
+    folder, inner = _make_folder(output_dir), _unwrap_optimizer(optimizer)
     if access.form is StateForm.FULL:
         state = access.persister.full_optimizer_state(inner, [model], keep=access.topology.is_main)
         save(state, folder / layout.optimizer_name(optimizer_index))
@@ -325,32 +324,31 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_optimizer` has saved. Call it on every process.
+    """Load an optimizer that `save_fsdp_optimizer` has saved. Call it on every process.
 
     Args:
-        fsdp_plugin: Has the form.
+        fsdp_plugin: Its `state_dict_type` chooses the form.
         accelerator: The `Accelerator` that has prepared the optimizer.
         optimizer: The prepared optimizer.
         model: The prepared model that it trains.
-        input_dir: The folder; of shards also the one that they are in.
+        input_dir: The folder that was saved to; for shards also the folder of the shards.
         optimizer_index: Number of the optimizer.
-        adapter_only: An optimizer has the state of the parameters that it trains, an adapter's or others:
-            nothing is different.
+        adapter_only: Without effect: an optimizer has the states of the parameters that it trains.
         use_dcp: As it was when the optimizer was saved.
 
     Raises:
-        CheckpointError: There is no such optimizer, or it is of other parameters.
+        CheckpointError: There is no such optimizer, or it has other parameters.
     """
     del adapter_only
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder, inner = Path(input_dir), _inner(optimizer)
+    folder, inner = Path(input_dir), _unwrap_optimizer(optimizer)
     if access.form is StateForm.FULL:
-        state: Any = read_object(_existing(folder / layout.optimizer_name(optimizer_index)))
+        state: Any = read_object(_require_file(folder / layout.optimizer_name(optimizer_index)))
         access.persister.load_full_optimizer_state(inner, [model], state)
     elif access.form is StateForm.NATIVE:
         access.local.load_optimizer(inner, model, folder, optimizer_index)
     else:
-        source = _folder(folder, layout.sharded_optimizer_name(optimizer_index))
+        source = _shards_in(folder, layout.sharded_optimizer_name(optimizer_index))
         restore_optimizer_shards(access.run, source, inner)
     accelerator.wait_for_everyone()
 
@@ -375,11 +373,11 @@ class _Access:
 
 
 def _write_folder(access: _Access, accelerator: Any, folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the shards of this rank; after all ranks, the main process writes the index."""
+    """Write the shards of this rank; when all ranks are done, the main process writes the index."""
     make_folder(folder)
     if accelerator.is_main_process:
         for path in folder.iterdir():
-            remove(path)  # of an earlier save, of perhaps more ranks
+            remove(path)  # files of an earlier save, perhaps of more ranks
     accelerator.wait_for_everyone()
     for part in parts_of_folder(access.run, folder.name, state):
         write_file(folder.parent / part.name, part.write_to, to_disk=True)
@@ -389,45 +387,39 @@ def _write_folder(access: _Access, accelerator: Any, folder: Path, state: Mappin
 
 
 def _has_adapter(model: nn.Module) -> bool:
-    """Whether a model is a PEFT model."""
+    """Return whether a model is a PEFT model."""
     core: Any = extract_model_from_parallel(model, keep_torch_compile=False)
     return getattr(core, "peft_config", None) is not None
 
 
 def _adapter_of(model: nn.Module, state: Mapping[str, Any], adapter_only: bool) -> dict[str, Any]:
-    """Return the weights of a PEFT model's active adapter if only these are wanted; else all."""
+    """Return the weights of a PEFT model's active adapter if only these are wanted; else all weights."""
     if not adapter_only or not _has_adapter(model):
         return dict(state)
     core = extract_model_from_parallel(model, keep_torch_compile=False)
-    names = {name for name, parameter in core.named_parameters() if parameter.requires_grad}
-    return {
-        name: value
-        for name, value in state.items()
-        if strip_wrapper_prefixes(name) in {*map(strip_wrapper_prefixes, names)}
-    }
+    trained = (name for name, parameter in core.named_parameters() if parameter.requires_grad)
+    names = set(map(strip_wrapper_prefixes, trained))
+    return {name: value for name, value in state.items() if strip_wrapper_prefixes(name) in names}
 
 
-def _inner(optimizer: Any) -> Optimizer:
+def _unwrap_optimizer(optimizer: Any) -> Optimizer:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
-def _made(folder: str | os.PathLike[str]) -> Path:
+def _make_folder(folder: str | os.PathLike[str]) -> Path:
     path = Path(folder)
     make_folder(path)
     return path
 
 
-def _existing(path: Path) -> Path:
+def _require_file(path: Path) -> Path:
     if not path.is_file():
         raise CheckpointError(f"There is no {str(path)!r}.")
     return path
 
 
-def _folder(path: Path, name: str) -> Path:
+def _shards_in(path: Path, name: str) -> Path:
     return path if is_sharded_folder(path) else path / name
-
-
-logger = logging.getLogger(__name__)
 
 
 def merge_fsdp_weights(
@@ -438,18 +430,18 @@ def merge_fsdp_weights(
 ) -> None:
     """Merge a folder with the shards of a model into one weight file.
 
-    Tensors go from file to file one after the other: the model need not fit into memory. With several
-    processes, the main one does it, and all wait.
+    Tensors are copied from file to file one at a time: the model need not fit into memory. With several
+    processes, the main process merges, and all wait.
 
     Args:
-        checkpoint_dir: The folder `pytorch_model_fsdp_0`, or the checkpoint that it is in.
+        checkpoint_dir: The folder `pytorch_model_fsdp_0`, or the checkpoint that contains it.
         output_path: The folder of the new file, which is named `model.safetensors` or `pytorch_model.bin`.
         safe_serialization: Write safetensors; else as `torch.save` does.
         remove_checkpoint_dir: Whether to delete the shards when the file is complete.
 
     Raises:
-        CheckpointError: There are no shards, or those of several models, or they are damaged.
-        OSError: There is no room for the file.
+        CheckpointError: There are no shards, or shards of several models, or they are damaged.
+        OSError: There is no space for the file.
     """
     state = PartialState() if torch.distributed.is_initialized() else None
     if state is None or state.is_main_process:
@@ -467,7 +459,7 @@ def _merge(folder: Path, target: Path, *, safe: bool) -> None:
     tensors = {
         name: entry
         for entry in sharding.folder.entries(sharding.folder.read_index(folder))
-        if (name := _name(entry)) is not None
+        if (name := _weight_name(entry)) is not None
     }
     make_folder(target.parent)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
@@ -493,7 +485,7 @@ def _merge(folder: Path, target: Path, *, safe: bool) -> None:
 
 
 def _folder_of_model(source: Path) -> Path:
-    """Find the folder with the shards of one model."""
+    """Find the folder with the shards of the only model."""
     if is_sharded_folder(source):
         return source
     inside = [path for path in sorted(source.glob(f"{layout.FSDP_MODEL_NAME}_*")) if is_sharded_folder(path)]
@@ -510,7 +502,7 @@ def _folder_of_model(source: Path) -> Path:
     )
 
 
-def _name(entry: TensorMetadata) -> str | None:
+def _weight_name(entry: TensorMetadata) -> str | None:
     """Return the name of a weight; `None` for other entries."""
     if entry.shape is None:
         return None
@@ -531,24 +523,25 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
 
 def with_offloaded_weights(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Replace meta tensors by the offloaded weights, as `get_state_dict_offloaded_model`."""
+    """Replace the meta tensors of a state dict by the offloaded weights."""
     core = extract_model_from_parallel(model, keep_torch_compile=False)
     return {
-        name: _offloaded(core, name) if isinstance(value, Tensor) and value.is_meta else value
+        name: _offloaded_weight(core, name) if isinstance(value, Tensor) and value.is_meta else value
         for name, value in state.items()
     }
 
 
-def _offloaded(model: nn.Module, name: str) -> Tensor:
-    module, rest = model, name
+def _offloaded_weight(model: nn.Module, name: str) -> Tensor:
+    """Return a weight from the hook that offloads it, at its module or one that contains it."""
+    module, path = model, name
     while True:
         for weights in _weights_of(module):
             try:
-                return weights[rest].detach()
+                return weights[path].detach()
             except KeyError:
                 continue
-        child, _, rest = rest.partition(".")
-        if not rest:
+        child, _, path = path.partition(".")
+        if not path:
             raise CheckpointError(
                 f"{name!r} of {type(model).__name__} is on the meta device, and no hook keeps its values: "
                 "load weights before you save the model."
@@ -558,7 +551,7 @@ def _offloaded(model: nn.Module, name: str) -> Tensor:
 
 def _weights_of(module: nn.Module) -> Iterator[Mapping[str, Tensor]]:
     hook: Any = vars(module).get("_hf_hook")  # the name that all libraries use
-    for one in getattr(hook, "hooks", (hook,)):
-        weights = getattr(one, "weights_map", None)
+    for part in getattr(hook, "hooks", (hook,)):
+        weights = getattr(part, "weights_map", None)
         if weights is not None:
             yield weights

@@ -1,4 +1,4 @@
-"""Copy to host; encode objects."""
+"""Copy state trees to host memory that is used again; write and read objects as `torch.save` does."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from accel_state.libraries import is_torch_version
 from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
 from accel_state.torch_private import storage_address
 
-_BLOCK = 64 << 20  # bytes of host memory that are allocated at once; more for a larger storage
+_BLOCK = 64 << 20  # bytes of host memory that are allocated at once, unless a storage is larger
 _ALIGNMENT = 64
 
 
 class HostStaging:
-    """Host copies of state trees in buffers that the next save uses again.
+    """Copy state trees to host buffers that the next save uses again.
 
     Call `reset`, then `copy` for every tree, then `synchronize`; only then read the copies. They are valid
-    until the next `reset`. Storages are copied as they are, so that a copy is serialised to the same bytes as
-    its original: views share memory where the originals do.
+    until the next `reset`. Storages are copied in full: a copy is serialised to the same bytes as its
+    original, and views share memory where the originals do.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class HostStaging:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that are kept."""
+        """Bytes of host memory in the buffers."""
         return sum(block.memory.numel() for pool in self._pools.values() for block in pool.blocks)
 
     def reset(self) -> None:
@@ -50,11 +50,11 @@ class HostStaging:
                 block.used = 0
 
     def copy(self, tree: Any) -> Any:
-        """Copy a tree. Copies from a device are under way: synchronise before reading them."""
+        """Start to copy a tree; call `synchronize` before reading the copy."""
         return copied_tree(tree, self._copy_of)
 
     def synchronize(self) -> None:
-        """Wait until all copies have arrived, and release the buffers that none of them uses."""
+        """Wait for all copies, and release the buffers that none of them uses."""
         for streams in self._streams.values():
             if streams is not None:
                 streams.synchronize()
@@ -71,10 +71,10 @@ class HostStaging:
         source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         if streams is not None and is_pinned:
             streams.copy_(target, source)
-        else:  # pageable memory is filled when this returns
+        else:  # a copy to pageable memory blocks
             target.copy_(source)
         begin = target.storage_offset()
-        # A storage of exactly these bytes: `torch.save` writes the whole storage behind a tensor.
+        # The result has exactly these bytes, since `torch.save` writes the full storage behind a tensor.
         return target.untyped_storage()[begin : begin + storage.nbytes()]
 
 
@@ -95,12 +95,12 @@ class _Pool:
         self._streams = streams
 
     def take(self, nbytes: int) -> tuple[Tensor, bool]:
-        """Take uint8 memory of shape `(nbytes,)`, aligned for every type; say whether it is pinned."""
+        """Return uint8 memory of shape `(nbytes,)`, aligned for every type, and whether it is pinned."""
         needed = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         free = (block for block in self.blocks if block.memory.numel() - block.used >= needed)
         block = next(free, None)
         if block is None:
-            # torch's pinned memory comes in powers of two: what is left of a block serves other storages.
+            # torch allocates pinned memory in powers of two: other storages use the remainder of a block.
             size = max(_BLOCK, 1 << (needed - 1).bit_length())
             pinned = None if self._streams is None else pinned_if_possible(self._streams, size)
             memory = torch.empty(size, dtype=torch.uint8) if pinned is None else pinned
@@ -111,38 +111,31 @@ class _Pool:
         return block.memory[begin : begin + nbytes], block.is_pinned
 
     def trim(self) -> None:
-        """Release the blocks of which nothing is used."""
+        """Release the blocks that no copy uses."""
         self.blocks = [block for block in self.blocks if block.used]
-
-
-def on_host(tree: Any) -> Any:
-    """Return a tree with all tensors on the CPU; those that are there, and a tree of only such, stay."""
-    if all(tensor.device.type in {"cpu", "meta"} for tensor in _tensors_in(tree, set())):
-        return tree
-    return copied_tree(tree, lambda storage: storage if storage.device.type == "cpu" else storage.cpu())
 
 
 def copied_tree(tree: Any, copy_storage: Callable[[UntypedStorage], UntypedStorage]) -> Any:
     """Copy a tree as `copy.deepcopy` does, but the storages of its tensors with a function.
 
     Args:
-        tree: Nested containers of tensors and other objects. What is one object in several places of the tree
-            is one in the copy, too.
-        copy_storage: Called once for every storage that has memory; returns one on the CPU of the same size.
+        tree: Nested containers of tensors and other objects. An object that the tree contains several times
+            is copied once.
+        copy_storage: Called once for every storage that has memory; returns a CPU storage of the same size.
     """
     memo: dict[int, Any] = {}
     storages: dict[int, Any] = {}
     tensors = {id(tensor): tensor for tensor in _tensors_in(tree, set()) if _is_plain(tensor)}
     memo |= {key: _copied(tensor, copy_storage, storages) for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
-        vars(memo[key]).update(copy.deepcopy(vars(tensor), memo))  # they are saved, too
+        vars(memo[key]).update(copy.deepcopy(vars(tensor), memo))  # `torch.save` writes attributes, too
     return copy.deepcopy(tree, memo)
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is a view of a storage and nothing else; `copy.deepcopy` copies the others."""
-    usual = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized)
-    return usual and type(tensor) in {Tensor, torch.nn.Parameter} and not tensor.is_neg()
+    """Return whether a tensor is only a view of a storage; `copy.deepcopy` copies other tensors."""
+    is_dense = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    return is_dense and type(tensor) in {Tensor, torch.nn.Parameter} and not tensor.is_neg()
 
 
 def _copied(
@@ -165,7 +158,7 @@ def _copied(
 
 
 def _read_back(tensor: Tensor, known: dict[Any, Tensor]) -> Tensor:
-    """Copy a tensor of a device without storages; views of one shape of one tensor share memory again."""
+    """Copy a tensor of a device without storages; equal views of one tensor share memory again."""
     view = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.dtype)
     if view not in known:
         known[view] = tensor.detach().cpu()
@@ -180,7 +173,7 @@ def _like(tensor: Tensor, result: Tensor) -> Tensor:
 
 
 def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors in the dictionaries, lists and tuples of a tree, without those inside of other objects."""
+    """Yield the tensors in the dictionaries, lists and tuples of a tree, not those inside other objects."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (dict, list, tuple)) and id(tree) not in seen:  # pyright: ignore[reportUnknownArgumentType]
@@ -188,20 +181,6 @@ def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
         values: Any = tree.values() if isinstance(tree, dict) else tree
         for value in values:
             yield from _tensors_in(value, seen)
-
-
-_IS_PER_THREAD = is_torch_version(">=", "2.15")
-_reconstruct: Any = np.ndarray(0).__reduce__()[0]
-_NUMPY_TYPES = [type(np.dtype(code)) for code in "?bhilqBHILQefdFD"]
-SAFE: list[Any] = [
-    _reconstruct,
-    (_reconstruct, "numpy.core.multiarray._reconstruct"),  # as numpy 1 calls it
-    (_reconstruct, "numpy._core.multiarray._reconstruct"),
-    np.ndarray,
-    np.dtype,
-    *_NUMPY_TYPES,
-]
-"""What may be built while reading, beside tensors and plain containers: arrays of numbers."""
 
 
 def write_weights(state: Mapping[str, Any], sink: ByteSink, *, safe: bool) -> None:
@@ -212,20 +191,53 @@ def write_weights(state: Mapping[str, Any], sink: ByteSink, *, safe: bool) -> No
         write_object(dict(state), sink)
 
 
+_IS_PER_THREAD = is_torch_version(">=", "2.15")
+
+
 def write_object(obj: Any, sink: Any) -> None:
-    """Write an object as `torch.save` does, with tensors of devices on the CPU."""
-    # The manifest has better checksums than `torch.save`. Before torch 2.15 the option may be that of
-    # all threads, the user's among them: there it stays as it is.
+    """Write an object as `torch.save` does, with all tensors on the CPU."""
+    # The manifest has better checksums than `torch.save`. Before torch 2.15 the option may belong to all
+    # threads, the user's among them, and is left unchanged.
     with _crc_off() if _IS_PER_THREAD else nullcontext():
         torch.save(on_host(obj), sink)
 
 
+def on_host(tree: Any) -> Any:
+    """Copy the tensors of a tree that are not on the CPU; return the tree itself if there are none."""
+    if all(tensor.device.type in {"cpu", "meta"} for tensor in _tensors_in(tree, set())):
+        return tree
+    return copied_tree(tree, lambda storage: storage if storage.device.type == "cpu" else storage.cpu())
+
+
+@contextmanager
+def _crc_off() -> Generator[None]:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+_reconstruct: Any = np.ndarray(0).__reduce__()[0]
+_NUMPY_TYPES = [type(np.dtype(code)) for code in "?bhilqBHILQefdFD"]
+SAFE: list[Any] = [
+    _reconstruct,
+    (_reconstruct, "numpy.core.multiarray._reconstruct"),  # its name in numpy 1
+    (_reconstruct, "numpy._core.multiarray._reconstruct"),
+    np.ndarray,
+    np.dtype,
+    *_NUMPY_TYPES,
+]
+"""What `read_object` may build besides tensors and plain containers: arrays of numbers."""
+
+
 def read_object(path: Path, *, file: Any = None, **kwargs: Any) -> Any:
-    """Read what `write_object` or another library wrote: tensors, arrays of numbers and plain containers.
+    """Read a file of `torch.save`: tensors, arrays of numbers and plain containers.
 
     Args:
         path: The file.
-        file: The same, if it is open.
+        file: The same file, if it is open.
         **kwargs: As for `torch.load`. `weights_only=False` reads any object, and runs whatever its author put
             into the file.
 
@@ -245,13 +257,3 @@ def read_object(path: Path, *, file: Any = None, **kwargs: Any) -> Any:
         ) from error
     except (EOFError, RuntimeError) as error:
         raise CheckpointError(f"{str(path)!r} is damaged: {str(error).splitlines()[0]}") from error
-
-
-@contextmanager
-def _crc_off() -> Generator[None]:
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
