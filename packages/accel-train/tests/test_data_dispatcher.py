@@ -219,44 +219,44 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11's own pickles
 @pytest.mark.parametrize("batch", BATCHES)
 def test_any_batch_is_read_as_it_was_written(batch: Any) -> None:
-    parcel = flatten_batch(BatchWithMeta(batch, 2, 7))
-    buffer = torch.empty(parcel.nbytes + 5, dtype=torch.uint8)
-    ReceiverBuffer(buffer).write(parcel, NextMessage.SAME, 99, is_last=True)
-    letter = read(buffer, BatchSpec(parcel.template.layout))
-    assert letter.loaded is not None
-    assert same(letter.loaded.batch, batch)
-    assert (letter.loaded.real, letter.loaded.real_in_step) == (2, 7)
-    assert (letter.following, letter.following_bytes, letter.is_last) == (NextMessage.SAME, 99, True)
+    payload = flatten_batch(BatchWithMeta(batch, 2, 7))
+    buffer = torch.empty(payload.nbytes + 5, dtype=torch.uint8)
+    ReceiverBuffer(buffer).write(payload, NextMessage.SAME, 99, is_last=True)
+    message = read(buffer, BatchSpec(payload.spec.layout))
+    assert message.loaded is not None
+    assert same(message.loaded.batch, batch)
+    assert (message.loaded.real, message.loaded.real_in_step) == (2, 7)
+    assert (message.following, message.following_bytes, message.is_last) == (NextMessage.SAME, 99, True)
 
 
 @pytest.mark.parametrize("other", BATCHES)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_a_template_takes_only_batches_of_its_structure(batch: Any, other: Any) -> None:
-    template = BatchSpec.of(batch)
-    assert template.take(batch) is not None
-    fits = template.take(other) is not None
-    assert fits == (BatchSpec.of(other).layout == template.layout)
+def test_a_batch_spec_takes_only_batches_of_its_structure(batch: Any, other: Any) -> None:
+    spec = BatchSpec.of(batch)
+    assert spec.take(batch) is not None
+    fits = spec.take(other) is not None
+    assert fits == (BatchSpec.of(other).layout == spec.layout)
 
 
-def test_a_slot_is_written_again_in_other_shapes() -> None:
-    slot, template = ReceiverBuffer(torch.empty(4096, dtype=torch.uint8)), None
+def test_a_buffer_is_written_again_in_other_shapes() -> None:
+    receiver, spec = ReceiverBuffer(torch.empty(4096, dtype=torch.uint8)), None
     for rows in (3, 3, 5, 1, 0):
-        parcel = flatten_batch(BatchWithMeta({"ids": torch.arange(rows), "text": "x" * rows}), template)
-        assert template in {None, parcel.template}
-        template = parcel.template
-        slot.write(parcel, NextMessage.SAME, 1, is_last=False)
-        letter = read(slot.buffer, template)
-        assert letter.loaded is not None
-        assert same(letter.loaded.batch, {"ids": torch.arange(rows), "text": "x" * rows})
+        payload = flatten_batch(BatchWithMeta({"ids": torch.arange(rows), "text": "x" * rows}), spec)
+        assert spec in {None, payload.spec}
+        spec = payload.spec
+        receiver.write(payload, NextMessage.SAME, 1, is_last=False)
+        message = read(receiver.buffer, spec)
+        assert message.loaded is not None
+        assert same(message.loaded.batch, {"ids": torch.arange(rows), "text": "x" * rows})
 
 
 def test_changing_a_received_tensor_in_place_leaves_graphs_of_the_others_alone() -> None:
-    parcel = flatten_batch(BatchWithMeta([torch.ones(2), torch.ones(2)]))
-    buffer = torch.empty(parcel.nbytes, dtype=torch.uint8)
-    ReceiverBuffer(buffer).write(parcel, NextMessage.END, 0, is_last=True)
-    letter = read(buffer, parcel.template)
-    assert letter.loaded is not None
-    first, second = letter.loaded.batch
+    payload = flatten_batch(BatchWithMeta([torch.ones(2), torch.ones(2)]))
+    buffer = torch.empty(payload.nbytes, dtype=torch.uint8)
+    ReceiverBuffer(buffer).write(payload, NextMessage.END, 0, is_last=True)
+    message = read(buffer, payload.spec)
+    assert message.loaded is not None
+    first, second = message.loaded.batch
     weight = torch.ones(2, requires_grad=True)
     loss = (weight * first).sum()
     second.zero_()

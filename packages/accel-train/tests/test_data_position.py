@@ -273,7 +273,7 @@ def test_another_epoch_gives_up_a_loaded_position(caplog: pytest.LogCaptureFixtu
     other.load_state_dict(state)
     other.set_epoch(4)
     assert len(list(other)) == 12
-    assert "gives up the position in epoch 0" in caplog.text
+    assert "drops the position in epoch 0" in caplog.text
 
 
 @pytest.mark.parametrize(

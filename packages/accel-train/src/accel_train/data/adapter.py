@@ -1,4 +1,4 @@
-"""Base of prepared loaders."""
+"""Base of prepared loaders: a torch `DataLoader` that saves and resumes its position."""
 
 from __future__ import annotations
 
@@ -53,32 +53,33 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
 STATE_FORMAT = 1
-_STATEFUL_OPTIONS = ("snapshot_every_n_steps",)
 
 
 @dataclass(slots=True)
 class LoaderProgress:
-    """How far a loader is, together with the loaders that were made of it to skip batches."""
+    """The progress of a loader, shared with the loaders that `skipping` has made of it."""
 
     epoch: int = 0
     reading: EpochPass | None = None
     finished: dict[str, Any] | None = None
 
 
+_STATEFUL_OPTIONS = ("snapshot_every_n_steps",)
+
+
 class DataLoaderAdapter(TorchLoader):
-    """A `torch.utils.data.DataLoader` whose position in the epoch can be saved, and gone on from.
+    """A `torch.utils.data.DataLoader` that saves and resumes its position in the epoch.
 
     Args:
         dataset: The dataset to load.
-        use_stateful_dataloader: Be a `StatefulDataLoader` of torchdata, too, which also keeps the state of
-            datasets that have one.
+        use_stateful_dataloader: Be a `StatefulDataLoader` of torchdata, too, which also saves the state of
+            stateful datasets.
         batch_sampler: Yields batches of indices.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
     Raises:
-        MissingDependencyError: torchdata is asked for and not installed.
+        MissingDependencyError: torchdata is requested and not installed.
     """
 
     def __init__(
@@ -100,10 +101,10 @@ class DataLoaderAdapter(TorchLoader):
         super().__init__(dataset, **options, **(special if use_stateful_dataloader else {}))
         self._options = {name: value for name, value in options.items() if name not in INDEXING}
         self.use_stateful_dataloader = use_stateful_dataloader
-        self.dataset_parts = 1  # the number of ranks whose loaders give other data, sharded elsewhere
+        self.dataset_parts = 1  # the number of ranks with different data that no sampler of ours has sharded
         self.skip_batches = 0
         self._drop_last = False
-        self._batches_per_step = 1  # of the dataset, for one batch on every rank
+        self._batches_per_step = 1  # batches of the dataset for one batch on every rank
         self._reads = True
         self._has_drawn = False
         self._resume: Position | None = None
@@ -111,19 +112,23 @@ class DataLoaderAdapter(TorchLoader):
         self._progress = LoaderProgress()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copy or pickle the loader without a pass under way: the copy begins its own."""
+        """Copy or pickle the loader without its current pass: the copy begins its own."""
         progress = LoaderProgress(epoch=self.iteration, finished=self._progress.finished)
-        state = {**vars(self), "_progress": progress, "_iterator": None}  # workers that live on stay here
+        state = {
+            **vars(self),
+            "_progress": progress,
+            "_iterator": None,
+        }  # persistent workers belong to this loader
         return remake_loader, (plain_class(type(self)), self.use_stateful_dataloader), state
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """The loader that reads: this one."""
+        """The loader that reads: this loader."""
         return self
 
     @property
     def iteration(self) -> int:
-        """The epoch of the pass under way, or that comes next."""
+        """The epoch of the current pass, or of the next one."""
         return self._progress.epoch
 
     @iteration.setter
@@ -132,20 +137,20 @@ class DataLoaderAdapter(TorchLoader):
 
     def __len__(self) -> int:
         """Number of batches of this rank, less those that the next pass skips."""
-        full_steps, rest = divmod(super().__len__(), self._batches_per_step)
-        return max(0, full_steps + (rest > 0 and not self._drop_last) - self.skip_batches)
+        full_steps, remaining = divmod(super().__len__(), self._batches_per_step)
+        return max(0, full_steps + (remaining > 0 and not self._drop_last) - self.skip_batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next, for the samplers and the dataset.
+        """Choose the next epoch, for the samplers and the dataset.
 
-        A position in another epoch that was loaded before is given up.
+        A loaded position in another epoch is dropped.
 
         Args:
             epoch: Counted from 0. Without a call, loaders count their passes.
         """
         if self._resume is not None and self._resume_epoch not in {None, epoch}:
             logger.warning(
-                "set_epoch(%d) gives up the position in epoch %d that was loaded: epoch %d comes whole.",
+                "set_epoch(%d) drops the position in epoch %d that was loaded: epoch %d will be complete.",
                 epoch,
                 self._resume_epoch,
                 epoch,
@@ -161,12 +166,12 @@ class DataLoaderAdapter(TorchLoader):
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, and within a pass what was consumed, up to the last batch.
 
-        The position holds for all ranks, and for any number of them.
+        The position is valid for all ranks, and for any number of ranks.
 
         Returns:
-            Plain data, which `torch.load(..., weights_only=True)` reads back. With `use_stateful_dataloader`
-            it is torchdata's state, with the position beside it; a pass that was begun in the middle of an
-            epoch by skipping, or by another number of ranks, has no such state.
+            Plain data, which `torch.load(..., weights_only=True)` reads. With `use_stateful_dataloader` it is
+            torchdata's state together with the position; a pass that began in the middle of an epoch, by
+            skipping or with another number of ranks, has no torchdata state.
         """
         position = self._position()
         state: dict[str, Any] = {
@@ -180,7 +185,7 @@ class DataLoaderAdapter(TorchLoader):
         return {**self.torchdata_state(), **state, "shards": self._shards}
 
     def torchdata_state(self) -> dict[str, Any]:
-        """Return torchdata's part of the state, for any `StatefulDataLoader`; empty where there is none."""
+        """Return torchdata's part of the state, for any `StatefulDataLoader`; empty if there is none."""
         position = self._position()
         if position is not None:
             ended = self._progress.reading is not None and bool(getattr(self, "end_of_dataloader", False))
@@ -199,10 +204,10 @@ class DataLoaderAdapter(TorchLoader):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a position in the next pass.
+        """Resume from a position in the next pass.
 
         Args:
-            state_dict: What `state_dict` returned, also in a run with another number of processes; or the
+            state_dict: A state of `state_dict`, also from a run with another number of processes; or the
                 state of a `StatefulDataLoader`.
 
         Raises:
@@ -229,7 +234,7 @@ class DataLoaderAdapter(TorchLoader):
         """Restart the epoch of a position in the next pass, in the same order.
 
         Args:
-            state_dict: What `state_dict` returned, also of a loader with another number of workers.
+            state_dict: A state of `state_dict`, also of a loader with another number of workers.
         """
         position = state_dict["position"]
         if position is not None and self._reads:
@@ -238,7 +243,7 @@ class DataLoaderAdapter(TorchLoader):
         self.load_state_dict({**state_dict, "position": position, "shards": None})
 
     def _position_in(self, state: dict[str, Any]) -> Position | None:
-        """The position that a state of torchdata means, where this loader has as many ranks and workers."""
+        """Return the position in a state of torchdata, for a loader with as many ranks and workers."""
         if is_finished(state):
             return None
         batches, workers = batches_yielded(state), self._readers
@@ -254,9 +259,9 @@ class DataLoaderAdapter(TorchLoader):
         )
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Do nothing: `state_dict` tells the position of the batch yielded last, whatever is read ahead.
+        """Do nothing: `state_dict` returns the position of the last yielded batch, whatever was prefetched.
 
-        Loaders of other libraries that count what they have read may override this.
+        Loaders of other libraries that count prefetched batches may override this.
         """
 
     def _checked(self, position: Position) -> Position:
@@ -282,12 +287,12 @@ class DataLoaderAdapter(TorchLoader):
         return position
 
     def _position(self) -> Position | None:
-        """Where the current pass is, or where the next one begins if not at the beginning."""
+        """Return the position of the current pass, or the one at which the next pass resumes, if any."""
         return self._resume if (reading := self._progress.reading) is None else reading.position()
 
     @property
     def _readers(self) -> int:
-        """The number of workers that each count their own batches: those of an iterable dataset."""
+        """The number of workers that count their own batches, those of an iterable dataset; else 1."""
         return 1 if self._indices is not None else max(1, self.num_workers)
 
     @property
@@ -297,12 +302,12 @@ class DataLoaderAdapter(TorchLoader):
 
     @property
     def stride(self) -> int:
-        """How far the position moves when every rank gets a batch."""
+        """By how much one batch on every rank moves the position."""
         return self._inner_stride * self._batches_per_step
 
     @property
     def counts_samples(self) -> bool:
-        """Whether `stride` is a number of samples; else of batches, whose sizes nobody knows beforehand."""
+        """Whether `stride` is a number of samples; else of batches, whose sizes are not known beforehand."""
         return self.batch_size is not None if self._indices is None else self._indices.shard.counts_samples
 
     @property
@@ -323,7 +328,7 @@ class DataLoaderAdapter(TorchLoader):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank reads a part of the data, and others read the rest."""
+        """Whether this rank reads only a part of the data."""
         return self._shards > 1 or self.dataset_parts > 1
 
     @property
@@ -332,7 +337,7 @@ class DataLoaderAdapter(TorchLoader):
         return part.num_processes if isinstance(part, (IterableDatasetShard, BatchSamplerShard)) else 1
 
     def _open(self) -> EpochPass:
-        """Open the pass that is due: where a loaded position or `skip_batches` says, or at the beginning."""
+        """Open the next pass: at a loaded position, after `skip_batches`, or at the beginning."""
         reading = self._progress.reading = self._begin_reading()
         return reading
 
@@ -340,7 +345,7 @@ class DataLoaderAdapter(TorchLoader):
         position, self._resume = self._resume, None
         skip, self.skip_batches = self.skip_batches, 0
         resumed = position is not None
-        # In a stream, which worker gives how much is only known by asking; and torchdata counts by itself.
+        # In a stream, only reading shows how many samples a worker gives; and torchdata counts by itself.
         seeks = self._indices is not None or (not self.use_stateful_dataloader and self.num_workers == 0)
         if position is None and skip and seeks:
             position, skip = Position(unit=self._unit, consumed=(skip * self.stride,)), 0
@@ -356,36 +361,36 @@ class DataLoaderAdapter(TorchLoader):
             self._progress.reading = None
 
     def _read(self, position: Position | None = None) -> EpochPass:
-        """Read a pass of torch's loader: from the epoch's beginning, or where torchdata's state says."""
+        """Open a pass of torch's loader: at the epoch's beginning, or at that of torchdata's state."""
         begin: Callable[[Iterator[Any]], EpochPass]
         if self._indices is not None:
             taken = 0 if position is None else position.consumed[0] // self._inner_stride
             begin = partial(SamplerReading, shard=self._indices.shard, taken=taken, unit=self._unit)
         else:
             starts = (0,) * self._readers if position is None else position.consumed
-            turn = 0 if position is None else position.next_worker
+            worker = 0 if position is None else position.next_worker
             begin = partial(
-                StreamReading, stride=self._inner_stride, starts=starts, next_worker=turn, unit=self._unit
+                StreamReading, stride=self._inner_stride, starts=starts, next_worker=worker, unit=self._unit
             )
         batches = self._torch_batches()
-        if position is not None:  # torchdata counts twice what it reads to get to its position
+        if position is not None:  # torchdata counts the batches twice that it reads to get to its position
             vars(batches)["_num_yielded"] = batches_yielded(position.torchdata or {})
         if self.use_stateful_dataloader:
             return StatefulReading(batches, begin, self._add_sampler_state)
         return begin(batches)
 
     def _torch_batches(self) -> Iterator[Any]:
-        """A pass of torch's loader."""
+        """Open a pass of torch's loader."""
         if not (self._has_drawn and self.persistent_workers):
             return super().__iter__()
-        # Workers that live on have got their seed when the run began that is continued.
+        # Persistent workers got their seed at the beginning of the run that is resumed.
         self._has_drawn = False
-        with self._drawing_nothing():
+        with self._throwaway_generator():
             return super().__iter__()
 
     @contextmanager
-    def _drawing_nothing(self) -> Generator[None]:
-        """Within the context, torch's loader draws the seed of its workers from a generator of no matter."""
+    def _throwaway_generator(self) -> Generator[None]:
+        """Give torch's loader a throwaway generator for its worker seed."""
         generator, self.generator = self.generator, torch.Generator()
         try:
             yield
@@ -398,10 +403,10 @@ class DataLoaderAdapter(TorchLoader):
             if self._indices is not None:
                 self._indices.shard.replays = position.order
             super().load_state_dict(position.torchdata)  # type: ignore[misc]
-            with self._drawing_nothing():  # it was drawn when the pass began
+            with self._throwaway_generator():  # the seed was drawn when the pass began
                 return self._read(position)
         options: dict[str, Any] = {**self._options, "persistent_workers": False}
-        if resumed:  # torch's loader draws a seed for its workers, as it did when the pass began
+        if resumed:  # the seed of the workers was drawn when the pass began
             options["generator"] = torch.Generator()
         if self._indices is not None:
             (start,) = position.consumed
@@ -410,18 +415,19 @@ class DataLoaderAdapter(TorchLoader):
             return SamplerReading(batches, self._indices.shard, start=start, unit=self._unit)
         options |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
         options["worker_init_fn"] = RotatedWorkerIds(self.worker_init_fn, position.next_worker)
-        batches = iter(DataLoader(self._stream_from(position.consumed), **options))
-        starts, turn = position.consumed, position.next_worker
-        return StreamReading(batches, self._inner_stride, starts, turn, unit=self._unit)
-
-    def _stream_from(self, starts: tuple[int, ...]) -> IterableDatasetShard:
-        if isinstance(self.dataset, IterableDatasetShard):
-            return self.dataset.starting_at(starts)
-        return IterableDatasetShard(cast("Any", self.dataset), self._inner_stride, starts=starts)
+        dataset, starts = cast("Any", self.dataset), position.consumed
+        is_shard = isinstance(dataset, IterableDatasetShard)
+        stream = (
+            dataset.starting_at(starts)
+            if is_shard
+            else IterableDatasetShard(dataset, self._inner_stride, starts=starts)
+        )
+        batches = iter(DataLoader(stream, **options))
+        return StreamReading(batches, self._inner_stride, starts, position.next_worker, unit=self._unit)
 
 
 def _with_meta_collate(dataset: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for torch over an iterable dataset, with a collate that tells the loader enough."""
+    """Return the arguments of a torch loader of an iterable dataset, with a `MetaCollate` if needed."""
     if not options.get("num_workers") and not getattr(dataset, "mark_padding", False):
         return options
     batched = options.get("batch_size", 1) is not None
@@ -430,7 +436,7 @@ def _with_meta_collate(dataset: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class DataLoaderStateMixin:
-    """What a loader knows about the batch that it yielded last, for the gradient state and others.
+    """Facts about the batch that a loader has yielded last, for the gradient state and others.
 
     Args:
         *args: For the next class.
@@ -438,10 +444,10 @@ class DataLoaderStateMixin:
 
     Attributes:
         end_of_dataloader (bool): Whether the batch is the last one.
-        remainder (int): How many samples are in the last batches of all ranks together if these are not
-            complete, 0 if they are, -1 while that is not known.
-        real_in_batch (int | None): How many samples of the batch, from its beginning, are not padding; all
-            of them if `None`.
+        remainder (int): The number of samples in the last batches of all ranks together if they are
+            incomplete, 0 if they are complete, -1 while it is not known.
+        real_in_batch (int | None): The number of samples, from the beginning of the batch, that are not
+            padding; all of them if `None`.
     """
 
     end_of_dataloader: bool = False
@@ -455,11 +461,11 @@ class DataLoaderStateMixin:
 
     @property
     def batch_size_seen(self) -> int | None:
-        """Number of samples in the batch, padding included; `None` where it holds no tensors."""
+        """Number of samples in the batch, padding included; `None` if it has no tensors."""
         return ignorant_find_batch_size(self._batch)
 
     def reset(self) -> None:
-        """Forget the last pass."""
+        """Reset the facts to those before a pass."""
         self.end_of_dataloader = False
         self.remainder = -1
         self.real_in_batch = None
@@ -471,18 +477,18 @@ class DataLoaderStateMixin:
         self.gradient_state._add_dataloader(self)  # pyright: ignore[reportPrivateUsage]
 
     def end(self) -> None:
-        """End a pass, complete or not: the loader that was active before is so again."""
+        """End a pass, complete or not: the loader that was active before becomes active again."""
         self._batch = None
         self.gradient_state._remove_dataloader(self)  # pyright: ignore[reportPrivateUsage]
 
 
 class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
-    """What `DataLoaderShard`, `DataLoaderDispatcher` and `SkipDataLoader` share.
+    """Base of `DataLoaderShard`, `DataLoaderDispatcher` and `SkipDataLoader`.
 
     Attributes:
         shard_sequences (Callable | None): Shards the sequences of a batch; they stay full if `None`.
-        meter (StepMeter | None): Measures how long each batch is waited for.
-        resume_mid_epoch (bool): Whether `load_state` lets it go on with the next batch, stateful or not.
+        meter (StepMeter | None): Measures how long the loop waits for each batch.
+        resume_mid_epoch (bool): Whether `load_state` resumes it at the next batch, stateful or not.
     """
 
     shard_sequences: Callable[[Any], Any] | None = None
@@ -507,20 +513,20 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         self._drop_last = _drop_last
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copy or pickle the loader without what is known of a pass, and without what measures this one."""
+        """Copy or pickle the loader without the facts about a pass, and without its meter."""
         make, arguments, state = super().__reduce_ex__(protocol)
-        before = {"end_of_dataloader": False, "remainder": -1, "real_in_batch": None, "_batch": None}
-        return make, arguments, state | before | {"meter": None}
+        facts = {"end_of_dataloader": False, "remainder": -1, "real_in_batch": None, "_batch": None}
+        return make, arguments, state | facts | {"meter": None}
 
     @property
     def batch_size_seen(self) -> int | None:
-        """Number of samples in the batch, padding included; `None` where nothing tells."""
+        """Number of samples in the batch, padding included; `None` if it is not known."""
         if self.real_in_batch is not None and (rows := self._rows_of_padded()) is not None:
             return rows
         return super().batch_size_seen
 
     def _rows_of_padded(self) -> int | None:
-        """What padded the batch knows its size, whatever tensors there are in it."""
+        """Return the size of padded batches, which the sharder knows, whatever they contain."""
         if self._indices is not None:
             return self._indices.shard.padded_rows or None
         if isinstance(self.dataset, IterableDatasetShard) and self.batch_size is not None:
@@ -561,18 +567,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
     def skipping(self, batches: int) -> Self:
         """Return a copy of this loader whose next pass begins later in the epoch.
 
-        Both count epochs together, and each knows the position of the other's pass.
+        The two share their progress: epochs and positions.
         """
-        other = copy(self)
-        other._progress, other.meter = self._progress, self.meter
-        other.skip_batches = self.skip_batches + batches
+        skipped = copy(self)
+        skipped._progress, skipped.meter = self._progress, self.meter
+        skipped.skip_batches = self.skip_batches + batches
         position, self._resume = self._resume, None
-        if (
-            position is not None and self._indices is not None
-        ):  # the batches to leave out are those of its order
-            other.skip_batches = 0
-            other._resume = replace(position, consumed=(batches * self.stride,))
-        return other
+        if position is not None and self._indices is not None:  # skip batches of the order of the position
+            skipped.skip_batches = 0
+            skipped._resume = replace(position, consumed=(batches * self.stride,))
+        return skipped
 
     def _pass(
         self, batch_transfer: BatchTransfer | None = None, *, before: Callable[[], None] | None = None
@@ -584,6 +588,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
     def _batches(
         self, batch_transfer: BatchTransfer | None, before: Callable[[], None] | None
     ) -> Generator[Any]:
+        # 1. Begin the pass.
         if before is not None:
             before()
         epoch = self.iteration
@@ -601,8 +606,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             )
             if self.shard_sequences is not None:
                 start_copy = _sharding_first(self.shard_sequences, start_copy)
+            # 2. Yield each batch, with the facts about it.
             for item, following in reading.pairs(start_copy):
-                if padded is None:  # by now the order is drawn
+                if padded is None:  # the first batch has drawn the order
                     padded, remainder = reading.opened()
                     self.remainder = remainder if self.dataset_parts == 1 else -1
                 loaded = item if type(item) is BatchWithMeta else None
@@ -619,17 +625,18 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
                 facts["_batch"] = batch
                 if following is END:
                     facts["end_of_dataloader"] = True
-                    self._last(loaded)
+                    self._set_remainder(loaded)
                 yield batch
         finally:
+            # 3. End the pass, and the epoch unless the loop has chosen another one.
             self.end()
             self._close(reading)
-            if self.iteration == epoch:  # nobody has chosen another one meanwhile
+            if self.iteration == epoch:
                 self.iteration = epoch + 1
 
-    def _last(self, loaded: BatchWithMeta | None) -> None:
-        """Find out how many samples the last round has, where that was not known before."""
-        if self.dataset_parts > 1:  # how many the others have is not known
+    def _set_remainder(self, loaded: BatchWithMeta | None) -> None:
+        """Set the number of samples in the last round, if it was not known before."""
+        if self.dataset_parts > 1:  # other ranks may have another number of samples
             return
         if loaded is not None and loaded.real_in_step is not None:
             self.remainder = loaded.real_in_step % self.stride
@@ -639,7 +646,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
 
 
 def _sharding_first(shard: Callable[[Any], Any], start_copy: StartCopy | None) -> StartCopy:
-    """Shard batches where they were read: checks need no device then, and only shards are copied."""
+    """Shard batches before their copy to the device: checks run on the host, and only shards are copied."""
 
     def shard_and_copy(item: Any) -> Any:
         item = replace(item, batch=shard(item.batch)) if type(item) is BatchWithMeta else shard(item)
@@ -653,8 +660,7 @@ def override_even_batches(loaders: Iterable[Any], even_batches: bool | None) -> 
     """Give loaders another `even_batches` until the context ends.
 
     Args:
-        loaders: Prepared loaders. For one whose data is sharded elsewhere a warning says that this has no
-            effect.
+        loaders: Prepared loaders. A loader whose data we do not shard logs a warning.
         even_batches: The value; `None` leaves all as they are.
     """
     sharders: list[Any] = []

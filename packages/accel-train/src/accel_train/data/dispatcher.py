@@ -1,4 +1,4 @@
-"""Rank 0 reads; split rows."""
+"""Loader of a dataset that only rank 0 reads: it splits the rows of each round and scatters them."""
 
 from __future__ import annotations
 
@@ -24,227 +24,11 @@ from accel_train.data.shards import BatchWithMeta
 SliceFn = Callable[..., Any]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowSplit:
-    """How batches that the main process has read are split across ranks; see `DataLoaderDispatcher`.
-
-    With `even`, every rank's rows are completed to a `multiple`.
-    """
-
-    num_processes: int
-    split: bool = False
-    even: bool = True
-    drop_last: bool = False
-    slice_fn: SliceFn | None = None
-    multiple: int = 1
-
-    @property
-    def batches_per_step_all_ranks(self) -> int:
-        """Number of batches that are read for a round."""
-        return 1 if self.split else self.num_processes
-
-    def rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
-        """Group batches into rounds; only the last one may have fewer."""
-        while step_batches := list(islice(batches, self.batches_per_step_all_ranks)):
-            if len(step_batches) == self.batches_per_step_all_ranks or not self.drop_last:
-                yield step_batches
-
-    def parts(self, batches: Sequence[Any]) -> list[BatchWithMeta | None]:
-        """Divide a round: for every rank its part, or None if there is none for it."""
-        counts = [count_rows(batch) for batch in batches]
-        rows = None if None in counts else sum(count or 0 for count in counts)
-        full = len(batches) == self.num_processes and len(set(counts)) == 1
-        full = full and (not self.even or (counts[0] or 0) % self.multiple == 0)
-        if full and not self.split and self.slice_fn is None:
-            return [BatchWithMeta(batch, None, rows) for batch in batches]
-        try:
-            joined = batches[0] if len(batches) == 1 else join_rows(batches)
-            if not rows:
-                raise ValueError("nothing in a batch has one row per sample")
-        except ValueError as error:
-            if self.split or self.slice_fn is not None:
-                raise ValueError(f"The main process cannot split what it has read: {error}.") from error
-            return self._full_batches(batches, rows)
-        return self._slices(joined, rows)
-
-    def _full_batches(self, batches: Sequence[Any], rows: int | None) -> list[BatchWithMeta | None]:
-        """Batches that do not fit together are given away as they are."""
-        loaded_batches: list[BatchWithMeta | None] = [BatchWithMeta(batch, None, rows) for batch in batches]
-        missing = self.num_processes - len(batches)
-        return loaded_batches + [
-            BatchWithMeta(batches[0], 0, rows) if self.even else None for _ in range(missing)
-        ]
-
-    def _slices(self, batch: Any, rows: int) -> list[BatchWithMeta | None]:
-        """Equal slices, completed from the first rows or of almost equal length."""
-        size, larger = divmod(rows, self.num_processes)
-        padded = self.even and rows % (self.num_processes * self.multiple) > 0
-        if padded:
-            size, larger = -(-rows // (self.num_processes * self.multiple)) * self.multiple, 0
-            batch = select_rows(batch, [i % rows for i in range(size * self.num_processes)], rows)
-        total = size * self.num_processes if padded else rows
-        loaded_batches: list[BatchWithMeta | None] = []
-        first = 0
-        for rank in range(self.num_processes):
-            last = first + size + (rank < larger)
-            part = None
-            if last > first:
-                real = min(max(rows - first, 0), last - first) if padded else None
-                part = BatchWithMeta(self._slice(batch, slice(first, last), rank, total), real, rows)
-            loaded_batches.append(part)
-            first = last
-        return loaded_batches
-
-    def _slice(self, batch: Any, rows: slice, rank: int, total: int) -> Any:
-        if self.slice_fn is None:
-            return select_rows(batch, rows, total)
-        return self.slice_fn(batch, rows, process_index=rank, num_processes=self.num_processes)
-
-
-def count_rows(batch: Any) -> int | None:
-    """Return the number of samples in a batch, or None if nothing in it tells.
-
-    Example:
-        >>> count_rows({"ids": torch.zeros(3, 2), "text": ["a", "b", "c"]}), count_rows(["a", "b"])
-        (3, 2)
-    """
-    if type(batch) is dict and type(first := next(iter(batch.values()), None)) is Tensor and first.dim() > 0:
-        return first.shape[0]  # the most common case, at next to no cost
-    rows = ignorant_find_batch_size(batch)
-    if rows is None and _is_column(batch):
-        return len(batch)
-    if rows is None:
-        found = (count_rows(value) for _, value in children(batch) or ())
-        return next((count for count in found if count is not None), None)
-    return rows
-
-
-def select_rows(batch: Any, rows: Sequence[int] | slice, total: int) -> Any:
-    """Return some rows of a batch; what does not have a row per sample is kept whole.
-
-    Example:
-        >>> select_rows({"ids": torch.arange(3), "text": ["a", "b", "c"]}, [2, 0], 3)
-        {'ids': tensor([2, 0]), 'text': ['c', 'a']}
-    """
-    if isinstance(batch, Tensor):
-        fits = batch.dim() > 0 and batch.shape[0] == total
-        index = rows if isinstance(rows, slice) else torch.tensor(rows, device=batch.device)
-        return batch[index] if fits else batch
-    if _is_column(batch) and len(batch) == total:
-        return batch[rows] if isinstance(rows, slice) else type(batch)(batch[i] for i in rows)
-    inside = children(batch)
-    if inside is None:
-        return batch
-    return rebuild(batch, [select_rows(value, rows, total) for _, value in inside])
-
-
-def join_rows(batches: Sequence[Any]) -> Any:
-    """Put batches of the same structure one after the other; what has no rows is taken from the first.
-
-    Example:
-        >>> join_rows([{"ids": torch.arange(2), "text": ["a", "b"]}, {"ids": torch.arange(1), "text": ["c"]}])
-        {'ids': tensor([0, 1, 0]), 'text': ['a', 'b', 'c']}
-    """
-    first = batches[0]
-    if isinstance(first, Tensor):
-        if first.dim() == 0:
-            return first
-        try:
-            return torch.cat(list(batches))
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
-    if _is_column(first):
-        return type(first)(item for batch in batches for item in batch)
-    inside = [children(batch) for batch in batches]
-    if inside[0] is None:
-        return first
-    columns = zip(*(level or () for level in inside), strict=True)
-    return rebuild(first, [join_rows([value for _, value in column]) for column in columns])
-
-
-def _is_column(data: Any) -> bool:
-    """Whether this is a plain list (or tuple) of objects that are neither tensors nor containers."""
-    return type(data) in {list, tuple} and not any(
-        isinstance(item, Tensor | list | tuple | Mapping) for item in data
-    )
-
-
-SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
-"""The axes along which all ranks have the same batches."""
-
-
-class MainReading(EpochPass):
-    """A pass of the main process, which reads for all."""
-
-    def __init__(
-        self,
-        open_inner: Callable[[], EpochPass],
-        row_split: RowSplit,
-        collectives: Collectives,
-        shard_of: Sequence[int],
-    ) -> None:
-        self._open_inner = open_inner
-        self._inner: EpochPass | None = None
-        self._row_split = row_split
-        self._collectives = collectives
-        self._shard_of = shard_of
-        self._read: deque[list[Any]] = deque()
-
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
-        """Each part of the main process, with what follows."""
-        if self._collectives.world_size == 1:
-            return prefetch_batches((part for (part,) in self._parts()), start_copy)
-        return with_copies_started(Sender(self._parts(), self._collectives).pairs(), start_copy)
-
-    def _parts(self) -> Iterator[list[BatchWithMeta | None]]:
-        inner = self._inner = self._open_inner()  # here, where a failure reaches the other ranks
-        for step_batches in self._row_split.rounds(inner.batches):
-            if not self._read and not self.taken:
-                inner.opened()
-            self._read.append(step_batches)
-            parts = self._row_split.parts(
-                [item.batch if type(item) is BatchWithMeta else item for item in step_batches]
-            )
-            yield [parts[shard] for shard in self._shard_of]
-
-    def advance(self, loaded: BatchWithMeta | None) -> None:
-        """Count the batches of the round that is yielded."""
-        del loaded
-        inner = self._inner
-        for item in self._read.popleft():
-            if inner is not None:
-                inner.taken += 1
-                if inner.advance is not None:
-                    inner.advance(item if type(item) is BatchWithMeta else None)
-
-    def position(self) -> Position:
-        """Where the epoch is after the rounds that were `taken`."""
-        return Position(unit="remote") if self._inner is None else self._inner.position()
-
-
-class RemoteReading(EpochPass):
-    """A pass of a process that is sent its batches."""
-
-    def __init__(self, collectives: Collectives) -> None:
-        self._collectives = collectives
-
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
-        """Each part of this process, with what follows."""
-        return with_copies_started(Receiver(self._collectives).pairs(), start_copy)
-
-    def advance(self, loaded: BatchWithMeta | None) -> None:
-        """Do nothing: the main process counts."""
-
-    def position(self) -> Position:
-        """That a pass is under way, of which the main process knows where it is."""
-        return Position(unit="remote")
-
-
 class DataLoaderDispatcher(PreparedLoader):
-    """A torch loader that reads on the main process, and gives every process its part of what was read.
+    """A torch loader that reads on the main process, and scatters the batches across ranks.
 
     For datasets that only one process can read. All processes make it, with the same arguments. A batch is
-    sent as one message of bytes, each process getting only its own part.
+    sent as one message of bytes to each process.
 
     Args:
         dataset: The dataset to load; only the main process reads it.
@@ -254,15 +38,15 @@ class DataLoaderDispatcher(PreparedLoader):
         _drop_last: Whether a last round of batches that is not complete is left out.
         _non_blocking: Whether batches are copied to the device without waiting.
         slice_fn: Called on the main process as `slice_fn(batch, rows, process_index=..., num_processes=...)`
-            with the batches of a round joined into one, and the rows that are due to a process. If `None`,
-            the rows are cut out of every tensor, and of every list with one object per sample.
+            with the batches of a round joined into one, and the slice of rows of a process. If `None`, the
+            rows are cut out of every tensor, and of every list with one object per sample.
         torch_device_mesh: The device mesh; ranks that differ along some of its axes only have the
             same batches.
         iteration: The epoch that comes first.
         device: Where batches are moved to; the device of this process if `None`.
-        even_batches: Whether the last round is completed with its first samples, so that all processes get
-            equally many.
-        micro_batches: The number of equal parts into which an engine cuts the batch of a process: a last
+        even_batches: Whether the last round is completed with its first samples: all processes get equally
+            many.
+        micro_batches: The number of equal parts into which an engine cuts the batch of a process: the last
             round is completed to a multiple of it.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
@@ -314,7 +98,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def sharder(self) -> Any:
-        """Return the loader itself: its main process splits the batches."""
+        """This loader, whose main process splits the batches."""
         return self
 
     def __len__(self) -> int:
@@ -338,7 +122,7 @@ class DataLoaderDispatcher(PreparedLoader):
         )
 
     def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
-        """Yield this process's parts."""
+        """Yield the batches of this rank."""
         return self._pass(batch_transfer(self.device, prefetching=self._non_blocking))
 
     def _open(self) -> EpochPass:
@@ -348,7 +132,7 @@ class DataLoaderDispatcher(PreparedLoader):
             )
         else:
             if self._resume is None:
-                # The main process's torch loader draws a seed here; all go on with the same random numbers.
+                # The torch loader of the main process draws a seed; afterwards generators are equal again.
                 torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             self._resume, self.skip_batches = None, 0
             reading = RemoteReading(self._collectives)
@@ -356,8 +140,75 @@ class DataLoaderDispatcher(PreparedLoader):
         return reading
 
 
+class MainReading(EpochPass):
+    """The pass of the main process, which reads for all ranks."""
+
+    def __init__(
+        self,
+        open_inner: Callable[[], EpochPass],
+        row_split: RowSplit,
+        collectives: Collectives,
+        shard_of: Sequence[int],
+    ) -> None:
+        self._open_inner = open_inner
+        self._inner: EpochPass | None = None
+        self._row_split = row_split
+        self._collectives = collectives
+        self._shard_of = shard_of
+        self._read: deque[list[Any]] = deque()
+
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
+        if self._collectives.world_size == 1:
+            return prefetch_batches((part for (part,) in self._parts()), start_copy)
+        return with_copies_started(Sender(self._parts(), self._collectives).pairs(), start_copy)
+
+    def _parts(self) -> Iterator[list[BatchWithMeta | None]]:
+        inner = self._inner = self._open_inner()  # an error in here reaches the other ranks
+        for step_batches in self._row_split.rounds(inner.batches):
+            if not self._read and not self.taken:
+                inner.opened()
+            self._read.append(step_batches)
+            parts = self._row_split.parts(
+                [item.batch if type(item) is BatchWithMeta else item for item in step_batches]
+            )
+            yield [parts[shard] for shard in self._shard_of]
+
+    def advance(self, loaded: BatchWithMeta | None) -> None:
+        """Count the batches of the round that is about to be yielded."""
+        del loaded
+        inner = self._inner
+        for item in self._read.popleft():
+            if inner is not None:
+                inner.taken += 1
+                if inner.advance is not None:
+                    inner.advance(item if type(item) is BatchWithMeta else None)
+
+    def position(self) -> Position:
+        return Position(unit="remote") if self._inner is None else self._inner.position()
+
+
+class RemoteReading(EpochPass):
+    """The pass of a rank that receives its batches."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
+        return with_copies_started(Receiver(self._collectives).pairs(), start_copy)
+
+    def advance(self, loaded: BatchWithMeta | None) -> None:
+        """Do nothing: the main process counts."""
+
+    def position(self) -> Position:
+        return Position(unit="remote")
+
+
+SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
+"""The axes of a mesh along which all ranks have the same batches."""
+
+
 def shard_of_ranks(mesh: Any) -> list[int]:
-    """Return the shard of the data of every rank of a mesh, whose axes have names.
+    """Return the data shard of every rank of a mesh with named axes.
 
     Example:
         >>> from types import SimpleNamespace
@@ -377,3 +228,148 @@ def shard_of_ranks(mesh: Any) -> list[int]:
     rows = groups.reshape(math.prod(groups.shape[: len(sharded_axes)]), -1).tolist()
     owners = {rank: shard for shard, ranks in enumerate(rows) for rank in ranks}
     return [owners[rank] for rank in range(len(owners))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSplit:
+    """Split the batches that rank 0 has read across ranks; see `DataLoaderDispatcher` for the fields.
+
+    With `even`, the rows of every rank are completed to a `multiple`.
+    """
+
+    num_processes: int
+    split: bool = False
+    even: bool = True
+    drop_last: bool = False
+    slice_fn: SliceFn | None = None
+    multiple: int = 1
+
+    @property
+    def batches_per_step_all_ranks(self) -> int:
+        """Number of batches in a round."""
+        return 1 if self.split else self.num_processes
+
+    def rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
+        """Group batches into rounds; only the last one may have fewer."""
+        while step_batches := list(islice(batches, self.batches_per_step_all_ranks)):
+            if len(step_batches) == self.batches_per_step_all_ranks or not self.drop_last:
+                yield step_batches
+
+    def parts(self, batches: Sequence[Any]) -> list[BatchWithMeta | None]:
+        """Split a round: return the batch of every rank, `None` where there is none."""
+        # 1. A complete round of equal batches is not changed.
+        counts = [count_rows(batch) for batch in batches]
+        rows = None if None in counts else sum(count or 0 for count in counts)
+        full = len(batches) == self.num_processes and len(set(counts)) == 1
+        full = full and (not self.even or (counts[0] or 0) % self.multiple == 0)
+        if full and not self.split and self.slice_fn is None:
+            return [BatchWithMeta(batch, None, rows) for batch in batches]
+        # 2. Batches with rows are joined and cut.
+        try:
+            joined = batches[0] if len(batches) == 1 else join_rows(batches)
+            if not rows:
+                raise ValueError("nothing in a batch has one row per sample")
+        except ValueError as error:
+            if self.split or self.slice_fn is not None:
+                raise ValueError(f"The main process cannot split what it has read: {error}.") from error
+            return self._full_batches(batches, rows)
+        return self._slices(joined, rows)
+
+    def _full_batches(self, batches: Sequence[Any], rows: int | None) -> list[BatchWithMeta | None]:
+        """Return batches that cannot be joined; with `even`, the first one pads the round."""
+        loaded_batches: list[BatchWithMeta | None] = [BatchWithMeta(batch, None, rows) for batch in batches]
+        padding = BatchWithMeta(batches[0], 0, rows) if self.even else None
+        return loaded_batches + [padding] * (self.num_processes - len(batches))
+
+    def _slices(self, batch: Any, rows: int) -> list[BatchWithMeta | None]:
+        """Cut a batch into equal slices, padded with the first rows; else of almost equal length."""
+        size, larger = divmod(rows, self.num_processes)
+        padded = self.even and rows % (self.num_processes * self.multiple) > 0
+        if padded:
+            size, larger = -(-rows // (self.num_processes * self.multiple)) * self.multiple, 0
+            batch = select_rows(batch, [i % rows for i in range(size * self.num_processes)], rows)
+        total = size * self.num_processes if padded else rows
+        loaded_batches: list[BatchWithMeta | None] = []
+        first = 0
+        for rank in range(self.num_processes):
+            last = first + size + (rank < larger)
+            part = None
+            if last > first:
+                real = min(max(rows - first, 0), last - first) if padded else None
+                part = BatchWithMeta(self._slice(batch, slice(first, last), rank, total), real, rows)
+            loaded_batches.append(part)
+            first = last
+        return loaded_batches
+
+    def _slice(self, batch: Any, rows: slice, rank: int, total: int) -> Any:
+        if self.slice_fn is None:
+            return select_rows(batch, rows, total)
+        return self.slice_fn(batch, rows, process_index=rank, num_processes=self.num_processes)
+
+
+def count_rows(batch: Any) -> int | None:
+    """Return the number of samples in a batch; `None` if it has no tensors and no columns.
+
+    Example:
+        >>> count_rows({"ids": torch.zeros(3, 2), "text": ["a", "b", "c"]}), count_rows(["a", "b"])
+        (3, 2)
+    """
+    if type(batch) is dict and type(first := next(iter(batch.values()), None)) is Tensor and first.dim() > 0:
+        return first.shape[0]  # the most common case, at almost no cost
+    rows = ignorant_find_batch_size(batch)
+    if rows is None and _is_column(batch):
+        return len(batch)
+    if rows is None:
+        counts = (count_rows(value) for _, value in children(batch) or ())
+        return next((count for count in counts if count is not None), None)
+    return rows
+
+
+def select_rows(batch: Any, rows: Sequence[int] | slice, total: int) -> Any:
+    """Return some rows of a batch; a value without a row per sample is returned in full.
+
+    Example:
+        >>> select_rows({"ids": torch.arange(3), "text": ["a", "b", "c"]}, [2, 0], 3)
+        {'ids': tensor([2, 0]), 'text': ['c', 'a']}
+    """
+    if isinstance(batch, Tensor):
+        fits = batch.dim() > 0 and batch.shape[0] == total
+        index = rows if isinstance(rows, slice) else torch.tensor(rows, device=batch.device)
+        return batch[index] if fits else batch
+    if _is_column(batch) and len(batch) == total:
+        return batch[rows] if isinstance(rows, slice) else type(batch)(batch[i] for i in rows)
+    inside = children(batch)
+    if inside is None:
+        return batch
+    return rebuild(batch, [select_rows(value, rows, total) for _, value in inside])
+
+
+def join_rows(batches: Sequence[Any]) -> Any:
+    """Concatenate batches of the same structure; a value without rows is that of the first batch.
+
+    Example:
+        >>> join_rows([{"ids": torch.arange(2), "text": ["a", "b"]}, {"ids": torch.arange(1), "text": ["c"]}])
+        {'ids': tensor([0, 1, 0]), 'text': ['a', 'b', 'c']}
+    """
+    first = batches[0]
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            return first
+        try:
+            return torch.cat(list(batches))
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+    if _is_column(first):
+        return type(first)(item for batch in batches for item in batch)
+    inside = [children(batch) for batch in batches]
+    if inside[0] is None:
+        return first
+    columns = zip(*(level or () for level in inside), strict=True)
+    return rebuild(first, [join_rows([value for _, value in column]) for column in columns])
+
+
+def _is_column(data: Any) -> bool:
+    """Return whether data is a plain list (or tuple) of objects that are neither tensors nor containers."""
+    return type(data) in {list, tuple} and not any(
+        isinstance(item, Tensor | list | tuple | Mapping) for item in data
+    )

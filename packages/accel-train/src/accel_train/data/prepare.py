@@ -1,4 +1,4 @@
-"""Prepare_data_loader, skip_first_batches."""
+"""Make the loader of a rank from a torch loader (`prepare_data_loader`); skip its first batches."""
 
 from __future__ import annotations
 
@@ -18,112 +18,6 @@ from accel_train.data.loader import DataLoaderShard, warn_of_padding
 from accel_train.data.reading import INDEXING, index_source, is_stateful, loader_options
 from accel_train.data.samplers import SharedOrder, innermost_sampler, sync_shuffle
 from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard, is_sharded_already
-
-
-class SkipBatchSampler(BatchSampler):
-    """The batches of a batch sampler without the first ones.
-
-    Args:
-        batch_sampler: Any iterable of lists of indices.
-        skip_batches: How many batches to leave out.
-
-    Example:
-        >>> list(SkipBatchSampler(BatchSampler(range(7), 3, drop_last=False), 1))
-        [[3, 4, 5], [6]]
-    """
-
-    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
-        self.batch_sampler: Any = batch_sampler
-        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
-        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
-        self.skip_batches = check_count(skip_batches)
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler below."""
-        return getattr(self.batch_sampler, "sampler", None)
-
-    @property
-    def total_length(self) -> int:
-        """Number of batches, those left out included."""
-        return len(self.batch_sampler)
-
-    def __len__(self) -> int:
-        """Number of batches that are left."""
-        return max(0, len(self.batch_sampler) - self.skip_batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches that are left."""
-        inner = self.batch_sampler
-        shard = inner if isinstance(inner, BatchSamplerShard) else BatchSamplerShard(inner)
-        return shard.iterate_from(self.skip_batches * shard.stride)
-
-
-class SkipDataLoader(PreparedLoader):
-    """A torch loader that leaves out the first batches of its first pass.
-
-    Args:
-        dataset: The dataset to load.
-        skip_batches: How many batches to leave out. Later passes are complete.
-        use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
-        **kwargs: As for `torch.utils.data.DataLoader`.
-
-    Example:
-        >>> loader = SkipDataLoader(list(range(5)), skip_batches=1, batch_size=2)
-        >>> [batch.tolist() for batch in loader], [batch.tolist() for batch in loader]
-        ([[2, 3], [4]], [[0, 1], [2, 3], [4]])
-    """
-
-    def __init__(
-        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(
-            dataset,
-            skip_batches=check_count(skip_batches),
-            use_stateful_dataloader=use_stateful_dataloader,
-            **kwargs,
-        )
-
-    def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
-        """Yield the batches."""
-        return self._pass()
-
-
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
-    """Return a loader that begins its first pass later; all its further passes are complete.
-
-    What is left out of a map-style dataset is not read. A position that `load_state_dict` has set is given
-    up: batches count from the beginning of the epoch.
-
-    Args:
-        dataloader: A loader, prepared or not.
-        num_batches: How many batches of this rank to leave out.
-
-    Raises:
-        TypeError: It is no torch loader.
-
-    Example:
-        >>> loader = DataLoader(list(range(5)), batch_size=2)
-        >>> [batch.tolist() for batch in skip_first_batches(loader, 2)]
-        [[4]]
-    """
-    check_count(num_batches)
-    if isinstance(dataloader, PreparedLoader):
-        return dataloader.skipping(num_batches)
-    if not isinstance(dataloader, DataLoader):
-        raise TypeError(
-            f"skip_first_batches takes a torch.utils.data.DataLoader, prepared or not; got {dataloader!r}."
-        )
-    options = loader_options(dataloader)
-    return SkipDataLoader(dataloader.dataset, num_batches, **options)
-
-
-def check_count(batches: int) -> int:
-    """Refuse a number of batches that is none."""
-    if batches < 0:
-        raise ValueError(f"The number of batches to skip is {batches!r}; it cannot be negative.")
-    return batches
-
 
 logger = logging.getLogger(__name__)
 
@@ -148,48 +42,46 @@ def prepare_data_loader(
     micro_batches: int = 1,
     already_sharded: bool | None = None,
 ) -> DataLoaderShard | DataLoaderDispatcher:
-    """Make the loader of this rank out of a torch loader over the whole data.
+    """Make the loader of this rank from a torch loader over the full data.
 
-    The given loader is not changed. A loader that this function returned is given back as it is, and data
-    that is sharded already (see `already_sharded`) is not sharded again. An iterable dataset with a method
-    `shard` whose `num_shards` (or `n_shards`) is a multiple of the number of ranks shards itself; others are
-    read as a whole by every rank.
+    The torch loader is not changed. A prepared loader is returned unchanged, and data that is sharded already
+    (see `already_sharded`) is not sharded again. An iterable dataset with a method `shard` whose `num_shards`
+    (or `n_shards`) is a multiple of the number of ranks shards itself; every rank reads other iterable
+    datasets in full.
 
     Args:
         dataloader: The loader, the same on all ranks.
         device: Where batches are moved to; the device of this process if `None`.
         num_processes: The number of ranks that share the data; all if `None`.
-        process_index: Which of them this is.
+        process_index: The index of this rank among them.
         split_batches: Whether each batch of the loader is sharded across ranks. Otherwise every rank gets
             full batches, and the global batch is `num_processes` times as large.
         put_on_device: Whether batches are moved to the device.
-        rng_types: The sources of randomness that ranks share from the beginning of each pass on. If the order
-            of samples is random, its source is always shared.
-        dispatch_batches: Whether the main process reads for all and sends the others their parts. If `None`,
-            it does so for iterable datasets if batches are put on the device and there are several ranks.
-        even_batches: Whether samples from the beginning complete the last batches where the data does not
-            divide, so that all ranks have equally many batches of one size. With devices that compile anew
-            for every shape, as those of XLA, and with `micro_batches`, the last batch of a single rank, too.
+        rng_types: The generators that are synchronised across ranks at the beginning of each pass. If the
+            order of samples is random, its generator always is.
+        dispatch_batches: Whether the main process reads for all ranks and scatters the batches. If `None`, it
+            does for iterable datasets if batches are put on the device and there are several ranks.
+        even_batches: Whether samples from the beginning complete the last batches, so that all ranks have
+            equally many batches of one size. With devices that compile again for every shape, such as XLA's,
+            and with `micro_batches`, the last batch of a single rank, too.
         slice_fn_for_dispatch: As `slice_fn` of `DataLoaderDispatcher`; without effect where nothing is
             dispatched.
         use_seedable_sampler: Whether shuffling depends on the seed and the epoch alone.
-        data_seed: The seed of that; the one of torch on the main process if `None`.
-        non_blocking: Whether batches are copied to the device while the one before is computed with.
+        data_seed: The seed of that; torch's seed on the main process if `None`.
+        non_blocking: Whether a batch is copied to the device while the loop computes with the one before.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
-        torch_device_mesh: The device mesh. If `num_processes` and
-            `process_index` are `None` it says who has the same batches; and all its ranks share the order of
-            samples.
+        torch_device_mesh: The device mesh. If `num_processes` and `process_index` are `None`, its axes decide
+            which ranks have the same batches; and all its ranks share the order of samples.
         micro_batches: The number of equal parts into which an engine cuts every batch of a rank.
-        already_sharded: Whether ranks read different data without being made to: then each reads what its
-            loader gives, of which nothing is known to be padding. If `None`, this is so where the loader
-            says it: by a sampler or an iterable dataset with the number of ranks and the rank among its
-            attributes, such as a `DistributedSampler`, by an `IterableDatasetShard`, by an iterable dataset
-            that `datasets` has split by node, and by Ray Data's. A sampler whose indices depend on the rank
-            in any other way needs `True`.
+        already_sharded: Whether the loader gives ranks different data: each rank then reads all of its
+            loader, and no sample is known to be padding. If `None`, the loader is inspected. Recognised are a
+            sampler or an iterable dataset with the number of ranks and the rank among its attributes, such as
+            a `DistributedSampler`, an `IterableDatasetShard`, an iterable dataset that `datasets` has split
+            by node, and Ray Data's. A sampler whose indices depend on the rank in any other way needs `True`.
 
     Raises:
-        TypeError: It is no torch loader.
-        ValueError: The arguments do not fit together, or to the loader.
+        TypeError: The argument is no torch loader.
+        ValueError: The arguments do not fit together, or do not fit the loader.
 
     Example:
         >>> loader = DataLoader(list(range(10)), batch_size=2)
@@ -202,11 +94,12 @@ def prepare_data_loader(
         return dataloader
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader; got {dataloader!r}.")
+    # 1. Find out which ranks read what.
     runtime = current_or_single()
     world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
     is_shard = is_sharded_already(dataloader, num_processes=world, process_index=index, asked=already_sharded)
     ranks, rng_types = world, [RNGType(kind) for kind in rng_types or ()]
-    if is_shard:  # each rank reads alone, with a generator of its own
+    if is_shard:  # each rank reads its own data, with a generator of its own
         world, index, together = 1, 0, 1
         rng_types = [kind for kind in rng_types if kind is not RNGType.GENERATOR]
     device = (runtime.device if device is None else torch.device(device)) if put_on_device else None
@@ -218,6 +111,7 @@ def prepare_data_loader(
         "even_batches": even_batches,
         "static_shapes": (compiles or micro_batches > 1) and dataloader.in_order,
     }
+    # 2. Choose who reads, and check the arguments.
     if is_shard and dispatch_batches:
         raise ValueError(
             "dispatch_batches=True lets the main process read for all ranks, but this data is sharded "
@@ -225,12 +119,14 @@ def prepare_data_loader(
         )
     dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=together > 1)
     if data_seed is not None and not use_seedable_sampler:
-        _warn("data_seed", "use_seedable_sampler=True is not given")
+        logger.warning("data_seed has no effect: use_seedable_sampler=True is not given.")
     if slice_fn_for_dispatch is not None and not dispatch and world > 1:
-        _warn("slice_fn_for_dispatch", "every process reads its own batches")
+        logger.warning("slice_fn_for_dispatch has no effect: every process reads its own batches.")
+    # 3. Make the order of samples the same on all ranks.
     order = _order(
         dataloader, shards, together, rng_types=rng_types, seedable=use_seedable_sampler, seed=data_seed
     )
+    # 4. Make the loader.
     options = loader_options(dataloader) | order.options()
     options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
     options["skip_batches"] = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
@@ -242,7 +138,9 @@ def prepare_data_loader(
         return _dispatcher(dataloader, shards, options)
     options |= {"rng_types": order.rng_types, "synchronized_generator": order.generator}
     loader = _shard(dataloader, options, shards, warns=compiles)
-    if is_shard and not isinstance(dataloader.dataset, IterableDatasetShard):  # which knows its padding
+    if is_shard and not isinstance(
+        dataloader.dataset, IterableDatasetShard
+    ):  # a shard of ours knows its padding
         loader.dataset_parts = ranks
     return loader
 
@@ -258,69 +156,50 @@ def _data_parallel_shape(
     return world, index, world if mesh is None else len(shard_of)
 
 
-def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Return the sampler of indices of a loader, below all batch samplers.
-
-    Args:
-        dataloader: Any torch loader, prepared or not.
-
-    Returns:
-        The sampler; of an iterable dataset, the one that torch makes up.
-
-    Example:
-        >>> get_sampler(DataLoader(range(3), batch_size=2, shuffle=True))  # doctest: +ELLIPSIS
-        <torch.utils.data.sampler.RandomSampler object at ...>
-    """
-    return innermost_sampler(_indices_of(dataloader))
-
-
-def _shard(
-    dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any], *, warns: bool
-) -> DataLoaderShard:
-    """Make the loader of a rank that reads by itself."""
-    dataset, options = _sharded(dataloader, options, shards)
-    world = shards["num_processes"]
-    if warns and shards["static_shapes"] and world == 1 and _may_pad(dataset, options):
-        warn_of_padding()
-    loader = DataLoaderShard(dataset, **options)
-    if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard):
-        loader.dataset_parts = world
-    return loader
-
-
-def _sharded(
-    dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any]
-) -> tuple[Any, dict[str, Any]]:
-    """The dataset and the options with which one rank's loader is made."""
-    dataset: Any = dataloader.dataset
-    if not isinstance(dataset, IterableDataset):
-        indexing = {name: value for name, value in options.items() if name in INDEXING}
-        plain = {name: value for name, value in options.items() if name not in INDEXING}
-        return dataset, plain | index_source(dataset, indexing, **shards).options()
-    if isinstance(dataset, IterableDatasetShard) and dataset.num_processes > 1:
-        return dataset, options
-    size = dataloader.batch_size
-    if shards["num_processes"] == 1 and (size is None or not shards["static_shapes"]):
-        return dataset, options
-    if _shards_itself(dataset, shards):
-        own: Any = dataset
-        return own.shard(num_shards=shards["num_processes"], index=shards["process_index"]), options
-    if shards["split_batches"] and size is None:
+def _dispatches(
+    dataloader: DataLoader[Any], asked: bool | None, *, put_on_device: bool, several: bool
+) -> bool:
+    if asked and not put_on_device:
         raise ValueError(
-            "split_batches=True cannot split the batches that a dataset makes itself (batch_size=None). Let "
-            "the main process read and split them, with dispatch_batches=True."
+            "dispatch_batches=True needs put_on_device=True (in Accelerator: device_placement=True): what "
+            "the main process sends arrives on the device."
         )
-    shard = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, mark_padding=True, **shards)
-    return shard, {**options, "batch_size": None if size is None else shard.plan.rows}
+    if asked is not None:
+        return asked
+    return put_on_device and several and isinstance(dataloader.dataset, IterableDataset)
 
 
-def _may_pad(dataset: Any, options: dict[str, Any]) -> bool:
-    """Whether the last batch of one rank's loader will be completed, or may be."""
-    if isinstance(dataset, IterableDataset):
-        return isinstance(dataset, IterableDatasetShard) and dataset.plan.pads
-    shard: Any = options.get("batch_sampler")
-    pads = isinstance(shard, BatchSamplerShard) and shard.batch_size is not None and shard.plan.pads
-    return pads and shard.remainder_from(0) != 0
+def _order(
+    dataloader: DataLoader[Any],
+    shards: dict[str, Any],
+    together: int,
+    *,
+    rng_types: Sequence[str | RNGType],
+    seedable: bool,
+    seed: int | None,
+) -> SharedOrder:
+    """Return the order of samples, shared across ranks; of iterable datasets only the generators to share."""
+    if isinstance(dataloader.dataset, IterableDataset):
+        kinds = (RNGType(kind) for kind in rng_types)
+        return SharedOrder(rng_types=tuple(kind for kind in kinds if kind is not RNGType.GENERATOR))
+    several = shards["num_processes"] > 1
+    _check_samplers(dataloader, several=several, pads=shards["even_batches"] and not _drops_last(dataloader))
+    return sync_shuffle(
+        _indices_of(dataloader),
+        batched=dataloader.batch_sampler is not None,
+        num_processes=together,
+        rng_types=rng_types,
+        seedable=seedable,
+        seed=seed,
+    )
+
+
+def _check_samplers(dataloader: DataLoader[Any], *, several: bool, pads: bool) -> None:
+    if several and pads and not dataloader.in_order:
+        raise ValueError(
+            "in_order=False with even_batches=True: the completed batch could not be recognised. "
+            "Set even_batches=False (in DataLoaderConfiguration) or leave in_order as it is."
+        )
 
 
 def _dispatcher(
@@ -338,33 +217,81 @@ def _dispatcher(
     )
 
 
-def _order(
-    dataloader: DataLoader[Any],
-    shards: dict[str, Any],
-    together: int,
-    *,
-    rng_types: Sequence[str | RNGType],
-    seedable: bool,
-    seed: int | None,
-) -> SharedOrder:
-    """The order of the samples, if they have one, and what ranks have to share for it."""
-    if isinstance(dataloader.dataset, IterableDataset):
-        kinds = (RNGType(kind) for kind in rng_types)
-        return SharedOrder(rng_types=tuple(kind for kind in kinds if kind is not RNGType.GENERATOR))
-    several = shards["num_processes"] > 1
-    _check_samplers(dataloader, several=several, pads=shards["even_batches"] and not _drops_last(dataloader))
-    return sync_shuffle(
-        _indices_of(dataloader),
-        batched=dataloader.batch_sampler is not None,
-        num_processes=together,
-        rng_types=rng_types,
-        seedable=seedable,
-        seed=seed,
-    )
+def _shard(
+    dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any], *, warns: bool
+) -> DataLoaderShard:
+    """Make the loader of a rank that reads its own batches."""
+    dataset, options = _shard_data(dataloader, options, shards)
+    world = shards["num_processes"]
+    if warns and shards["static_shapes"] and world == 1 and _may_pad(dataset, options):
+        warn_of_padding()
+    loader = DataLoaderShard(dataset, **options)
+    if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard):
+        loader.dataset_parts = world
+    return loader
 
 
-def _warn(argument: str, reason: str) -> None:
-    logger.warning("%s has no effect: %s.", argument, reason)
+def _shard_data(
+    dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Return the dataset and the options of this rank's loader."""
+    dataset: Any = dataloader.dataset
+    if not isinstance(dataset, IterableDataset):
+        indexing = {name: value for name, value in options.items() if name in INDEXING}
+        plain = {name: value for name, value in options.items() if name not in INDEXING}
+        return dataset, plain | index_source(dataset, indexing, **shards).options()
+    if isinstance(dataset, IterableDatasetShard) and dataset.num_processes > 1:
+        return dataset, options
+    size = dataloader.batch_size
+    if shards["num_processes"] == 1 and (size is None or not shards["static_shapes"]):
+        return dataset, options
+    if _shards_itself(dataset, shards):
+        sharder: Any = dataset
+        return sharder.shard(num_shards=shards["num_processes"], index=shards["process_index"]), options
+    if shards["split_batches"] and size is None:
+        raise ValueError(
+            "split_batches=True cannot split the batches that a dataset makes itself (batch_size=None). Let "
+            "the main process read and split them, with dispatch_batches=True."
+        )
+    shard = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, mark_padding=True, **shards)
+    return shard, {**options, "batch_size": None if size is None else shard.plan.rows}
+
+
+def _shards_itself(dataset: Any, shards: dict[str, Any]) -> bool:
+    """Return whether an iterable dataset gives each rank equally many of its own shards, such as files.
+
+    Every rank reads other datasets in full: a rank with more shards would have more batches.
+    """
+    count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
+    world = shards["num_processes"]
+    if shards["split_batches"] or not isinstance(count, int) or not callable(getattr(dataset, "shard", None)):
+        return False
+    return world > 1 and count > 0 and count % world == 0
+
+
+def _may_pad(dataset: Any, options: dict[str, Any]) -> bool:
+    """Return whether the last batch of a single rank may be completed."""
+    if isinstance(dataset, IterableDataset):
+        return isinstance(dataset, IterableDatasetShard) and dataset.plan.pads
+    shard: Any = options.get("batch_sampler")
+    pads = isinstance(shard, BatchSamplerShard) and shard.batch_size is not None and shard.plan.pads
+    return pads and shard.remainder_from(0) != 0
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """Return the sampler of indices of a loader, below all batch samplers.
+
+    Args:
+        dataloader: Any torch loader, prepared or not.
+
+    Returns:
+        The sampler; for an iterable dataset, the one that torch makes.
+
+    Example:
+        >>> get_sampler(DataLoader(range(3), batch_size=2, shuffle=True))  # doctest: +ELLIPSIS
+        <torch.utils.data.sampler.RandomSampler object at ...>
+    """
+    return innermost_sampler(_indices_of(dataloader))
 
 
 def _drops_last(dataloader: DataLoader[Any]) -> bool:
@@ -375,34 +302,106 @@ def _indices_of(dataloader: DataLoader[Any]) -> Any:
     return dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
 
 
-def _shards_itself(dataset: Any, shards: dict[str, Any]) -> bool:
-    """Whether an iterable dataset gives each rank as many of its own shards, of files for instance.
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
+    """Return a loader whose first pass skips batches; its later passes are complete.
 
-    Others are read by every rank: one that has more shards than another would have more batches for sure.
+    The skipped samples of a map-style dataset are not read. A position that `load_state_dict` has set is
+    dropped: batches count from the beginning of the epoch.
+
+    Args:
+        dataloader: A loader, prepared or not.
+        num_batches: How many batches of this rank to leave out.
+
+    Raises:
+        TypeError: It is no torch loader.
+
+    Example:
+        >>> loader = DataLoader(list(range(5)), batch_size=2)
+        >>> [batch.tolist() for batch in skip_first_batches(loader, 2)]
+        [[4]]
     """
-    count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
-    world = shards["num_processes"]
-    if shards["split_batches"] or not isinstance(count, int) or not callable(getattr(dataset, "shard", None)):
-        return False
-    return world > 1 and count > 0 and count % world == 0
-
-
-def _dispatches(
-    dataloader: DataLoader[Any], asked: bool | None, *, put_on_device: bool, several: bool
-) -> bool:
-    if asked and not put_on_device:
-        raise ValueError(
-            "dispatch_batches=True needs put_on_device=True (in Accelerator: device_placement=True): what "
-            "the main process sends arrives on the device."
+    check_count(num_batches)
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skipping(num_batches)
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(
+            f"skip_first_batches takes a torch.utils.data.DataLoader, prepared or not; got {dataloader!r}."
         )
-    if asked is not None:
-        return asked
-    return put_on_device and several and isinstance(dataloader.dataset, IterableDataset)
+    options = loader_options(dataloader)
+    return SkipDataLoader(dataloader.dataset, num_batches, **options)
 
 
-def _check_samplers(dataloader: DataLoader[Any], *, several: bool, pads: bool) -> None:
-    if several and pads and not dataloader.in_order:
-        raise ValueError(
-            "in_order=False with even_batches=True: the completed batch could not be recognised. "
-            "Set even_batches=False (in DataLoaderConfiguration) or leave in_order as it is."
+class SkipDataLoader(PreparedLoader):
+    """A torch loader that skips the first batches of its first pass.
+
+    Args:
+        dataset: The dataset to load.
+        skip_batches: How many batches to skip. Later passes are complete.
+        use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
+        **kwargs: As for `torch.utils.data.DataLoader`.
+
+    Example:
+        >>> loader = SkipDataLoader(list(range(5)), skip_batches=1, batch_size=2)
+        >>> [batch.tolist() for batch in loader], [batch.tolist() for batch in loader]
+        ([[2, 3], [4]], [[0, 1], [2, 3], [4]])
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(
+            dataset,
+            skip_batches=check_count(skip_batches),
+            use_stateful_dataloader=use_stateful_dataloader,
+            **kwargs,
         )
+
+    def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
+        """Yield the batches."""
+        return self._pass()
+
+
+class SkipBatchSampler(BatchSampler):
+    """The batches of a batch sampler without the first ones.
+
+    Args:
+        batch_sampler: Any iterable of lists of indices.
+        skip_batches: How many batches to skip.
+
+    Example:
+        >>> list(SkipBatchSampler(BatchSampler(range(7), 3, drop_last=False), 1))
+        [[3, 4, 5], [6]]
+    """
+
+    def __init__(self, batch_sampler: BatchSampler | Iterable[list[int]], skip_batches: int = 0) -> None:
+        self.batch_sampler: Any = batch_sampler
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
+        self.skip_batches = check_count(skip_batches)
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler below."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches, the skipped ones included."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        """Number of remaining batches."""
+        return max(0, len(self.batch_sampler) - self.skip_batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the remaining batches."""
+        inner = self.batch_sampler
+        shard = inner if isinstance(inner, BatchSamplerShard) else BatchSamplerShard(inner)
+        return shard.iterate_from(self.skip_batches * shard.stride)
+
+
+def check_count(batches: int) -> int:
+    """Refuse a negative number of batches."""
+    if batches < 0:
+        raise ValueError(f"The number of batches to skip is {batches!r}; it cannot be negative.")
+    return batches

@@ -1,4 +1,4 @@
-"""One pass: position, resume, torchdata state."""
+"""One pass over the data of a loader: its position, and the states of torchdata's `StatefulDataLoader`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from inspect import signature
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
@@ -29,16 +29,16 @@ from accel_train.data.shards import BatchSamplerShard, BatchWithMeta, RemainingB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where an epoch is: the same for all ranks, and for any number of them.
+    """A position in an epoch: the same for all ranks, and valid for any number of ranks.
 
     Args:
-        unit: What is counted: `"samples"`, whole `"batches"` of a batch sampler, samples of a `"stream"` (or
-            of a part of one, which is named), or nothing, if a `"remote"` process counts.
-        consumed: How many of them all ranks together have got; of a stream, for every worker of the loader.
-        next_worker: Of a stream: the worker whose turn it is.
-        order: What replays the order of the epoch.
-        torchdata: Of a stateful loader, where the pass began at the epoch's beginning: torchdata's state. It
-            belongs to this rank.
+        unit: The unit of `consumed`: `"samples"`, full `"batches"` of a batch sampler, samples of a
+            `"stream"` (or of a named part of one), or `"remote"`, if another process counts.
+        consumed: The number of units that all ranks together have consumed; in a stream, for every worker of
+            the loader.
+        next_worker: In a stream, the worker that gives the next batch.
+        order: The state that replays the order of the epoch.
+        torchdata: The state of torchdata's loader on this rank, if the pass began at the epoch's beginning.
     """
 
     unit: str
@@ -48,7 +48,7 @@ class Position:
     torchdata: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data without torchdata's, which `torch.load(..., weights_only=True)` reads back.
+        """Return plain data, without torchdata's state, that `torch.load(..., weights_only=True)` reads.
 
         Example:
             >>> position = Position(unit="samples", consumed=(6,))
@@ -74,16 +74,51 @@ class Position:
 
 
 StartCopy = Callable[[Any], Any]
-
-
+"""Starts the copy of a batch to the device."""
 END: Any = object()
-"""Follows the last item of a pass."""
+"""The item after the last one of a pass."""
+
+
+class EpochPass(ABC):
+    """A pass over the data behind a loader.
+
+    Attributes:
+        batches (Iterator): The batches, some of them as `BatchWithMeta`.
+        taken (int): The number of batches that the loader has yielded.
+        advance (Callable | None): Counts a batch (`BatchWithMeta` or `None`) that is about to be yielded,
+            where `taken` is not enough.
+    """
+
+    batches: Iterator[Any] = iter(())
+    taken: int = 0
+    advance: Any = None
+
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
+        """Yield each batch with the next item: `END` after the last one, else anything.
+
+        `start_copy` is called one batch ahead.
+        """
+        return prefetch_batches(self.batches, start_copy)
+
+    def opened(self) -> tuple[dict[int, int], int]:
+        """Record the order, which is drawn for the first batch.
+
+        Returns:
+            The indices of padded batches in this pass -> how many of their samples are real, a mapping that
+            grows; and the number of samples in the last round of all ranks: 0 if it is complete, -1 if it is
+            not known. By default each batch brings this information itself.
+        """
+        return {}, -1
+
+    @abstractmethod
+    def position(self) -> Position:
+        """Return the position in the epoch after the batches that were `taken`."""
 
 
 def prefetch_batches(
     batches: Iterator[Any], start_copy: StartCopy | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield every item with the one that follows, which is read already; `END` follows the last one.
+    """Yield every item with the next one, which is read already, or `END`.
 
     Example:
         >>> [(item, following is END) for item, following in prefetch_batches(iter("abc"))]
@@ -97,47 +132,11 @@ def prefetch_batches(
 def with_copies_started(
     pairs: Iterator[tuple[Any, bool]], start_copy: StartCopy | None
 ) -> Iterator[tuple[Any, Any]]:
-    """Items with whether each is the last, as `EpochPass.pairs`; with `start_copy`, one is read ahead."""
+    """Turn items with whether each is the last into those of `EpochPass.pairs`."""
     if start_copy is None:
         return ((item, END if is_last else None) for item, is_last in pairs)
     started = ((start_copy(item), END if is_last else None) for item, is_last in pairs)
     return (pair for pair, _ in prefetch_batches(started))
-
-
-class EpochPass(ABC):
-    """A pass over the data behind a loader.
-
-    Attributes:
-        batches (Iterator): The batches, or `BatchWithMeta`s, as they come.
-        taken (int): How many of them the loader has yielded.
-        advance (Callable | None): Counts a batch (`BatchWithMeta` or `None`) that is about to be yielded,
-            where that needs more than `taken`.
-    """
-
-    batches: Iterator[Any] = iter(())
-    taken: int = 0
-    advance: Any = None
-
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
-        """Each of the batches, with what follows: `END` after the last one, else anything.
-
-        `start_copy` is called one batch ahead.
-        """
-        return prefetch_batches(self.batches, start_copy)
-
-    def opened(self) -> tuple[dict[int, int], int]:
-        """Take note of the order, which is drawn for the first batch.
-
-        Returns:
-            Number of a padded batch in this pass -> how many of its samples are real, which grows; and how
-            many samples the last round of all ranks has: 0 if it is complete, -1 if that is not known. By
-            default nothing is known beforehand: what is padding comes with each batch.
-        """
-        return {}, -1
-
-    @abstractmethod
-    def position(self) -> Position:
-        """Where the epoch is after the batches that were `taken`."""
 
 
 class SamplerReading(EpochPass):
@@ -155,12 +154,10 @@ class SamplerReading(EpochPass):
         self._order: OrderState | None = None
 
     def opened(self) -> tuple[dict[int, int], int]:
-        """Take note of the order that was drawn for the first batch."""
         self._order = self._shard.order
         return self._shard.padded, self._shard.remainder_from(self._start)
 
     def position(self) -> Position:
-        """Where the epoch is after the batches that were `taken`."""
         consumed = self._start + self.taken * self._stride
         return Position(unit=self._unit, consumed=(consumed,), order=self._order)
 
@@ -169,8 +166,8 @@ class StreamReading(EpochPass):
     """A pass over an iterable dataset.
 
     Args:
-        stride: How many samples of a worker's stream all ranks together get in one batch each.
-        starts: How many samples of its stream every worker had given before.
+        stride: The number of samples of a worker's stream in one batch of every rank.
+        starts: The number of samples that every worker had given before.
     """
 
     def __init__(
@@ -189,20 +186,18 @@ class StreamReading(EpochPass):
         self._next_worker = next_worker
 
     def advance(self, loaded: BatchWithMeta | None) -> None:
-        """Count a batch that was taken."""
         worker = 0 if loaded is None or loaded.worker is None else loaded.worker
         self._consumed[worker] += self._stride
         self._next_worker = (worker + 1) % len(self._consumed)
 
     def position(self) -> Position:
-        """Where the epoch is after the batches that were `taken`."""
         return Position(unit=self._unit, consumed=tuple(self._consumed), next_worker=self._next_worker)
 
 
 class RotatedWorkerIds:
-    """A `worker_init_fn` that gives every worker the id of another, so that reading resumes at the right one.
+    """A `worker_init_fn` that rotates the ids of workers: reading resumes at the right worker.
 
-    Torch's loader begins with worker 0; a pass that goes on where worker 2 had its turn calls that one 0.
+    Torch's loader begins with worker 0; a pass that resumes at worker 2 gives its worker 0 that id.
     """
 
     def __init__(self, inner: Callable[[int], None] | None, first: int) -> None:
@@ -210,220 +205,18 @@ class RotatedWorkerIds:
         self.first = first
 
     def __call__(self, worker_id: int) -> None:
-        """Take the other worker's number, as `get_worker_info` gives it."""
+        """Set the id that `get_worker_info` returns."""
         info = get_worker_info()
         if info is not None:
             worker_id = (worker_id + self.first) % info.num_workers
-            object.__setattr__(info, "id", worker_id)  # frozen against mistakes, not against need
+            object.__setattr__(info, "id", worker_id)  # WorkerInfo is frozen
         if self.inner is not None:
             self.inner(worker_id)
 
 
-if TYPE_CHECKING:
-    AddSamplerState = Callable[[dict[str, Any], OrderState], dict[str, Any]]
-
-_OUR_KEYS = frozenset({"format", "epoch", "position", "source", "shards"})
-_FINISHED = "_iterator_finished"  # the keys of torchdata's states, of its releases from 0.8 to 0.11
-_SNAPSHOT = "_snapshot"
-_MAIN = "_main_snapshot"
-_SAMPLER_STATE = "_sampler_iter_state"
-_PLAIN = "_plain_class"
-
-
-@cache
-def stateful_class(loader_class: type[Any]) -> type[Any]:
-    """Return the same class of loaders, derived from torchdata's `StatefulDataLoader`, too.
-
-    Raises:
-        MissingDependencyError: torchdata is not installed.
-    """
-    try:
-        base = import_module("torchdata.stateful_dataloader").StatefulDataLoader
-    except ImportError as error:
-        raise MissingDependencyError(
-            "use_stateful_dataloader=True needs torchdata: pip install 'accel-train[stateful]'."
-        ) from error
-    if issubclass(loader_class, base):
-        return loader_class
-    names = {"__module__": loader_class.__module__, "__doc__": loader_class.__doc__, _PLAIN: loader_class}
-    return type(loader_class.__name__, (loader_class, base), names)
-
-
-def plain_class(loader_class: type[Any]) -> type[Any]:
-    """Return the class of which `stateful_class` made this one, by whose name pickle finds it."""
-    return vars(loader_class).get(_PLAIN, loader_class)
-
-
-def remake_loader(loader_class: type[Any], stateful: bool) -> Any:
-    """Make a loader without attributes, for pickle and copy."""
-    return object.__new__(stateful_class(loader_class) if stateful else loader_class)
-
-
-def is_stateful(dataloader: DataLoader[Any]) -> bool:
-    """Whether a loader is torchdata's `StatefulDataLoader`; does not import torchdata."""
-    module = sys.modules.get("torchdata.stateful_dataloader")
-    return module is not None and isinstance(dataloader, module.StatefulDataLoader)
-
-
-class TorchLoader(DataLoader[Any]):
-    """A loader of torch, and of torchdata, too, if it is made with `use_stateful_dataloader=True`."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Choose the class."""
-        arguments = kwargs | signature(cls.__init__).bind_partial(None, *args, **kwargs).arguments
-        made = stateful_class(cls) if arguments.get("use_stateful_dataloader") else cls
-        return cast("Self", object.__new__(made))
-
-
-class StatefulReading(EpochPass):
-    """A pass of torchdata's loader, which is asked for its state at every batch, before it reads on."""
-
-    def __init__(
-        self,
-        iterator: Any,
-        begin: Callable[[Iterator[Any]], EpochPass],
-        add_sampler_state: AddSamplerState,
-    ) -> None:
-        self._iterator = iterator
-        self._add_sampler_state = add_sampler_state
-        self._states: deque[dict[str, Any]] = deque()
-        self._state: dict[str, Any] | None = None
-        self._inner = begin(self._record())
-        self.batches = self._inner.batches
-        self.taken = self._inner.taken
-
-    def _record(self) -> Iterator[Any]:
-        for batch in self._iterator:
-            self._states.append(self._iterator.state_dict())
-            yield batch
-
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
-        """Each of the batches, with what follows."""
-        return self._inner.pairs(start_copy)
-
-    def opened(self) -> tuple[dict[int, int], int]:
-        """Take note of the order that was drawn for the first batch."""
-        return self._inner.opened()
-
-    def advance(self, loaded: BatchWithMeta | None) -> None:
-        """Make the state after the batch that was taken the current one."""
-        self._state = self._states.popleft()
-        if self._inner.advance is not None:
-            self._inner.advance(loaded)
-
-    def position(self) -> Position:
-        """Where the loader is after the batches that were `taken`."""
-        self._inner.taken = self.taken
-        position = self._inner.position()
-        if self._state is None:
-            return position
-        return replace(position, torchdata=self._add_sampler_state(self._state, position.order or {}))
-
-
-def as_state_dict(state: dict[str, Any], *, finished: bool) -> dict[str, Any]:
-    """Return torchdata's part of a state; empty where it has none.
-
-    Example:
-        >>> as_state_dict({"_num_yielded": 2, "format": 1, "position": None}, finished=True)
-        {'_num_yielded': 2, '_iterator_finished': True}
-    """
-    own = {name: value for name, value in state.items() if name not in _OUR_KEYS}
-    return own | {_FINISHED: finished} if own else {}
-
-
-def is_finished(state: dict[str, Any]) -> bool:
-    """Whether a state of torchdata is that of a pass that has ended."""
-    return bool(state.get(_FINISHED))
-
-
-def batches_yielded(state: dict[str, Any]) -> int:
-    """Return how many batches of the pass a loader of torchdata had yielded.
-
-    Example:
-        >>> batches_yielded({"_num_yielded": 2})
-        2
-        >>> batches_yielded({"_snapshot": {"_snapshot_step": 4}, "_steps_since_snapshot": 1})
-        5
-    """
-    if _SNAPSHOT in state:
-        return state[_SNAPSHOT]["_snapshot_step"] + state["_steps_since_snapshot"]
-    if "_num_yielded" in state:
-        return state["_num_yielded"]
-    raise ValueError(
-        f"This is neither a position of a data loader of accel nor a state of torchdata's "
-        f"StatefulDataLoader: it has the keys {sorted(state)!r}."
-    )
-
-
-def order_of(state: dict[str, Any]) -> dict[str, Any] | None:
-    """Return what replays the order of the epoch, where torchdata's own samplers have kept it."""
-    main = state[_SNAPSHOT][_MAIN] if _SNAPSHOT in state else state
-    saved = (
-        main.get(_SAMPLER_STATE) or {}
-    )  # of a batch sampler, or of the sampler itself with batch_size=None
-    generator = (saved.get("sampler_iter_state") or saved).get("generator")
-    return {"generator": generator} if isinstance(generator, torch.Tensor) else None
-
-
-def with_sampler_state(
-    state: dict[str, Any], batch_sampler: Any, order: OrderState, *, single: bool
-) -> dict[str, Any]:
-    """Return a state of torchdata with the state that its own samplers would have.
-
-    A loader of torchdata that makes its batches itself goes by that, and begins anew without it.
-
-    Args:
-        state: The state of a loader that reads the batches of a sampler of ours.
-        batch_sampler: The batch sampler behind that, not sharded across ranks.
-        order: What replays the order of the epoch.
-        single: Whether the loader gives single samples, and not batches.
-    """
-    theirs: Any = import_module("torchdata.stateful_dataloader.sampler")
-    if not is_plain_batch_sampler(batch_sampler) and type(batch_sampler) is not theirs.BatchSampler:
-        return state
-    main = state[_SNAPSHOT][_MAIN] if _SNAPSHOT in state else state
-    sampler: Any = batch_sampler.sampler
-    samples = main["_sampler_iter_yielded"] * batch_sampler.batch_size
-    if isinstance(sampler, Sized):
-        samples = min(samples, len(sampler))
-    is_shuffled = "generator" in order and type(sampler) in {RandomSampler, theirs.RandomSampler}
-    shuffled = {"yielded": samples, "generator": order["generator"]} if is_shuffled else None
-    if single:
-        main = {**main, _SAMPLER_STATE: shuffled}
-    else:
-        iterated: dict[str, Any] = {} if shuffled is None else {"sampler_iter_state": shuffled}
-        if type(sampler) is theirs.StatefulDistributedSampler:
-            iterated["sampler_state"] = {"yielded": samples}
-        main = {**main, _SAMPLER_STATE: {"samples_yielded": samples, **iterated}}
-    return {**state, _SNAPSHOT: {**state[_SNAPSHOT], _MAIN: main}} if _SNAPSHOT in state else main
-
-
-def state_before_first_pass(
-    loader: Any, ask: Callable[[], dict[str, Any]], add_sampler_state: AddSamplerState
-) -> dict[str, Any]:
-    """Ask torchdata for the state of a loader that has not begun; nothing random is drawn for it.
-
-    torchdata opens a pass for that, which is closed again: it would not see an epoch that is set later.
-    """
-    sampler = innermost_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
-    source = record_source(sampler)
-    attributes: dict[str, Any] = getattr(sampler, "__dict__", {})
-    before = dict(attributes)
-    generator, loader.generator = loader.generator, torch.Generator()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            state = ask()
-    finally:
-        loader.generator = generator
-        restore_source(sampler, source)
-        attributes.update(before)  # workers have read ahead, and an epoch may have ended
-        vars(loader).update(_iterator=None, _initial_iter_for_state_dict=False)
-    return as_state_dict(add_sampler_state(state, source), finished=False)
-
-
 _SAMPLING = ("batch_size", "shuffle", "sampler", "drop_last", "generator")
 INDEXING = frozenset({"batch_size", "shuffle", "sampler", "drop_last", "batch_sampler"})
-"""The arguments of a torch loader that say what it reads; `IndexSource.options` replaces them."""
+"""The arguments of a torch loader that choose what it reads; `IndexSource.options` replaces them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -433,8 +226,8 @@ class IndexSource:
     Args:
         shard: This rank's batches of indices.
         collates: Whether a batch of indices is a batch of the loader. Otherwise (`batch_size=None`) the
-            loader passes on what the dataset gives for each index, or for a whole batch of indices.
-        single: Whether the dataset is asked for one index at a time, each of which is a batch.
+            loader yields what the dataset returns for each index, or for a full batch of indices.
+        single: Whether the dataset gets single indices, each of which gives a batch.
     """
 
     shard: BatchSamplerShard
@@ -462,7 +255,7 @@ def index_source(
 ) -> IndexSource:
     """Find the indices behind the arguments of a torch loader, and shard them."""
     batch_sampler = options.get("batch_sampler")
-    # Torch decides what its arguments mean.
+    # A torch loader resolves its own arguments.
     sampling = {name: options[name] for name in _SAMPLING if name in options}
     plain = DataLoader(dataset, batch_sampler=batch_sampler, **sampling)
     collates = plain.batch_sampler is not None
@@ -513,3 +306,203 @@ def loader_options(dataloader: DataLoader[Any]) -> dict[str, Any]:
     if dataloader.batch_sampler is None:
         return {**options, "batch_size": None, "sampler": dataloader.sampler}
     return {**options, "batch_sampler": dataloader.batch_sampler}
+
+
+class TorchLoader(DataLoader[Any]):
+    """A `DataLoader`, and a `StatefulDataLoader`, too, if made with `use_stateful_dataloader=True`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Choose the class."""
+        arguments = kwargs | signature(cls.__init__).bind_partial(None, *args, **kwargs).arguments
+        made = stateful_class(cls) if arguments.get("use_stateful_dataloader") else cls
+        return cast("Self", object.__new__(made))
+
+
+_PLAIN = "_plain_class"
+
+
+@cache
+def stateful_class(loader_class: type[Any]) -> type[Any]:
+    """Return a class of loaders that derives from torchdata's `StatefulDataLoader`, too.
+
+    Raises:
+        MissingDependencyError: torchdata is not installed.
+    """
+    try:
+        base = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    except ImportError as error:
+        raise MissingDependencyError(
+            "use_stateful_dataloader=True needs torchdata: pip install 'accel-train[stateful]'."
+        ) from error
+    if issubclass(loader_class, base):
+        return loader_class
+    names = {"__module__": loader_class.__module__, "__doc__": loader_class.__doc__, _PLAIN: loader_class}
+    return type(loader_class.__name__, (loader_class, base), names)
+
+
+def plain_class(loader_class: type[Any]) -> type[Any]:
+    """Return the class that `stateful_class` has extended, which pickle finds by its name."""
+    return vars(loader_class).get(_PLAIN, loader_class)
+
+
+def remake_loader(loader_class: type[Any], stateful: bool) -> Any:
+    """Make a loader without attributes, for pickle and copy."""
+    return object.__new__(stateful_class(loader_class) if stateful else loader_class)
+
+
+def is_stateful(dataloader: DataLoader[Any]) -> bool:
+    """Return whether a loader is torchdata's `StatefulDataLoader`, without importing torchdata."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and isinstance(dataloader, module.StatefulDataLoader)
+
+
+AddSamplerState = Callable[[dict[str, Any], OrderState], dict[str, Any]]
+"""Adds the state of torchdata's samplers to a state of its loader, as `with_sampler_state`."""
+
+
+class StatefulReading(EpochPass):
+    """A pass of torchdata's loader, whose state is recorded after every batch, before the next."""
+
+    def __init__(
+        self,
+        iterator: Any,
+        begin: Callable[[Iterator[Any]], EpochPass],
+        add_sampler_state: AddSamplerState,
+    ) -> None:
+        self._iterator = iterator
+        self._add_sampler_state = add_sampler_state
+        self._states: deque[dict[str, Any]] = deque()
+        self._state: dict[str, Any] | None = None
+        self._inner = begin(self._record())
+        self.batches = self._inner.batches
+        self.taken = self._inner.taken
+
+    def _record(self) -> Iterator[Any]:
+        for batch in self._iterator:
+            self._states.append(self._iterator.state_dict())
+            yield batch
+
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
+        return self._inner.pairs(start_copy)
+
+    def opened(self) -> tuple[dict[int, int], int]:
+        return self._inner.opened()
+
+    def advance(self, loaded: BatchWithMeta | None) -> None:
+        self._state = self._states.popleft()
+        if self._inner.advance is not None:
+            self._inner.advance(loaded)
+
+    def position(self) -> Position:
+        self._inner.taken = self.taken
+        position = self._inner.position()
+        if self._state is None:
+            return position
+        return replace(position, torchdata=self._add_sampler_state(self._state, position.order or {}))
+
+
+_OUR_KEYS = frozenset({"format", "epoch", "position", "source", "shards"})
+_FINISHED = "_iterator_finished"  # this and the keys below are those of torchdata 0.8 to 0.11
+_SNAPSHOT = "_snapshot"
+_MAIN = "_main_snapshot"
+_SAMPLER_STATE = "_sampler_iter_state"
+
+
+def as_state_dict(state: dict[str, Any], *, finished: bool) -> dict[str, Any]:
+    """Return torchdata's part of a state; empty if there is none.
+
+    Example:
+        >>> as_state_dict({"_num_yielded": 2, "format": 1, "position": None}, finished=True)
+        {'_num_yielded': 2, '_iterator_finished': True}
+    """
+    own = {name: value for name, value in state.items() if name not in _OUR_KEYS}
+    return own | {_FINISHED: finished} if own else {}
+
+
+def is_finished(state: dict[str, Any]) -> bool:
+    """Return whether a state of torchdata is that of a pass that has ended."""
+    return bool(state.get(_FINISHED))
+
+
+def batches_yielded(state: dict[str, Any]) -> int:
+    """Return how many batches of the pass a loader of torchdata had yielded.
+
+    Example:
+        >>> batches_yielded({"_num_yielded": 2})
+        2
+        >>> batches_yielded({"_snapshot": {"_snapshot_step": 4}, "_steps_since_snapshot": 1})
+        5
+    """
+    if _SNAPSHOT in state:
+        return state[_SNAPSHOT]["_snapshot_step"] + state["_steps_since_snapshot"]
+    if "_num_yielded" in state:
+        return state["_num_yielded"]
+    raise ValueError(
+        f"This is neither a position of a data loader of accel nor a state of torchdata's "
+        f"StatefulDataLoader: it has the keys {sorted(state)!r}."
+    )
+
+
+def order_of(state: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the state that replays the order of the epoch, if torchdata's samplers have recorded it."""
+    main = state[_SNAPSHOT][_MAIN] if _SNAPSHOT in state else state
+    # The state of a batch sampler, or of the sampler itself with batch_size=None.
+    saved = main.get(_SAMPLER_STATE) or {}
+    generator = (saved.get("sampler_iter_state") or saved).get("generator")
+    return {"generator": generator} if isinstance(generator, torch.Tensor) else None
+
+
+def with_sampler_state(
+    state: dict[str, Any], batch_sampler: Any, order: OrderState, *, single: bool
+) -> dict[str, Any]:
+    """Add the state that torchdata's own samplers would have to a state of its loader.
+
+    A plain `StatefulDataLoader` that loads the state needs it to resume.
+
+    Args:
+        state: The state of a loader that reads the batches of a `BatchSamplerShard`.
+        batch_sampler: The batch sampler below the shard, not sharded across ranks.
+        order: The state that replays the order of the epoch.
+        single: Whether the loader gives single samples, and not batches.
+    """
+    torchdata: Any = import_module("torchdata.stateful_dataloader.sampler")
+    if not is_plain_batch_sampler(batch_sampler) and type(batch_sampler) is not torchdata.BatchSampler:
+        return state
+    main = state[_SNAPSHOT][_MAIN] if _SNAPSHOT in state else state
+    sampler: Any = batch_sampler.sampler
+    samples = main["_sampler_iter_yielded"] * batch_sampler.batch_size
+    if isinstance(sampler, Sized):
+        samples = min(samples, len(sampler))
+    is_shuffled = "generator" in order and type(sampler) in {RandomSampler, torchdata.RandomSampler}
+    shuffled = {"yielded": samples, "generator": order["generator"]} if is_shuffled else None
+    if single:
+        main = {**main, _SAMPLER_STATE: shuffled}
+    else:
+        iterated: dict[str, Any] = {} if shuffled is None else {"sampler_iter_state": shuffled}
+        if type(sampler) is torchdata.StatefulDistributedSampler:
+            iterated["sampler_state"] = {"yielded": samples}
+        main = {**main, _SAMPLER_STATE: {"samples_yielded": samples, **iterated}}
+    return {**state, _SNAPSHOT: {**state[_SNAPSHOT], _MAIN: main}} if _SNAPSHOT in state else main
+
+
+def state_before_first_pass(
+    loader: Any, ask: Callable[[], dict[str, Any]], add_sampler_state: AddSamplerState
+) -> dict[str, Any]:
+    """Return torchdata's state of a loader before its first pass, without drawing random numbers.
+
+    torchdata opens a pass for that, which is dropped: it would not see an epoch that is set later.
+    """
+    sampler = innermost_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+    source = record_source(sampler)
+    attributes: dict[str, Any] = getattr(sampler, "__dict__", {})
+    before = dict(attributes)
+    generator, loader.generator = loader.generator, torch.Generator()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            state = ask()
+    finally:
+        loader.generator = generator
+        restore_source(sampler, source)
+        attributes.update(before)  # workers have read ahead, and may have ended an epoch
+        vars(loader).update(_iterator=None, _initial_iter_for_state_dict=False)
+    return as_state_dict(add_sampler_state(state, source), finished=False)

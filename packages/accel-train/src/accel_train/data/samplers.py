@@ -1,4 +1,4 @@
-"""Order of an epoch, shared across ranks."""
+"""The order of an epoch: seedable samplers, recording and replaying an order, sharing it across ranks."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from accel_state.labels import RNGType
 from accel_state.torch_private import requested_samples
 
 OrderState: TypeAlias = dict[str, Any]
-"""What replays the order of an epoch: `{"seed", "epoch"}`, `{"generator"}`, `{"torch"}` or nothing.
+"""The state that replays the order of an epoch: `{"seed", "epoch"}`, `{"generator"}`, `{"torch"}` or nothing.
 
-Torch's samplers draw the same from a generator, wherever it is: with one rank or several.
+Torch's samplers draw the same order from the same state of a generator, on any number of ranks.
 """
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Shuffle so that the order depends on a seed and the epoch, and on nothing else.
+    """Shuffle with an order that depends on a seed and the epoch alone.
 
     The order of epoch `e` is that of a `RandomSampler` with a generator seeded with `seed + e`: the same on
     every rank, in every process. A complete iteration ends the epoch, unless `set_epoch` is called meanwhile.
 
     Args:
         *args: As for `torch.utils.data.RandomSampler`; `generator` draws nothing.
-        **kwargs: As for `torch.utils.data.RandomSampler`, and `data_seed`, the seed. Without it, the seed of
-            torch's default generator counts.
+        **kwargs: As for `torch.utils.data.RandomSampler`, and `data_seed`, the seed; without it, that of
+            torch's default generator.
 
     Example:
         >>> sampler = SeedableRandomSampler(range(5), data_seed=1)
@@ -57,22 +57,22 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch: int = 0
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of the current epoch, and go on to the next one at its end."""
+        """Yield the indices of the current epoch, then begin the next epoch."""
         epoch = self.epoch
         yield from self.order().iterate_from(0)
         self.end_epoch(epoch)
 
     def end_epoch(self, epoch: int) -> None:
-        """Go on to the next epoch, unless another one was chosen since this one began.
+        """Begin the next epoch, unless `set_epoch` has chosen another one meanwhile.
 
         Args:
-            epoch: The one that has ended.
+            epoch: The epoch that has ended.
         """
         if self.epoch == epoch:
             self.epoch = epoch + 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next.
+        """Choose the next epoch.
 
         Args:
             epoch: Any number; loaders count from 0.
@@ -80,10 +80,10 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
     def order(self) -> TensorOrder:
-        """Return the whole order of the current epoch, for access by position."""
+        """Return the full order of the current epoch, for access by position."""
         generator = torch.Generator().manual_seed(self.initial_seed + self.epoch)
         size = len(self.data_source)
-        if self.replacement:  # in the chunks in which RandomSampler draws, to give the order that it gives
+        if self.replacement:  # RandomSampler draws in chunks of 32: its order is kept
             draws = [32] * (self.num_samples // 32) + [self.num_samples % 32]
             return TensorOrder(torch.cat([torch.randint(size, (n,), generator=generator) for n in draws]))
         rounds = -(-self.num_samples // size)
@@ -92,7 +92,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class TensorOrder(Sequence[int]):
-    """A sequence of indices kept in a tensor: 8 bytes an index, slices are lists.
+    """A sequence of indices in a tensor, of 8 bytes each; slices are lists.
 
     Args:
         indices: int64, of shape `(number of samples,)`.
@@ -114,15 +114,15 @@ class TensorOrder(Sequence[int]):
         return self._indices[index].tolist()
 
     def iterate_from(self, position: int, chunk: int = 8192) -> Iterator[int]:
-        """Yield the indices from a position on, without ever making a list of all of them."""
+        """Yield the indices from a position on, without making a list of all of them."""
         return chain.from_iterable(part.tolist() for part in self._indices[position:].split(chunk))
 
 
 def known_order(sampler: object) -> Sequence[int] | None:
-    """Return the order of the coming epoch where any position of it can be reached at once.
+    """Return the order of the next epoch, for access by position.
 
     Returns:
-        The order, or None if it can only be found out by iterating.
+        The order, or `None` if only iterating shows it.
     """
     if type(sampler) is SeedableRandomSampler:
         return sampler.order()
@@ -144,16 +144,16 @@ def innermost_sampler(sampler: object) -> object:
 
 
 def is_plain_batch_sampler(batch_sampler: object) -> bool:
-    """Whether batches are just consecutive indices of a sampler, so that they can be cut anywhere."""
+    """Return whether batches are consecutive indices of a sampler, which can be cut anywhere."""
     return isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__
 
 
 def record_order(sampler: object) -> OrderState:
-    """Record what decides the order of the epoch that is about to begin.
+    """Record the state that determines the order of the next epoch.
 
     Args:
-        sampler: A sampler of indices. Randomness that is not in its `generator`, nor a function of its epoch,
-            is taken to come from torch's default generator.
+        sampler: A sampler of indices. Randomness that comes neither from its `generator` nor from its epoch
+            is assumed to come from torch's default generator.
     """
     if isinstance(sampler, SeedableRandomSampler):
         return {"seed": sampler.initial_seed, "epoch": sampler.epoch}
@@ -162,7 +162,7 @@ def record_order(sampler: object) -> OrderState:
     generator = getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
         return {"generator": generator.get_state()}
-    if type(sampler) is RandomSampler:  # draws a seed from torch's generator for one of its own
+    if type(sampler) is RandomSampler:  # draws the seed of its generator from torch's default generator
         drawing = torch.Generator().set_state(torch.get_rng_state())
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=drawing).item())
         return {"generator": torch.Generator().manual_seed(seed).get_state()}
@@ -172,10 +172,10 @@ def record_order(sampler: object) -> OrderState:
 
 
 def record_source(sampler: object) -> OrderState:
-    """Record what decides the orders of all epochs to come, where that is the sampler's own.
+    """Record the state of a sampler that determines the orders of all later epochs.
 
     Returns:
-        The seed, or the state of its generator; nothing if it draws from torch's default generator, or not at
+        The seed, or the state of its generator; empty if it draws from torch's default generator, or not at
         all.
     """
     if isinstance(sampler, SeedableRandomSampler):
@@ -185,11 +185,11 @@ def record_source(sampler: object) -> OrderState:
 
 
 def restore_source(sampler: object, state: OrderState) -> None:
-    """Let a sampler draw the epochs to come as the one that was recorded would.
+    """Restore the state of a sampler that determines the orders of all later epochs.
 
     Args:
-        sampler: The sampler of indices. What was recorded of another kind of sampler changes nothing.
-        state: What `record_source` returned.
+        sampler: The sampler of indices. The state of another kind of sampler changes nothing.
+        state: A state of `record_source`.
     """
     generator = getattr(sampler, "generator", None)
     if isinstance(sampler, SeedableRandomSampler) and "seed" in state:
@@ -200,10 +200,10 @@ def restore_source(sampler: object, state: OrderState) -> None:
 
 @contextmanager
 def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
-    """Within the context, the sampler draws the order that was recorded.
+    """Let a sampler draw the recorded order within the context.
 
-    A sampler draws its order when its first index is asked for: ask for it inside. Torch's default generator
-    is put back afterwards; a generator of the sampler's own goes on from the replayed draw, as it did then.
+    A sampler draws its order with its first index: read that inside. Torch's default generator is restored
+    afterwards; a generator of the sampler itself stays in the state after the replayed draw.
     """
     state = state or {}
     if "seed" in state:
@@ -226,7 +226,7 @@ def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
 
 @contextmanager
 def _with_generator(sampler: Any, state: torch.Tensor) -> Generator[None]:
-    """Within the context, the sampler draws from a generator in this state: its own, or one for the time."""
+    """Let a sampler draw from a generator in a state: its own, or one that it has only within the context."""
     if not hasattr(sampler, "generator"):
         raise ValueError(
             "The saved data position belongs to a sampler with a generator; this loader has "
@@ -245,17 +245,14 @@ def _with_generator(sampler: Any, state: torch.Tensor) -> Generator[None]:
 
 
 def drawn(items: Iterable[Any]) -> Iterator[Any]:
-    """Iterate, with the first item already taken, so that an order which is drawn lazily is drawn now."""
+    """Iterate, with the first item already read: an order that is drawn lazily is drawn now."""
     iterator = iter(items)
     return chain(list(islice(iterator, 1)), iterator)
 
 
-_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOrder:
-    """An order of samples that is the same on all ranks."""
+    """An order of samples that is the same on all ranks, and the generators that ranks synchronise for it."""
 
     rng_types: tuple[RNGType, ...] = ()
     generator: torch.Generator | None = None
@@ -263,10 +260,13 @@ class SharedOrder:
     batched: bool = True
 
     def options(self) -> dict[str, Any]:
-        """Return the argument of a torch loader that says what it reads."""
+        """Return the argument of a torch loader with the indices that it reads."""
         if self.indices is None:
             return {}
         return {"batch_sampler" if self.batched else "sampler": self.indices}
+
+
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def sync_shuffle(
@@ -278,18 +278,20 @@ def sync_shuffle(
     seedable: bool,
     seed: int | None,
 ) -> SharedOrder:
-    """Make an order the same on all ranks; the given samplers are not changed."""
+    """Make an order the same on all ranks, without changing the samplers."""
     types = [RNGType(kind) for kind in rng_types]
-    found: Any = innermost_sampler(indices)
-    sampler: Any = found
-    if seedable and type(found) is RandomSampler:
-        sampler = _seedable(found, seed, num_processes)
-    elif num_processes > 1 and isinstance(found, _RANDOM) and not isinstance(found, SeedableRandomSampler):
-        if found.generator is None and RNGType.TORCH not in types:
-            sampler = copy(found)
-            # It starts from torch's own, so that `set_seed` decides about it.
-            seed_drawn = int(torch.empty((), dtype=torch.int64).random_().item())
-            sampler.generator = torch.Generator().manual_seed(seed_drawn)
+    original: Any = innermost_sampler(indices)
+    sampler: Any = original
+    if seedable and type(original) is RandomSampler:
+        sampler = _make_seedable(original, seed, num_processes)
+    elif (
+        num_processes > 1 and isinstance(sampler, _RANDOM) and not isinstance(sampler, SeedableRandomSampler)
+    ):
+        if original.generator is None and RNGType.TORCH not in types:
+            sampler = copy(original)
+            # Torch's default generator draws the seed, which `set_seed` thereby determines.
+            generator_seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            sampler.generator = torch.Generator().manual_seed(generator_seed)
         if sampler.generator is not None:
             types.append(RNGType.GENERATOR)
     generator = getattr(sampler, "generator", None)
@@ -299,34 +301,33 @@ def sync_shuffle(
     return SharedOrder(
         rng_types=tuple(used),
         generator=generator,
-        indices=_replaced(indices, found, sampler),
+        indices=_replace_innermost(indices, original, sampler),
         batched=batched,
     )
 
 
-def _seedable(sampler: RandomSampler, seed: int | None, num_processes: int) -> SeedableRandomSampler:
-    generator: torch.Generator | None = sampler.generator
+def _make_seedable(sampler: RandomSampler, seed: int | None, num_processes: int) -> SeedableRandomSampler:
     if seed is None:
-        drawn = [torch.initial_seed()]
+        seeds = [torch.initial_seed()]
         if num_processes > 1:
-            broadcast_object_list(drawn)
-        seed = drawn[0]
+            broadcast_object_list(seeds)
+        seed = seeds[0]
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
         num_samples=requested_samples(sampler),
-        generator=generator,
+        generator=sampler.generator,
         data_seed=seed,
     )
 
 
-def _replaced(indices: Any, old: object, new: object) -> Any:
-    """The same samplers around another innermost one."""
+def _replace_innermost(indices: Any, old: object, new: object) -> Any:
+    """Return the same samplers around another innermost sampler."""
     if indices is old:
         return new
     if old is new:
         return indices
     around = copy(indices)
     below = "batch_sampler" if hasattr(indices, "batch_sampler") else "sampler"
-    setattr(around, below, _replaced(getattr(indices, below), old, new))
+    setattr(around, below, _replace_innermost(getattr(indices, below), old, new))
     return around

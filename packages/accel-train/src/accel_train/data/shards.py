@@ -1,4 +1,4 @@
-"""Which rank gets which batches, samples."""
+"""Shard batches of indices, and samples of iterable datasets, across ranks; detect data that is sharded."""
 
 from __future__ import annotations
 
@@ -25,23 +25,26 @@ from accel_train.data.samplers import (
     replay_order,
 )
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
-    """How an epoch is cut into *rounds*, one batch for every rank in each, ranks in order.
+    """The plan that cuts an epoch into *rounds* of one batch for every rank, in the order of ranks.
 
-    Round `k` of an epoch that begins at sample `start` is made of the samples `start + k * stride` and
-    following; rank `r` gets the `r`-th part of it.
+    Round `k` of an epoch that begins at sample `start` has the samples from `start + k * stride` on; rank `r`
+    gets the `r`-th slice of it.
 
     Args:
-        batch_size: Size of the batches that are sharded: a rank's own, or with `split` the global one. None
-            where it is not known.
-        split: A round is one batch, of which every rank gets a part; else as many batches as ranks.
-        even: Complete the last round with samples from the epoch's beginning, for the ranks to have equally
-            many batches of one size; with whole batches from there where the size is not known. Otherwise
-            some ranks may get a shorter last batch, or one batch less.
-        static_shapes: Complete the last batch where there is only one rank, too, for devices that compile
-            anew for every shape; needs `even`.
+        batch_size: Size of the batches that are sharded: of one rank, or with `split` of all ranks; `None` if
+            it is not known.
+        split: Whether a round is one batch, of which every rank gets a slice; else it has as many batches as
+            ranks.
+        even: Complete the last round with samples from the epoch's beginning, so that ranks have equally many
+            batches of one size; with full batches from there if the size is not known. Otherwise some ranks
+            may get a shorter last batch, or one batch less.
+        static_shapes: Complete the last batch of a single rank, too, for devices that compile again for every
+            shape; needs `even`.
     """
 
     num_processes: int = 1
@@ -66,7 +69,7 @@ class BatchPlan:
 
     @property
     def rows(self) -> int:
-        """Number of samples in a batch of one rank; 1 where it is not known."""
+        """Number of samples in a batch of one rank; 1 if it is not known."""
         return (self.batch_size or 1) // (self.num_processes if self.split else 1)
 
     @property
@@ -81,18 +84,17 @@ class BatchPlan:
 
     @property
     def pads(self) -> bool:
-        """Whether a last round that is not complete gets samples from the epoch's beginning."""
+        """Whether an incomplete last round is padded with samples from the epoch's beginning."""
         return self.even and not self.drop_last and (self.num_processes > 1 or self.static_shapes)
 
     def count(self, total: int) -> int:
         """Return how many batches this rank gets out of `total` samples."""
-        full_steps, rest = divmod(total, self.stride)
-        return full_steps + (
-            not self.drop_last and rest > 0 and (self.even or rest > self.rows * self.process_index)
-        )
+        full_steps, remaining = divmod(total, self.stride)
+        has_more = remaining > 0 and (self.even or remaining > self.rows * self.process_index)
+        return full_steps + (has_more and not self.drop_last)
 
     def spans(self, total: int, start: int = 0) -> Iterator[tuple[int, int]]:
-        """Return this rank's batches as spans of positions in the order of the epoch.
+        """Yield this rank's batches as spans of positions in the order of the epoch.
 
         Yields:
             `(first, last)`: a batch has the samples `first … last - 1`. Positions from `total` on are
@@ -109,18 +111,19 @@ class BatchPlan:
             first += self.stride
 
     def count_batches(self, batches: int) -> int:
-        """Return how many batches this rank gets out of `batches` whole ones."""
-        full_steps, rest = divmod(batches, self.batches_per_step_all_ranks)
-        return full_steps + (not self.drop_last and rest > 0 and (self.even or rest > self.process_index))
+        """Return how many batches this rank gets out of `batches` full ones."""
+        full_steps, remaining = divmod(batches, self.batches_per_step_all_ranks)
+        has_more = remaining > 0 and (self.even or remaining > self.process_index)
+        return full_steps + (has_more and not self.drop_last)
 
     def assign(
         self, batches: Iterable[Sequence[int]], head: Iterable[Sequence[int]] = ()
     ) -> Iterator[tuple[list[int], int]]:
-        """Return this rank's batches out of a stream of batches of whatever length.
+        """Yield this rank's batches out of a stream of batches of any length.
 
         Args:
-            batches: The batches of the epoch, or of the rest of it.
-            head: The batches of the epoch before these, as far as they are needed to pad with.
+            batches: The batches of the epoch, or the remaining ones.
+            head: The batches of the epoch before these that are needed to pad with.
 
         Yields:
             A batch, and how many of its samples (the first ones) are not padding.
@@ -139,23 +142,24 @@ class BatchPlan:
             step_batches = following
 
     def pads_with(self, seen: Sequence[Sequence[int]]) -> bool:
-        """Whether more batches than these, from the epoch's beginning, may be needed to pad with."""
+        """Return whether more batches than these, from the epoch's beginning, may be needed to pad with."""
         return len(seen) < self.num_processes or sum(map(len, seen)) < self.stride
 
     def _local_indices(self, step_batches: list[Sequence[int]]) -> list[int]:
-        """This rank's part of a round, as far as there is one."""
+        """Return this rank's part of a round; empty if there is none."""
         if not self.split:
             return list(step_batches[self.process_index]) if self.process_index < len(step_batches) else []
         rows = self._rows_of(step_batches[0])
         return list(step_batches[0][self.process_index * rows : (self.process_index + 1) * rows])
 
     def _rows_of(self, batch: Sequence[int]) -> int:
-        """How many samples of a batch that is split each rank gets; custom samplers may exceed their size."""
+        """Return how many samples of a split batch each rank gets; custom samplers may exceed their size."""
         return max(-(-len(batch) // self.num_processes), 0 if self.batch_size is None else self.rows)
 
     def _padding(
         self, step_batches: list[Sequence[int]], local: list[int], seen: list[Sequence[int]]
     ) -> list[int]:
+        """Return the indices with which this rank completes the last round."""
         if not self.pads:
             return []
         if self.batch_size is None and not self.split:
@@ -176,14 +180,13 @@ class BatchSamplerShard(BatchSampler):
     """Yield this rank's part of the batches of a batch sampler.
 
     Args:
-        batch_sampler: The batch sampler to shard; any iterable of lists of indices will do.
+        batch_sampler: The batch sampler to shard, or any iterable of lists of indices.
         num_processes: The number of ranks.
         process_index: This rank.
         split_batches: Shard every batch across ranks; otherwise the ranks get full batches, one after the
             other.
-        even_batches: Where the samples run out before every rank has a whole batch, begin again with the
-            first ones, so that all ranks get equally many batches of the same size. Of batch samplers
-            without a `batch_size`, whole batches are repeated.
+        even_batches: Complete the last round with the first samples, so that all ranks get equally many
+            batches of the same size. For batch samplers without a `batch_size`, full batches are repeated.
         static_shapes: As for `BatchPlan`.
 
     Raises:
@@ -213,15 +216,15 @@ class BatchSamplerShard(BatchSampler):
         self.split_batches = split_batches
         self.even_batches = even_batches
         self.static_shapes = static_shapes
-        _ = self.plan  # refuses what does not fit together
+        _ = self.plan  # refuses arguments that do not fit together
         self.padded: dict[int, int] = {}
-        """Of the iteration begun last: number of a padded batch -> how many of its samples are real."""
+        """In the latest iteration: index of a padded batch -> how many of its samples are real."""
         self.padded_rows: int | None = None
-        """Number of samples in the padded batches; None before there is one, 0 if they have several sizes."""
+        """Number of samples in padded batches; `None` before there is one, 0 if they have several sizes."""
         self.order: OrderState | None = None
-        """Of the iteration begun last: what replays its order."""
+        """The state that replays the order of the latest iteration."""
         self.replays: OrderState | None = None
-        """The order of the iteration that begins next, where none is given."""
+        """The order of the next iteration, unless an argument chooses it."""
 
     @property
     def plan(self) -> BatchPlan:
@@ -248,17 +251,17 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether positions in the epoch are numbers of samples; otherwise of whole batches."""
+        """Whether positions in the epoch are numbers of samples; otherwise of full batches."""
         return is_plain_batch_sampler(self.batch_sampler)
 
     @property
     def unit(self) -> str:
-        """What positions are numbers of: `"samples"` or whole `"batches"`."""
+        """The unit of positions: `"samples"` or full `"batches"`."""
         return "samples" if self.counts_samples else "batches"
 
     @property
     def stride(self) -> int:
-        """By how much one batch on every rank moves the position forward."""
+        """By how much one batch on every rank moves the position."""
         return self.plan.stride if self.counts_samples else self.plan.batches_per_step_all_ranks
 
     def __len__(self) -> int:
@@ -273,14 +276,14 @@ class BatchSamplerShard(BatchSampler):
         """Return how many batches this rank gets after a position.
 
         Args:
-            position: Samples (or whole batches, see `counts_samples`) already consumed by all ranks together.
+            position: Samples (or full batches, see `counts_samples`) that all ranks together have consumed.
         """
         if self.counts_samples:
             return self.plan.count(max(0, len(self.batch_sampler.sampler) - position))
         return self.plan.count_batches(max(0, len(self.batch_sampler) - position))
 
     def remainder_from(self, position: int) -> int:
-        """Return how many samples the last round after a position has: 0 for a complete one, -1 if not known.
+        """Return how many samples the last round after a position has: 0 if complete, -1 if not known.
 
         Args:
             position: As for `length_from`.
@@ -296,33 +299,33 @@ class BatchSamplerShard(BatchSampler):
 
         Args:
             position: As for `length_from`.
-            order: What replays the order of the epoch, or None for `replays`, or whatever comes.
+            order: The state that replays the order of the epoch; if `None`, `replays`, or a new order.
         """
-        # What is not sharded comes from torch's own iterator, with no call of ours per batch.
+        # Unsharded batches come from torch's own iterator, without a call of ours for each.
         return chain.from_iterable(self._epoch_from(position, order))
 
     def _epoch_from(self, position: int, order: OrderState | None) -> Iterator[Iterator[list[int]]]:
-        """Draw the epoch; yield its batches after a position, all at once, and end it."""
+        """Draw the epoch; yield one iterator of its batches after a position, then end the epoch."""
         if order is None:
             order, self.replays = self.replays, None
         self.padded, self.padded_rows = {}, None
         sampler, plan = self.sampler, self.plan
-        with replay_order(sampler, order):  # whatever is random is drawn inside
+        with replay_order(sampler, order):  # everything random is drawn in here
             self.order = record_order(sampler) if order is None else order
             known = known_order(sampler) if self.counts_samples else None
             epoch = sampler.epoch if isinstance(sampler, SeedableRandomSampler) else 0
             if plan.num_processes == 1 and not plan.pads:
-                batches, _ = self._rest(position, known)
+                batches, _ = self._remaining_batches(position, known)
             elif known is not None:
-                batches = self._noting_padding(_cut(known, plan.spans(len(known), position)))
+                batches = self._record_padding(_cut(known, plan.spans(len(known), position)))
             else:
-                batches = self._noting_padding(plan.assign(*self._rest(position, known)))
+                batches = self._record_padding(plan.assign(*self._remaining_batches(position, known)))
         yield batches
         if isinstance(sampler, SeedableRandomSampler):
             sampler.end_epoch(epoch)
 
-    def _noting_padding(self, parts: Iterable[tuple[list[int], int]]) -> Iterator[list[int]]:
-        """The batches of these pairs; those with fewer real samples are put into `padded`."""
+    def _record_padding(self, parts: Iterable[tuple[list[int], int]]) -> Iterator[list[int]]:
+        """Yield the batches of pairs with their number of real samples; record padded ones in `padded`."""
         padded = self.padded
         for number, (batch, real) in enumerate(parts):
             if real != len(batch):
@@ -330,10 +333,10 @@ class BatchSamplerShard(BatchSampler):
                 self.padded_rows = len(batch) if self.padded_rows in {None, len(batch)} else 0
             yield batch
 
-    def _rest(
+    def _remaining_batches(
         self, position: int, known: Sequence[int] | None
     ) -> tuple[Iterator[list[int]], list[list[int]]]:
-        """The batches of all ranks after a position, and the batches before it that padding may need."""
+        """Return the batches of all ranks after a position, and batches before it that padding may need."""
         plan = self.plan
         head: list[list[int]] = []
         if not self.counts_samples:
@@ -352,13 +355,21 @@ class BatchSamplerShard(BatchSampler):
         return iter(BatchSampler(cast("Any", indices), self.batch_size, self.drop_last)), head
 
 
+def _cut(order: Sequence[int], spans: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], int]]:
+    """Cut an order into batches; yield each with how many of its indices are not padding."""
+    total = len(order)
+    for first, last in spans:
+        batch = list(order[first:last])
+        yield batch + [order[i % total] for i in range(max(first, total), last)], len(batch)
+
+
 class RemainingBatches(BatchSampler):
     """The batches of a shard after a position.
 
     Args:
-        position: Samples (or whole batches) already consumed by all ranks together.
-        order: What replays the order of the epoch, or None for whatever comes.
-        single: Yield the one index of every batch instead of the batch.
+        position: Samples (or full batches) that all ranks together have consumed.
+        order: The state that replays the order of the epoch; a new order if `None`.
+        single: Yield the only index of every batch instead of the batch.
     """
 
     def __init__(
@@ -377,122 +388,40 @@ class RemainingBatches(BatchSampler):
         self.single = single
 
     def __len__(self) -> int:
-        """Number of batches left."""
+        """Number of remaining batches."""
         return self.batch_sampler.length_from(self.position)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches left."""
+        """Yield the remaining batches."""
         batches = self.batch_sampler.iterate_from(self.position, self.order)
         return (batch[0] for batch in batches) if self.single else batches
-
-
-def _cut(order: Sequence[int], spans: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], int]]:
-    total = len(order)
-    for first, last in spans:
-        batch = list(order[first:last])
-        yield batch + [order[i % total] for i in range(max(first, total), last)], len(batch)
 
 
 Collate = Callable[[Any], Any]
 
 
-@runtime_checkable
-class SeekableDataset(Protocol):
-    """An iterable dataset that can begin anywhere, so that a resumed run does not read what it skips."""
-
-    def iterate_from(self, position: int) -> Iterator[Any]:
-        """Iterate from sample number `position` on; in a loader's worker, of that worker's part."""
-        ...
-
-
-def set_epoch_of(source: Any, epoch: int) -> None:
-    """Set the epoch of a dataset or sampler, where its order depends on one."""
-    set_epoch = getattr(source, "set_epoch", None)
-    if set_epoch is not None:
-        set_epoch(epoch)
-
-
-@dataclass(frozen=True, slots=True)
-class PaddedSample:
-    """The last sample of a rank in an incomplete round, with those that pad it.
-
-    Args:
-        real: Number of samples in the round, over all ranks, that are not padding.
-        is_padding: Whether it stands for a missing one.
-    """
-
-    sample: Any
-    real: int
-    is_padding: bool
-
-
-@dataclass(slots=True)
-class BatchWithMeta:
-    """A batch with what the loader needs to know about it.
-
-    Args:
-        real: How many of its samples are not padding; None for all.
-        real_in_step: The same over all ranks, where `real` is given.
-        worker: The worker process that made it, or None for the loader's own.
-    """
-
-    batch: Any
-    real: int | None = None
-    real_in_step: int | None = None
-    worker: int | None = None
-
-    def pin_memory(self) -> BatchWithMeta:
-        """Copy the batch into pinned memory; called by torch's loader."""
-        return replace(self, batch=pin_memory(self.batch))
-
-
-class MetaCollate:
-    """A collate function that looks for `PaddedSample`s, and returns batches with what the loader must know.
-
-    A batch without marks from the loader's own process is passed as it is.
-    """
-
-    def __init__(self, collate: Collate, *, batched: bool = True) -> None:
-        self.collate = collate
-        self.batched = batched
-
-    def __call__(self, samples: Any) -> Any:
-        """Collate the samples of one batch."""
-        info = get_worker_info()
-        worker = None if info is None else info.id
-        last = samples[-1] if self.batched else samples  # the end of a round is the end of a batch
-        if type(last) is not PaddedSample:
-            batch = self.collate(samples)
-            return batch if worker is None else BatchWithMeta(batch, worker=worker)
-        if not self.batched:
-            return BatchWithMeta(self.collate(last.sample), 0 if last.is_padding else None, last.real, worker)
-        real = sum(not (type(sample) is PaddedSample and sample.is_padding) for sample in samples)
-        plain = [sample.sample if type(sample) is PaddedSample else sample for sample in samples]
-        return BatchWithMeta(self.collate(plain), real if real < len(plain) else None, last.real, worker)
-
-
 class IterableDatasetShard(IterableDataset[Any]):
-    """Yield this rank's samples of an iterable dataset, all of which is read by every rank.
+    """Yield this rank's samples of an iterable dataset, which every rank reads in full.
 
     The samples are taken in rounds of one batch for every rank; see `BatchPlan`.
 
     Args:
-        dataset: The dataset to shard. It has to give the same samples in the same order on every rank. One
-            that shuffles has a `set_epoch` method, or draws from a `torch.Generator` in its attribute
-            `generator`, which is seeded with the epoch.
+        dataset: The dataset to shard, with the same samples in the same order on every rank. A dataset that
+            shuffles has a method `set_epoch`, or draws from a `torch.Generator` in its attribute `generator`,
+            which is seeded with the epoch.
         batch_size: Size of a batch of one rank, or with `split_batches` of all ranks together.
-        drop_last: Leave out the last round if it is not complete; otherwise complete it with samples from the
+        drop_last: Drop the last round if it is incomplete; otherwise complete it with samples from the
             beginning.
         num_processes: The number of ranks.
         process_index: This rank.
         split_batches: Whether `batch_size` counts the samples of all ranks.
         even_batches: Whether to complete the last round; otherwise some ranks may get less of it.
-        mark_padding: Yield what completes a round as `PaddedSample`, for `MetaCollate`.
-        starts: How many samples of the epoch are already consumed, for every worker of the loader.
+        mark_padding: Yield the samples that pad a round as `PaddedSample`, for `MetaCollate`.
+        starts: The number of samples of the epoch that were consumed before, for every worker of the loader.
         static_shapes: As for `BatchPlan`.
 
     Raises:
-        ValueError: `split_batches` is asked for with a batch size that does not divide.
+        ValueError: With `split_batches`, the batch size is not a multiple of the number of ranks.
 
     Example:
         >>> shards = [IterableDatasetShard(range(7), 2, num_processes=2, process_index=r) for r in (0, 1)]
@@ -524,8 +453,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.mark_padding = mark_padding
         self.starts = starts
         self.static_shapes = static_shapes
-        self._epoch = torch.tensor(-1).share_memory_()  # workers that live on see it change
-        _ = self.plan  # refuses what does not fit together
+        self._epoch = torch.tensor(-1).share_memory_()  # persistent workers see its changes
+        _ = self.plan  # refuses arguments that do not fit together
 
     @property
     def plan(self) -> BatchPlan:
@@ -542,31 +471,32 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that was set last, 0 at first."""
+        """The epoch that was set last; 0 at first."""
         return max(0, int(self._epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose samples come next, here, in the dataset, and in workers that live on."""
+        """Choose the next epoch, in this process, the dataset, and persistent workers."""
         self._epoch.fill_(epoch)
         set_epoch_of(self.dataset, epoch)
 
     def starting_at(self, starts: tuple[int, ...]) -> IterableDatasetShard:
-        """Return the same samples without those that are already consumed, for every worker of the loader."""
-        rest = copy(self)
-        rest.starts = starts
-        return rest
+        """Return a shard of the samples after those that every worker of the loader has consumed."""
+        remaining = copy(self)
+        remaining.starts = starts
+        return remaining
 
     def __len__(self) -> int:
         """Number of samples of this rank, if the dataset has a length."""
         plan = self.plan
-        full_steps, rest = divmod(len(self.dataset), plan.stride)
-        if not rest or plan.drop_last:
+        full_steps, remaining = divmod(len(self.dataset), plan.stride)
+        if not remaining or plan.drop_last:
             return full_steps * plan.rows
-        low = plan.process_index * plan.rows
-        return full_steps * plan.rows + (plan.rows if plan.pads else min(max(rest - low, 0), plan.rows))
+        real = min(max(remaining - plan.process_index * plan.rows, 0), plan.rows)
+        return full_steps * plan.rows + (plan.rows if plan.pads else real)
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's samples."""
+        # 1. Complete rounds.
         plan, info = self.plan, get_worker_info()
         self._follow_epoch(in_worker=info is not None)
         start = self.starts[0 if info is None else info.id] if self.starts else 0
@@ -578,23 +508,21 @@ class IterableDatasetShard(IterableDataset[Any]):
             yield from step_samples[low:high]
         if not step_samples or plan.drop_last:
             return
+        # 2. The incomplete last round, padded.
         real = step_samples[low:high]
         padding: list[Any] = []
         if plan.pads:
             head += step_samples
-            first = max(low - len(step_samples), 0)  # what comes before it pads the parts of other ranks
+            first = max(low - len(step_samples), 0)  # samples before it pad the batches of other ranks
             padding = [head[index % len(head)] for index in range(first, first + plan.rows - len(real))]
-        yield from self._marked(real, padding, len(step_samples)) if self.mark_padding else real + padding
-
-    def _marked(self, real: list[Any], padding: list[Any], real_in_step: int) -> Iterator[Any]:
-        if real and not padding:
-            real[-1] = PaddedSample(real[-1], real_in_step, is_padding=False)
-        yield from real
-        for sample in padding:
-            yield PaddedSample(sample, real_in_step, is_padding=True)
+        if self.mark_padding:
+            if real and not padding:
+                real[-1] = PaddedSample(real[-1], len(step_samples), is_padding=False)
+            padding = [PaddedSample(sample, len(step_samples), is_padding=True) for sample in padding]
+        yield from real + padding
 
     def _open(self, start: int, needed: int) -> tuple[Iterator[Any], list[Any]]:
-        """The samples from `start` on, and the first `needed` ones as far as they come before."""
+        """Return the samples from `start` on, and those of the first `needed` ones that come before."""
         if start and isinstance(self.dataset, SeekableDataset):
             head = list(islice(self.dataset.iterate_from(0), min(start, needed)))
             return self.dataset.iterate_from(start), head
@@ -603,31 +531,105 @@ class IterableDatasetShard(IterableDataset[Any]):
         return islice(stream, start - len(head), None), head
 
     def _follow_epoch(self, *, in_worker: bool) -> None:
+        """Set the epoch of the dataset in a worker, or seed the dataset's generator with the epoch."""
         if getattr(self.dataset, "set_epoch", None) is not None:
             if in_worker and self._epoch >= 0:
                 set_epoch_of(self.dataset, self.epoch)
             return
         generator = getattr(self.dataset, "generator", None)
-        alone = self.static_shapes and self.num_processes == 1  # then the order is the dataset's own
-        if isinstance(generator, torch.Generator) and not alone:
+        keeps_order = self.static_shapes and self.num_processes == 1
+        if isinstance(generator, torch.Generator) and not keeps_order:
             generator.manual_seed(self.epoch)
 
 
-logger = logging.getLogger(__name__)
+@runtime_checkable
+class SeekableDataset(Protocol):
+    """An iterable dataset that can begin at any sample: a resumed run does not read those before it."""
+
+    def iterate_from(self, position: int) -> Iterator[Any]:
+        """Iterate from sample number `position` on; in a loader's worker, of that worker's part."""
+        ...
+
+
+def set_epoch_of(source: Any, epoch: int) -> None:
+    """Set the epoch of a dataset or sampler that has a `set_epoch`."""
+    set_epoch = getattr(source, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedSample:
+    """The last real sample of a rank in an incomplete round, or a sample that pads it.
+
+    Args:
+        real: Number of samples in the round, over all ranks, that are not padding.
+        is_padding: Whether the sample is padding.
+    """
+
+    sample: Any
+    real: int
+    is_padding: bool
+
+
+@dataclass(slots=True)
+class BatchWithMeta:
+    """A batch with facts that the loader needs.
+
+    Args:
+        real: The number of its samples that are not padding; `None` for all.
+        real_in_step: The number of samples of the round, over all ranks, that are not padding.
+        worker: The worker process that made it; `None` for the loader's own process.
+    """
+
+    batch: Any
+    real: int | None = None
+    real_in_step: int | None = None
+    worker: int | None = None
+
+    def pin_memory(self) -> BatchWithMeta:
+        """Copy the batch into pinned memory; called by torch's loader."""
+        return replace(self, batch=pin_memory(self.batch))
+
+
+class MetaCollate:
+    """A collate function that counts `PaddedSample`s, and returns a `BatchWithMeta`.
+
+    A batch of the loader's own process without a `PaddedSample` is returned without facts.
+    """
+
+    def __init__(self, collate: Collate, *, batched: bool = True) -> None:
+        self.collate = collate
+        self.batched = batched
+
+    def __call__(self, samples: Any) -> Any:
+        """Collate the samples of one batch."""
+        info = get_worker_info()
+        worker = None if info is None else info.id
+        last = samples[-1] if self.batched else samples  # a round ends with a batch
+        if type(last) is not PaddedSample:
+            batch = self.collate(samples)
+            return batch if worker is None else BatchWithMeta(batch, worker=worker)
+        if not self.batched:
+            return BatchWithMeta(self.collate(last.sample), 0 if last.is_padding else None, last.real, worker)
+        real = sum(not (type(sample) is PaddedSample and sample.is_padding) for sample in samples)
+        plain = [sample.sample if type(sample) is PaddedSample else sample for sample in samples]
+        return BatchWithMeta(self.collate(plain), real if real < len(plain) else None, last.real, worker)
+
 
 _SHARD_OF = (
-    ("num_replicas", "rank"),  # torch's DistributedSampler and what follows it, torchdata's among others
+    ("num_replicas", "rank"),  # torch's DistributedSampler and its like, torchdata's among them
     ("_world_size", "_rank"),  # detectron2
     ("data_parallel_size", "data_parallel_rank"),  # Megatron-LM, NeMo
     ("world_size", "rank"),
 )
-"""The attributes by which samplers and streams say how many ranks read, and which of them this is."""
+"""The attributes of samplers and streams with the number of ranks that read, and this rank."""
 
 
 def is_sharded_already(
     dataloader: DataLoader[Any], *, num_processes: int, process_index: int, asked: bool | None = None
 ) -> bool:
-    """Whether ranks get different samples from a loader without our doing.
+    """Return whether a loader is sharded already: ranks get different samples from it.
 
     Recognised are samplers and iterable datasets with the number of ranks and the rank among their attributes
     (`num_replicas` and `rank`, for instance), an `IterableDatasetShard`, what
@@ -636,8 +638,8 @@ def is_sharded_already(
     Args:
         dataloader: The loader.
         num_processes: The number of ranks that share the data.
-        process_index: Which of them this is.
-        asked: What the user says; `None` to look.
+        process_index: The index of this rank among them.
+        asked: The user's answer; `None` to inspect the loader.
 
     Raises:
         ValueError: The data is sharded for another number of ranks, or for another rank.
@@ -665,22 +667,22 @@ def is_sharded_already(
 
 
 def _is_shard(source: Any, num_processes: int, process_index: int) -> bool:
-    """Whether a sampler or dataset is the shard of this rank, by its attributes."""
+    """Return whether a sampler or dataset is the shard of this rank, by its attributes."""
     for count_name, rank_name in _SHARD_OF:
         count, rank = getattr(source, count_name, None), getattr(source, rank_name, None)
         if not (isinstance(count, int) and isinstance(rank, int)) or count == 1:
             continue
-        name, says = type(source).__qualname__, f"{count_name}={count!r} and {rank_name}={rank!r}"
+        name, facts = type(source).__qualname__, f"{count_name}={count!r} and {rank_name}={rank!r}"
         if (count, rank) != (num_processes, process_index):
             raise ValueError(
-                f"The loader's {name} shards the data with {says}, but this is rank {process_index!r} of "
+                f"The loader's {name} shards the data with {facts}, but this is rank {process_index!r} of "
                 f"{num_processes!r} that read different data. Make it with these numbers, make the loader "
                 "without it, or say already_sharded=True (in DataLoaderConfiguration) to read what it yields."
             )
         logger.info(
             "The loader's %s shards the data already (%s): it is not sharded again. If that is wrong, say "
             "DataLoaderConfiguration(already_sharded=False).",
-            *(name, says),
+            *(name, facts),
         )
         return True
     return False
