@@ -185,7 +185,7 @@ def test_the_backend_that_nobody_named_is_said_once(caplog, monkeypatch):
     monkeypatch.setattr("accel_plugins.fp8.build.logger", get_logger("tests.fp8", log_level="WARNING"))
 
     def said():
-        return [one.getMessage() for one in caplog.records if one.name == "tests.fp8"]
+        return [record.getMessage() for record in caplog.records if record.name == "tests.fp8"]
 
     assert build(Settings(), Runtime(), {AORecipeKwargs: AORecipeKwargs()}).backend == "AO"
     assert said() == []
@@ -267,10 +267,10 @@ def test_layers_scaled_by_blocks_add_their_bias():
     model = converted_to_blocks(torch.nn.Sequential(layer), lambda *_: True)
     assert has_ao_layers(model)
     with torch.autocast("cpu", torch.bfloat16):
-        found = model(inputs)
-    assert found.dtype == torch.bfloat16
-    found.float().sum().backward()
-    assert (found.float() - expected).square().mean().sqrt() < 0.05 * expected.std()
+        output = model(inputs)
+    assert output.dtype == torch.bfloat16
+    output.float().sum().backward()
+    assert (output.float() - expected).square().mean().sqrt() < 0.05 * expected.std()
     torch.testing.assert_close(layer.bias.grad, torch.full((32,), 32.0))
 
 
@@ -281,11 +281,11 @@ def test_inputs_of_any_size_pass_layers_scaled_by_blocks(shape, width):
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)))
     inputs = torch.randn(shape)
     expected = model(inputs)
-    found = converted_to_blocks(model, None)(inputs)
+    output = converted_to_blocks(model, None)(inputs)
     assert has_ao_layers(model) is (width % 32 == 0)
-    assert (found - expected).norm() < 0.1 * expected.norm()
-    found.sum().backward()
-    assert all(one.grad is not None for one in model.parameters())
+    assert (output - expected).norm() < 0.1 * expected.norm()
+    output.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_layer_of_another_class_is_not_scaled_by_blocks():

@@ -199,9 +199,9 @@ def test_other_libraries_hear_that_rank_0_reads():
 
 def chosen(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> set[str]:
     names = {id(module): name for name, module in model.named_modules()}
-    found = blocks(model, fsdp2_prepare_auto_wrap_policy(plugin, model), set())
-    assert found[-1] is model
-    return {names[id(module)] for module in found[:-1]}
+    units = blocks(model, fsdp2_prepare_auto_wrap_policy(plugin, model), set())
+    assert units[-1] is model
+    return {names[id(module)] for module in units[:-1]}
 
 
 def test_blocks_are_chosen_by_class_by_size_or_by_a_function():

@@ -222,15 +222,15 @@ def test_what_the_plugin_leaves_out_comes_from_the_environment():
         "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "1",
     }
     with clear_environment(), patch_environment(**variables):
-        found = TorchDynamoPlugin()
+        from_environ = TorchDynamoPlugin()
         given = TorchDynamoPlugin(backend="eager", fullgraph=False)  # type: ignore[arg-type]
-    assert found.to_kwargs() == {
+    assert from_environ.to_kwargs() == {
         "backend": "inductor",
         "mode": "max-autotune",
         "fullgraph": True,
         "dynamic": False,
     }
-    assert found.use_regional_compilation is True
+    assert from_environ.use_regional_compilation is True
     assert given.to_kwargs() == {"backend": "eager", "mode": "max-autotune", "dynamic": False}
 
 

@@ -1,4 +1,4 @@
-"""Loss scaling with several optimizers, and what the policies refuse."""
+"""Precision policies: loss scaling with several optimizers, refusals, and mixed precision by hand."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
-from accel_plugins.precision import LossScaling, build_precision, step_unscaled
+from accel_plugins.precision import (
+    LossScaling,
+    ShardedGradScaler,
+    build_precision,
+    get_grad_scaler,
+    get_mixed_precision_context_manager,
+    step_unscaled,
+)
 from accel_plugins.strategy import Bundle
 from accel_plugins.unsharded import TorchStepper
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 
 CPU = torch.device("cpu")
@@ -72,7 +80,7 @@ def test_an_overflow_in_one_optimizer_leaves_the_other_its_step():
     policy.scale(models[1](torch.ones(1, 3)).sum()).backward()
     assert not policy.step(optimizers[0])
     assert policy.step(optimizers[1])
-    assert [one.steps for one in optimizers] == [0, 1]
+    assert [optimizer.steps for optimizer in optimizers] == [0, 1]
     assert policy.scaler.get_scale() == 512.0
 
 
@@ -232,12 +240,12 @@ def test_a_step_waits_for_the_device_no_oftener_than_torchs_own(make, waits, sha
     policy.convert(Bundle(models=[model], optimizers=[optimizer]))
     policy.scale(model(torch.ones(1, 3)).sum()).backward()
     scaler.scale(plain(torch.ones(1, 3)).sum()).backward()
-    with HostWaits() as theirs:
+    with HostWaits() as torch_waits:
         scaler.step(right)
         scaler.update()
     with HostWaits() as ours:
         stepped = policy.step(optimizer)
-    assert (ours.number, theirs.number) == (waits, waits)
+    assert (ours.number, torch_waits.number) == (waits, waits)
     assert stepped
     assert torch.equal(model.weight, plain.weight)
     assert policy.scaler.state_dict() == scaler.state_dict()
@@ -332,3 +340,27 @@ def test_the_dtypes_of_parameters_are_checked_once():
     optimizers[0].param_groups[0]["params"].append(torch.ones(1).as_subclass(Watched))
     policy.step(optimizers[0])
     assert not asked
+
+
+def product_type() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+
+@pytest.mark.parametrize(
+    ("native", "enabled", "expected"),
+    [(True, True, torch.bfloat16), (True, False, torch.float32), (False, True, torch.float32)],
+)
+def test_operations_run_in_the_precision_of_the_process(
+    native: bool, enabled: bool, expected: torch.dtype
+) -> None:
+    AcceleratorState(mixed_precision="bf16", cpu=True)
+    with get_mixed_precision_context_manager(native, AutocastKwargs(enabled=enabled)):
+        assert product_type() is expected
+
+
+def test_a_scaler_scales_and_shares_whether_gradients_are_finite():
+    AcceleratorState(cpu=True)
+    scaler = get_grad_scaler(init_scale=8.0)
+    assert scaler.scale(torch.ones(1)).item() == 8.0
+    assert not isinstance(scaler, ShardedGradScaler)
+    assert isinstance(get_grad_scaler("FSDP"), ShardedGradScaler)

@@ -24,16 +24,16 @@ def test_parts_make_the_whole_and_every_token_has_the_label_of_the_next(size: in
     batch = {"input_ids": whole, "labels": whole.clone(), "lengths": torch.ones(rows), "name": "a"}
     parts = [SequenceShard(size=size, rank=rank)(batch) for rank in range(size)]
     assert {*batch} == {"input_ids", "labels", "lengths", "name"}, "the given batch stays as it is"
-    assert torch.equal(torch.cat([one["input_ids"] for one in parts], 1), whole)
-    positions = torch.cat([one["position_ids"] for one in parts], 1)
+    assert torch.equal(torch.cat([part["input_ids"] for part in parts], 1), whole)
+    positions = torch.cat([part["position_ids"] for part in parts], 1)
     assert torch.equal(positions, torch.arange(size * chunk).expand(rows, -1))
-    labels = torch.cat([one["shift_labels"] for one in parts], 1)
+    labels = torch.cat([part["shift_labels"] for part in parts], 1)
     assert torch.equal(labels[:, :-1], whole[:, 1:])
     assert (labels[:, -1] == -100).all()
-    for one in parts:
-        assert one["name"] == "a"
-        assert torch.equal(one["lengths"], torch.ones(rows))
-        assert all(value.is_contiguous() for value in one.values() if isinstance(value, torch.Tensor))
+    for part in parts:
+        assert part["name"] == "a"
+        assert torch.equal(part["lengths"], torch.ones(rows))
+        assert all(value.is_contiguous() for value in part.values() if isinstance(value, torch.Tensor))
 
 
 def test_a_batch_stays_of_its_type_and_keeps_positions_that_it_has():

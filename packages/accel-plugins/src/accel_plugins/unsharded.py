@@ -71,17 +71,23 @@ class SingleWrapper:
 def check_materialised(bundle: Bundle) -> None:
     """Refuse models with parameters that are not materialised."""
     for model in bundle.models:
+        check_not_lazy(model)
         for name, parameter in model.named_parameters():
-            if is_lazy(parameter):
-                raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} of a lazy module has no shape yet; "
-                    "run one batch through the model before prepare()."
-                )
             if parameter.is_meta:
                 raise SettingsError(
                     f"{type(model).__name__}: the parameter {name!r} is on the meta device; "
                     "load the weights before prepare()."
                 )
+
+
+def check_not_lazy(model: nn.Module) -> None:
+    """Refuse a model with lazy parameters, which have no shape."""
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise SettingsError(
+                f"{type(model).__name__}: the parameter {name!r} of a lazy module has no shape yet; "
+                "run one batch through the model before prepare()."
+            )
 
 
 def move_to_device(bundle: Bundle, device: torch.device) -> list[nn.Module]:

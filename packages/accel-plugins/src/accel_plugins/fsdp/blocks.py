@@ -1,8 +1,7 @@
-"""Wrap policies, recompute, ignored modules."""
+"""The modules of a model that FSDP shards on their own, ignores or recomputes, and their weights on meta."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections import Counter
@@ -62,20 +61,20 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
             f"transformer_cls_names_to_wrap={wanted!r}: {type(model).__name__} has no module of a class "
             f"{missing[0]!r}; {hint}"
         )
-    found = {classes[name] for name in wanted if name in classes}
-    if not found:
+    classes_to_wrap = {classes[name] for name in wanted if name in classes}
+    if not classes_to_wrap:
         raise SettingsError(
             f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no module of the classes "
             f"{wanted} of its _no_split_modules; name the classes of its blocks in "
             "transformer_cls_names_to_wrap."
         )
-    return found
+    return classes_to_wrap
 
 
 def transformer_policy(classes: set[type[nn.Module]], version: int) -> Callable[..., Any]:
     """Return a wrap policy that selects modules of given classes, for FSDP version 1 or 2."""
     if version == 1:
-        return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
+        return partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
     kinds = tuple(classes)
     return lambda module: isinstance(module, kinds)
 
@@ -83,7 +82,7 @@ def transformer_policy(classes: set[type[nn.Module]], version: int) -> Callable[
 def size_policy(least: int, version: int) -> Callable[..., Any]:
     """Return a wrap policy that selects modules by their number of parameters, for FSDP version 1 or 2."""
     if version == 1:
-        return functools.partial(size_based_auto_wrap_policy, min_num_params=least)
+        return partial(size_based_auto_wrap_policy, min_num_params=least)
     return SizePolicy(least)
 
 
@@ -100,7 +99,11 @@ class SizePolicy:
 
     def __call__(self, module: nn.Module) -> bool:
         """Return whether to shard the module separately."""
-        sizes = {id(one): one.numel() for one in module.parameters() if id(one) not in self._wrapped}
+        sizes = {
+            id(parameter): parameter.numel()
+            for parameter in module.parameters()
+            if id(parameter) not in self._wrapped
+        }
         if sum(sizes.values()) < max(self.least, 1) or not _has_forward(module):
             return False
         self._wrapped |= sizes.keys()
@@ -153,7 +156,7 @@ def blocks(
 
 
 def _bottom_up(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield every module once, after all inside of it, also those that have several parents."""
+    """Yield every module once, after its submodules, also if it has several parents."""
     visited.add(module)
     for child in module.children():
         if child not in visited:
@@ -163,7 +166,7 @@ def _bottom_up(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module
 
 def separable_only(policy: Any, model: nn.Module) -> Any:
     """Return a policy of FSDP1 that selects separable modules only; as it is if it is no function."""
-    if not inspect.isfunction(policy) and not isinstance(policy, functools.partial):
+    if not inspect.isfunction(policy) and not isinstance(policy, partial):
         return policy
     is_separable = separable(model)
 
@@ -175,13 +178,13 @@ def separable_only(policy: Any, model: nn.Module) -> Any:
 
 
 def separable(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a function: whether a module of a model can be sharded on its own.
+    """Return a predicate: whether a module of a model can be sharded on its own.
 
     It cannot if one of its parameters has a name in the model that is outside of it, since a parameter
     belongs to one group; nor inside of `LEAVES`, which use its parameters without calling it; nor without a
-    forward, as `ParameterDict`, since nobody calls it.
+    forward, as `ParameterDict`, which is never called.
     """
-    counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     has_ties = any(count > 1 for count in counts.values())
     leaves = [part for part in model.modules() if isinstance(part, LEAVES)]
     uncalled = {id(part) for leaf in leaves for part in leaf.modules() if part is not leaf}
@@ -191,7 +194,7 @@ def separable(model: nn.Module) -> Callable[[nn.Module], bool]:
             return False
         if not has_ties:
             return True
-        inside = Counter(id(one) for _, one in module.named_parameters(remove_duplicate=False))
+        inside = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
         return all(counts[key] == count for key, count in inside.items())
 
     return is_separable
@@ -204,7 +207,7 @@ def _has_forward(module: nn.Module) -> bool:
 _LIBRARY = "transformer_engine"
 
 FIRST_VERSION = "2.2"
-"""Of TransformerEngine: earlier ones recompute outside of its autocast, and so in another precision."""
+"""Oldest usable version of TransformerEngine: earlier ones recompute outside of its autocast."""
 
 
 def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
@@ -230,13 +233,13 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
 
 
 def has_te_modules(module: nn.Module) -> bool:
-    """Whether there are layers of TransformerEngine in a module; the library is not imported."""
+    """Return whether a module has layers of TransformerEngine, without importing the library."""
     classes = {kind for part in module.modules() for kind in type(part).__mro__}
     return any(kind.__module__.partition(".")[0] == _LIBRARY for kind in classes)
 
 
 def _checkpoint_in_fp8(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():  # versions before 2.20 would keep its scales for a backward pass
+    if not torch.is_grad_enabled():  # versions before 2.20 would store scales for a backward pass
         return function(*args, **kwargs)
     library = import_module(f"{_LIBRARY}.pytorch")
     return library.checkpoint(function, *args, use_reentrant=False, **kwargs)
@@ -257,18 +260,17 @@ def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload
     """
     if "_checkpointed_forward" in vars(module):
         return
-    again = checkpoint_function(module) if recompute else None
+    recompute_later = checkpoint_function(module) if recompute else None
     vars(module)["_checkpointed_forward"] = module.forward
     forward = unbound_forward(module)
 
     @wraps(forward)
     def checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = partial(forward, self)
-        if again is not None:
-            call = partial(again, call)
-        with (
-            save_on_cpu(pin_memory=True) if offload else nullcontext()
-        ):  # pinned only if there is an accelerator
+        if recompute_later is not None:
+            call = partial(recompute_later, call)
+        # torch pins memory only if there is an accelerator.
+        with save_on_cpu(pin_memory=True) if offload else nullcontext():
             return call(*args, **kwargs)
 
     checkpointed.__name__ = "forward"  # a method is pickled by its name
@@ -293,8 +295,8 @@ def get_parameters_from_modules(
         >>> len(get_parameters_from_modules("1", model, "cpu"))
         1
     """
-    found = modules_named(modules, model)
-    return {parameter for module in found for parameter in module.to(device).parameters()}
+    selected = modules_named(modules, model)
+    return {parameter for module in selected for parameter in module.to(device).parameters()}
 
 
 def modules_named(modules: Iterable[nn.Module] | str | None, model: nn.Module) -> list[nn.Module]:
@@ -302,13 +304,13 @@ def modules_named(modules: Iterable[nn.Module] | str | None, model: nn.Module) -
     if not isinstance(modules, str):
         return [*(modules or ())]
     pattern = re.compile(modules)
-    found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-    if not found:
+    selected = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    if not selected:
         raise SettingsError(
             f"ignored_modules={modules!r} matches the name of no module of {type(model).__name__}; "
             "model.named_modules() lists the names."
         )
-    return found
+    return selected
 
 
 def ensure_weights_retied(

@@ -1,4 +1,4 @@
-"""FSDP1: build, wrapper, state."""
+"""The strategy FSDP1: the model wrapper, its gradients, and sharded states by the original names."""
 
 from __future__ import annotations
 
@@ -72,395 +72,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class FsdpRoots:
-    """Weak set of the root FSDP1 modules, in the order in which they were added, the same on every rank."""
-
-    def __init__(self) -> None:
-        self._roots: WeakKeyDictionary[FullyShardedDataParallel, None] = WeakKeyDictionary()
-
-    def add(self, root: FullyShardedDataParallel) -> None:
-        """Add a root module."""
-        self._roots[root] = None
-
-    def of_model(self, model: nn.Module) -> FullyShardedDataParallel | None:
-        """Return the root module of a model; `None` if it was not wrapped."""
-        outer = without_compiler(model)
-        if isinstance(outer, FullyShardedDataParallel):
-            return outer
-        core = extract_model_from_parallel(model, keep_torch_compile=False)
-        return next((root for root in self._roots if root.module is core), None)
-
-    def of_parameters(self, parameters: Iterable[Tensor]) -> list[FullyShardedDataParallel]:
-        """Return the root modules that have one of the parameters."""
-        ids = {id(one) for one in parameters}
-        return [root for root in self._roots if any(id(one) in ids for one in root.parameters())]
-
-    def shard_state(self, optimizer: Optimizer) -> None:
-        """Shard, in place, the state that an optimizer has for full parameters, with `use_orig_params`."""
-        for root in self._roots:
-            for _, flat in _flat_parameters(root):
-                for parameter, shape, shard in flat_shards(flat):
-                    state: dict[str, Any] = optimizer.state.get(parameter, {})
-                    for key, value in state.items():
-                        if getattr(value, "shape", None) == shape != parameter.shape:
-                            begin, end = (shard.intra_param_start_idx or 0, shard.intra_param_end_idx)
-                            local = value.flatten()[begin : end + 1 if shard.in_shard else begin]
-                            state[key] = local.to(parameter, copy=True)
-
-    def of_optimizer(
-        self, optimizer: Optimizer, models: Sequence[nn.Module]
-    ) -> dict[str, FullyShardedDataParallel]:
-        """Return the root modules of the models that an optimizer trains, by the prefix of their names in it.
-
-        As for `parameter_names`, it is empty for one model, and the model's index for each of several.
-        """
-        owned = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        roots = {
-            index: root
-            for index, model in enumerate(models)
-            if (root := self.of_model(model)) is not None
-            and any(id(one) in owned for one in root.parameters())
-        }
-        return {f"{index}." if len(roots) > 1 else "": root for index, root in roots.items()}
-
-
-@contextmanager
-def _trained_by(optimizer: Optimizer, root: FullyShardedDataParallel) -> Generator[Optimizer]:
-    """Yield an optimizer of the parameters of one model; within the block the model's others are frozen.
-
-    torch wants every trained parameter of a model in the one optimizer whose state is converted.
-    """
-    inside = {id(one) for one in root.parameters()}
-    own = [one for group in optimizer.param_groups for one in group["params"] if id(one) in inside]
-    ids = {id(one) for one in own}
-    frozen = [one for one in root.parameters() if one.requires_grad and id(one) not in ids]
-    part = Optimizer([{"params": own}], {})
-    part.state.update({one: optimizer.state[one] for one in own if one in optimizer.state})
-    for one in frozen:
-        one.requires_grad = False
-    try:
-        yield part
-    finally:
-        for one in frozen:
-            one.requires_grad = True
-
-
-@contextmanager
-def sharded_states(root: FullyShardedDataParallel) -> Generator[None]:
-    """Within the block, state dicts of a model and its optimizer are sharded, as DTensors."""
-    with (
-        suppress_fsdp1_warnings(),
-        FullyShardedDataParallel.state_dict_type(
-            root,
-            StateDictType.SHARDED_STATE_DICT,
-            ShardedStateDictConfig(offload_to_cpu=False),
-            ShardedOptimStateDictConfig(offload_to_cpu=False),
-        ),
-    ):
-        yield
-
-
-@contextmanager
-def suppress_fsdp1_warnings() -> Generator[None]:
-    """Suppress FSDP1's deprecation warnings, and those about calls that torch makes itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings(
-            "ignore", message=".*(NO_SHARD|_get_pg_default_device|Multiple backends are registered)"
-        )
-        yield
-
-
-def parameters_by_name(root: FullyShardedDataParallel, *, flat: bool) -> dict[str, Tensor]:
-    """Return FSDP1's parameters by the original names: flat ones by those of all that they consist of."""
-    if not flat:
-        return {
-            strip_wrapper_prefixes(name): one for name, one in root.named_parameters(remove_duplicate=False)
-        }
-    return {prefix + inner: one for prefix, one in _flat_parameters(root) for inner in flat_names(one)}
-
-
-def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
-    """Map the further names of tied weights to the name under which FSDP1 has the weight."""
-    found: dict[str, str] = {}
-    for prefix, flat in _flat_parameters(root):
-        for name, _, inside, first, _, first_inside in shared_parameters(flat):
-            found[prefix + _joined(inside, name)] = prefix + _joined(first_inside, first)
-    return found
-
-
-def _flat_parameters(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
-    """Yield each flat parameter with the name prefix of its module."""
-    for name, module in root.named_modules():
-        handle: Any = getattr(module, "_handle", None)  # only FSDP modules have one
-        if isinstance(module, FullyShardedDataParallel) and handle is not None:
-            yield strip_wrapper_prefixes(f"{name}.") if name else "", handle.flat_param
-
-
-def _joined(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fsdp1Shards:
-    """Sharded state dicts of FSDP1, with the original parameters instead of the flat ones."""
-
-    roots: FsdpRoots
-    form_now: Callable[[], StateForm]
-    _plain: TensorShards = field(default_factory=TensorShards, init=False)
-
-    def form(self) -> StateForm:
-        """Return the form that `save_state` writes."""
-        return self.form_now()
-
-    def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the sharded state dict of the model; tied weights are one object."""
-        root = self.roots.of_model(model)
-        if root is None:
-            return self._plain.model_tensors(model)
-        with sharded_states(root):
-            state = {strip_wrapper_prefixes(name): value for name, value in root.state_dict().items()}
-        # FSDP1 returns tied weights as several tensors; make them one object again.
-        tied = {name: first for name, first in tied_names(root).items() if {name, first} <= state.keys()}
-        return state | {name: state[first] for name, first in tied.items()}
-
-    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a sharded state dict; one name of tied weights is enough."""
-        root = self.roots.of_model(model)
-        if root is None:
-            self._plain.load_model(model, state, **options)
-            return
-        complete = dict(state)
-        for name, first in tied_names(root).items():  # files have one name of tied weights
-            known = next((one for one in (first, name) if one in state), None)
-            if known is not None:
-                complete[name] = complete[first] = state[known]
-        with sharded_states(root):
-            root.load_state_dict(complete, **options)
-
-    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        """Return the sharded state dict of the optimizer."""
-        roots = self.roots.of_optimizer(optimizer, models)
-        if not roots:
-            return self._plain.optimizer_tensors(optimizer, models)
-        _check_flat(optimizer.state_dict()["state"].values(), type(optimizer).__qualname__)
-        state: StateDict = {}
-        for prefix, root in roots.items():
-            with sharded_states(root), _trained_by(optimizer, root) as part:
-                found = FullyShardedDataParallel.optim_state_dict(root, part)["state"]
-            state |= {prefix + name: values for name, values in found.items()}
-        return {"state": state, "param_groups": self._named_groups(optimizer, roots)}
-
-    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Allocate tensors sharded like FSDP1's sharded state dict."""
-        roots = self.roots.of_optimizer(optimizer, models)
-        if not roots:
-            return self._plain.state_allocator(optimizer, models)
-        return allocator_like(
-            {
-                prefix + name: tensor
-                for prefix, root in roots.items()
-                for name, tensor in self.model_tensors(root).items()
-            }
-        )
-
-    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        """Load a sharded state dict of the optimizer."""
-        roots = self.roots.of_optimizer(optimizer, models)
-        if not roots:
-            self._plain.load_optimizer(optimizer, models, state)
-            return
-        names = self._named_groups(optimizer, roots)
-        check_groups(*[[group["params"] for group in groups] for groups in (state["param_groups"], names)])
-        every = [one for group in optimizer.param_groups for one in group["params"]]
-        numbers = {id(one): number for number, one in enumerate(every)}
-        local: dict[int, Any] = {}
-        for prefix, root in roots.items():
-            with sharded_states(root), _trained_by(optimizer, root) as part:
-                own = {
-                    name.removeprefix(prefix): values
-                    for name, values in state["state"].items()
-                    if name.startswith(prefix)
-                }
-                groups = [{"params": [*own]}]
-                loaded = FullyShardedDataParallel.optim_state_dict_to_load(
-                    root, part, {"state": own, "param_groups": groups}
-                )["state"]
-            parameters = part.param_groups[0]["params"]
-            local |= {numbers[id(parameters[number])]: values for number, values in loaded.items()}
-        counts = iter(range(len(every)))
-        groups = [
-            {**group, "params": [next(counts) for _ in now["params"]]}
-            for group, now in zip(state["param_groups"], optimizer.param_groups, strict=True)
-        ]
-        optimizer.load_state_dict({"state": local, "param_groups": groups})
-
-    def _named_groups(
-        self, optimizer: Optimizer, roots: Mapping[str, FullyShardedDataParallel]
-    ) -> list[dict[str, Any]]:
-        """Return the optimizer's groups with the original names of their parameters."""
-        names: dict[int, list[str]] = {}
-        for prefix, root in roots.items():
-            names |= {
-                id(one): [prefix + strip_wrapper_prefixes(name)] for name, one in root.named_parameters()
-            }
-            for inside, flat in _flat_parameters(root):
-                names[id(flat)] = [prefix + inside + name for name in flat_names(flat)]
-        return [
-            {**group, "params": [name for one in group["params"] for name in names[id(one)]]}
-            for group in optimizer.param_groups
-        ]
-
-
-def _check_flat(states: Iterable[Mapping[str, Any]], kind: str) -> None:
-    """Refuse states with dictionaries inside, of which torch wants the same on every rank."""
-    for values in states:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                raise UnsupportedError(
-                    f"{kind} keeps {key!r} for this rank's shards, which torch cannot gather from FSDP1: its "
-                    "state cannot be saved. Save the model alone, with save_model(), or use an optimizer "
-                    "whose state is tensors of the parameters' shapes."
-                )
-
-
-_HYBRID = {ShardingStrategy.HYBRID_SHARD, hybrid_shard_zero2()}
 unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fsdp1Wrapper:
-    """Model wrapper that puts models into `FullyShardedDataParallel`.
-
-    `master_weights` names the mixed precision under which trained parameters are put into float32, if any.
-    """
-
-    runtime: Runtime
-    plugin: FullyShardedDataParallelPlugin
-    mesh: DeviceMesh
-    roots: FsdpRoots
-    book: ParamRemap
-    master_weights: str | None = None
-
-    def check(self, bundle: Bundle) -> None:
-        """Refuse models that FSDP1 cannot shard, and optimizers that are foreign or cannot train shards."""
-        plugin = self.plugin
-        if not plugin.cpu_ram_efficient_loading and plugin.param_init_fn is None:
-            check_materialised(bundle)
-        for model in bundle.models:
-            copy.copy(plugin).set_auto_wrap_policy(without_compiler(model))
-        models = [without_compiler(model) for model in bundle.models]
-        self.book.check(bundle.optimizers, models)
-        new = [model for model in models if not isinstance(model, FullyShardedDataParallel)]
-        for model in new:
-            self._check_hooks(model)
-        for optimizer in bundle.optimizers:
-            if not self.book.knows(optimizer):
-                self._check_optimizer(optimizer, new)
-
-    def _check_hooks(self, model: nn.Module) -> None:
-        """Refuse hooks that would never be called: autograd sees views of the flat parameter only."""
-        ignored = {
-            id(one) for part in modules_named(self.plugin.ignored_modules, model) for one in part.parameters()
-        }
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in ignored and (hook := hook_of(parameter)):
-                raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} has a hook ({hook}), which FSDP1 would "
-                    "never call. Remove it, and change the gradients between backward() and step() instead; "
-                    "fsdp_version=2 calls hooks of register_post_accumulate_grad_hook."
-                )
-
-    def _check_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
-        kind = type(optimizer).__qualname__
-        sharded = self.plugin.sharding_strategy is not ShardingStrategy.NO_SHARD and self.mesh.size() > 1
-        if sharded and not is_elementwise(optimizer):
-            raise SettingsError(
-                f"{kind} computes the update of an element from others of its parameter, and FSDP1 gives "
-                "every rank a flat shard: it would train other weights. Use fsdp_version=2, whose shards "
-                "are DTensors, if it works with them, or no FSDP."
-            )
-        originals = {id(one) for model in models for one in model.parameters()}
-        if not self.plugin.use_orig_params and any(
-            id(one) in originals or self.book.replaces(one) for one in optimizer.state
-        ):
-            raise SettingsError(
-                f"{kind} has state of parameters of which FSDP1 makes flat ones; create it after prepare() "
-                "of the model, load its state afterwards, or set "
-                "FullyShardedDataParallelPlugin(use_orig_params=True)."
-            )
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Wrap the models with trainable parameters; move the others to the device."""
-        if evaluation:
-            return replace(bundle, models=move_to_device(bundle, self.runtime.device))
-        models = [
-            model if isinstance(without_compiler(model), FullyShardedDataParallel) else self._wrapped(model)
-            for model in bundle.models
-        ]
-        for optimizer in bundle.optimizers:
-            self.book.switch(optimizer)
-            self.roots.shard_state(optimizer)
-        return replace(bundle, models=models)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model inside."""
-        return model.module if isinstance(model, FullyShardedDataParallel) else model
-
-    def _wrapped(self, model: nn.Module) -> nn.Module:
-        plugin, device = copy.copy(self.plugin), self.runtime.device
-        # The compiler's wrapper would change the names by which optimizers and checkpoints know parameters.
-        model = compiled_in_place(model)
-        plugin.set_auto_wrap_policy(model)
-        if plugin.auto_wrap_policy is not None:
-            plugin.auto_wrap_policy = separable_only(plugin.auto_wrap_policy, model)
-        before = [(one, name) for name, one in model.named_parameters(remove_duplicate=False)]
-        if self.master_weights is not None and self.runtime.topology.is_main:
-            warn_about_master_weights(model, self.master_weights)
-        on_cpu = device.type == "cpu"
-        sync = bool(plugin.sync_module_states)
-        if on_cpu:  # FSDP1 sends values only between accelerators
-            materialize_fsdp1(model, self.runtime, plugin, broadcast=sync)
-        init = plugin.param_init_fn
-        if (
-            not on_cpu
-            and init is None
-            and plugin.cpu_ram_efficient_loading
-            and not self.runtime.topology.is_main
-        ):
-            init = partial(_emptied, device=device)
-        ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
-        with hang_monitor.collective_scope("prepare"), suppress_fsdp1_warnings(), _named_in_errors(model):
-            root = FullyShardedDataParallel(
-                model,
-                sharding_strategy=plugin.sharding_strategy,  # pyright: ignore[reportArgumentType] - settled by the plugin
-                cpu_offload=_offload(plugin, on_cpu=on_cpu),
-                auto_wrap_policy=plugin.auto_wrap_policy,  # pyright: ignore[reportArgumentType] - settled above
-                backward_prefetch=plugin.backward_prefetch,  # pyright: ignore[reportArgumentType] - settled by the plugin
-                mixed_precision=plugin.mixed_precision_policy,  # pyright: ignore[reportArgumentType] - settled by the plugin
-                ignored_states=ignored or None,
-                param_init_fn=None if init is None or on_cpu else ensure_weights_retied(init, model, device),
-                device_id=device,
-                sync_module_states=sync and not on_cpu,
-                forward_prefetch=bool(plugin.forward_prefetch),
-                limit_all_gathers=plugin.limit_all_gathers,
-                use_orig_params=bool(plugin.use_orig_params),
-                device_mesh=self.mesh,
-            )
-        if self.master_weights is not None:
-            upcast_flat_parameters(root)
-        if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
-            _checkpoint_blocks(root, plugin)
-        _gather_in_generate(root)
-        self.roots.add(root)
-        self.book.add(root, before, parameters_by_name(root, flat=not plugin.use_orig_params))
-        return root
+_HYBRID = {ShardingStrategy.HYBRID_SHARD, hybrid_shard_zero2()}
 
 
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy."""
+    """Make the strategy of a run whose models are sharded by FSDP1."""
     del settings
     topology = runtime.topology
     plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=1)
@@ -475,7 +96,7 @@ def build(
             plugin=plugin,
             mesh=_mesh(plugin, runtime),
             roots=roots,
-            book=ParamRemap(),
+            remap=ParamRemap(),
             master_weights=None if precision.name == "no" else precision.name,
         ),
         stepper=TorchStepper(
@@ -510,17 +131,147 @@ def _mesh(plugin: FullyShardedDataParallelPlugin, runtime: Runtime) -> DeviceMes
     return mesh_of(kind, {"dp_shard": topology.world_size})
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fsdp1Wrapper:
+    """Model wrapper that puts models into `FullyShardedDataParallel`.
+
+    `master_weights` names the mixed precision under which trained parameters are put into float32, if any.
+    """
+
+    runtime: Runtime
+    plugin: FullyShardedDataParallelPlugin
+    mesh: DeviceMesh
+    roots: FsdpRoots
+    remap: ParamRemap
+    master_weights: str | None = None
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse models that FSDP1 cannot shard, and optimizers that are foreign or cannot train shards."""
+        plugin = self.plugin
+        if not plugin.cpu_ram_efficient_loading and plugin.param_init_fn is None:
+            check_materialised(bundle)
+        for model in bundle.models:
+            copy.copy(plugin).set_auto_wrap_policy(without_compiler(model))
+        models = [without_compiler(model) for model in bundle.models]
+        self.remap.check(bundle.optimizers, models)
+        new = [model for model in models if not isinstance(model, FullyShardedDataParallel)]
+        for model in new:
+            self._check_hooks(model)
+        for optimizer in bundle.optimizers:
+            if not self.remap.knows(optimizer):
+                self._check_optimizer(optimizer, new)
+
+    def _check_hooks(self, model: nn.Module) -> None:
+        """Refuse hooks that would never be called: autograd sees views of the flat parameter only."""
+        ignored = {
+            id(parameter)
+            for part in modules_named(self.plugin.ignored_modules, model)
+            for parameter in part.parameters()
+        }
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in ignored and (hook := hook_of(parameter)):
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} has a hook ({hook}), which FSDP1 would "
+                    "never call. Remove it, and change the gradients between backward() and step() instead; "
+                    "fsdp_version=2 calls hooks of register_post_accumulate_grad_hook."
+                )
+
+    def _check_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
+        kind = type(optimizer).__qualname__
+        sharded = self.plugin.sharding_strategy is not ShardingStrategy.NO_SHARD and self.mesh.size() > 1
+        if sharded and not is_elementwise(optimizer):
+            raise SettingsError(
+                f"{kind} computes the update of an element from others of its parameter, and FSDP1 gives "
+                "every rank a flat shard: it would train other weights. Use fsdp_version=2, whose shards "
+                "are DTensors, if it works with them, or no FSDP."
+            )
+        originals = {id(parameter) for model in models for parameter in model.parameters()}
+        if not self.plugin.use_orig_params and any(
+            id(parameter) in originals or self.remap.replaces(parameter) for parameter in optimizer.state
+        ):
+            raise SettingsError(
+                f"{kind} has state of parameters of which FSDP1 makes flat ones; create it after prepare() "
+                "of the model, load its state afterwards, or set "
+                "FullyShardedDataParallelPlugin(use_orig_params=True)."
+            )
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Wrap the models with trainable parameters; move the others to the device."""
+        if evaluation:
+            return replace(bundle, models=move_to_device(bundle, self.runtime.device))
+        models = [
+            model if isinstance(without_compiler(model), FullyShardedDataParallel) else self._wrap(model)
+            for model in bundle.models
+        ]
+        for optimizer in bundle.optimizers:
+            self.remap.switch(optimizer)
+            self.roots.shard_state(optimizer)
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model.module if isinstance(model, FullyShardedDataParallel) else model
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        plugin, device = copy.copy(self.plugin), self.runtime.device
+        # 1. Resolve the wrap policy, and record the names of the original parameters.
+        # The compiler's wrapper would change the names by which optimizers and checkpoints know parameters.
+        model = compiled_in_place(model)
+        plugin.set_auto_wrap_policy(model)
+        if plugin.auto_wrap_policy is not None:
+            plugin.auto_wrap_policy = separable_only(plugin.auto_wrap_policy, model)
+        before = [(parameter, name) for name, parameter in model.named_parameters(remove_duplicate=False)]
+        if self.master_weights is not None and self.runtime.topology.is_main:
+            warn_about_master_weights(model, self.master_weights)
+        # 2. Materialise the model, now or module by module.
+        on_cpu = device.type == "cpu"
+        sync = bool(plugin.sync_module_states)
+        if on_cpu:  # FSDP1 broadcasts values only between accelerators
+            materialize_fsdp1(model, self.runtime, plugin, broadcast=sync)
+        init = plugin.param_init_fn
+        if (
+            not on_cpu
+            and init is None
+            and plugin.cpu_ram_efficient_loading
+            and not self.runtime.topology.is_main
+        ):
+            init = partial(nn.Module.to_empty, device=device, recurse=False)
+        # 3. Wrap it.
+        ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
+        with hang_monitor.collective_scope("prepare"), suppress_fsdp1_warnings(), _explain_errors(model):
+            root = FullyShardedDataParallel(
+                model,
+                sharding_strategy=plugin.sharding_strategy,  # pyright: ignore[reportArgumentType] - settled by the plugin
+                cpu_offload=_offload(plugin, on_cpu=on_cpu),
+                auto_wrap_policy=plugin.auto_wrap_policy,  # pyright: ignore[reportArgumentType] - settled above
+                backward_prefetch=plugin.backward_prefetch,  # pyright: ignore[reportArgumentType] - settled by the plugin
+                mixed_precision=plugin.mixed_precision_policy,  # pyright: ignore[reportArgumentType] - settled by the plugin
+                ignored_states=ignored or None,
+                param_init_fn=None if init is None or on_cpu else ensure_weights_retied(init, model, device),
+                device_id=device,
+                sync_module_states=sync and not on_cpu,
+                forward_prefetch=bool(plugin.forward_prefetch),
+                limit_all_gathers=plugin.limit_all_gathers,
+                use_orig_params=bool(plugin.use_orig_params),
+                device_mesh=self.mesh,
+            )
+        # 4. Complete what FSDP1 leaves out.
+        if self.master_weights is not None:
+            upcast_flat_parameters(root)
+        if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
+            _checkpoint_blocks(root, plugin)
+        _gather_in_generate(root)
+        self.roots.add(root)
+        self.remap.add(root, before, parameters_by_name(root, flat=not plugin.use_orig_params))
+        return root
+
+
 def _offload(plugin: FullyShardedDataParallelPlugin, *, on_cpu: bool) -> CPUOffload | None:
-    # On the CPU everything is there already, and FSDP1 would want to pin it, which needs a driver.
+    # On the CPU nothing is to be offloaded, and FSDP1 would pin memory, which needs a driver.
     return None if on_cpu or not isinstance(plugin.cpu_offload, CPUOffload) else plugin.cpu_offload
 
 
-def _emptied(module: nn.Module, *, device: Any) -> None:
-    module.to_empty(device=device, recurse=False)
-
-
 @contextmanager
-def _named_in_errors(model: nn.Module) -> Generator[None]:
+def _explain_errors(model: nn.Module) -> Generator[None]:
     """Add names of parameters to torch's errors about what it cannot flatten."""
     try:
         yield
@@ -546,30 +297,32 @@ def _gather_in_generate(root: FullyShardedDataParallel) -> None:
         return
 
     @wraps(generate)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
+    def gather_and_generate(*args: Any, **kwargs: Any) -> Any:
         with FullyShardedDataParallel.summon_full_params(root, recurse=False, writeback=False):
             return generate(*args, **kwargs)
 
-    vars(root.module)["generate"] = gathered
+    vars(root.module)["generate"] = gather_and_generate
 
 
 def _checkpoint_blocks(root: FullyShardedDataParallel, plugin: FullyShardedDataParallelPlugin) -> None:
-    blocks = {id(one.module) for one in FullyShardedDataParallel.fsdp_modules(root) if one is not root}
+    blocks = {
+        id(module.module) for module in FullyShardedDataParallel.fsdp_modules(root) if module is not root
+    }
     recompute, offload = plugin.activation_checkpointing, plugin.activation_checkpointing_offload
     if not blocks:
         raise SettingsError(
             f"FullyShardedDataParallelPlugin(activation_checkpointing={recompute!r}, "
             f"activation_checkpointing_offload={offload!r}): no block of the model is wrapped on its own, so "
-            "that there is nothing to compute again; choose an auto_wrap_policy."
+            "there is nothing to recompute; choose an auto_wrap_policy."
         )
 
-    def around(module: nn.Module) -> nn.Module:
+    def wrap_block(module: nn.Module) -> nn.Module:
         if recompute:
             module = checkpoint_wrapper(module, checkpoint_fn=checkpoint_function(module))
         return offload_wrapper(module) if offload else module
 
     apply_activation_checkpointing(
-        root, checkpoint_wrapper_fn=around, check_fn=lambda module: id(module) in blocks
+        root, checkpoint_wrapper_fn=wrap_block, check_fn=lambda module: id(module) in blocks
     )
 
 
@@ -588,25 +341,284 @@ def _clip_norm(
     """Clip gradients by the norm over all parameters, of any number of models."""
     clipped = parameters if isinstance(parameters, list) else [parameters]
     models = roots.of_parameters(clipped)
-    ids = {id(one) for one in clipped}
-    inside = {id(one) for root in models for one in root.parameters()}
-    absent = {id(one) for root in models for one in root.parameters() if one.requires_grad} - ids
+    ids = {id(parameter) for parameter in clipped}
+    inside = {id(parameter) for root in models for parameter in root.parameters()}
+    absent = {
+        id(parameter) for root in models for parameter in root.parameters() if parameter.requires_grad
+    } - ids
     if absent:
         raise SettingsError(
             f"clip_grad_norm_() was given {len(clipped)} parameters, and {len(absent)} more of the same "
             "model are missing. FSDP1 computes the norm over all of them: pass model.parameters() of the "
             "prepared model."
         )
-    outside = [one for one in clipped if id(one) not in inside]
+    outside = [parameter for parameter in clipped if id(parameter) not in inside]
     if not models:
         return clip_grad_norm_(outside, max_norm, norm_type)
     with hang_monitor.collective_scope("clip_grad_norm_"):
         if len(models) == 1 and not outside:
             return models[0].clip_grad_norm_(max_norm, norm_type)
-        largest = torch.finfo(torch.float32).max  # computes the norm, and changes no gradient
+        largest = torch.finfo(torch.float32).max  # so that computing the norm changes no gradient
         norms = [root.clip_grad_norm_(largest, norm_type) for root in models]
     if outside:
         norms.append(clip_grad_norm_(outside, largest, norm_type))
-    norm = torch.linalg.vector_norm(torch.stack([one.float() for one in norms]), norm_type)
+    norm = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]), norm_type)
     clip_grads_with_norm_(clipped, max_norm, norm)
     return norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fsdp1Shards:
+    """Sharded state dicts of FSDP1, with the original parameters instead of the flat ones."""
+
+    roots: FsdpRoots
+    form_now: Callable[[], StateForm]
+    _plain: TensorShards = field(default_factory=TensorShards, init=False)
+
+    def form(self) -> StateForm:
+        return self.form_now()
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        """Return the sharded state dict of the model; tied weights are one object."""
+        root = self.roots.of_model(model)
+        if root is None:
+            return self._plain.model_tensors(model)
+        with sharded_states(root):
+            state = {strip_wrapper_prefixes(name): value for name, value in root.state_dict().items()}
+        # FSDP1 returns tied weights as several tensors; make them a single object again.
+        tied = {name: first for name, first in tied_names(root).items() if {name, first} <= state.keys()}
+        return state | {name: state[first] for name, first in tied.items()}
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
+        """Load a sharded state dict; one name of tied weights is enough."""
+        root = self.roots.of_model(model)
+        if root is None:
+            self._plain.load_model(model, state, **options)
+            return
+        complete = dict(state)
+        for name, first in tied_names(root).items():  # files have a single name of tied weights
+            saved_name = first if first in state else name
+            if saved_name in state:
+                complete[name] = complete[first] = state[saved_name]
+        with sharded_states(root):
+            root.load_state_dict(complete, **options)
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        roots = self.roots.of_optimizer(optimizer, models)
+        if not roots:
+            return self._plain.optimizer_tensors(optimizer, models)
+        _check_flat(optimizer.state_dict()["state"].values(), type(optimizer).__qualname__)
+        state: StateDict = {}
+        for prefix, root in roots.items():
+            with sharded_states(root), _trained_by(optimizer, root) as part:
+                states = FullyShardedDataParallel.optim_state_dict(root, part)["state"]
+            state |= {prefix + name: values for name, values in states.items()}
+        return {"state": state, "param_groups": self._named_groups(optimizer, roots)}
+
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
+        roots = self.roots.of_optimizer(optimizer, models)
+        if not roots:
+            return self._plain.state_allocator(optimizer, models)
+        return allocator_like(
+            {
+                prefix + name: tensor
+                for prefix, root in roots.items()
+                for name, tensor in self.model_tensors(root).items()
+            }
+        )
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        roots = self.roots.of_optimizer(optimizer, models)
+        if not roots:
+            self._plain.load_optimizer(optimizer, models, state)
+            return
+        names = self._named_groups(optimizer, roots)
+        check_groups(*[[group["params"] for group in groups] for groups in (state["param_groups"], names)])
+        # 1. Convert the states of each model's parameters to this rank's flat shards.
+        every_parameter = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        indices = {id(parameter): index for index, parameter in enumerate(every_parameter)}
+        local: dict[int, Any] = {}
+        for prefix, root in roots.items():
+            with sharded_states(root), _trained_by(optimizer, root) as part:
+                own = {
+                    name.removeprefix(prefix): values
+                    for name, values in state["state"].items()
+                    if name.startswith(prefix)
+                }
+                groups = [{"params": [*own]}]
+                loaded = FullyShardedDataParallel.optim_state_dict_to_load(
+                    root, part, {"state": own, "param_groups": groups}
+                )["state"]
+            parameters = part.param_groups[0]["params"]
+            local |= {indices[id(parameters[index])]: values for index, values in loaded.items()}
+        # 2. Load them, by index, with the saved options of the groups.
+        counts = iter(range(len(every_parameter)))
+        groups = [
+            {**group, "params": [next(counts) for _ in now["params"]]}
+            for group, now in zip(state["param_groups"], optimizer.param_groups, strict=True)
+        ]
+        optimizer.load_state_dict({"state": local, "param_groups": groups})
+
+    def _named_groups(
+        self, optimizer: Optimizer, roots: Mapping[str, FullyShardedDataParallel]
+    ) -> list[dict[str, Any]]:
+        """Return the optimizer's groups with the original names of their parameters."""
+        names: dict[int, list[str]] = {}
+        for prefix, root in roots.items():
+            names |= {
+                id(parameter): [prefix + strip_wrapper_prefixes(name)]
+                for name, parameter in root.named_parameters()
+            }
+            for inside, flat in _flat_parameters(root):
+                names[id(flat)] = [prefix + inside + name for name in flat_names(flat)]
+        return [
+            {**group, "params": [name for parameter in group["params"] for name in names[id(parameter)]]}
+            for group in optimizer.param_groups
+        ]
+
+
+def _check_flat(states: Iterable[Mapping[str, Any]], kind: str) -> None:
+    """Refuse states with nested dictionaries, which torch requires to be the same on every rank."""
+    for values in states:
+        for key, value in values.items():
+            if isinstance(value, dict):
+                raise UnsupportedError(
+                    f"{kind} keeps {key!r} for this rank's shards, which torch cannot gather from FSDP1: its "
+                    "state cannot be saved. Save the model alone, with save_model(), or use an optimizer "
+                    "whose state is tensors of the parameters' shapes."
+                )
+
+
+@contextmanager
+def _trained_by(optimizer: Optimizer, root: FullyShardedDataParallel) -> Generator[Optimizer]:
+    """Yield an optimizer of the parameters of one model; the model's other parameters are frozen meanwhile.
+
+    torch converts states only of an optimizer that has every trained parameter of a model.
+    """
+    inside = {id(parameter) for parameter in root.parameters()}
+    own = [
+        parameter
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) in inside
+    ]
+    ids = {id(parameter) for parameter in own}
+    frozen = [
+        parameter for parameter in root.parameters() if parameter.requires_grad and id(parameter) not in ids
+    ]
+    part = Optimizer([{"params": own}], {})
+    part.state.update(
+        {parameter: optimizer.state[parameter] for parameter in own if parameter in optimizer.state}
+    )
+    for parameter in frozen:
+        parameter.requires_grad = False
+    try:
+        yield part
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad = True
+
+
+@contextmanager
+def sharded_states(root: FullyShardedDataParallel) -> Generator[None]:
+    """Within the block, state dicts of a model and its optimizer are sharded, as DTensors."""
+    with (
+        suppress_fsdp1_warnings(),
+        FullyShardedDataParallel.state_dict_type(
+            root,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(offload_to_cpu=False),
+            ShardedOptimStateDictConfig(offload_to_cpu=False),
+        ),
+    ):
+        yield
+
+
+@contextmanager
+def suppress_fsdp1_warnings() -> Generator[None]:
+    """Suppress FSDP1's deprecation warnings, and those about calls that torch makes itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*(NO_SHARD|_get_pg_default_device|Multiple backends are registered)"
+        )
+        yield
+
+
+def parameters_by_name(root: FullyShardedDataParallel, *, flat: bool) -> dict[str, Tensor]:
+    """Return FSDP1's parameters by the original names: flat ones by those of all that they consist of."""
+    if not flat:
+        return {
+            strip_wrapper_prefixes(name): parameter
+            for name, parameter in root.named_parameters(remove_duplicate=False)
+        }
+    return {prefix + inner: flat for prefix, flat in _flat_parameters(root) for inner in flat_names(flat)}
+
+
+def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
+    """Map the further names of tied weights to the name under which FSDP1 has the weight."""
+    return {
+        prefix + f"{module}.{name}".lstrip("."): prefix + f"{first_module}.{first}".lstrip(".")
+        for prefix, flat in _flat_parameters(root)
+        for name, _, module, first, _, first_module in shared_parameters(flat)
+    }
+
+
+def _flat_parameters(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
+    """Yield each flat parameter with the name prefix of its module."""
+    for name, module in root.named_modules():
+        handle: Any = getattr(module, "_handle", None)  # only FSDP modules have one
+        if isinstance(module, FullyShardedDataParallel) and handle is not None:
+            yield strip_wrapper_prefixes(f"{name}.") if name else "", handle.flat_param
+
+
+class FsdpRoots:
+    """Weak set of the root FSDP1 modules, in the order in which they were added, the same on every rank."""
+
+    def __init__(self) -> None:
+        self._roots: WeakKeyDictionary[FullyShardedDataParallel, None] = WeakKeyDictionary()
+
+    def add(self, root: FullyShardedDataParallel) -> None:
+        """Add a root module."""
+        self._roots[root] = None
+
+    def of_model(self, model: nn.Module) -> FullyShardedDataParallel | None:
+        """Return the root module of a model; `None` if it was not wrapped."""
+        outer = without_compiler(model)
+        if isinstance(outer, FullyShardedDataParallel):
+            return outer
+        core = extract_model_from_parallel(model, keep_torch_compile=False)
+        return next((root for root in self._roots if root.module is core), None)
+
+    def of_parameters(self, parameters: Iterable[Tensor]) -> list[FullyShardedDataParallel]:
+        """Return the root modules that have one of the parameters."""
+        ids = {id(parameter) for parameter in parameters}
+        return [root for root in self._roots if any(id(parameter) in ids for parameter in root.parameters())]
+
+    def shard_state(self, optimizer: Optimizer) -> None:
+        """Shard, in place, the state that an optimizer has for full parameters, with `use_orig_params`."""
+        for root in self._roots:
+            for _, flat in _flat_parameters(root):
+                for parameter, shape, shard in flat_shards(flat):
+                    state: dict[str, Any] = optimizer.state.get(parameter, {})
+                    for key, value in state.items():
+                        if getattr(value, "shape", None) == shape != parameter.shape:
+                            begin, end = (shard.intra_param_start_idx or 0, shard.intra_param_end_idx)
+                            local = value.flatten()[begin : end + 1 if shard.in_shard else begin]
+                            state[key] = local.to(parameter, copy=True)
+
+    def of_optimizer(
+        self, optimizer: Optimizer, models: Sequence[nn.Module]
+    ) -> dict[str, FullyShardedDataParallel]:
+        """Return the root modules of the models that an optimizer trains, by the prefix of their names in it.
+
+        As for `parameter_names`, it is empty for one model, and the model's index for each of several.
+        """
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        roots = {
+            index: root
+            for index, model in enumerate(models)
+            if (root := self.of_model(model)) is not None
+            and any(id(parameter) in owned for parameter in root.parameters())
+        }
+        return {f"{index}." if len(roots) > 1 else "": root for index, root in roots.items()}

@@ -1,4 +1,4 @@
-"""FSDP2: build, fully_shard, documented functions."""
+"""The strategy FSDP2: shard models by `fully_shard`, alone or after tensor and context parallelism."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accel_plugins.fsdp.blocks import (
     modules_named,
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
-from accel_plugins.parallelism.config import Axes, axes_of
+from accel_plugins.parallelism.config import axes_of
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.sharding.folder import LocalFiles
@@ -52,161 +52,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class MonitoredAllGather(DefaultAllGather):
-    """FSDP2's all-gather of parameters as a collective that is monitored, in the forward pass too."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather as the base class does."""
-        with hang_monitor.collective_scope("all_gather of parameters"):
-            return super().__call__(*args, **kwargs)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullSharding:
-    """Shard models over a mesh, with a shard axis after any replicate axis, by FSDP2.
-
-    `master_weights` says whether trained parameters will be cast to float32.
-    """
-
-    plugin: FullyShardedDataParallelPlugin
-    mesh: DeviceMesh
-    master_weights: bool = False
-
-    def __call__(self, model: nn.Module) -> None:
-        """Shard a model in place."""
-        plugin = self.plugin
-        ignored = modules_named(plugin.ignored_modules, model)
-        policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
-        units = blocks(model, policy, {id(one) for part in ignored for one in part.modules()})
-        inner = units[:-1]
-        if plugin.activation_checkpointing and not inner and has_te_modules(model):
-            raise SettingsError(
-                "FullyShardedDataParallelPlugin(activation_checkpointing=True): no block of "
-                f"{type(model).__name__} is wrapped on its own, and layers of TransformerEngine are "
-                "recomputed within its autocast, around the whole model; choose an auto_wrap_policy."
-            )
-        if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
-            for unit in inner or units:
-                checkpoint_activations(
-                    unit,
-                    recompute=bool(plugin.activation_checkpointing),
-                    offload=bool(plugin.activation_checkpointing_offload),
-                )
-        options: dict[str, Any] = {
-            "mesh": self.mesh,
-            "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
-            "offload_policy": self.offload_policy,
-        }
-        if ignored:
-            options["ignored_params"] = {one for part in ignored for one in part.parameters()}
-        reshard = cast("bool | int", plugin.reshard_after_forward)
-        for unit in (*_full_precision_norms(model, units, ignored, options["mp_policy"]), *inner):
-            fully_shard(unit, reshard_after_forward=reshard, **options | _precision(unit, options))
-        # The backward pass begins with the root's parameters: by default, torch keeps them gathered.
-        root_reshard = {} if inner and reshard is True else {"reshard_after_forward": reshard}
-        fully_shard(model, **root_reshard, **options | _precision(model, options))
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                unit.set_custom_all_gather(MonitoredAllGather())
-        for unit in units:
-            cast("Any", type(unit)).__deepcopy__ = _refuse_copy
-        if plugin.forward_prefetch:
-            _prefetch_forward(model)
-
-    def validate(self, model: nn.Module) -> None:
-        """Check that torch can shard a model."""
-        ignored = {
-            id(one) for part in modules_named(self.plugin.ignored_modules, model) for one in part.parameters()
-        }
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 0 and id(parameter) not in ignored:
-                raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} is a scalar and has no dim to shard; "
-                    "give it the shape (1,), or add its module to ignored_modules."
-                )
-            if hook_of(parameter) == "register_hook" and id(parameter) not in ignored:
-                raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} has a hook (register_hook), which FSDP2 "
-                    "would never call. Use register_post_accumulate_grad_hook, which gets this rank's shard "
-                    "with the reduced gradient, or change the gradients between backward() and step()."
-                )
-            if parameter.numel() == 0 and id(parameter) not in ignored:
-                raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} of shape {tuple(parameter.shape)} has "
-                    "no elements to shard; remove it, or add its module to ignored_modules."
-                )
-        self._check_dtypes(model, ignored)
-
-    def _check_dtypes(self, model: nn.Module, ignored: set[int]) -> None:
-        """Refuse blocks whose trained parameters have several dtypes."""
-        names = {id(one): name for name, one in model.named_parameters()}
-        policy = fsdp2_prepare_auto_wrap_policy(self.plugin, model)
-        seen = {*ignored}
-        modules = modules_named(self.plugin.ignored_modules, model)
-        for unit in blocks(model, policy, {id(one) for part in modules for one in part.modules()}):
-            first: dict[torch.dtype, str] = {}
-            for parameter in unit.parameters():
-                if parameter.requires_grad and id(parameter) not in seen:
-                    dtype = dtype_to_train(parameter) if self.master_weights else parameter.dtype
-                    first.setdefault(dtype, names[id(parameter)])
-            seen |= {id(one) for one in unit.parameters()}
-            if len(first) > 1:
-                listed = ", ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
-                raise SettingsError(
-                    f"{type(model).__name__} has trained parameters of several dtypes in one block: "
-                    f"{listed}. FSDP2 shards a block in one dtype: cast them to one, freeze the others, or "
-                    "let auto_wrap_policy make blocks of their own."
-                )
-
-    @property
-    def offload_policy(self) -> OffloadPolicy:
-        """The plugin's offload policy, without pinned memory if the mesh is on the CPU."""
-        policy = cast("OffloadPolicy", self.plugin.cpu_offload)
-        if isinstance(policy, CPUOffloadPolicy) and self.mesh.device_type == "cpu":
-            return replace(policy, pin_memory=False)
-        return policy
-
-    def parameters_on(self, device: torch.device) -> torch.device:
-        """Return the device of the parameters: the CPU if they are offloaded."""
-        return torch.device("cpu") if isinstance(self.plugin.cpu_offload, CPUOffloadPolicy) else device
-
-
-def _has_statistics(module: nn.Module) -> bool:
-    """Whether a module is a norm with running statistics, whose dtype its weights must have."""
-    return isinstance(module, NormBase) and module.running_mean is not None
-
-
-def _full_precision_norms(
-    model: nn.Module, units: list[nn.Module], ignored: list[nn.Module], policy: MixedPrecisionPolicy
-) -> list[nn.Module]:
-    """Return the norms with running statistics to shard on their own, in the dtype of the statistics."""
-    if policy.param_dtype is None:
-        return []
-    without = {id(one) for part in ignored for one in part.modules()} | {id(unit) for unit in units}
-    return [
-        part for part in model.modules() if _has_statistics(part) and part.affine and id(part) not in without
-    ]
-
-
-def _precision(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the precision policy of a unit, if it is not that of the model."""
-    policy = options["mp_policy"]
-    return {"mp_policy": replace(policy, param_dtype=None)} if _has_statistics(unit) else {}
-
-
-def _refuse_copy(model: nn.Module, _: Any) -> NoReturn:
-    raise UnsupportedError(
-        f"{type(model).__name__} is sharded by FSDP2 and cannot be copied. Make the copy, or the "
-        "torch.optim.swa_utils.AveragedModel, before prepare(), and pass both to prepare()."
-    )
-
-
-def _prefetch_forward(model: nn.Module) -> None:
-    units = [cast("Any", module) for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit, following in itertools.pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
-
-
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
@@ -224,7 +69,15 @@ def build(
         plugin=plugin, mesh=axes.fully_sharded(runtime), master_weights=precision.name != "no"
     )
     tensor = None if axes.tensor is None else TensorParallel(mesh=axes.tensor)
-    context = _context(axes)
+    context = None
+    if axes.context is not None and axes.config.cp_handler is not None:
+        if is_torch_version("<", "2.10"):
+            raise UnsupportedError(
+                "ParallelismConfig(cp_size>1): it needs torch 2.10 or newer, and "
+                f"{torch.__version__} is installed."
+            )
+        rotation = axes.config.cp_handler.cp_comm_strategy or "allgather"
+        context = ContextParallel(mesh=axes.context, rotation=rotation)
     stages = [*(() if tensor is None else (tensor,)), full]
     shard: list[Callable[[nn.Module], None]] = [*stages]
     validate = [stage.validate for stage in stages]
@@ -254,16 +107,160 @@ def build(
     )
 
 
-def _context(axes: Axes) -> ContextParallel | None:
-    handler = axes.config.cp_handler
-    if axes.context is None or handler is None:
-        return None
-    _need_torch("2.10", "ParallelismConfig(cp_size>1)")
-    return ContextParallel(mesh=axes.context, rotation=handler.cp_comm_strategy or "allgather")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullSharding:
+    """Shard models over a mesh, with a shard axis after any replicate axis, by FSDP2.
+
+    `master_weights` says whether trained parameters will be cast to float32.
+    """
+
+    plugin: FullyShardedDataParallelPlugin
+    mesh: DeviceMesh
+    master_weights: bool = False
+
+    def __call__(self, model: nn.Module) -> None:
+        """Shard a model in place."""
+        # 1. Find the blocks, and let them recompute or offload activations.
+        plugin = self.plugin
+        ignored = modules_named(plugin.ignored_modules, model)
+        policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
+        units = blocks(model, policy, {id(module) for part in ignored for module in part.modules()})
+        inner = units[:-1]
+        if plugin.activation_checkpointing and not inner and has_te_modules(model):
+            raise SettingsError(
+                "FullyShardedDataParallelPlugin(activation_checkpointing=True): no block of "
+                f"{type(model).__name__} is wrapped on its own, and layers of TransformerEngine are "
+                "recomputed within its autocast, around the whole model; choose an auto_wrap_policy."
+            )
+        if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
+            for unit in inner or units:
+                checkpoint_activations(
+                    unit,
+                    recompute=bool(plugin.activation_checkpointing),
+                    offload=bool(plugin.activation_checkpointing_offload),
+                )
+        # 2. Shard the blocks, and then the root.
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+            "offload_policy": self.offload_policy,
+        }
+        if ignored:
+            options["ignored_params"] = {parameter for part in ignored for parameter in part.parameters()}
+        reshard = cast("bool | int", plugin.reshard_after_forward)
+        for unit in (*_full_precision_norms(model, units, ignored, options["mp_policy"]), *inner):
+            fully_shard(unit, reshard_after_forward=reshard, **options | _precision(unit, options))
+        # torch keeps the root's parameters gathered by default, as the backward pass begins with them.
+        root_reshard = {} if inner and reshard is True else {"reshard_after_forward": reshard}
+        fully_shard(model, **root_reshard, **options | _precision(model, options))
+        # 3. Monitor collectives, refuse copies, and prefetch.
+        for unit in model.modules():
+            if isinstance(unit, FSDPModule):
+                unit.set_custom_all_gather(MonitoredAllGather())
+        for unit in units:
+            cast("Any", type(unit)).__deepcopy__ = _refuse_copy
+        if plugin.forward_prefetch:
+            _prefetch_forward(model)
+
+    def validate(self, model: nn.Module) -> None:
+        """Check that torch can shard a model."""
+        ignored = {
+            id(parameter)
+            for part in modules_named(self.plugin.ignored_modules, model)
+            for parameter in part.parameters()
+        }
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0 and id(parameter) not in ignored:
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} is a scalar and has no dim to shard; "
+                    "give it the shape (1,), or add its module to ignored_modules."
+                )
+            if hook_of(parameter) == "register_hook" and id(parameter) not in ignored:
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} has a hook (register_hook), which FSDP2 "
+                    "would never call. Use register_post_accumulate_grad_hook, which gets this rank's shard "
+                    "with the reduced gradient, or change the gradients between backward() and step()."
+                )
+            if parameter.numel() == 0 and id(parameter) not in ignored:
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} of shape {tuple(parameter.shape)} has "
+                    "no elements to shard; remove it, or add its module to ignored_modules."
+                )
+        self._check_dtypes(model, ignored)
+
+    def _check_dtypes(self, model: nn.Module, ignored: set[int]) -> None:
+        """Refuse blocks whose trained parameters have several dtypes."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        policy = fsdp2_prepare_auto_wrap_policy(self.plugin, model)
+        seen = {*ignored}
+        modules = modules_named(self.plugin.ignored_modules, model)
+        for unit in blocks(model, policy, {id(module) for part in modules for module in part.modules()}):
+            first: dict[torch.dtype, str] = {}
+            for parameter in unit.parameters():
+                if parameter.requires_grad and id(parameter) not in seen:
+                    dtype = dtype_to_train(parameter) if self.master_weights else parameter.dtype
+                    first.setdefault(dtype, names[id(parameter)])
+            seen |= {id(parameter) for parameter in unit.parameters()}
+            if len(first) > 1:
+                listed = ", ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
+                raise SettingsError(
+                    f"{type(model).__name__} has trained parameters of several dtypes in one block: "
+                    f"{listed}. FSDP2 shards a block in one dtype: cast them to one, freeze the others, or "
+                    "let auto_wrap_policy make blocks of their own."
+                )
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """The plugin's offload policy, without pinned memory if the mesh is on the CPU."""
+        policy = cast("OffloadPolicy", self.plugin.cpu_offload)
+        if isinstance(policy, CPUOffloadPolicy) and self.mesh.device_type == "cpu":
+            return replace(policy, pin_memory=False)
+        return policy
+
+    def parameters_on(self, device: torch.device) -> torch.device:
+        """Return the device of the parameters: the CPU if they are offloaded."""
+        return torch.device("cpu") if isinstance(self.plugin.cpu_offload, CPUOffloadPolicy) else device
 
 
-def _need_torch(version: str, what: str) -> None:
-    if is_torch_version("<", version):
-        raise UnsupportedError(
-            f"{what}: it needs torch {version} or newer, and {torch.__version__} is installed."
-        )
+def _full_precision_norms(
+    model: nn.Module, units: list[nn.Module], ignored: list[nn.Module], policy: MixedPrecisionPolicy
+) -> list[nn.Module]:
+    """Return the norms with running statistics to shard on their own, in the dtype of the statistics."""
+    if policy.param_dtype is None:
+        return []
+    without = {id(module) for part in ignored for module in part.modules()} | {id(unit) for unit in units}
+    return [
+        part for part in model.modules() if _has_statistics(part) and part.affine and id(part) not in without
+    ]
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Return whether a module is a norm with running statistics, whose dtype its weights must have."""
+    return isinstance(module, NormBase) and module.running_mean is not None
+
+
+def _precision(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the precision policy of a unit, if it is not that of the model."""
+    policy = options["mp_policy"]
+    return {"mp_policy": replace(policy, param_dtype=None)} if _has_statistics(unit) else {}
+
+
+class MonitoredAllGather(DefaultAllGather):
+    """FSDP2's all-gather of parameters, monitored as a collective, also in the forward pass."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with hang_monitor.collective_scope("all_gather of parameters"):
+            return super().__call__(*args, **kwargs)
+
+
+def _refuse_copy(model: nn.Module, _: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"{type(model).__name__} is sharded by FSDP2 and cannot be copied. Make the copy, or the "
+        "torch.optim.swa_utils.AveragedModel, before prepare(), and pass both to prepare()."
+    )
+
+
+def _prefetch_forward(model: nn.Module) -> None:
+    units = [cast("Any", module) for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit, following in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallelPlugin, fields, flags."""
+"""The options of FSDP (`FullyShardedDataParallelPlugin`), and how each field is read for versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -34,128 +34,11 @@ from accel_state.settings.engines import FsdpSettings
 from accel_state.settings.model import Settings
 from accel_state.torch_private import hybrid_shard_zero2
 
+logger = logging.getLogger(__name__)
+
+
 EnumT = TypeVar("EnumT", bound=Enum)
 
-RESHARDS = {
-    ShardingStrategy.FULL_SHARD: True,
-    ShardingStrategy.SHARD_GRAD_OP: False,
-    ShardingStrategy.HYBRID_SHARD: True,
-    hybrid_shard_zero2(): False,
-    ShardingStrategy.NO_SHARD: False,
-}
-"""Whether parameters are freed after the forward pass under each strategy of version 1."""
-
-
-def member_of(kind: type[EnumT], value: Any, field: str) -> EnumT:
-    """Return a member of one of torch's enumerations, from the member, its name or its number.
-
-    Example:
-        >>> member_of(ShardingStrategy, "full_shard", "sharding_strategy").name
-        'FULL_SHARD'
-    """
-    if isinstance(value, kind):
-        return value
-    names = {member.name: member for member in kind} | {str(member.value): member for member in kind}
-    name = str(value).upper()
-    found = names.get(name) or names.get(f"_{name}")
-    if found is None:
-        hint = did_you_mean(name, names, f"there are {[member.name for member in kind]}.")
-        raise SettingsError(
-            f"FullyShardedDataParallelPlugin({field}={value!r}): no such {kind.__name__}; {hint}"
-        )
-    return found
-
-
-def reshard_of(value: ShardingStrategy | str) -> bool:
-    """Return whether parameters are freed after the forward pass, from a strategy of version 1 or a string.
-
-    Example:
-        >>> reshard_of("SHARD_GRAD_OP"), reshard_of("true")
-        (False, True)
-    """
-    text = str(value).lower()
-    if text in {"true", "false"}:
-        return text == "true"
-    return RESHARDS[member_of(ShardingStrategy, value, "reshard_after_forward")]
-
-
-def prefetch_of(value: BackwardPrefetch | str | None) -> BackwardPrefetch | None:
-    """Return when FSDP1 prefetches the next parameters in the backward pass; `None` for no prefetching.
-
-    Example:
-        >>> prefetch_of("no_prefetch") is None
-        True
-    """
-    if value is None or str(value).upper() == "NO_PREFETCH":
-        return None
-    return member_of(BackwardPrefetch, value, "backward_prefetch")
-
-
-_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
-
-
-def policy_of(policy: Any, version: int) -> Any:
-    """Build an FSDP precision policy from a dictionary of its arguments, in which dtypes may be names.
-
-    Example:
-        >>> policy_of({"param_dtype": "bf16"}, 2).param_dtype
-        torch.bfloat16
-    """
-    if not isinstance(policy, Mapping):
-        return policy
-    kind = MixedPrecisionPolicy if version == 2 else MixedPrecision
-    known = [field.name for field in fields(kind)]
-    arguments: dict[str, Any] = {}
-    for name, value in policy.items():
-        if name not in known:
-            hint = did_you_mean(name, known, f"it has {known}.")
-            raise SettingsError(
-                f"FullyShardedDataParallelPlugin(mixed_precision_policy={dict(policy)!r}): {kind.__name__} "
-                f"of torch {torch.__version__} has no {name!r}; {hint}"
-            )
-        arguments[name] = _dtype(name, value) if str(name).endswith("_dtype") else value
-    return kind(**arguments)
-
-
-def _dtype(name: str, value: Any) -> torch.dtype | None:
-    if value is None or isinstance(value, torch.dtype):
-        return value
-    found = getattr(torch, _SHORT.get(str(value), str(value)).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise SettingsError(
-            f"FullyShardedDataParallelPlugin(mixed_precision_policy={{{name!r}: {value!r}}}): torch has no "
-            "such dtype; write 'float32', 'bfloat16' or 'float16'."
-        )
-    return found
-
-
-_FORMS = {
-    StateDictType.FULL_STATE_DICT: StateForm.FULL,
-    StateDictType.SHARDED_STATE_DICT: StateForm.SHARDED,
-    StateDictType.LOCAL_STATE_DICT: StateForm.NATIVE,
-}
-
-
-def form_of(plugin: FullyShardedDataParallelPlugin) -> StateForm:
-    """Return the form of the plugin's current `state_dict_type`, which may be changed later."""
-    return _FORMS[cast("StateDictType", plugin.state_dict_type)]
-
-
-SWITCH = "ACCELERATE_USE_FSDP"
-_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-
-
-def enable_fsdp_ram_efficient_loading() -> None:
-    """Make `from_pretrained` of transformers read weights on rank 0 only, from now on."""
-    environ.publish({SWITCH: "true", _RAM_EFFICIENT: "true"})
-
-
-def disable_fsdp_ram_efficient_loading() -> None:
-    """Make `from_pretrained` of transformers read weights on every rank, from now on."""
-    environ.publish({_RAM_EFFICIENT: "false"})
-
-
-logger = logging.getLogger(__name__)
 
 # The defaults of fields that neither an argument nor the environment sets.
 _DEFAULTS: dict[str, Any] = {
@@ -174,8 +57,22 @@ _DEFAULTS: dict[str, Any] = {
     "xla_fsdp_v2": False,
     "xla_fsdp_grad_ckpt": False,
 }
+
+
 _STATE_DICTS = {1: "FULL_STATE_DICT", 2: "SHARDED_STATE_DICT"}
-_OF_BOTH_VERSIONS = {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}
+
+
+_SUPPORTED_BY_FSDP2 = {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}
+
+
+RESHARDS = {
+    ShardingStrategy.FULL_SHARD: True,
+    ShardingStrategy.SHARD_GRAD_OP: False,
+    ShardingStrategy.HYBRID_SHARD: True,
+    hybrid_shard_zero2(): False,
+    ShardingStrategy.NO_SHARD: False,
+}
+"""Whether parameters are freed after the forward pass under each strategy of version 1."""
 
 
 @dataclass
@@ -437,7 +334,7 @@ class FullyShardedDataParallelPlugin:
             return
         if strategy is not None:
             self.sharding_strategy = member_of(ShardingStrategy, strategy, "sharding_strategy")
-            if self.sharding_strategy not in _OF_BOTH_VERSIONS:
+            if self.sharding_strategy not in _SUPPORTED_BY_FSDP2:
                 raise SettingsError(
                     f"{self._field_of('sharding_strategy')} with fsdp_version=2: use "
                     "ParallelismConfig(dp_replicate_size=…, dp_shard_size=…) for hybrid sharding, or an "
@@ -469,3 +366,114 @@ class FullyShardedDataParallelPlugin:
 
     def _field_of(self, name: str) -> str:
         return f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r})"
+
+
+def member_of(kind: type[EnumT], value: Any, field: str) -> EnumT:
+    """Return a member of one of torch's enumerations, from the member, its name or its number.
+
+    Example:
+        >>> member_of(ShardingStrategy, "full_shard", "sharding_strategy").name
+        'FULL_SHARD'
+    """
+    if isinstance(value, kind):
+        return value
+    names = {member.name: member for member in kind} | {str(member.value): member for member in kind}
+    name = str(value).upper()
+    member = names.get(name) or names.get(f"_{name}")
+    if member is None:
+        hint = did_you_mean(name, names, f"there are {[member.name for member in kind]}.")
+        raise SettingsError(
+            f"FullyShardedDataParallelPlugin({field}={value!r}): no such {kind.__name__}; {hint}"
+        )
+    return member
+
+
+def reshard_of(value: ShardingStrategy | str) -> bool:
+    """Return whether parameters are freed after the forward pass, from a strategy of version 1 or a string.
+
+    Example:
+        >>> reshard_of("SHARD_GRAD_OP"), reshard_of("true")
+        (False, True)
+    """
+    text = str(value).lower()
+    if text in {"true", "false"}:
+        return text == "true"
+    return RESHARDS[member_of(ShardingStrategy, value, "reshard_after_forward")]
+
+
+def prefetch_of(value: BackwardPrefetch | str | None) -> BackwardPrefetch | None:
+    """Return when FSDP1 prefetches the next parameters in the backward pass; `None` for no prefetching.
+
+    Example:
+        >>> prefetch_of("no_prefetch") is None
+        True
+    """
+    if value is None or str(value).upper() == "NO_PREFETCH":
+        return None
+    return member_of(BackwardPrefetch, value, "backward_prefetch")
+
+
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
+
+
+def policy_of(policy: Any, version: int) -> Any:
+    """Build an FSDP precision policy from a dictionary of its arguments, in which dtypes may be names.
+
+    Example:
+        >>> policy_of({"param_dtype": "bf16"}, 2).param_dtype
+        torch.bfloat16
+    """
+    if not isinstance(policy, Mapping):
+        return policy
+    kind = MixedPrecisionPolicy if version == 2 else MixedPrecision
+    known = [field.name for field in fields(kind)]
+    arguments: dict[str, Any] = {}
+    for name, value in policy.items():
+        if name not in known:
+            hint = did_you_mean(name, known, f"it has {known}.")
+            raise SettingsError(
+                f"FullyShardedDataParallelPlugin(mixed_precision_policy={dict(policy)!r}): {kind.__name__} "
+                f"of torch {torch.__version__} has no {name!r}; {hint}"
+            )
+        arguments[name] = _dtype(name, value) if str(name).endswith("_dtype") else value
+    return kind(**arguments)
+
+
+def _dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    dtype = getattr(torch, _SHORT.get(str(value), str(value)).removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise SettingsError(
+            f"FullyShardedDataParallelPlugin(mixed_precision_policy={{{name!r}: {value!r}}}): torch has no "
+            "such dtype; write 'float32', 'bfloat16' or 'float16'."
+        )
+    return dtype
+
+
+_FORMS = {
+    StateDictType.FULL_STATE_DICT: StateForm.FULL,
+    StateDictType.SHARDED_STATE_DICT: StateForm.SHARDED,
+    StateDictType.LOCAL_STATE_DICT: StateForm.NATIVE,
+}
+
+
+def form_of(plugin: FullyShardedDataParallelPlugin) -> StateForm:
+    """Return the form of the plugin's current `state_dict_type`, which may be changed later."""
+    return _FORMS[cast("StateDictType", plugin.state_dict_type)]
+
+
+SWITCH = "ACCELERATE_USE_FSDP"
+
+
+_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Make `from_pretrained` of transformers read weights on rank 0 only, from now on."""
+    environ.publish({SWITCH: "true", _RAM_EFFICIENT: "true"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Make `from_pretrained` of transformers read weights on every rank, from now on."""
+    environ.publish({_RAM_EFFICIENT: "false"})

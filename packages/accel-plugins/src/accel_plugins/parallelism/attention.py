@@ -1,4 +1,4 @@
-"""What attention over sharded sequences does not support: some layers, masks and packed samples."""
+"""Find layers, masks and packed samples that attention over sharded sequences does not support."""
 
 from __future__ import annotations
 

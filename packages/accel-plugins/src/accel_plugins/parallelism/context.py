@@ -128,10 +128,12 @@ class ContextParallel:
     def prepare(self, model: nn.Module) -> None:
         """Make transformers' self-attention causal without a mask of the full sequence."""
         windows = [layer.span for layer in partial_layers(model) if layer.span is not None]
-        takes = (
-            one for one in model.modules() if "position_ids" in inspect.signature(one.forward).parameters
+        with_positions = (
+            module
+            for module in model.modules()
+            if "position_ids" in inspect.signature(module.forward).parameters
         )
-        next(takes, model).register_forward_pre_hook(
+        next(with_positions, model).register_forward_pre_hook(
             partial(_check_inputs, min(windows, default=None)), with_kwargs=True
         )
         for name, module in model.named_modules():
@@ -162,7 +164,7 @@ class ContextParallel:
                     f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)}, whose dim "
                     f"{dim} is not a multiple of cp_size={ranks}; pad the sequences."
                 )
-        if any(not any(one is buffer for buffer in buffers) for one in not_restored):
+        if any(all(tensor is not buffer for buffer in buffers) for tensor in not_restored):
             raise SettingsError(
                 "maybe_context_parallel() got no_restore_buffers that are not in buffers; pass them in both."
             )
@@ -282,8 +284,8 @@ class _BidirectionalRule:
 
 
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    query, key, value, *rest = args
-    dropout, causal = [*rest, *(0.0, False)[len(rest) :]][:2]
+    query, key, value, *remaining = args
+    dropout, causal = [*remaining, *(0.0, False)[len(remaining) :]][:2]
     group = _group(query)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **more: Any) -> Any:

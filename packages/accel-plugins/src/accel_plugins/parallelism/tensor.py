@@ -1,4 +1,4 @@
-"""Tensor parallelism, alone or staged."""
+"""Tensor parallelism by the plan of a model: the strategy, and the first stage of FSDP2."""
 
 from __future__ import annotations
 
@@ -29,6 +29,31 @@ from accel_state.settings.model import Settings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a tensor-parallel run."""
+    del settings
+    axes = axes_of(runtime, handlers, sharded=False)
+    if axes.tensor is None:
+        raise SettingsError(
+            "strategy='tp' was selected, and the tensor-parallel size is 1: pass "
+            "ParallelismConfig(tp_size=…) with 2 or more."
+        )
+    stage = TensorParallel(mesh=axes.tensor)
+    return Strategy(
+        name="tp",
+        wrapper=ShardedWrapper(
+            runtime=runtime, shard=stage, validate=stage.validate, parameters_on=runtime.device
+        ),
+        stepper=sharded_stepper(precision, "tp"),
+        persister=ShardsPersister(shards=TensorShards(), device=runtime.device),
+        sharding=axes.sharding,
+        features=SHARDED_FEATURES,
+        mesh=axes.mesh,
+    )
 
 
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
@@ -112,28 +137,3 @@ def get_model_tp_size(model: nn.Module) -> int:
             if "tp" in sizes:
                 return sizes["tp"]
     return 1
-
-
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Make the strategy of a tensor-parallel run."""
-    del settings
-    axes = axes_of(runtime, handlers, sharded=False)
-    if axes.tensor is None:
-        raise SettingsError(
-            "strategy='tp' was selected, and the tensor-parallel size is 1: pass "
-            "ParallelismConfig(tp_size=…) with 2 or more."
-        )
-    stage = TensorParallel(mesh=axes.tensor)
-    return Strategy(
-        name="tp",
-        wrapper=ShardedWrapper(
-            runtime=runtime, shard=stage, validate=stage.validate, parameters_on=runtime.device
-        ),
-        stepper=sharded_stepper(precision, "tp"),
-        persister=ShardsPersister(shards=TensorShards(), device=runtime.device),
-        sharding=axes.sharding,
-        features=SHARDED_FEATURES,
-        mesh=axes.mesh,
-    )

@@ -1,8 +1,7 @@
-"""DCP folders, local files, without collectives.
+"""Write and read folders of `torch.distributed.checkpoint` (DCP), and local files, without collectives.
 
-Ranks exchange no plans: which rank writes a tensor follows from its placements, and one rank merges the
-metadata files into the folder's index (`accel_plugins.sharding.folder`). The format is that of
-`torch.distributed.checkpoint.FileSystemWriter`.
+Ranks exchange no plans: the placements of a tensor decide which rank writes it, and one rank merges the
+metadata files into the folder's index. The format is that of `torch.distributed.checkpoint.FileSystemWriter`.
 """
 
 from __future__ import annotations
@@ -53,170 +52,102 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import Write
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorMetadata:
-    """One value of a DCP folder; one without a shape is an object that is no tensor.
+class ShardWriter:
+    """Write one rank's shards of a state: nested dictionaries and lists, with the same names on all ranks.
 
-    `path` has the keys of nested dictionaries, and indices of lists, that lead to it.
+    PyTorch's planners, for plain tensors and DTensors, plan its share by default.
     """
 
-    key: str
-    path: tuple[str | int, ...]
-    shape: torch.Size | None = None
-    dtype: torch.dtype | None = None
+    def __init__(self, state: Mapping[str, Any], rank: int, planners: RankPlanners | None = None) -> None:
+        self._planner, self._plan = (planners or TorchPlanners()).plan_save(state, rank)
+        self._file = shard_file(rank)
+        self._results: list[WriteResult] = []
 
-
-def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
-    """Merge the metadata files of all ranks into the index of a DCP folder; remove and name them."""
-    metadata_files = [folder / local_metadata_file(rank) for rank in ranks]
-    found = [unpickle(file) for file in metadata_files]
-    try:
-        _, index = DefaultSavePlanner().create_global_plan([plan for plan, _ in found])
-    except (ValueError, AssertionError) as error:
-        raise CheckpointError(
-            f"The shards that the ranks wrote to {str(folder)!r} do not add up to full tensors: {error}. "
-            "Prepare the same objects on every rank."
-        ) from error
-    index.storage_data = {result.index: result.storage_data for _, results in found for result in results}
-    index.storage_meta = StorageMeta()
-    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
-    for file in metadata_files:
-        file.unlink()
-    return [file.name for file in metadata_files]
-
-
-def read_index(folder: Path) -> Metadata:
-    """Read the index of a DCP folder."""
-    path = folder / INDEX_NAME
-    if not path.is_file():
-        raise CheckpointError(
-            f"{str(folder)!r} has no {INDEX_NAME!r}: it is not the folder of a sharded state, or its save "
-            "was not completed."
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes of the tensors that this rank writes, without headers."""
+        return sum(
+            math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            for item in self._plan.items
+            if item.tensor_data is not None
         )
-    index = unpickle(path)
-    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state.")
-    storage_data: Mapping[Any, Any] = index.storage_data
-    try:
-        entries(index)
-        names = [PurePath(stored.relative_path) for stored in storage_data.values()]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error
-    for name in names:
-        if name.is_absolute() or ".." in name.parts:
-            raise CheckpointError(f"{str(path)!r} names {str(name)!r}, which is not in its folder.")
-    return index
+
+    def local_values(self) -> list[Tensor | bytes]:
+        """Return the values that this rank writes: tensors on their devices, objects as bytes."""
+        values = (self._planner.resolve_data(item) for item in self._plan.items)
+        return [value.getvalue() if isinstance(value, io.BytesIO) else value.detach() for value in values]
+
+    def write_shards(self, values: Sequence[Tensor | bytes], sink: ByteSink) -> None:
+        """Write this rank's file of shards: the result of `local_values`, or a copy of it."""
+        counting: Any = _CountingSink(sink)
+        self._results = []
+        for item, value in zip(self._plan.items, values, strict=True):
+            begin = counting.size
+            if isinstance(value, bytes):
+                counting.write(value)
+            else:
+                torch.save(compact(value.cpu()), counting)
+            length = counting.size - begin
+            stored = StorageInfo(self._file, begin, length)
+            self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=stored))
+
+    def write_local_metadata(self, values: object, sink: ByteSink) -> None:
+        """Write this rank's metadata file; call it after `write_shards`."""
+        del values
+        sink.write(pickle.dumps((self._plan, self._results)))
 
 
-def entries(index: Metadata) -> list[TensorMetadata]:
-    """List the values of an index."""
-    paths: Mapping[str, tuple[str | int, ...]] = index.planner_data or {}
-    return [
-        TensorMetadata(key=key, path=paths.get(key, (key,)), shape=row.size, dtype=row.properties.dtype)
-        if isinstance(row, TensorStorageMetadata)
-        else TensorMetadata(key=key, path=paths.get(key, (key,)))
-        for key, row in index.state_dict_metadata.items()
-    ]
+class _CountingSink:
+    """Sink that counts the bytes written to it."""
+
+    def __init__(self, sink: ByteSink) -> None:
+        self._sink = sink
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        count = memoryview(data).nbytes
+        self._sink.write(data)
+        self.size += count
+        return count
+
+    def flush(self) -> None:
+        """Do nothing; `torch.save` calls it."""
 
 
-_NAMES = {
-    metadata: (
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    filesystem: ("_StorageInfo", "_StoragePrefix"),
-    planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
-    storage: ("WriteResult",),
-}
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{(module.__name__, name): getattr(module, name) for module, names in _NAMES.items() for name in names},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): get_layout,
-    **{
-        (module, name): PurePath
-        for module in ("pathlib", "pathlib._local")
-        for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
-    },
-    ("builtins", "set"): set,
-    ("collections", "OrderedDict"): dict,
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return one of the allowed classes."""
-        found = _ALLOWED.get((module_name, global_name))
-        if found is None and module_name == "torch":
-            found = getattr(torch, global_name, None)
-            found = found if isinstance(found, torch.dtype) else None
-        if found is None:
-            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in an index")
-        return found
-
-
-DAMAGE = (
-    AssertionError,
-    AttributeError,
-    EOFError,
-    LookupError,
-    MemoryError,  # a length that the file lacks; CPython prints a SystemError if it is a bytearray's
-    OverflowError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    pickle.UnpicklingError,
-)
-"""Raised by pickle and torch for damaged bytes, and for pickles that would run code."""
-
-
-def unpickle(path: Path) -> Any:
-    """Unpickle an index or a rank's metadata file.
-
-    Raises:
-        CheckpointError: The file is damaged, or has objects of classes that are not allowed.
-    """
-    try:
-        with open_regular(path) as file:
-            return _Unpickler(file).load()
-    except DAMAGE as error:
-        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error
+def compact(tensor: Tensor) -> Tensor:
+    """Copy a view to its own storage, since `torch.save` writes a view's whole storage."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class TorchPlanners:
     """Plans for plain tensors and DTensors; rank 0 writes replicated tensors and objects."""
 
     def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[SavePlanner, SavePlan]:
-        """Plan what this rank writes."""
         planner = DefaultSavePlanner()
         planner.set_up_planner(dict(state), is_coordinator=rank == 0)
         plan = planner.create_local_plan()
-        items = [item for item in plan.items if _is_ours(item, planner.state_dict[item.index.fqn], rank)]
+        items = [
+            item for item in plan.items if _is_written_by(rank, item, planner.state_dict[item.index.fqn])
+        ]
         return planner, replace(plan, items=items)
 
     def plan_load(
         self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
     ) -> tuple[LoadPlanner, LoadPlan]:
-        """Plan what this rank reads."""
         planner = _LoadPlanner(flatten_state_dict=not flat, allow_partial_load=not strict)
         planner.set_up_planner(state, index, is_coordinator=False)
         return planner, planner.create_local_plan()
 
 
-def _is_ours(item: WriteItem, value: Any, rank: int) -> bool:
-    """Whether this rank writes an item: it follows from the placements, ranks exchange nothing."""
+def _is_written_by(rank: int, item: WriteItem, value: Any) -> bool:
+    """Return whether a rank writes an item, from the placements of its tensor alone."""
     if item.type is not WriteItemType.SHARD or not isinstance(value, DTensor) or item.tensor_data is None:
         return rank == 0
-    coordinate = value.device_mesh.get_coordinate() or ()  # a rank outside of the mesh has no item
+    coordinate = value.device_mesh.get_coordinate() or ()  # ranks outside of the mesh have no item
     replicas = [
         index
         for index, placement in zip(coordinate, value.placements, strict=True)
-        if placement.is_replicate()  # FSDP2 on tensor-parallel shards has `_StridedShard`
+        if placement.is_replicate()  # and no `Shard`, nor `_StridedShard` of FSDP2 on tensor-parallel shards
     ]
     has_any = math.prod(item.tensor_data.chunk.sizes) > 0
     return not any(replicas) and (has_any or (not value.numel() and not any(coordinate)))
@@ -258,6 +189,27 @@ def put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
     if isinstance(last, int):
         container.extend([None] * (last + 1 - len(container)))
     container[last] = value
+
+
+def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
+    """Merge the metadata files of all ranks into the index of a DCP folder; remove and name them."""
+    metadata_files = [folder / local_metadata_file(rank) for rank in ranks]
+    plans_and_results = [unpickle(file) for file in metadata_files]
+    try:
+        _, index = DefaultSavePlanner().create_global_plan([plan for plan, _ in plans_and_results])
+    except (ValueError, AssertionError) as error:
+        raise CheckpointError(
+            f"The shards that the ranks wrote to {str(folder)!r} do not add up to full tensors: {error}. "
+            "Prepare the same objects on every rank."
+        ) from error
+    index.storage_data = {
+        result.index: result.storage_data for _, results in plans_and_results for result in results
+    }
+    index.storage_meta = StorageMeta()
+    (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
+    for file in metadata_files:
+        file.unlink()
+    return [file.name for file in metadata_files]
 
 
 def read_into(
@@ -322,81 +274,137 @@ def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, stri
             )
 
 
-class ShardWriter:
-    """Write one rank's shards of a state: nested dictionaries and lists, with the same names on all ranks.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorMetadata:
+    """One value of a DCP folder; without a shape, it is an object and no tensor.
 
-    PyTorch's planners, for plain tensors and DTensors, plan what it writes unless others are given.
+    `path` has the keys of nested dictionaries, and indices of lists, that lead to it.
     """
 
-    def __init__(self, state: Mapping[str, Any], rank: int, planners: RankPlanners | None = None) -> None:
-        self._planner, self._plan = (planners or TorchPlanners()).plan_save(state, rank)
-        self._file = shard_file(rank)
-        self._results: list[WriteResult] = []
+    key: str
+    path: tuple[str | int, ...]
+    shape: torch.Size | None = None
+    dtype: torch.dtype | None = None
 
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the tensors that this rank writes, without headers."""
-        return sum(
-            math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-            for item in self._plan.items
-            if item.tensor_data is not None
+
+def read_index(folder: Path) -> Metadata:
+    """Read the index of a DCP folder."""
+    path = folder / INDEX_NAME
+    if not path.is_file():
+        raise CheckpointError(
+            f"{str(folder)!r} has no {INDEX_NAME!r}: it is not the folder of a sharded state, or its save "
+            "was not completed."
         )
-
-    def local_values(self) -> list[Tensor | bytes]:
-        """Return the values that this rank writes: tensors on their devices, objects as bytes."""
-        values = (self._planner.resolve_data(item) for item in self._plan.items)
-        return [one.getvalue() if isinstance(one, io.BytesIO) else one.detach() for one in values]
-
-    def write_shards(self, values: Sequence[Tensor | bytes], sink: ByteSink) -> None:
-        """Write this rank's file of shards: the result of `local_values`, or a copy of it."""
-        counted: Any = _Counted(sink)
-        self._results = []
-        for item, value in zip(self._plan.items, values, strict=True):
-            begin = counted.size
-            if isinstance(value, bytes):
-                counted.write(value)
-            else:
-                torch.save(compact(value.cpu()), counted)
-            length = counted.size - begin
-            stored = StorageInfo(self._file, begin, length)
-            self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=stored))
-
-    def write_local_metadata(self, values: object, sink: ByteSink) -> None:
-        """Write this rank's metadata file; call it after `write_shards`."""
-        del values
-        sink.write(pickle.dumps((self._plan, self._results)))
+    index = unpickle(path)
+    if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state.")
+    storage_data: Mapping[Any, Any] = index.storage_data
+    try:
+        entries(index)
+        names = [PurePath(stored.relative_path) for stored in storage_data.values()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error
+    for name in names:
+        if name.is_absolute() or ".." in name.parts:
+            raise CheckpointError(f"{str(path)!r} names {str(name)!r}, which is not in its folder.")
+    return index
 
 
-class _Counted:
-    """Sink that counts the bytes written to it."""
-
-    def __init__(self, sink: ByteSink) -> None:
-        self._sink = sink
-        self.size = 0
-
-    def write(self, data: Any) -> int:
-        count = memoryview(data).nbytes
-        self._sink.write(data)
-        self.size += count
-        return count
-
-    def flush(self) -> None:
-        """Do nothing; `torch.save` calls it."""
+def entries(index: Metadata) -> list[TensorMetadata]:
+    """List the values of an index."""
+    paths: Mapping[str, tuple[str | int, ...]] = index.planner_data or {}
+    return [
+        TensorMetadata(key=key, path=paths.get(key, (key,)), shape=row.size, dtype=row.properties.dtype)
+        if isinstance(row, TensorStorageMetadata)
+        else TensorMetadata(key=key, path=paths.get(key, (key,)))
+        for key, row in index.state_dict_metadata.items()
+    ]
 
 
-def compact(tensor: Tensor) -> Tensor:
-    """Copy a view to its own storage, since `torch.save` writes a view's whole storage."""
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+def unpickle(path: Path) -> Any:
+    """Unpickle an index or a rank's metadata file.
+
+    Raises:
+        CheckpointError: The file is damaged, or has objects of classes that are not allowed.
+    """
+    try:
+        with open_regular(path) as file:
+            return _Unpickler(file).load()
+    except DAMAGE as error:
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error
 
 
-_PART, _SHAPE = "part", "shape_of_whole"
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        allowed = _ALLOWED.get((module_name, global_name))
+        if allowed is None and module_name == "torch":
+            allowed = getattr(torch, global_name, None)
+            allowed = allowed if isinstance(allowed, torch.dtype) else None
+        if allowed is None:
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in an index")
+        return allowed
+
+
+_ALLOWED_NAMES = {
+    metadata: (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    filesystem: ("_StorageInfo", "_StoragePrefix"),
+    planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    storage: ("WriteResult",),
+}
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{
+        (module.__name__, name): getattr(module, name)
+        for module, names in _ALLOWED_NAMES.items()
+        for name in names
+    },
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): get_layout,
+    **{
+        (module, name): PurePath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+    },
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): dict,
+}
+
+
+DAMAGE = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,  # a length that the file lacks; CPython prints a SystemError if it is a bytearray's
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+"""Raised by pickle and torch for damaged bytes, and for pickles that would run code."""
+
+
+_PART, _SHAPE = "part", "shape_of_whole"  # keys of the format
+
+
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer_fsdp"
 """Stems of the files' names, for `local_file`."""
 
 
 def save_local(state: Any, path: Path, world_size: int, *, write: Write = torch.save) -> None:
     """Write this rank's local state."""
-    write({"world_size": world_size, "state": _packed(state)}, path)
+    write({"world_size": world_size, "state": _pack(state)}, path)
 
 
 def load_local(
@@ -412,25 +420,25 @@ def load_local(
             f"{str(path)!r}, the local state dict of this rank, does not exist: load the folder that "
             "save_state wrote with LOCAL_STATE_DICT on the same ranks."
         )
-    found = torch.load(path, map_location="cpu", weights_only=True)
-    if found["world_size"] != world_size:
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    if saved["world_size"] != world_size:
         raise CheckpointError(
-            f"{str(path)!r} was saved with world size {found['world_size']}, but this run has {world_size}: "
+            f"{str(path)!r} was saved with world size {saved['world_size']}, but this run has {world_size}: "
             "local state dicts load only with the same world size. Save with SHARDED_STATE_DICT instead."
         )
-    return _unpacked(found["state"], (), allocate, path)
+    return _unpack(saved["state"], (), allocate, path)
 
 
-def _packed(state: Any) -> Any:
+def _pack(state: Any) -> Any:
     if isinstance(state, DTensor):
         return {_PART: compact(state.to_local().detach().cpu()), _SHAPE: tuple(state.shape)}
     if isinstance(state, dict):
         items: dict[Any, Any] = state
-        return {key: _packed(value) for key, value in items.items()}
+        return {key: _pack(value) for key, value in items.items()}
     return state.detach().cpu() if isinstance(state, Tensor) else state
 
 
-def _unpacked(
+def _unpack(
     state: Any,
     keys: tuple[Any, ...],
     allocate: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor],
@@ -440,7 +448,7 @@ def _unpacked(
         return state
     items: dict[Any, Any] = state
     if items.keys() != {_PART, _SHAPE}:
-        return {key: _unpacked(value, (*keys, key), allocate, path) for key, value in items.items()}
+        return {key: _unpack(value, (*keys, key), allocate, path) for key, value in items.items()}
     part, shape = items[_PART], torch.Size(items[_SHAPE])
     target: Any = allocate(keys, shape, part.dtype)
     local: Tensor = target.to_local() if isinstance(target, DTensor) else target
@@ -467,7 +475,6 @@ class LocalFiles:
         save_local(self.shards.model_tensors(model), path, self.topology.world_size, write=write)
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Load what `save_model` wrote."""
         like = self.shards.model_tensors(model)
         path = self._file(directory, MODEL, index)
         self.shards.load_model(
@@ -489,7 +496,6 @@ class LocalFiles:
         save_local(state, path, self.topology.world_size, write=write)
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Load what `save_optimizer` wrote."""
         allocate = self.shards.state_allocator(optimizer, [model])
         path = self._file(directory, OPTIMIZER, index)
         state = load_local(path, self.topology.world_size, lambda keys, *what: allocate(keys[1], *what))

@@ -1,4 +1,4 @@
-"""Cut, gather shards; full state dicts."""
+"""Cut shards from full tensors and gather them; full state dicts of sharded models and optimizers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shard_like(
         full: The full tensor, on any device.
         like: A tensor of the same shape; if it is not a `DTensor`, the full tensor is copied.
         device: Device of the result; that of `like` if `None`.
-        keep_type: Whether the shard has the type that a library has put around that of `like`.
+        keep_type: Whether the shard has the tensor subclass of the shard of `like`, such as a library's.
 
     Returns:
         A new tensor of the dtype of `full`, a `DTensor` if `like` is one.
@@ -41,24 +41,24 @@ def shard_like(
     if not isinstance(like, DTensor):
         return torch.empty_like(full, device=target).copy_(full)
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    where = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    region = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     empty = torch.empty(shape, dtype=full.dtype, device=target)
     if keep_type:
         local: Any = like.detach()
         empty = torch.empty_like(local.to_local(), dtype=full.dtype, device=target)
-    shard = empty.copy_(full[where])
+    shard = empty.copy_(full[region])
     meta = TensorMeta(like.shape, torch.empty(like.shape, device="meta").stride(), full.dtype)
     # `from_local` would move a shard that is offloaded to the CPU to the device of the mesh.
     return DTensor(
         shard, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False
-    )  # pyright: ignore[reportCallIssue] - what FSDP does itself
+    )  # pyright: ignore[reportCallIssue] - FSDP does the same
 
 
 def group_tied_names(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
     """Group the names of a state dict by value: tied weights have several.
 
     Example:
-        >>> group_tied_names({"a": (one := torch.ones(1)), "b": 3, "c": one})
+        >>> group_tied_names({"a": (tied := torch.ones(1)), "b": 3, "c": tied})
         [(('a', 'c'), tensor([1.])), (('b',), 3)]
     """
     names: dict[int, list[str]] = {}
@@ -88,19 +88,16 @@ class ShardsPersister:
     device: torch.device
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        """Gather the full state dict to the CPU; tied tensors share memory."""
         state = self.shards.model_tensors(model)
-        found: StateDict = {}
-        for tensors in self._iter_full(state, keep=keep):
-            found |= tensors
-        return {name: found[name] for name in state} if keep else {}
+        gathered: StateDict = {}
+        for tensors in self._iter_gathered(state, keep=keep):
+            gathered |= tensors
+        return {name: gathered[name] for name in state} if keep else {}
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """Gather the full state dict to the CPU tensor by tensor; tied names come together."""
-        return self._iter_full(self.shards.model_tensors(model), keep=keep)
+        return self._iter_gathered(self.shards.model_tensors(model), keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load this rank's shards of a full state dict."""
         like = self.shards.model_tensors(model)
         shards = {name: _shard(value, like.get(name)) for name, value in state.items()}
         return self.shards.load_model(model, shards, **options)
@@ -108,15 +105,13 @@ class ShardsPersister:
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
-        """Gather the optimizer's full state dict, as a single process has it, to the CPU."""
         state = self.shards.optimizer_tensors(optimizer, models)
         names = [group["params"] for group in state["param_groups"]]
-        return state_by_index(self._full(state, keep=keep), names)
+        return state_by_index(self._gather(state, keep=keep), names)
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """Load this rank's shards of an optimizer's full state dict."""
         groups = self.shards.optimizer_tensors(optimizer, models)["param_groups"]
         named = state_by_name(state, [group["params"] for group in groups])
         allocate = self.shards.state_allocator(optimizer, models)
@@ -131,18 +126,19 @@ class ShardsPersister:
         }
         self.shards.load_optimizer(optimizer, models, named)
 
-    def _iter_full(self, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
+    def _iter_gathered(self, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
         for names, value in group_tied_names(state):
-            full = self._full(value, keep=keep)
+            full = self._gather(value, keep=keep)
             yield dict.fromkeys(names, full) if keep else {}
             del full  # freed before the next tensor is gathered
 
-    def _full(self, state: Any, *, keep: bool) -> Any:
-        """Gather the tensors of nested dictionaries; every rank takes part, those with `keep` return them."""
+    def _gather(self, state: Any, *, keep: bool) -> Any:
         if isinstance(state, dict):
             items: dict[Any, Any] = state
-            done = {key: self._full(value, keep=keep) for key, value in items.items()}
-            return done if keep else {key: value for key, value in done.items() if value is not None}
+            full_items = {key: self._gather(value, keep=keep) for key, value in items.items()}
+            return (
+                full_items if keep else {key: value for key, value in full_items.items() if value is not None}
+            )
         if not isinstance(state, Tensor):
             return state
         full = gather_full_tensor(state, self.device)

@@ -1,4 +1,4 @@
-"""Sharded states by name; file names."""
+"""Sharded state dicts of models and optimizers by fully qualified name, and the names of their files."""
 
 from __future__ import annotations
 
@@ -137,12 +137,11 @@ class TensorShards:
     allocator_like: Callable[[Mapping[str, Tensor]], StateAllocator] = allocator_like
 
     def form(self) -> StateForm:
-        """Return the form that `save_state` writes."""
         return self.form_now()
 
     def model_tensors(self, model: nn.Module) -> StateDict:
         """Return the state dict of the model; tied weights are one object."""
-        state = _core(model).state_dict(keep_vars=True)
+        state = extract_model_from_parallel(model, keep_torch_compile=False).state_dict(keep_vars=True)
         detached = {
             id(value): value.detach() if isinstance(value, torch.Tensor) else value
             for value in state.values()
@@ -150,26 +149,20 @@ class TensorShards:
         return {strip_wrapper_prefixes(name): detached[id(value)] for name, value in state.items()}
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a state dict of the layout of `model_tensors`."""
-        core = _core(model)
+        core = extract_model_from_parallel(model, keep_torch_compile=False)
         names = {strip_wrapper_prefixes(name): name for name in core.state_dict()}
         core.load_state_dict({names.get(name, name): value for name, value in state.items()}, **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        """Return the state dict of the optimizer, with parameters by name."""
         return state_by_name(optimizer.state_dict(), parameter_names(optimizer, models))
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Allocate tensors as `allocator_like` does for the parameters."""
-        groups = zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True)
         parameters: dict[str, Tensor] = {}
-        for names, group in groups:
+        for names, group in zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True):
             parameters |= zip(names, group["params"], strict=True)
-
         return self.allocator_like(parameters)
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        """Load a state dict of the layout of `optimizer_tensors`."""
         optimizer.load_state_dict(state_by_index(state, parameter_names(optimizer, models)))
 
 
@@ -180,12 +173,12 @@ def state_by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> S
         >>> state_by_name({"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.5, "params": [0]}]}, [["a"]])
         {'state': {'a': {'step': 1}}, 'param_groups': [{'lr': 0.5, 'params': ['a']}]}
     """
-    by_number: dict[int, str] = {}
+    name_of: dict[int, str] = {}
     for group, group_names in zip(state["param_groups"], names, strict=True):
-        by_number |= zip(group["params"], group_names, strict=True)
+        name_of |= zip(group["params"], group_names, strict=True)
     return {
         **state,
-        "state": {by_number[number]: dict(values) for number, values in state["state"].items()},
+        "state": {name_of[index]: dict(values) for index, values in state["state"].items()},
         "param_groups": [
             {**group, "params": list(group_names)}
             for group, group_names in zip(state["param_groups"], names, strict=True)
@@ -206,16 +199,16 @@ def state_by_index(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> 
 
 
 def names_to_indices(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
-    """Do so with groups that are checked."""
-    numbers: dict[str, int] = {}
+    """Replace parameter names by indices; groups must match already."""
+    indices: dict[str, int] = {}
     for group_names in names:
         for name in group_names:
-            numbers.setdefault(name, len(numbers))
+            indices.setdefault(name, len(indices))
     return {
         **state,
-        "state": {numbers[name]: values for name, values in state["state"].items() if name in numbers},
+        "state": {indices[name]: values for name, values in state["state"].items() if name in indices},
         "param_groups": [
-            {**group, "params": [numbers[name] for name in group_names]}
+            {**group, "params": [indices[name] for name in group_names]}
             for group, group_names in zip(state["param_groups"], names, strict=True)
         ],
     }
@@ -238,12 +231,10 @@ def check_groups(saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]])
             )
 
 
-def _core(model: nn.Module) -> nn.Module:
-    return extract_model_from_parallel(model, keep_torch_compile=False)
-
-
 # The prefixes of FSDP1, of activation checkpointing and of compiled modules.
-_LAYERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_WRAPPER_PREFIXES = re.compile(
+    r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\."
+)
 
 
 def strip_wrapper_prefixes(name: str) -> str:
@@ -253,7 +244,7 @@ def strip_wrapper_prefixes(name: str) -> str:
         >>> strip_wrapper_prefixes("layers.0._checkpoint_wrapped_module.weight")
         'layers.0.weight'
     """
-    return _LAYERS.sub("", name)
+    return _WRAPPER_PREFIXES.sub("", name)
 
 
 def parameter_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
@@ -269,18 +260,20 @@ def parameter_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[l
         [['weight', 'bias']]
     """
     owners: dict[int, tuple[int, str]] = {}
-    for number, model in enumerate(models):
+    for model_index, model in enumerate(models):
         inside = extract_model_from_parallel(model, keep_torch_compile=False)
         for name, parameter in inside.named_parameters(remove_duplicate=False):
-            owners.setdefault(id(parameter), (number, strip_wrapper_prefixes(name)))
+            owners.setdefault(id(parameter), (model_index, strip_wrapper_prefixes(name)))
     groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
-    numbers = {owners[id(one)][0] for group in groups for one in group if id(one) in owners}
+    model_indices = {
+        owners[id(parameter)][0] for group in groups for parameter in group if id(parameter) in owners
+    }
     named: list[list[str]] = []
     for index, group in enumerate(groups):
         named.append([])
         for position, parameter in enumerate(group):
-            number, name = owners.get(id(parameter), (-1, f"param_groups.{index}.{position}"))
-            named[-1].append(f"{number}.{name}" if number >= 0 and len(numbers) > 1 else name)
+            owner, name = owners.get(id(parameter), (-1, f"param_groups.{index}.{position}"))
+            named[-1].append(f"{owner}.{name}" if owner >= 0 and len(model_indices) > 1 else name)
     return named
 
 

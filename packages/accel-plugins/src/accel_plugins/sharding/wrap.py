@@ -1,4 +1,8 @@
-"""Shard models and optimizers in place."""
+"""Shard models and optimizers in place: move to meta, shard, materialise from rank 0, remap optimizers.
+
+FSDP2, tensor parallelism and FSDP1 share the model wrapper, the map from original to sharded parameters,
+float32 master weights, and the stepper for `DTensor`s on several meshes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parameter import is_lazy
 from torch.nn.utils import get_total_norm
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -29,7 +32,7 @@ from accel_ops.modules import without_compiler
 from accel_ops.tree import by_device, local_parts
 from accel_plugins.sharding.shards import gather_full_tensor, group_tied_names, shard_like
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy
-from accel_plugins.unsharded import TorchStepper, move_to_device
+from accel_plugins.unsharded import TorchStepper, check_not_lazy, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.runtime import Runtime
@@ -49,15 +52,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-@dataclass(frozen=True, slots=True)
-class DetachedParameter:
-    """A parameter of an optimizer that a placeholder stands for while the model is moved."""
+logger = logging.getLogger(__name__)
 
-    optimizer: Optimizer
-    parameters: list[Tensor]
-    index: int
-    name: str
-    state: Any
+
+SHARDED_FEATURES = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
+"""The features of strategies with sharded models."""
 
 
 class ParamRemap:
@@ -65,7 +64,7 @@ class ParamRemap:
 
     def __init__(self) -> None:
         self._successors: Any = WeakIdKeyDictionary()
-        self._num_originals: Any = WeakIdKeyDictionary()  # of a sharded parameter; several if it is flat
+        self._num_originals: Any = WeakIdKeyDictionary()  # by sharded parameter; a flat one has several
         self._models: WeakSet[nn.Module] = WeakSet()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
 
@@ -83,13 +82,17 @@ class ParamRemap:
 
     def check(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
         """Check that the parameters of optimizers belong to prepared models."""
-        owned = {id(one) for model in (*models, *self._models) for one in model.parameters()}
+        owned = {id(parameter) for model in (*models, *self._models) for parameter in model.parameters()}
         for optimizer in optimizers:
-            everything = [one for group in optimizer.param_groups for one in group["params"]]
-            unknown = [one for one in everything if id(one) not in owned and one not in self._successors]
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            unknown = [
+                parameter
+                for parameter in parameters
+                if id(parameter) not in owned and parameter not in self._successors
+            ]
             if unknown:
                 raise SettingsError(
-                    f"{len(unknown)} of the {len(everything)} parameters of {type(optimizer).__qualname__}, "
+                    f"{len(unknown)} of the {len(parameters)} parameters of {type(optimizer).__qualname__}, "
                     f"the first of shape {tuple(unknown[0].shape)}, belong to no model that is prepared with "
                     "it or was before: they would not be trained. Create the optimizer from "
                     "model.parameters() of the model that you pass to prepare(), and pass both."
@@ -105,8 +108,12 @@ class ParamRemap:
 
     def switch(self, optimizer: Optimizer) -> None:
         """Replace an optimizer's original parameters by the sharded ones, and shard its state."""
-        every = (one for group in optimizer.param_groups for one in group["params"])
-        mapping = {one: self._successors[one] for one in every if one in self._successors}
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        mapping = {
+            parameter: self._successors[parameter]
+            for parameter in parameters
+            if parameter in self._successors
+        }
         for key, count in Counter(id(new) for new in mapping.values()).items():
             total = next(self._num_originals[new] for new in mapping.values() if id(new) == key)
             if count < total:
@@ -119,190 +126,121 @@ class ParamRemap:
         switch_parameters(optimizer, mapping)
 
 
-def hook_of(parameter: Any) -> str | None:
-    """Return the method by which a hook on the gradient of a parameter was registered, if one was.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedWrapper:
+    """Model wrapper that shards models in place; they stay the same objects, with the same names.
 
-    Example:
-        >>> parameter = torch.nn.Parameter(torch.ones(1))
-        >>> _ = parameter.register_hook(torch.neg)
-        >>> hook_of(parameter)
-        'register_hook'
+    Args:
+        validate: Raises `ValueError` for a model that cannot be sharded; checks this rank alone.
+        master_weights: The mixed precision under which trained parameters are cast to float32; `None` to keep
+            all dtypes.
+        only_main_has_values: Whether models of ranks other than 0 may be on the meta device.
     """
-    hooks, after_accumulation = gradient_hooks(parameter)
-    if hooks:
-        return "register_hook"
-    return "register_post_accumulate_grad_hook" if after_accumulation else None
 
+    runtime: Runtime
+    shard: Callable[[nn.Module], None]
+    validate: Callable[[nn.Module], None]
+    parameters_on: torch.device
+    master_weights: str | None = None
+    only_main_has_values: bool = False
+    remap: ParamRemap = field(default_factory=ParamRemap)
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer computes the same from shards of a parameter as from all of it.
-
-    A new optimizer of its class and options steps a small matrix, and others the flat halves of it; they
-    differ where the update of an element depends on others, as by an inner product, a norm, a factored state
-    or a matrix. An optimizer that cannot be made from its defaults, or draws random numbers, is trusted.
-
-    Example:
-        >>> parameters = [torch.nn.Parameter(torch.ones(2, 2))]
-        >>> is_elementwise(torch.optim.AdamW(parameters)), is_elementwise(torch.optim.LBFGS(parameters))
-        (True, False)
-    """
-    generator = torch.Generator().manual_seed(0)
-    value, *gradients = torch.randn(3, 4, 4, generator=generator).unbind()
-    try:
-        full, again = (_stepped(optimizer, value, gradients, seed=seed) for seed in (0, 1))
-    except Exception:  # noqa: BLE001 - it is the code of whoever wrote the optimizer
-        return True
-    if not torch.equal(full, again):
-        return True
-    try:
-        halves = [
-            _stepped(optimizer, value.flatten()[part], [one.flatten()[part] for one in gradients], seed=0)
-            for part in (slice(8), slice(8, 16))
-        ]
-    except Exception:  # noqa: BLE001 - as above
-        return False
-    return torch.allclose(torch.cat(halves, 1), full.flatten(1), rtol=1e-3, atol=1e-6)
-
-
-def _stepped(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor], *, seed: int) -> Tensor:
-    """Step a new optimizer of the same class, with a parameter of this value in each group."""
-    kind: Any = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    options = {name: default for name, default in optimizer.defaults.items() if name in accepted}
-    parameters = [nn.Parameter(value.clone()) for _ in optimizer.param_groups]
-    groups = [
-        {**group, "params": [parameter]}
-        for group, parameter in zip(optimizer.param_groups, parameters, strict=True)
-    ]
-    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        trial = kind(groups, **options)
-        for gradient in gradients:
-
-            @torch.enable_grad()
-            def closure(gradient: Tensor = gradient) -> Tensor:
-                loss = torch.zeros(())
-                for parameter in parameters:
-                    parameter.grad = gradient.clone()
-                    loss = loss + (parameter.detach() * gradient).sum()
-                return loss
-
-            closure()
-            trial.step(closure)
-    return torch.stack([one.detach() for one in parameters])
-
-
-def detach_params(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[DetachedParameter]:
-    """Remove a model's parameters, by id, from optimizers, so that their memory can be freed.
-
-    The optimizers must not be used until `reattach_params`.
-    """
-    held: list[DetachedParameter] = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            parameters = group["params"]
-            for index, parameter in enumerate(parameters):
-                name = names.get(id(parameter))
-                if name is not None:
-                    held.append(
-                        DetachedParameter(
-                            optimizer, parameters, index, name, optimizer.state.pop(parameter, None)
-                        )
-                    )
-                    parameters[index] = torch.empty(0)
-    return held
-
-
-def reattach_params(held: Iterable[DetachedParameter], model: nn.Module) -> None:
-    """Put a model's sharded parameters in place of the detached ones, with their sharded states."""
-    now = dict(model.named_parameters(remove_duplicate=False))
-    for one in held:
-        new = now[one.name]
-        one.parameters[one.index] = new
-        if one.state is not None:
-            one.optimizer.state[new] = _shard_state(one.state, new)
-
-
-def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) -> None:
-    """Replace parameters of an optimizer, in place, by those that a mapping has for them.
-
-    Groups keep their lists; state is sharded like the new parameters. One parameter may replace several.
-    """
-    by_id = {id(old): new for old, new in mapping.items()}
-    owner: dict[int, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        parameters = {id(one): one for one in (by_id.get(id(old), old) for old in group["params"])}
-        for old in group["params"]:
-            new = by_id.get(id(old))
-            if new is not None and old in optimizer.state:
-                optimizer.state[new] = _shard_state(optimizer.state.pop(old), new)
-        for key in parameters:
-            if owner.setdefault(key, index) != index:
+    def check(self, bundle: Bundle) -> None:
+        """Refuse models that cannot be sharded or that differ between ranks; all ranks raise if one does."""
+        problem = ""
+        models = [model for model in map(without_compiler, bundle.models) if not self.remap.has(model)]
+        try:
+            for model in models:
+                _check_quantised(model)
+                self._validate(model)
+            self.remap.check(bundle.optimizers, map(without_compiler, bundle.models))
+        except ValueError as error:
+            problem = str(error)
+        reports = self.runtime.collectives.all_gather_object((problem, [*map(_digest, models)]))
+        for rank, (text, _) in enumerate(reports):
+            if text:
+                raise SettingsError(text if text == problem else f"rank {rank}: {text}")
+        for rank, (_, digests) in enumerate(reports):
+            if digests != reports[0][1]:
                 raise SettingsError(
-                    f"The parameters of one block are in the groups {owner[key]} and {index} of "
-                    f"{type(optimizer).__qualname__}, but FSDP1 makes one flat parameter of them; set "
-                    "FullyShardedDataParallelPlugin(use_orig_params=True)."
+                    f"prepare() got other models on rank {rank} than on rank 0: names, shapes or dtypes "
+                    "of their parameters differ. Make the same models on every rank."
                 )
-        group["params"][:] = parameters.values()
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Shard the models that are not sharded yet, and switch optimizers to the new parameters."""
+        models = [*bundle.models]
+        for index, model in enumerate(models):
+            core = without_compiler(model)
+            if self.remap.has(core):
+                continue
+            if evaluation and not self.only_main_has_values:
+                models[index] = move_to_device(
+                    replace(bundle, models=[model], placements=()), self.runtime.device
+                )[0]
+            else:
+                self._wrap(core, bundle)
+        for optimizer in bundle.optimizers:
+            self.remap.switch(optimizer)
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return without_compiler(model)
+
+    def _wrap(self, model: nn.Module, bundle: Bundle) -> None:
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        is_main = self.runtime.topology.is_main
+        if self.master_weights is not None and is_main:
+            warn_about_master_weights(model, self.master_weights)
+        values = to_meta(
+            model,
+            keep=is_main,
+            device=self.runtime.device,
+            dtype_of=None if self.master_weights is None else dtype_to_train,
+        )
+        detached_parameters = detach_params(bundle.optimizers, names)
+        self.shard(model)
+        materialize_from_rank0(model, values, self.runtime, parameters_on=self.parameters_on)
+        reattach_params(detached_parameters, model)
+        self.remap.add(model, values.before.items(), dict(model.named_parameters(remove_duplicate=False)))
+
+    def _validate(self, model: nn.Module) -> None:
+        may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
+        check_not_lazy(model)
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta and not may_be_empty:
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} is on the meta device on "
+                    f"rank {self.runtime.topology.rank}. Load the weights there before prepare(); with "
+                    "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True), rank 0 alone needs them."
+                )
+        self.validate(model)
 
 
-@contextmanager
-def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
-    """Split an optimizer's groups by mesh within the block, for its step.
-
-    torch's `foreach` and `fused` kernels take lists of tensors only if all are on one mesh, or on none. The
-    groups are restored afterwards, with the values that the step wrote.
-
-    Raises:
-        UnsupportedError: The step uses an operation that torch does not have for DTensors.
-    """
-    groups = [*optimizer.param_groups]
-    split = [_by_mesh(group) for group in groups]
-    # LBFGS keeps a list of its own, and accepts one group only.
-    is_split = any(len(by_mesh) > 1 for by_mesh in split) and "_params" not in vars(optimizer)
-    if is_split:  # in place: an optimizer that wraps another one has the same list
-        optimizer.param_groups[:] = [group for by_mesh in split for group in by_mesh]
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        if not _is_raised_by_dtensor(error):
-            raise
-        raise UnsupportedError(
-            f"{type(optimizer).__qualname__} cannot step on sharded parameters: {str(error).splitlines()[0]} "
-            "Use an optimizer that works on DTensors, or a strategy that does not shard."
-        ) from error
-    finally:
-        if is_split:
-            optimizer.param_groups[:] = groups
-            for group, by_mesh in zip(groups, split, strict=True):
-                group.update({**by_mesh[0], "params": group["params"]} if by_mesh else {})
+def _digest(model: nn.Module) -> str:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    text = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_raised_by_dtensor(error: BaseException) -> bool:
-    if "DTensor" in str(error):
-        return True
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return frame.f_globals["__name__"].startswith("torch.distributed.tensor.")
+def _check_quantised(model: nn.Module) -> None:
+    """Refuse weights quantised by bitsandbytes: sharded as plain tensors they would lose their scales."""
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.startswith("bitsandbytes."):
+            raise SettingsError(
+                f"{type(model).__name__}: the parameter {name!r} is quantised ({type(parameter).__name__} of "
+                "bitsandbytes) and cannot be sharded. Train the model with DDP, or load it in its own dtype."
+            )
 
 
-def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
-    meshes: dict[Any, list[Tensor]] = {}
-    for one in group["params"]:
-        meshes.setdefault(one.device_mesh if isinstance(one, DTensor) else None, []).append(one)
-    return [{**group, "params": parameters} for parameters in meshes.values()]
+def compose(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
+    """Compose functions of a model into one that calls them in order."""
 
+    def call_all(model: nn.Module) -> None:
+        for function in functions:
+            function(model)
 
-def _shard_state(state: Any, like: Tensor) -> Any:
-    if not isinstance(state, dict):
-        return state
-    items: dict[str, Any] = state
-    return {
-        name: shard_like(value.to(like.dtype) if value.is_floating_point() else value, like)
-        if isinstance(value, Tensor) and value.shape == like.shape and not isinstance(value, DTensor)
-        else value
-        for name, value in items.items()
-    }
+    return call_all
 
 
 @dataclass(slots=True)
@@ -365,14 +303,32 @@ def to_meta(
     return values
 
 
+def _move_to_meta(model: nn.Module, values: FullModelState) -> None:
+    """Move a model to the meta device; tied tensors stay tied."""
+    for names in values.names.values():
+        tensor = _get_tensor(model, names[0])
+        if _has_own_type(tensor):  # `Module.to` refuses to swap a tensor with weak references
+            meta = tensor.detach().to("meta", values.dtypes[names[0]])
+            for name in names:
+                put_tensor(model, name, nn.Parameter(meta, requires_grad=tensor.requires_grad))
+    nn.Module.to(model, device="meta")  # an override of `to` may refuse to move the model
+    for names in values.names.values():
+        tensor = _get_tensor(model, names[0])
+        if _has_own_type(tensor):
+            continue
+        tensor.data = tensor.data.to(values.dtypes[names[0]])
+        for name in names[1:]:
+            put_tensor(model, name, tensor)
+
+
 def materialize_from_rank0(
     model: nn.Module, values: FullModelState, runtime: Runtime, *, parameters_on: torch.device
 ) -> None:
     """Broadcast rank 0's tensors one by one; every rank materialises its shards, and frees what it has done.
 
-    The values of rank 0 count also where every rank has some: ranks that seeded differently would otherwise
-    train a model that is put together of several. That costs one broadcast of the model in `prepare`, as with
-    DDP. Buffers and collectives use the device of the run.
+    Rank 0's values are used even if every rank has some: ranks with different seeds would otherwise train a
+    mixture of several models. That costs one broadcast of the model in `prepare`, as with DDP. Buffers and
+    collectives use the device of the run.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -387,58 +343,10 @@ def materialize_from_rank0(
         if is_parameter:
             shard = nn.Parameter(shard, requires_grad=like.requires_grad)
             vars(shard).update(values.attributes[name])
-            if name in values.hooks:  # the same dictionaries: a handle still removes its hook
+            if name in values.hooks:  # the same dictionaries, so that a handle still removes its hook
                 set_gradient_hooks(shard, values.hooks[name])
-        for one in names:
-            put_tensor(model, one, shard)
-
-
-def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the parameter or buffer of a name in a model."""
-    path, _, leaf = name.rpartition(".")
-    owner = model.get_submodule(path)
-    if leaf in (buffers := buffer_table(owner)):  # `setattr` would refuse a parameter there
-        buffers[leaf] = tensor
-    else:
-        setattr(owner, leaf, tensor)
-
-
-def _broadcast_from_rank0(found: Tensor | None, like: Tensor, dtype: torch.dtype, runtime: Runtime) -> Tensor:
-    if found is None or runtime.topology.rank != 0:
-        full = torch.empty(like.shape, dtype=dtype, device=runtime.device)
-    else:
-        full = found.to(runtime.device, dtype).contiguous()
-    runtime.collectives.broadcast(full, src=0)
-    return full
-
-
-def _move_to_meta(model: nn.Module, values: FullModelState) -> None:
-    """Move a model to the meta device; tied tensors stay tied."""
-    for names in values.names.values():
-        tensor = _get(model, names[0])
-        if _has_own_type(tensor):  # `Module.to` refuses to swap what somebody refers to weakly
-            meta = tensor.detach().to("meta", values.dtypes[names[0]])
-            for name in names:
-                put_tensor(model, name, nn.Parameter(meta, requires_grad=tensor.requires_grad))
-    nn.Module.to(model, device="meta")  # a subclass may refuse to be moved
-    for names in values.names.values():
-        tensor = _get(model, names[0])
-        if _has_own_type(tensor):
-            continue
-        tensor.data = tensor.data.to(values.dtypes[names[0]])
-        if len(names) > 1:
-            for name in names[1:]:
-                put_tensor(model, name, tensor)
-
-
-def _has_own_type(tensor: Tensor) -> bool:
-    """Whether a library has put a type of its own around the values, for its kernels."""
-    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
-
-
-def _get(model: nn.Module, name: str) -> Any:
-    path, _, leaf = name.rpartition(".")
-    return getattr(model.get_submodule(path), leaf)
+        for alias in names:
+            put_tensor(model, alias, shard)
 
 
 def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: bool) -> None:
@@ -459,16 +367,200 @@ def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: b
     missing = runtime.collectives.all_gather_object(
         [name for name in values.names if name not in (state or ())]
     )[0]
-    for name in missing:  # buffers that are not persistent
+    for name in missing:  # buffers that are not persistent are in no state dict
         values.names.pop(name)
     materialize_from_rank0(
         model, values, runtime, parameters_on=torch.device("cpu") if on_cpu else runtime.device
     )
 
 
-logger = logging.getLogger(__name__)
+def _broadcast_from_rank0(value: Tensor | None, like: Tensor, dtype: torch.dtype, runtime: Runtime) -> Tensor:
+    if value is None or runtime.topology.rank != 0:
+        full = torch.empty(like.shape, dtype=dtype, device=runtime.device)
+    else:
+        full = value.to(runtime.device, dtype).contiguous()
+    runtime.collectives.broadcast(full, src=0)
+    return full
 
-_SMALL = frozenset({torch.bfloat16, torch.float16})
+
+def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replace the parameter or buffer of a name in a model."""
+    path, _, leaf = name.rpartition(".")
+    owner = model.get_submodule(path)
+    if leaf in (buffers := buffer_table(owner)):  # `setattr` would refuse a parameter there
+        buffers[leaf] = tensor
+    else:
+        setattr(owner, leaf, tensor)
+
+
+def _get_tensor(model: nn.Module, name: str) -> Any:
+    path, _, leaf = name.rpartition(".")
+    return getattr(model.get_submodule(path), leaf)
+
+
+def _has_own_type(tensor: Tensor) -> bool:
+    """Return whether a tensor is of a library's own type around its values, for its kernels."""
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
+
+
+def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) -> None:
+    """Replace parameters of an optimizer, in place, by those that a mapping has for them.
+
+    Groups keep their lists; state is sharded like the new parameters. One parameter may replace several.
+    """
+    by_id = {id(old): new for old, new in mapping.items()}
+    owner: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        parameters = {
+            id(parameter): parameter for parameter in (by_id.get(id(old), old) for old in group["params"])
+        }
+        for old in group["params"]:
+            new = by_id.get(id(old))
+            if new is not None and old in optimizer.state:
+                optimizer.state[new] = _shard_state(optimizer.state.pop(old), new)
+        for key in parameters:
+            if owner.setdefault(key, index) != index:
+                raise SettingsError(
+                    f"The parameters of one block are in the groups {owner[key]} and {index} of "
+                    f"{type(optimizer).__qualname__}, but FSDP1 makes one flat parameter of them; set "
+                    "FullyShardedDataParallelPlugin(use_orig_params=True)."
+                )
+        group["params"][:] = parameters.values()
+
+
+@dataclass(frozen=True, slots=True)
+class DetachedParameter:
+    """A parameter of an optimizer, replaced by a placeholder while the model is moved."""
+
+    optimizer: Optimizer
+    parameters: list[Tensor]
+    index: int
+    name: str
+    state: Any
+
+
+def detach_params(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[DetachedParameter]:
+    """Remove a model's parameters, by id, from optimizers, so that their memory can be freed.
+
+    The optimizers must not be used until `reattach_params`.
+    """
+    detached_parameters: list[DetachedParameter] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            for index, parameter in enumerate(parameters):
+                name = names.get(id(parameter))
+                if name is not None:
+                    detached_parameters.append(
+                        DetachedParameter(
+                            optimizer, parameters, index, name, optimizer.state.pop(parameter, None)
+                        )
+                    )
+                    parameters[index] = torch.empty(0)
+    return detached_parameters
+
+
+def reattach_params(detached_parameters: Iterable[DetachedParameter], model: nn.Module) -> None:
+    """Put a model's sharded parameters in place of the detached ones, with their sharded states."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for detached in detached_parameters:
+        new = now[detached.name]
+        detached.parameters[detached.index] = new
+        if detached.state is not None:
+            detached.optimizer.state[new] = _shard_state(detached.state, new)
+
+
+def _shard_state(state: Any, like: Tensor) -> Any:
+    if not isinstance(state, dict):
+        return state
+    items: dict[str, Any] = state
+    return {
+        name: shard_like(value.to(like.dtype) if value.is_floating_point() else value, like)
+        if isinstance(value, Tensor) and value.shape == like.shape and not isinstance(value, DTensor)
+        else value
+        for name, value in items.items()
+    }
+
+
+def hook_of(parameter: Any) -> str | None:
+    """Return the method by which a hook on the gradient of a parameter was registered, if one was.
+
+    Example:
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> _ = parameter.register_hook(torch.neg)
+        >>> hook_of(parameter)
+        'register_hook'
+    """
+    hooks, after_accumulation = gradient_hooks(parameter)
+    if hooks:
+        return "register_hook"
+    return "register_post_accumulate_grad_hook" if after_accumulation else None
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer computes the same from shards of a parameter as from all of it.
+
+    A new optimizer of its class and options steps a small matrix, and others the flat halves of it; they
+    differ where the update of an element depends on others, as by an inner product, a norm, a factored state
+    or a matrix. An optimizer that cannot be made from its defaults, or draws random numbers, is trusted.
+
+    Example:
+        >>> parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+        >>> is_elementwise(torch.optim.AdamW(parameters)), is_elementwise(torch.optim.LBFGS(parameters))
+        (True, False)
+    """
+    generator = torch.Generator().manual_seed(0)
+    value, *gradients = torch.randn(3, 4, 4, generator=generator).unbind()
+    # 1. Step the full matrix, with two seeds.
+    try:
+        full, again = (_step_copy(optimizer, value, gradients, seed=seed) for seed in (0, 1))
+    except Exception:  # noqa: BLE001 - an optimizer's own code may raise anything
+        return True
+    if not torch.equal(full, again):
+        return True
+    # 2. Step its halves, and compare.
+    try:
+        halves = [
+            _step_copy(
+                optimizer, value.flatten()[part], [gradient.flatten()[part] for gradient in gradients], seed=0
+            )
+            for part in (slice(8), slice(8, 16))
+        ]
+    except Exception:  # noqa: BLE001 - as above
+        return False
+    return torch.allclose(torch.cat(halves, 1), full.flatten(1), rtol=1e-3, atol=1e-6)
+
+
+def _step_copy(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor], *, seed: int) -> Tensor:
+    """Step a new optimizer of the same class, with a parameter of this value in each group; return them."""
+    kind: Any = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    options = {name: default for name, default in optimizer.defaults.items() if name in accepted}
+    parameters = [nn.Parameter(value.clone()) for _ in optimizer.param_groups]
+    groups = [
+        {**group, "params": [parameter]}
+        for group, parameter in zip(optimizer.param_groups, parameters, strict=True)
+    ]
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        trial = kind(groups, **options)
+        for gradient in gradients:
+
+            @torch.enable_grad()
+            def closure(gradient: Tensor = gradient) -> Tensor:
+                loss = torch.zeros(())
+                for parameter in parameters:
+                    parameter.grad = gradient.clone()
+                    loss = loss + (parameter.detach() * gradient).sum()
+                return loss
+
+            closure()
+            trial.step(closure)
+    return torch.stack([parameter.detach() for parameter in parameters])
+
+
+_LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 
 def dtype_to_train(parameter: Tensor) -> torch.dtype:
@@ -480,7 +572,7 @@ def dtype_to_train(parameter: Tensor) -> torch.dtype:
         >>> dtype_to_train(torch.zeros(1, dtype=torch.bfloat16))
         torch.bfloat16
     """
-    return torch.float32 if parameter.requires_grad and parameter.dtype in _SMALL else parameter.dtype
+    return torch.float32 if parameter.requires_grad and parameter.dtype in _LOW_PRECISION else parameter.dtype
 
 
 def upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
@@ -498,143 +590,19 @@ def upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
 
 def warn_about_master_weights(model: nn.Module, precision: str) -> None:
     """Warn if parameters of a model will be trained in float32 instead of their own dtype."""
-    small = [one for one in model.parameters() if dtype_to_train(one) is not one.dtype]
-    if small:
-        dtypes = ", ".join(sorted({str(one.dtype) for one in small}))
+    low_precision = [
+        parameter for parameter in model.parameters() if dtype_to_train(parameter) is not parameter.dtype
+    ]
+    if low_precision:
+        dtypes = ", ".join(sorted({str(parameter.dtype) for parameter in low_precision}))
         logger.warning(
             "%d parameters of %s are in %s; with mixed_precision=%r they are trained and saved in float32, "
             "as small updates would be lost in their own dtype; mixed_precision='no' keeps it.",
-            len(small),
+            len(low_precision),
             type(model).__name__,
             dtypes,
             precision,
         )
-
-
-SHARDED_FEATURES = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
-"""The features of strategies with sharded models."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedWrapper:
-    """Model wrapper that shards models in place; they stay the same objects, with the same names.
-
-    Args:
-        validate: Raises `ValueError` for a model that cannot be sharded; checks this rank alone.
-        master_weights: The mixed precision under which trained parameters are cast to float32; `None` to keep
-            all dtypes.
-        only_main_has_values: Whether models of ranks other than 0 may be on the meta device.
-    """
-
-    runtime: Runtime
-    shard: Callable[[nn.Module], None]
-    validate: Callable[[nn.Module], None]
-    parameters_on: torch.device
-    master_weights: str | None = None
-    only_main_has_values: bool = False
-    book: ParamRemap = field(default_factory=ParamRemap)
-
-    def check(self, bundle: Bundle) -> None:
-        """Refuse models that cannot be sharded or that differ between ranks; all ranks raise if one does."""
-        problem = ""
-        models = [model for model in map(without_compiler, bundle.models) if not self.book.has(model)]
-        try:
-            for model in models:
-                _check_quantised(model)
-                self._validate(model)
-            self.book.check(bundle.optimizers, map(without_compiler, bundle.models))
-        except ValueError as error:
-            problem = str(error)
-        reports = self.runtime.collectives.all_gather_object((problem, [*map(_digest, models)]))
-        for rank, (text, _) in enumerate(reports):
-            if text:
-                raise SettingsError(text if text == problem else f"rank {rank}: {text}")
-        for rank, (_, digests) in enumerate(reports):
-            if digests != reports[0][1]:
-                raise SettingsError(
-                    f"prepare() got other models on rank {rank} than on rank 0: names, shapes or dtypes "
-                    "of their parameters differ. Make the same models on every rank."
-                )
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Shard the models that are not sharded yet, and switch optimizers to the new parameters."""
-        models = [*bundle.models]
-        for index, model in enumerate(models):
-            core = without_compiler(model)
-            if self.book.has(core):
-                continue
-            if evaluation and not self.only_main_has_values:
-                models[index] = move_to_device(
-                    replace(bundle, models=[model], placements=()), self.runtime.device
-                )[0]
-            else:
-                self._wrap(core, bundle)
-        for optimizer in bundle.optimizers:
-            self.book.switch(optimizer)
-        return replace(bundle, models=models)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model without the compiler's wrapper; sharding adds none."""
-        return without_compiler(model)
-
-    def _wrap(self, model: nn.Module, bundle: Bundle) -> None:
-        names = {id(one): name for name, one in model.named_parameters()}
-        is_main = self.runtime.topology.is_main
-        if self.master_weights is not None and is_main:
-            warn_about_master_weights(model, self.master_weights)
-        values = to_meta(
-            model,
-            keep=is_main,
-            device=self.runtime.device,
-            dtype_of=None if self.master_weights is None else dtype_to_train,
-        )
-        held = detach_params(bundle.optimizers, names)
-        self.shard(model)
-        materialize_from_rank0(model, values, self.runtime, parameters_on=self.parameters_on)
-        reattach_params(held, model)
-        self.book.add(model, values.before.items(), dict(model.named_parameters(remove_duplicate=False)))
-
-    def _validate(self, model: nn.Module) -> None:
-        may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
-        for name, parameter in model.named_parameters():
-            if is_lazy(parameter):
-                raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} of a lazy module has no shape yet; "
-                    "run one batch through the model before prepare()."
-                )
-            if parameter.is_meta and not may_be_empty:
-                raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} is on the meta device on "
-                    f"rank {self.runtime.topology.rank}. Load the weights there before prepare(); with "
-                    "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True), rank 0 alone needs them."
-                )
-        self.validate(model)
-
-
-def _digest(model: nn.Module) -> str:
-    tensors = (*model.named_parameters(), *model.named_buffers())
-    text = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check_quantised(model: nn.Module) -> None:
-    """Refuse weights quantised by bitsandbytes: sharded as plain tensors they would lose their scales."""
-    for name, parameter in model.named_parameters():
-        if type(parameter).__module__.startswith("bitsandbytes."):
-            raise SettingsError(
-                f"{type(model).__name__}: the parameter {name!r} is quantised ({type(parameter).__name__} of "
-                "bitsandbytes) and cannot be sharded. Train the model with DDP, or load it in its own dtype."
-            )
-
-
-def compose(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
-    """Compose functions of a model into one that calls them in order."""
-
-    def each(model: nn.Module) -> None:
-        for function in functions:
-            function(model)
-
-    return each
 
 
 def sharded_stepper(precision: PrecisionPolicy, strategy: str) -> TorchStepper:
@@ -648,6 +616,54 @@ def sharded_stepper(precision: PrecisionPolicy, strategy: str) -> TorchStepper:
         clip_norm=_clip_norm,
         clip_value=_clip_value,
     )
+
+
+@contextmanager
+def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
+    """Split an optimizer's groups by mesh within the block, for its step.
+
+    torch's `foreach` and `fused` kernels take lists of tensors only if all are on one mesh, or on none. The
+    groups are restored afterwards, with the values that the step wrote.
+
+    Raises:
+        UnsupportedError: The step uses an operation that torch does not have for DTensors.
+    """
+    groups = [*optimizer.param_groups]
+    split = [_by_mesh(group) for group in groups]
+    # LBFGS keeps a list of its own, and accepts one group only.
+    is_split = any(len(by_mesh) > 1 for by_mesh in split) and "_params" not in vars(optimizer)
+    if is_split:  # in place, since an optimizer that wraps another one shares the list
+        optimizer.param_groups[:] = [group for by_mesh in split for group in by_mesh]
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if not _is_raised_by_dtensor(error):
+            raise
+        raise UnsupportedError(
+            f"{type(optimizer).__qualname__} cannot step on sharded parameters: {str(error).splitlines()[0]} "
+            "Use an optimizer that works on DTensors, or a strategy that does not shard."
+        ) from error
+    finally:
+        if is_split:
+            optimizer.param_groups[:] = groups
+            for group, by_mesh in zip(groups, split, strict=True):
+                group.update({**by_mesh[0], "params": group["params"]} if by_mesh else {})
+
+
+def _is_raised_by_dtensor(error: BaseException) -> bool:
+    if "DTensor" in str(error):
+        return True
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].startswith("torch.distributed.tensor.")
+
+
+def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    meshes: dict[Any, list[Tensor]] = {}
+    for parameter in group["params"]:
+        meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(
+            parameter
+        )
+    return [{**group, "params": parameters} for parameters in meshes.values()]
 
 
 def _refuse_join(strategy: str, *_: Any) -> NoReturn:
@@ -681,9 +697,9 @@ def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if not gradients:
         return torch.zeros(())
     groups = _by_axes(gradients)
-    powers = [_power_along(axes, local_parts(group), norm_type) for axes, group in groups.items()]
-    device = next((one.device for one in powers if one.device.type != "cpu"), powers[0].device)
-    together = torch.stack([one.to(device) for one in powers])
+    powers = [_sum_powers(axes, local_parts(group), norm_type) for axes, group in groups.items()]
+    device = next((power.device for power in powers if power.device.type != "cpu"), powers[0].device)
+    together = torch.stack([power.to(device) for power in powers])
     return together.max() if norm_type == math.inf else together.sum() ** (1.0 / norm_type)
 
 
@@ -698,17 +714,17 @@ def _by_axes(gradients: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]
         if not isinstance(gradient, DTensor):
             groups.setdefault((), []).append(gradient)
             continue
-        if gradient.device_mesh is not mesh or gradient.placements != placements:  # else like the one before
+        if gradient.device_mesh is not mesh or gradient.placements != placements:  # often as before
             mesh, placements = gradient.device_mesh, gradient.placements
-            replicated = [Replicate() if one.is_partial() else one for one in placements]
-            shards = [axis for axis, one in enumerate(replicated) if not one.is_replicate()]
+            replicated = [Replicate() if placement.is_partial() else placement for placement in placements]
+            shards = [axis for axis, placement in enumerate(replicated) if not placement.is_replicate()]
             group = groups.setdefault((mesh, *shards), [])
             is_partial = replicated != [*placements]
         group.append(gradient.redistribute(placements=replicated) if is_partial else gradient)
     return groups
 
 
-def _power_along(axes: tuple[Any, ...], parts: Sequence[Tensor], norm_type: float) -> Tensor:
+def _sum_powers(axes: tuple[Any, ...], parts: Sequence[Tensor], norm_type: float) -> Tensor:
     """Sum the p-th powers of the norms over shards and ranks; the maximum for the infinity norm."""
     nonempty = [part for part in parts if part.numel()]
     norm = get_total_norm(nonempty, norm_type) if nonempty else parts[0].new_zeros(())
@@ -725,8 +741,8 @@ def _power_along(axes: tuple[Any, ...], parts: Sequence[Tensor], norm_type: floa
 
 
 def _gradients(parameters: Tensor | list[Tensor]) -> list[Tensor]:
-    each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return [one.grad for one in each if one.grad is not None]
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return [parameter.grad for parameter in tensors if parameter.grad is not None]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def refuse(
 ) -> None:
     runtime = replace(Runtime(), debug=debug)
     policy = build_precision(precision, torch.device("cpu"), None, GradScalerKwargs(), shared=False)
-    by_type = {type(one): one for one in handlers.values()}
+    by_type = {type(handler): handler for handler in handlers.values()}
     refuse_unsupported(settings or Settings(), runtime, policy, by_type)
 
 

@@ -63,9 +63,9 @@ def sharded(whole: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
         return DTensor.from_local(whole.clone(), mesh, [Replicate()], run_check=False)
     parts = whole.chunk(mesh.size(), dim)  # fewer than ranks, if the dim is short
     rank = mesh.get_local_rank()
-    mine = parts[rank].clone() if rank < len(parts) else whole.narrow(dim, 0, 0).clone()
+    shard = parts[rank].clone() if rank < len(parts) else whole.narrow(dim, 0, 0).clone()
     return DTensor.from_local(
-        mine, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+        shard, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
 
 
@@ -114,9 +114,9 @@ def test_everything_comes_back_in_its_place(tmp_path: Path):
     state = {"model": {"weight": weight}, "groups": [{"lr": 0.5, "names": ["a", "b"]}], "step": 3}
     save(tmp_path / "one", 2, lambda mesh: state)
     assert is_sharded_folder(tmp_path / "one")
-    found = read_all(tmp_path / "one", lambda entry: torch.empty(entry.shape or (), dtype=entry.dtype))
-    assert torch.equal(found["model"].pop("weight"), weight)
-    assert found == {"model": {}, "groups": [{"lr": 0.5, "names": ["a", "b"]}], "step": 3}
+    state = read_all(tmp_path / "one", lambda entry: torch.empty(entry.shape or (), dtype=entry.dtype))
+    assert torch.equal(state["model"].pop("weight"), weight)
+    assert state == {"model": {}, "groups": [{"lr": 0.5, "names": ["a", "b"]}], "step": 3}
     listed = {entry.key: entry for entry in entries(read_index(tmp_path / "one"))}
     assert listed["model.weight"].path == ("model", "weight")
     assert (listed["model.weight"].shape, listed["model.weight"].dtype) == ((2, 3), torch.float32)
@@ -198,9 +198,9 @@ def test_a_file_of_one_rank_is_read_by_the_same_rank_of_as_many(tmp_path: Path):
             state = {"weight": sharded(whole, mesh, 0), "nested": {"step": torch.tensor(3.0), "name": "a"}}
             save_local(state, tmp_path / f"{rank}.bin", 2)
             room = sharded(torch.zeros(5, 2), mesh, 0)
-            found = load_local(tmp_path / f"{rank}.bin", 2, lambda *_, room=room: room)
-            assert torch.equal(found["weight"].to_local(), sharded(whole, mesh, 0).to_local())
-            assert (found["nested"]["step"].item(), found["nested"]["name"]) == (3.0, "a")
+            state = load_local(tmp_path / f"{rank}.bin", 2, lambda *_, room=room: room)
+            assert torch.equal(state["weight"].to_local(), sharded(whole, mesh, 0).to_local())
+            assert (state["nested"]["step"].item(), state["nested"]["name"]) == (3.0, "a")
             with pytest.raises(CheckpointError, match=r"with world size 2, but this run has 3"):
                 load_local(tmp_path / f"{rank}.bin", 3, lambda *_, room=room: room)
             other = sharded(torch.zeros(5, 2), mesh, 1)
@@ -224,9 +224,9 @@ def test_names_are_those_of_the_model_itself(name: str, plain: str):
 
 
 def test_parameters_of_several_models_carry_the_number_of_theirs():
-    one, other, stranger = nn.Linear(1, 1), nn.Linear(1, 1, bias=False), nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([{"params": [one.bias, other.weight]}, {"params": [stranger]}], lr=0.1)
-    assert parameter_names(optimizer, [one, other]) == [["0.bias", "1.weight"], ["param_groups.1.0"]]
+    first, second, unowned = nn.Linear(1, 1), nn.Linear(1, 1, bias=False), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [first.bias, second.weight]}, {"params": [unowned]}], lr=0.1)
+    assert parameter_names(optimizer, [first, second]) == [["0.bias", "1.weight"], ["param_groups.1.0"]]
 
 
 @given(st.permutations(range(4)), st.integers(1, 3))
@@ -268,8 +268,8 @@ def test_an_optimizer_goes_on_from_what_its_tensors_were():
     assert {*state["state"]} == {"weight", "bias"}
     room = shards.state_allocator(optimizer, [model])
     assert room("weight", torch.Size([2, 3]), torch.float64).dtype is torch.float64
-    for one in other.state.values():
-        one["exp_avg"].zero_()
+    for values in other.state.values():
+        values["exp_avg"].zero_()
     shards.load_optimizer(other, [fresh], state)
-    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
-        assert torch.equal(other.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
+    for loaded, original in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(other.state[loaded]["exp_avg"], optimizer.state[original]["exp_avg"])
