@@ -1,7 +1,7 @@
-"""Four roles, Strategy, Bundle, features.
+"""The contract of a way to train: the roles of a `Strategy`, its features, and the `Bundle` that it wraps.
 
-Every implementation runs the suite in `accel_plugins.testing`. An engine that owns everything may let
-one object fill several roles.
+Every implementation runs the suite in `accel_plugins.testing`. In an engine that owns everything, a single
+object may fill several roles.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 
 class Feature(Enum):
-    """What a strategy may or may not offer. The conformance suite runs what is declared."""
+    """The optional features of a strategy; the conformance suite checks those that it declares."""
 
     CLIP_GRAD_VALUE = auto()
-    """`clip_grad_value` works on the gradients that the strategy keeps."""
+    """`clip_grad_value` works on the strategy's gradients."""
     CUSTOM_DEVICE_PLACEMENT = auto()
     """The caller may keep a model from being moved to the device."""
     ITEM_COUNTS = auto()
-    """Gradients, the mean over the ranks, can be divided once a backward pass has brought them together."""
+    """Gradients, the mean over the ranks, can be divided after the backward pass that reduces them."""
     LOADERS_FROM_CONFIGURATION = auto()
-    """What stands for data loaders is replaced by loaders of the data sets that it describes."""
+    """Placeholders for data loaders are replaced by loaders of the data sets that they describe."""
     MODEL_WITHOUT_OPTIMIZER = auto()
     """A model can be prepared in a call of its own, without its optimizer."""
     MULTIPLE_MODELS = auto()
@@ -47,7 +47,7 @@ class Feature(Enum):
     NO_SYNC = auto()
     """Gradients can stay local for some backward passes."""
     OPTIMIZER_FROM_CONFIGURATION = auto()
-    """What stands for an optimizer or a schedule is replaced by what a configuration describes."""
+    """Placeholders for an optimizer or a schedule are replaced by those that a configuration describes."""
     UNEVEN_INPUTS = auto()
     """Ranks can run out of batches at different times, within `join`."""
 
@@ -56,7 +56,7 @@ PLAIN_FEATURES = frozenset(Feature) - {
     Feature.LOADERS_FROM_CONFIGURATION,
     Feature.OPTIMIZER_FROM_CONFIGURATION,
 }
-"""What strategies offer that train with PyTorch's own optimizers on whole, ordinary tensors."""
+"""The features of strategies that train full, ordinary tensors with PyTorch's optimizers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,28 +99,28 @@ class Strategy:
         wrapper: Wraps and unwraps models.
         stepper: Runs backward passes and optimizer steps.
         persister: Saves and loads.
-        sharding: Who gets which batches.
+        sharding: Which batches this rank reads.
         features: What is offered; ask with `require`.
         mesh: The device mesh, where it has several axes.
-        split_sequences: Makes a context in which every rank has a part of each sequence: called as
+        split_sequences: Makes a context in which every rank has a shard of each sequence: called as
             `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
         shard_sequences: Shards the sequences of a batch, where loaders do that.
         precision: The policy to use instead of the one that the strategy was made with, where an engine has
             its own.
-        release: Gives up what the strategy keeps of prepared objects.
-        shards: Gives what this rank holds, for checkpoints to which every rank writes its part; `None` where
-            one rank writes everything.
+        release: Releases the strategy's references to prepared objects.
+        shards: Returns this rank's states, for checkpoints to which every rank writes shards; `None` where
+            rank 0 writes full states.
         planners: Plan what a rank writes and reads of `shards`; PyTorch's, for plain tensors and DTensors, if
             `None`.
         native: Saves and loads the files of a strategy whose `shards` are `NATIVE`.
-        generators: Random number generators of the engine, which checkpoints have, too.
+        generators: Random number generators of the engine, for checkpoints.
         wrap_optimizer: Makes the optimizer that `prepare` returns, as `wrap_optimizer(optimizer, wrapper)`;
-            `wrapper(optimizer, step=…, discard=…)` makes one that steps and gives its gradients up through an
+            `wrapper(optimizer, step=…, discard=…)` makes one that steps and discards gradients through an
             engine. By default optimizers step through the `stepper`.
         wrap_scheduler: Makes the schedule that `prepare` returns, as `wrap_scheduler(scheduler, optimizers,
             wrapper)`; `wrapper(scheduler, optimizers)` makes one that an engine steps by itself, and `None`
             leaves it to `prepare`.
-        compiles_in_place: Whether the model inside is compiled, and not what is around it.
+        compiles_in_place: Whether the unwrapped model is compiled instead of its wrapper.
         fsdp_version: The version of FSDP that shards its models: 2 for `fully_shard`; `None` for neither.
         train_step: Runs forward and backward of an engine that owns both; see `TrainStep`.
         after_micro_batch: Called after every backward pass that does not complete an accumulation window.
@@ -175,7 +175,7 @@ StrategyFactory: TypeAlias = "Callable[[Settings, Runtime, PrecisionPolicy, Mapp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySpec:
-    """What is known of a strategy before it is built: what a distribution registers, and a run selects.
+    """The row of a strategy, known before it is built: a distribution registers it, and a run selects it.
 
     `Accelerator(strategy=…)` takes its name or the record itself; `--strategy`, `ACCELERATE_STRATEGY` and the
     key `strategy` of a config file take its name. Where nothing is selected, the first that applies is used.
@@ -184,13 +184,14 @@ class StrategySpec:
         name: The name under which it is registered.
         applies: Whether a run uses it: asked with the settings, the topology and the device; pure, and the
             same on every rank.
-        build: Makes it, or `"module:function"` of what does.
+        build: Makes it, or the `"module:function"` that does.
         sections: The sections of `Settings` that it reads, each of which a plugin fills (`"deepspeed"`,
             `"fsdp"`, `"megatron"`, `"parallelism"`); with the fields of the plugin that is made if the
             strategy is selected and none was given, or `None` if it does without. A strategy cannot be
             selected against sections that it does not read.
         max_processes: The largest number of processes that it can train; None for any.
-        shards_gradients: Whether a rank has parts of gradients, and cannot tell alone whether all are finite.
+        shards_gradients: Whether a rank has shards of gradients, so that only all ranks together know whether
+            they are finite.
         master_weights: Whether models are wrapped so that, under mixed precision, trained parameters are in
             float32 whatever they were loaded in.
 
@@ -215,7 +216,7 @@ Optimizers: TypeAlias = "Iterable[Optimizer]"
 
 
 class ModelWrapper(Protocol):
-    """Makes a model ready to be trained by several processes, and gives it back as it was."""
+    """Wraps models so that several processes train them, and unwraps them."""
 
     def check(self, bundle: Bundle) -> None:
         """Raise if the bundle cannot be wrapped, on every rank alike; modify nothing.
@@ -223,7 +224,7 @@ class ModelWrapper(Protocol):
         Called once per `prepare`, before any collective.
 
         Raises:
-            ValueError: What was found in the bundle cannot be wrapped.
+            ValueError: The bundle has something that cannot be wrapped.
         """
         ...
 
@@ -241,7 +242,7 @@ class ModelWrapper(Protocol):
         ...
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Peel off exactly what `wrap` added; any other module is returned as it is."""
+        """Remove exactly what `wrap` added; any other module is returned as it is."""
         ...
 
 
@@ -261,13 +262,13 @@ class Stepper(Protocol):
         ...
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Within it, backward passes leave gradients local; the next one outside brings all together."""
+        """Leave gradients local in backward passes within; the next one outside reduces their sum."""
         ...
 
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
-        """Within it, ranks may run out of batches at different times.
+        """Let ranks run out of batches at different times within the context.
 
         Args:
             joinables: Wrapped models, and optimizers that are `torch.distributed` joinables.
@@ -307,7 +308,7 @@ class Stepper(Protocol):
 
 
 class TrainStep(Protocol):
-    """Runs forward and backward passes in one call, for engines that own both, as those of pipelines do.
+    """Runs forward and backward passes in one call, for engines that own both, such as pipelines.
 
     With it a prepared model that is called in training mode, with gradients enabled, goes through it, and
     `accelerator.backward(loss)` computes nothing: it only accepts a loss that such a call has returned.
@@ -336,7 +337,7 @@ class TrainStep(Protocol):
             sync: Whether this micro-batch ends the accumulation window.
 
         Returns:
-            What the caller of the model gets: the loss, or a structure with the loss in it, the same on all
+            The result of the call of the model: the loss, or a structure with the loss in it, the same on all
             ranks.
         """
         ...
@@ -384,7 +385,7 @@ class Persister(Protocol):
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
-        """The state dict that the optimizer would have in a run of one process.
+        """Return the state dict that the optimizer would have in a run of one process.
 
         Args:
             optimizer: Prepared, without any wrapper of ours.
@@ -401,7 +402,7 @@ class Persister(Protocol):
 
 
 class Generators(Protocol):
-    """Random number generators that an engine keeps beside those of PyTorch."""
+    """Random number generators of an engine, in addition to those of PyTorch."""
 
     def state_dict(self) -> StateDict:
         """Return their states on this rank; empty if there are none."""
@@ -414,7 +415,7 @@ class Generators(Protocol):
             state: That of a rank of the checkpoint; empty if it has none, as those of other strategies.
 
         Returns:
-            What did not come back, for a warning.
+            A description of what could not be resumed, for a warning.
         """
         ...
 
@@ -428,7 +429,7 @@ class NativeFiles(Protocol):
         Args:
             model: Prepared.
             directory: Exists already.
-            index: As which it was prepared.
+            index: The number with which it was prepared.
             write: Called as `write(state, path)` for each file. It may write later, while the model stays as
                 it is.
         """
@@ -472,7 +473,7 @@ class PrecisionPolicy(Protocol):
         ...
 
     def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A fresh context in which operations run in the policy's format; `kwargs` replace its own."""
+        """Return a new context in which operations run in the policy's dtype; `kwargs` replace options."""
         ...
 
     def convert(self, bundle: Bundle) -> Bundle:
@@ -484,7 +485,7 @@ class PrecisionPolicy(Protocol):
         ...
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward` on, of a policy with a loss scaler."""
+        """Return the loss to call `backward` on, of a policy with a loss scaler."""
         ...
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
@@ -492,14 +493,14 @@ class PrecisionPolicy(Protocol):
         ...
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Unscale if need be and step; return False if gradients were not finite and nothing was done.
+        """Unscale if necessary, and step; return False if gradients were not finite and nothing was done.
 
-        Where the device decides, as for fused optimizers, a 0-d tensor on it says whether it stepped.
+        Where the device decides, as for fused optimizers, a 0-d tensor on it has the answer.
         """
         ...
 
     def state_dict(self) -> StateDict:
-        """What must be saved to resume; empty without a loss scaler."""
+        """Return what must be saved to resume; empty without a loss scaler."""
         ...
 
     def load_state_dict(self, state: StateDict) -> None:
@@ -512,12 +513,12 @@ class Bundle:
     """The arguments of `prepare`, sorted by kind.
 
     A stage returns a changed copy (`dataclasses.replace`) and keeps the length and order of every field,
-    so that the caller's order can be rebuilt. A strategy whose engine owns everything (DeepSpeed,
-    Megatron) finds here all that it needs at once.
+    so that the caller's order can be rebuilt. An engine that owns everything (DeepSpeed, Megatron) gets all
+    its arguments at once.
 
     Args:
         models: The modules, as given or as the stages before have changed them.
-        optimizers: The optimizers as torch knows them, without any wrapper of ours.
+        optimizers: The optimizers, without the wrapper `AcceleratedOptimizer`.
         schedulers: The learning rate schedulers.
         dataloaders: The data loaders.
         others: Everything else; passed through.
@@ -539,9 +540,9 @@ class Bundle:
     placements: Sequence[bool] = ()
 
     def may_move(self, index: int) -> bool:
-        """Whether the model at `index` may be moved to the device."""
+        """Return whether the model at `index` may be moved to the device."""
         return self.placements[index] if self.placements else True
 
     def in_order(self) -> list[Any]:
-        """The contents in the caller's order."""
+        """Return the contents in the caller's order."""
         return [getattr(self, kind)[index] for kind, index in self.order]

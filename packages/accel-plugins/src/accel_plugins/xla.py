@@ -1,7 +1,7 @@
-"""XLA: replicas, SPMD, shard checkpoints.
+"""The strategies of XLA devices: replicas, and models that the compiler shards (SPMD), and their checkpoints.
 
-What `torch_xla.experimental.spmd_fully_sharded_data_parallel` does, without a module around each block: names
-in state dicts stay as they are.
+Sharding follows `torch_xla.experimental.spmd_fully_sharded_data_parallel`, without a module around each
+block: names in state dicts stay as they are.
 """
 
 from __future__ import annotations
@@ -52,303 +52,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-AXIS = "fsdp"
-"""The axis of the mesh over which parameters and batches are sharded."""
-
-
-def start_mesh() -> Any:
-    """Let the compiler shard from now on, and return the mesh.
-
-    Returns:
-        The global mesh, where the caller has set one with an axis `"fsdp"`; else one of all devices along
-        that axis, which becomes the global one.
-
-    Raises:
-        SettingsError: Something has used a device before.
-    """
-    start(spmd=True)
-    runtime, spmd = xla_module("runtime"), xla_module("distributed.spmd")
-    mesh = spmd.get_global_mesh()
-    if mesh is None or AXIS not in mesh.axis_names:
-        count = runtime.global_runtime_device_count()
-        mesh = spmd.Mesh([*range(count)], (count, 1), (AXIS, "model"))
-        spmd.set_global_mesh(mesh)
-    return mesh
-
-
-def largest_dim(shape: Sequence[int]) -> tuple[str | None, ...]:
-    """Return the partition of a parameter: its largest dimension is sharded.
-
-    Example:
-        >>> largest_dim((8, 16)), largest_dim(())
-        ((None, 'fsdp'), ())
-    """
-    largest = max(range(len(shape)), key=lambda dim: shape[dim], default=None)
-    return tuple(AXIS if dim == largest else None for dim in range(len(shape)))
-
-
-def shard(tensor: Tensor, mesh: Any) -> None:
-    """Shard a tensor along its largest dimension, unless it is sharded or has none."""
-    if tensor.dim() and not library()._XLAC._get_xla_sharding_spec(tensor):
-        xla_module("distributed.spmd").mark_sharding(tensor, mesh, largest_dim(tensor.shape))
-
-
-def first_dim(tensor: Tensor) -> tuple[str | None, ...]:
-    """Return the partition of a batch, or of activations: the first dimension is sharded."""
-    return (AXIS, *(None for _ in tensor.shape[1:]))
-
-
-def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: Any) -> None:
-    """Shard the parameters of a model that is on the device, in place, and what its blocks return.
-
-    The outputs of blocks, of which the model is one, are sharded along the batch, which makes the compiler
-    gather parameters block by block.
-    """
-    spmd = xla_module("distributed.spmd")
-    _shard_parameters(model, mesh)
-    model.register_load_state_dict_post_hook(lambda module, _: _shard_parameters(module, mesh))
-
-    def shard_output(module: nn.Module, inputs: Any, output: Any) -> None:
-        del module, inputs
-        for _, leaf in walk(output):
-            if isinstance(leaf, torch.Tensor) and leaf.dim():
-                spmd.mark_sharding(leaf, mesh, first_dim(leaf))
-
-    for block in blocks:
-        block.register_forward_hook(shard_output)
-        if block is not model:
-            spmd.xla_sharding.apply_backward_optimization_barrier(block)
-
-
-def checkpoint_blocks(blocks: Sequence[nn.Module]) -> None:
-    """Let blocks recompute their activations in the backward pass."""
-    for block in blocks:
-        xla_module("distributed.fsdp").checkpoint_module(block)
-
-
-def shard_optimizer(optimizer: Optimizer, mesh: Any) -> None:
-    """Shard the state of an optimizer as its parameters, whenever it is loaded or made."""
-
-    def shard_state(optimizer: Optimizer, *_: Any) -> None:
-        for parameter, values in optimizer.state.items():
-            for value in values.values():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and not value.is_cpu:
-                    shard(value, mesh)
-
-    optimizer.register_load_state_dict_post_hook(shard_state)
-    optimizer.register_step_post_hook(shard_state)
-    shard_state(optimizer)
-
-
-@dataclass(frozen=True, slots=True)
-class BatchSharder:
-    """Moves batches to the devices, sharded along their first dimension."""
-
-    mesh: Any
-    device: torch.device
-    num_hosts: int
-
-    def __call__(self, batch: Any) -> Any:
-        """Return the batch with its tensors on the devices."""
-        return recursively_apply(self._move, batch)
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.device.type != "cpu":
-            return tensor.to(self.device)
-        spec = xla_module("distributed.spmd").ShardingSpec(
-            self.mesh, first_dim(tensor), minibatch=self.num_hosts > 1
-        )
-        return xla_module("core.xla_model").send_cpu_data_to_device([tensor], self.device, spec)[0]
-
-
-@contextmanager
-def quiet_backward() -> Generator[None]:
-    """Run a backward pass without a warning about the optimization barriers of blocks that get only data."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        yield
-
-
-def _shard_parameters(model: nn.Module, mesh: Any) -> None:
-    for parameter in model.parameters():
-        shard(parameter, mesh)
-
-
-def xla_module(name: str) -> Any:
-    """Import a submodule of torch_xla."""
-    library()
-    return import_module(f"torch_xla.{name}")
-
-
-_COMPILERS = {
-    DynamoBackend.NO,
-    DynamoBackend.EAGER,
-    DynamoBackend.AOT_EAGER,
-    DynamoBackend.TORCHXLA_TRACE_ONCE,
-    DynamoBackend.AOT_TORCHXLA_TRACE_ONCE,
-}
-SPMD_PLUGIN = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
-"""The plugin with which the compiler shards models, for messages."""
-
-
-def refuse_unsupported(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> None:
-    """Refuse what a run on XLA devices asks for and cannot have."""
-    options = handlers.get(DistributedDataParallelKwargs)
-    hook = DDPCommunicationHookType.NO if options is None else options.comm_hook
-    dynamo: TorchDynamoPlugin | None = handlers.get(TorchDynamoPlugin)
-    compiler = DynamoBackend.NO if dynamo is None or dynamo.disable else DynamoBackend(dynamo.backend)
-    found: dict[str, bool] = {
-        "DeepSpeed": settings.deepspeed is not None,
-        "Megatron-LM": settings.megatron is not None,
-        f"a ParallelismConfig (models are sharded with {SPMD_PLUGIN})": settings.parallelism is not None,
-        "mixed_precision='fp16', whose loss scaler waits for the device in every step (use 'bf16')": (
-            precision.scaler is not None
-        ),
-        f"the communication hook {hook.value!r} of DistributedDataParallel": (
-            hook is not DDPCommunicationHookType.NO
-        ),
-        f"the compiler {compiler.value.lower()!r} of torch.compile (use 'openxla')": compiler
-        not in _COMPILERS,
-        "debug mode (ACCELERATE_DEBUG_MODE), whose comparisons would execute every collective alone": (
-            runtime.debug
-        ),
-    }
-    for what, asked in found.items():
-        if asked:
-            raise UnsupportedError(
-                f"XLA devices do not offer {what}: leave it out, or pass cpu=True to compute on the CPU."
-            )
-
-
-class SpmdPlanners:
-    """Plans for tensors that the compiler shards: every process writes and reads the shards of its devices.
-
-    Of a tensor that several devices have alike, the first replica is written. (In torch_xla 2.9
-    `SPMDSavePlanner.create_global_plan` leaves all of them out, if one process has them.)
-    """
-
-    def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[Any, SavePlan]:
-        """Plan what this process writes."""
-        flat, paths = flatten_state_dict(dict(state))
-        planner = xla_module("experimental.distributed_checkpoint").SPMDSavePlanner()
-        planner.set_up_planner(flat, is_coordinator=rank == 0)
-        plan = planner.create_local_plan()
-        items = [item for item in plan.items if _is_ours(item, planner.sharded_state_dict, rank)]
-        return _SavedShards(planner), replace(plan, items=items, planner_data=paths)
-
-    def plan_load(
-        self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
-    ) -> tuple[Any, LoadPlan]:
-        """Plan what this process reads."""
-        wanted, paths = (state, {}) if flat else flatten_state_dict(state)
-        if not strict:
-            wanted = {key: value for key, value in wanted.items() if key in index.state_dict_metadata}
-        planner = xla_module("experimental.distributed_checkpoint").SPMDLoadPlanner()
-        planner.set_up_planner(wanted, index, is_coordinator=False)
-        return _LoadedShards(planner, state, paths), planner.create_local_plan()
-
-
-@dataclass(frozen=True, slots=True)
-class SpmdAllocator:
-    """Makes allocators of optimizer states that are sharded over a mesh as parameters are."""
-
-    mesh: Any
-
-    def __call__(self, parameters: Mapping[str, Tensor]) -> StateAllocator:
-        """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
-        allocate_plain = allocator_like({})
-
-        def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            tensor, parameter = allocate_plain(name, shape, dtype), parameters.get(name)
-            if parameter is None or parameter.shape != shape or not shape:
-                return tensor
-            tensor = tensor.to(parameter.device)
-            shard(tensor, self.mesh)
-            return tensor
-
-        return allocate
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedShards:
-    """Gives the values of a `SPMDSavePlanner`."""
-
-    planner: Any
-
-    def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
-        """Return a shard on the CPU, a full tensor or an object as bytes."""
-        with _quiet():
-            return self.planner.resolve_data(item)
-
-
-@dataclass(frozen=True, slots=True)
-class _LoadedShards:
-    """Hands tensors to a `SPMDLoadPlanner`; objects are read with `weights_only=True`."""
-
-    planner: Any
-    state: dict[str, Any]
-    paths: Mapping[str, Any]
-
-    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
-        """Set an object in the state."""
-        key = item.dest_index.fqn
-        load_object(self.state, self.paths.get(key, (key,)), value)
-
-    def resolve_tensor(self, item: ReadItem) -> Tensor:
-        """Return where a tensor, or a shard, is read to."""
-        with _quiet():
-            return self.planner.resolve_tensor(item)
-
-    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """Copy the shards of a tensor to their devices when all were read."""
-        self.planner.commit_tensor(item, tensor)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Index shards as torch_xla does, without torch's warning about it."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Using a non-tuple sequence")
-        yield
-
-
-def _is_ours(item: WriteItem, sharded: Mapping[str, Any], rank: int) -> bool:
-    """Whether this process writes an item: of shards the first replica, of everything else rank 0."""
-    if item.type is not WriteItemType.SHARD or item.tensor_data is None:
-        return rank == 0
-    tensor = sharded[item.index.fqn].global_tensor
-    (shards,) = library()._XLAC._get_local_shard_replica_and_indices([tensor])
-    replica, _ = shards[item.index.index]
-    return replica == 0 and math.prod(item.tensor_data.chunk.sizes) > 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class XlaWrapper:
-    """Model wrapper that moves models to an XLA device."""
-
-    device: torch.device
-    average: GradientAverage | None = None
-
-    def check(self, bundle: Bundle) -> None:
-        """Refuse models with parameters on the meta device."""
-        check_materialised(bundle)
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Move the models to the device, with the values of rank 0 on all ranks."""
-        models = move_to_xla(bundle, self.device)
-        if self.average is not None and not evaluation:
-            for model in models:
-                broadcast([*model.parameters(), *model.buffers()])
-                self.average.add(model)
-        return replace(bundle, models=models)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model."""
-        return model
-
-
 def build_replicated(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
@@ -378,10 +81,33 @@ def build_replicated(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class XlaWrapper:
+    """Model wrapper that moves models to an XLA device."""
+
+    device: torch.device
+    average: GradientAverage | None = None
+
+    def check(self, bundle: Bundle) -> None:
+        check_materialised(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Move the models to the device, with the values of rank 0 on all ranks."""
+        models = move_to_xla(bundle, self.device)
+        if self.average is not None and not evaluation:
+            for model in models:
+                broadcast([*model.parameters(), *model.buffers()])
+                self.average.add(model)
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
 class GradientAverage:
     """Averages the gradients of models after backward passes.
 
-    Gradients that are averages already stay as they are, so several backward passes may run before a step.
+    Averages stay the same when they are averaged again, so several backward passes may run before a step.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -419,13 +145,13 @@ class GradientAverage:
 
 def move_to_xla(bundle: Bundle, device: torch.device) -> list[nn.Module]:
     """Move models to the device, as `move_to_device` does; parameters stay the same objects."""
-    with _swapped():
+    with _swap_parameters():
         return move_to_device(bundle, device)
 
 
 @contextmanager
-def _swapped() -> Generator[None]:
-    """Let `Module.to` swap contents of parameters, which it otherwise replaces by new ones on XLA devices.
+def _swap_parameters() -> Generator[None]:
+    """Let `Module.to` swap the contents of parameters, which it otherwise replaces on XLA devices.
 
     https://docs.pytorch.org/docs/stable/future_mod.html
     """
@@ -437,90 +163,48 @@ def _swapped() -> Generator[None]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-# What fields of the plugin say that is not done on XLA devices.
-_UNSUPPORTED = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
+_COMPILERS = {
+    DynamoBackend.NO,
+    DynamoBackend.EAGER,
+    DynamoBackend.AOT_EAGER,
+    DynamoBackend.TORCHXLA_TRACE_ONCE,
+    DynamoBackend.AOT_TORCHXLA_TRACE_ONCE,
+}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedXlaWrapper:
-    """Model wrapper that moves models to the devices of a mesh, sharded."""
-
-    device: torch.device
-    plugin: FullyShardedDataParallelPlugin
-    mesh: Any
-
-    def check(self, bundle: Bundle) -> None:
-        """Refuse models on the meta device, and blocks to recompute where there are none."""
-        check_materialised(bundle)
-        for model in bundle.models:
-            if self._recomputes and len(self._blocks(model)) == 1:
-                raise SettingsError(
-                    f"xla_fsdp_grad_ckpt=True recomputes the activations of blocks, and auto_wrap_policy="
-                    f"{self.plugin.auto_wrap_policy!r} selects none of {type(model).__name__}: select some."
-                )
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Move the models to the devices and shard them; a model that is evaluated is sharded, too.
-
-        Those that stay elsewhere, as the caller wants it, are left alone.
-        """
-        del evaluation
-        models = move_to_xla(bundle, self.device)
-        for model in models:
-            if any(parameter.device.type != self.device.type for parameter in model.parameters()):
-                continue
-            chosen = self._blocks(model)
-            shard_model(model, chosen, self.mesh)
-            if self._recomputes:
-                checkpoint_blocks(chosen[:-1])
-        for optimizer in bundle.optimizers:
-            shard_optimizer(optimizer, self.mesh)
-        return replace(bundle, models=models)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model."""
-        return model
-
-    @property
-    def _recomputes(self) -> bool:
-        return bool(self.plugin.xla_fsdp_grad_ckpt or self.plugin.activation_checkpointing)
-
-    def _blocks(self, model: nn.Module) -> list[nn.Module]:
-        return blocks(model, fsdp2_prepare_auto_wrap_policy(self.plugin, model), set())
+SPMD_PLUGIN = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
+"""The plugin with which the compiler shards models, for messages."""
 
 
-class CompilerShardedPersister(ReplicatedPersister):
-    """Persister of models that the compiler shards: full states are copied to the CPU."""
-
-    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        """Copy the state dict of the model to the CPU; tied tensors share memory."""
-        state = ReplicatedPersister.full_state_dict(self, model)
-        copies = {name: value for part in _iter_copies(state) for name, value in part.items()}
-        return {name: copies[name] for name in state} if keep else {}
-
-    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """Copy the state dict to the CPU tensor by tensor; tied names come together."""
-        state = ReplicatedPersister.full_state_dict(self, model)
-        return (part if keep else {} for part in _iter_copies(state))
-
-    def full_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
-    ) -> StateDict:
-        """Copy the state dict of the optimizer to the CPU."""
-        del models
-        state = recursively_apply(torch.Tensor.cpu, optimizer.state_dict())
-        return state if keep else {}
-
-
-def _iter_copies(state: StateDict) -> Iterator[StateDict]:
-    """Copy tensors to the CPU one by one; names of the same memory get one copy."""
-    names: dict[Any, list[str]] = {}
-    for name, value in state.items():
-        key = tensor_memory(value) if isinstance(value, torch.Tensor) else id(value)
-        names.setdefault(key, []).append(name)
-    for group in names.values():
-        value = state[group[0]]
-        yield dict.fromkeys(group, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+def refuse_unsupported(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> None:
+    """Refuse settings and handlers that XLA devices do not support."""
+    options = handlers.get(DistributedDataParallelKwargs)
+    hook = DDPCommunicationHookType.NO if options is None else options.comm_hook
+    dynamo: TorchDynamoPlugin | None = handlers.get(TorchDynamoPlugin)
+    compiler = DynamoBackend.NO if dynamo is None or dynamo.disable else DynamoBackend(dynamo.backend)
+    requested: dict[str, bool] = {
+        "DeepSpeed": settings.deepspeed is not None,
+        "Megatron-LM": settings.megatron is not None,
+        f"a ParallelismConfig (models are sharded with {SPMD_PLUGIN})": settings.parallelism is not None,
+        "mixed_precision='fp16', whose loss scaler waits for the device in every step (use 'bf16')": (
+            precision.scaler is not None
+        ),
+        f"the communication hook {hook.value!r} of DistributedDataParallel": (
+            hook is not DDPCommunicationHookType.NO
+        ),
+        f"the compiler {compiler.value.lower()!r} of torch.compile (use 'openxla')": compiler
+        not in _COMPILERS,
+        "debug mode (ACCELERATE_DEBUG_MODE), whose comparisons would execute every collective alone": (
+            runtime.debug
+        ),
+    }
+    for what, is_requested in requested.items():
+        if is_requested:
+            raise UnsupportedError(
+                f"XLA devices do not offer {what}: leave it out, or pass cpu=True to compute on the CPU."
+            )
 
 
 def build_spmd(
@@ -552,19 +236,323 @@ def build_spmd(
     )
 
 
+# Fields of the plugin that are refused on XLA devices.
+_UNSUPPORTED = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
+
+
 def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Refuse what the compiler does not do."""
+    """Refuse fields of the plugin that the compiler does not support."""
     if not (plugin.xla and plugin.xla_fsdp_v2):
         raise UnsupportedError(
             f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): on XLA "
             f"devices the compiler shards models; write {SPMD_PLUGIN}."
         )
-    asked = [name for name in _UNSUPPORTED if getattr(plugin, name) is not None]
-    asked += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
+    unsupported = [name for name in _UNSUPPORTED if getattr(plugin, name) is not None]
+    unsupported += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
     if form_of(plugin) is StateForm.NATIVE:
-        asked.append("state_dict_type='LOCAL_STATE_DICT'")
-    if asked:
+        unsupported.append("state_dict_type='LOCAL_STATE_DICT'")
+    if unsupported:
         raise UnsupportedError(
-            f"{SPMD_PLUGIN} does not go with {', '.join(asked)}: leave it out. mixed_precision='bf16' of "
-            "Accelerator computes in bfloat16."
+            f"{SPMD_PLUGIN} does not go with {', '.join(unsupported)}: leave it out. mixed_precision='bf16' "
+            "of Accelerator computes in bfloat16."
         )
+
+
+AXIS = "fsdp"
+"""The axis of the mesh over which parameters and batches are sharded."""
+
+
+def start_mesh() -> Any:
+    """Let the compiler shard from now on, and return the mesh.
+
+    Returns:
+        The global mesh, where the caller has set one with an axis `"fsdp"`; else one of all devices along
+        that axis, which becomes the global one.
+
+    Raises:
+        SettingsError: Something has used a device before.
+    """
+    start(spmd=True)
+    runtime, spmd = xla_module("runtime"), xla_module("distributed.spmd")
+    mesh = spmd.get_global_mesh()
+    if mesh is None or AXIS not in mesh.axis_names:
+        count = runtime.global_runtime_device_count()
+        mesh = spmd.Mesh([*range(count)], (count, 1), (AXIS, "model"))
+        spmd.set_global_mesh(mesh)
+    return mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedXlaWrapper:
+    """Model wrapper that moves models to the devices of a mesh, sharded."""
+
+    device: torch.device
+    plugin: FullyShardedDataParallelPlugin
+    mesh: Any
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse models on the meta device, and blocks to recompute where there are none."""
+        check_materialised(bundle)
+        for model in bundle.models:
+            if self._recomputes and len(self._blocks(model)) == 1:
+                raise SettingsError(
+                    f"xla_fsdp_grad_ckpt=True recomputes the activations of blocks, and auto_wrap_policy="
+                    f"{self.plugin.auto_wrap_policy!r} selects none of {type(model).__name__}: select some."
+                )
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Move the models to the devices and shard them; a model that is evaluated is sharded, too.
+
+        Models that the caller keeps on another device are left alone.
+        """
+        del evaluation
+        models = move_to_xla(bundle, self.device)
+        for model in models:
+            if any(parameter.device.type != self.device.type for parameter in model.parameters()):
+                continue
+            units = self._blocks(model)
+            shard_model(model, units, self.mesh)
+            if self._recomputes:
+                for block in units[:-1]:
+                    xla_module("distributed.fsdp").checkpoint_module(block)
+        for optimizer in bundle.optimizers:
+            shard_optimizer(optimizer, self.mesh)
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    @property
+    def _recomputes(self) -> bool:
+        return bool(self.plugin.xla_fsdp_grad_ckpt or self.plugin.activation_checkpointing)
+
+    def _blocks(self, model: nn.Module) -> list[nn.Module]:
+        return blocks(model, fsdp2_prepare_auto_wrap_policy(self.plugin, model), set())
+
+
+def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: Any) -> None:
+    """Shard the parameters of a model that is on the device, in place, and what its blocks return.
+
+    The outputs of blocks, of which the model is one, are sharded along the batch, which makes the compiler
+    gather parameters block by block.
+    """
+    spmd = xla_module("distributed.spmd")
+    _shard_parameters(model, mesh)
+    model.register_load_state_dict_post_hook(lambda module, _: _shard_parameters(module, mesh))
+
+    def shard_output(module: nn.Module, inputs: Any, output: Any) -> None:
+        del module, inputs
+        for _, leaf in walk(output):
+            if isinstance(leaf, torch.Tensor) and leaf.dim():
+                spmd.mark_sharding(leaf, mesh, first_dim(leaf))
+
+    for block in blocks:
+        block.register_forward_hook(shard_output)
+        if block is not model:
+            spmd.xla_sharding.apply_backward_optimization_barrier(block)
+
+
+def _shard_parameters(model: nn.Module, mesh: Any) -> None:
+    for parameter in model.parameters():
+        shard(parameter, mesh)
+
+
+def shard_optimizer(optimizer: Optimizer, mesh: Any) -> None:
+    """Shard the state of an optimizer like its parameters, whenever it is loaded or created."""
+
+    def shard_state(optimizer: Optimizer, *_: Any) -> None:
+        for parameter, values in optimizer.state.items():
+            for value in values.values():
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and not value.is_cpu:
+                    shard(value, mesh)
+
+    optimizer.register_load_state_dict_post_hook(shard_state)
+    optimizer.register_step_post_hook(shard_state)
+    shard_state(optimizer)
+
+
+def shard(tensor: Tensor, mesh: Any) -> None:
+    """Shard a tensor along its largest dimension, unless it is sharded or has none."""
+    if tensor.dim() and not library()._XLAC._get_xla_sharding_spec(tensor):
+        xla_module("distributed.spmd").mark_sharding(tensor, mesh, largest_dim(tensor.shape))
+
+
+def largest_dim(shape: Sequence[int]) -> tuple[str | None, ...]:
+    """Return the partition of a parameter: its largest dimension is sharded.
+
+    Example:
+        >>> largest_dim((8, 16)), largest_dim(())
+        ((None, 'fsdp'), ())
+    """
+    largest = max(range(len(shape)), key=lambda dim: shape[dim], default=None)
+    return tuple(AXIS if dim == largest else None for dim in range(len(shape)))
+
+
+def first_dim(tensor: Tensor) -> tuple[str | None, ...]:
+    """Return the partition of a batch, or of activations: the first dimension is sharded."""
+    return (AXIS, *(None for _ in tensor.shape[1:]))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSharder:
+    """Moves batches to the devices, sharded along their first dimension."""
+
+    mesh: Any
+    device: torch.device
+    num_hosts: int
+
+    def __call__(self, batch: Any) -> Any:
+        """Return the batch with its tensors on the devices."""
+        return recursively_apply(self._move, batch)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.device.type != "cpu":
+            return tensor.to(self.device)
+        spec = xla_module("distributed.spmd").ShardingSpec(
+            self.mesh, first_dim(tensor), minibatch=self.num_hosts > 1
+        )
+        return xla_module("core.xla_model").send_cpu_data_to_device([tensor], self.device, spec)[0]
+
+
+@contextmanager
+def quiet_backward() -> Generator[None]:
+    """Run a backward pass without torch's warning about barriers of blocks whose inputs need no gradient."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        yield
+
+
+class CompilerShardedPersister(ReplicatedPersister):
+    """Persister of models that the compiler shards: full states are copied to the CPU."""
+
+    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
+        """Copy the state dict of the model to the CPU; tied tensors share memory."""
+        state = ReplicatedPersister.full_state_dict(self, model)
+        copies = {name: value for part in _iter_copies(state) for name, value in part.items()}
+        return {name: copies[name] for name in state} if keep else {}
+
+    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+        """Copy the state dict to the CPU tensor by tensor; tied names come together."""
+        state = ReplicatedPersister.full_state_dict(self, model)
+        return (part if keep else {} for part in _iter_copies(state))
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
+    ) -> StateDict:
+        del models
+        state = recursively_apply(torch.Tensor.cpu, optimizer.state_dict())
+        return state if keep else {}
+
+
+def _iter_copies(state: StateDict) -> Iterator[StateDict]:
+    """Copy tensors to the CPU one by one; names of the same memory share a copy."""
+    names: dict[Any, list[str]] = {}
+    for name, value in state.items():
+        key = tensor_memory(value) if isinstance(value, torch.Tensor) else id(value)
+        names.setdefault(key, []).append(name)
+    for group in names.values():
+        value = state[group[0]]
+        yield dict.fromkeys(group, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+
+
+def xla_module(name: str) -> Any:
+    """Import a submodule of torch_xla."""
+    library()
+    return import_module(f"torch_xla.{name}")
+
+
+class SpmdPlanners:
+    """Plans for tensors that the compiler shards: every process writes and reads the shards of its devices.
+
+    Of a tensor that is replicated on several devices, the first replica is written. (In torch_xla 2.9
+    `SPMDSavePlanner.create_global_plan` leaves all of them out, if one process has them.)
+    """
+
+    def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[Any, SavePlan]:
+        flat, paths = flatten_state_dict(dict(state))
+        planner = xla_module("experimental.distributed_checkpoint").SPMDSavePlanner()
+        planner.set_up_planner(flat, is_coordinator=rank == 0)
+        plan = planner.create_local_plan()
+        items = [item for item in plan.items if _is_ours(item, planner.sharded_state_dict, rank)]
+        return _SavedShards(planner), replace(plan, items=items, planner_data=paths)
+
+    def plan_load(
+        self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
+    ) -> tuple[Any, LoadPlan]:
+        wanted, paths = (state, {}) if flat else flatten_state_dict(state)
+        if not strict:
+            wanted = {key: value for key, value in wanted.items() if key in index.state_dict_metadata}
+        planner = xla_module("experimental.distributed_checkpoint").SPMDLoadPlanner()
+        planner.set_up_planner(wanted, index, is_coordinator=False)
+        return _LoadedShards(planner, state, paths), planner.create_local_plan()
+
+
+@dataclass(frozen=True, slots=True)
+class SpmdAllocator:
+    """Makes allocators of optimizer states that are sharded over a mesh as parameters are."""
+
+    mesh: Any
+
+    def __call__(self, parameters: Mapping[str, Tensor]) -> StateAllocator:
+        """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
+        allocate_plain = allocator_like({})
+
+        def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            tensor, parameter = allocate_plain(name, shape, dtype), parameters.get(name)
+            if parameter is None or parameter.shape != shape or not shape:
+                return tensor
+            tensor = tensor.to(parameter.device)
+            shard(tensor, self.mesh)
+            return tensor
+
+        return allocate
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedShards:
+    """Gives the values of a `SPMDSavePlanner`."""
+
+    planner: Any
+
+    def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
+        with _quiet():
+            return self.planner.resolve_data(item)
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedShards:
+    """Hands tensors to a `SPMDLoadPlanner`; objects are read with `weights_only=True`."""
+
+    planner: Any
+    state: dict[str, Any]
+    paths: Mapping[str, Any]
+
+    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+        key = item.dest_index.fqn
+        load_object(self.state, self.paths.get(key, (key,)), value)
+
+    def resolve_tensor(self, item: ReadItem) -> Tensor:
+        with _quiet():
+            return self.planner.resolve_tensor(item)
+
+    def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
+        """Copy the shards of a tensor to their devices when all were read."""
+        self.planner.commit_tensor(item, tensor)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Let torch_xla index shards by lists without torch's warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Using a non-tuple sequence")
+        yield
+
+
+def _is_ours(item: WriteItem, sharded: Mapping[str, Any], rank: int) -> bool:
+    """Return whether this process writes an item: of shards the first replica, of everything else rank 0."""
+    if item.type is not WriteItemType.SHARD or item.tensor_data is None:
+        return rank == 0
+    tensor = sharded[item.index.fqn].global_tensor
+    (shards,) = library()._XLAC._get_local_shard_replica_and_indices([tensor])
+    replica, _ = shards[item.index.index]
+    return replica == 0 and math.prod(item.tensor_data.chunk.sizes) > 0

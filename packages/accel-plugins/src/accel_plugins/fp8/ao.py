@@ -44,11 +44,11 @@ def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.wraps(func)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+    def check_and_call(*args: P.args, **kwargs: P.kwargs) -> R:
         require("torchao", f"`{func.__name__}`", install="accel-plugins[torchao]")
         return func(*args, **kwargs)
 
-    return checked
+    return check_and_call
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
@@ -66,7 +66,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence[str]) -> bool:
-    """Whether a layer may be converted: none of those that are left out, and of sizes divisible by 16.
+    """Return whether a layer may be converted: none of those that are left out, and of sizes divisible by 16.
 
     Args:
         module: The layer; one that is not linear passes.
@@ -81,7 +81,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Whether a layer may be converted: sizes divisible by 16, and neither the first nor the last.
+    """Return whether a layer may be converted: sizes divisible by 16, and neither the first nor the last.
 
     Args:
         module: A layer; or a model, of which `fqn` names a layer.
@@ -101,7 +101,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether a model has linear layers of torchao's FP8 training.
+    """Return whether a model has linear layers of torchao's FP8 training.
 
     Args:
         model: The model, wrapped or not.
@@ -154,7 +154,7 @@ class BlockScaledLinear(nn.Linear):
     pads_rows: bool = True
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
-        """Return what torch's layer would; inputs get the weight's dtype, as autocast does not see it."""
+        """Compute as torch's layer does; inputs are cast to the weight's dtype, unseen by autocast."""
         flat = input.to(self.weight.dtype).reshape(-1, self.in_features)
         rows = len(flat)
         if self.pads_rows and rows % BLOCK:
@@ -169,7 +169,7 @@ class BlockScaledLinear(nn.Linear):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchAo:
-    """What torchao does in one run."""
+    """Convert models by torchao, and compute the scales of their weights."""
 
     handler: AORecipeKwargs
     device: torch.device
@@ -183,7 +183,6 @@ class TorchAo:
         object.__setattr__(self, "config", config)
 
     def convert(self, bundle: Bundle, runtime: Runtime, mesh: DeviceMesh | None) -> Mapping[Tensor, Tensor]:
-        """Convert the models of a bundle; as `Recipe.convert`."""
         del runtime, mesh
         replaced: dict[Tensor, Tensor] = {}
         for model in map(without_compiler, bundle.models):
@@ -194,7 +193,7 @@ class TorchAo:
             if self.device.type != "cuda":
                 for layer in map(model.get_submodule, names):
                     if not isinstance(layer, BlockScaledLinear):
-                        layer.register_forward_pre_hook(_autocast_input)
+                        layer.register_forward_pre_hook(_autocast_inputs)
             if not names:
                 logger.warning(
                     "mixed_precision='fp8' converts no layer of %s: by default, linear layers are converted "
@@ -212,7 +211,7 @@ class TorchAo:
             _float8().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def _autocast_input(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def _autocast_inputs(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Cast the input of a converted layer as autocast does; torchao asks the autocast of CUDA alone."""
     kind = layer.weight.device.type
     if not torch.is_autocast_enabled(kind):
@@ -241,10 +240,10 @@ def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_typ
 
 
 def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
-    """The configuration of torchao that a handler stands for on a device."""
+    """Return the configuration of torchao for a handler on a device."""
     named = "tensorwise" if handler.is_default else handler.config
     if named == "mxfp8":
-        return _block_scaled(device)
+        return _block_scaled_config(device)
     if not isinstance(named, str):
         return named
     return replace(
@@ -255,7 +254,7 @@ def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
     )
 
 
-def _block_scaled(device: torch.device) -> Any:
+def _block_scaled_config(device: torch.device) -> Any:
     try:
         training = import_module("torchao.prototype.moe_training.config")
         make, recipes = training.MXFP8TrainingOpConfig.from_recipe, training.MXFP8TrainingRecipe
@@ -283,7 +282,7 @@ def _convert(
 ) -> set[str]:
     """Convert layers in place; return their names."""
     is_by_blocks = not hasattr(config, "enable_fsdp_float8_all_gather")  # torchao's other class
-    chosen = _chosen(model, module_filter_func, BLOCK if is_by_blocks else 16)
+    chosen = _layers_to_convert(model, module_filter_func, BLOCK if is_by_blocks else 16)
     if "" in chosen:
         raise SettingsError(
             f"mixed_precision='fp8': the model is itself a {type(model).__name__} layer, which cannot be "
@@ -297,11 +296,11 @@ def _convert(
         (chosen & tied, replace(config, enable_fsdp_float8_all_gather=False)),
     ):
 
-        def among(_: nn.Module, name: str, names: set[str] = names) -> bool:
+        def is_in_group(_: nn.Module, name: str, names: set[str] = names) -> bool:
             return name in names
 
         if names:
-            _float8().convert_to_float8_training(model, module_filter_fn=among, config=options)
+            _float8().convert_to_float8_training(model, module_filter_fn=is_in_group, config=options)
     if config.enable_fsdp_float8_all_gather:
         save_plain_weights(model, chosen - tied)
     return chosen
@@ -327,8 +326,10 @@ def _convert_to_blocks(model: nn.Module, config: Any, chosen: set[str], *, pad: 
     return chosen
 
 
-def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None, divisor: int) -> set[str]:
-    """Names of the layers to convert; those that are converted already are left out."""
+def _layers_to_convert(
+    model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None, divisor: int
+) -> set[str]:
+    """Return the names of the layers to convert; those that are converted already are left out."""
     layers = {
         name: layer
         for name, layer in model.named_modules()
@@ -340,7 +341,7 @@ def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None, d
     return {
         name
         for name, layer in layers.items()
-        # A subclass may use its weight in its own way.
+        # A subclass may use its weight differently.
         if type(layer) is nn.Linear and name not in ends and is_divisible(layer, divisor)
     }
 

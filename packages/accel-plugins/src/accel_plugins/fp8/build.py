@@ -1,14 +1,13 @@
-"""Choose the backend; MS-AMP."""
+"""Build the FP8 recipe of a run: choose torchao, TransformerEngine or MS-AMP, and build MS-AMP's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fp8 import ao, te
@@ -28,65 +27,19 @@ from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-
-def build_msamp(handler: MSAMPRecipeKwargs, *, sharded: bool, world_size: int) -> Recipe:
-    """Make the recipe."""
-    if sharded:
-        raise UnsupportedError(
-            "mixed_precision='fp8' with MS-AMP trains in one process or under DDP, and parameters are to be "
-            "sharded: use the FP8 backend 'AO' (torchao: AORecipeKwargs())."
-        )
-    msamp = _load()
-
-    def initialize(bundle: Bundle) -> Bundle:
-        """Let the library replace the model and the optimizer, which belong together."""
-        if not bundle.models:
-            return bundle
-        if len(bundle.models) != 1 or len(bundle.optimizers) != 1:
-            raise SettingsError(
-                f"prepare() got {len(bundle.models)} models and {len(bundle.optimizers)} optimizers: MS-AMP "
-                "takes one of each, in one call of prepare()."
-            )
-        model, optimizer = msamp.initialize(
-            bundle.models[0], bundle.optimizers[0], opt_level=handler.opt_level
-        )
-        if world_size > 1:  # DDP leaves out the weights in 8 bits, whose gradients the optimizer reduces
-            optimizer.register_step_pre_hook(lambda own, *_: own.all_reduce_grads(model))
-        return replace(bundle, models=(model,), optimizers=(optimizer,))
-
-    return Recipe(name="fp8", convert=_nothing, initialize=initialize, precision="bf16", backend="MSAMP")
-
-
-def _load() -> Any:
-    try:
-        return import_module("msamp")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"mixed_precision='fp8' with the backend 'MSAMP': MS-AMP cannot be imported ({error}), and is no "
-            f"longer developed; {BY_NAME['MSAMP'].otherwise}."
-        ) from error
-
-
-def _nothing(bundle: Bundle, runtime: Runtime, mesh: DeviceMesh | None) -> Mapping[Tensor, Tensor]:
-    del bundle, runtime, mesh
-    empty: dict[Any, Any] = {}
-    return empty
-
-
 logger = get_logger(__name__)
 
+
 HANDLERS: Mapping[type, str] = {AORecipeKwargs: "AO", TERecipeKwargs: "TE", MSAMPRecipeKwargs: "MSAMP"}
-"""Which backend a handler stands for."""
+"""The backend of each type of handler."""
+
 
 _SHARDING = (FullyShardedDataParallelPlugin, ParallelismConfig, DeepSpeedPlugin)
 
 
 def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) -> Recipe:
     """Make the recipe; `fp8.backend` of the settings names a backend, unless a handler does."""
-    named, handler = _asked(handlers)
+    named, handler = _requested_backend(handlers)
     if named is None and settings.fp8 is not None:
         named = settings.fp8.backend
     emulate = isinstance(handler, AORecipeKwargs) and handler.emulate
@@ -126,11 +79,11 @@ def fp8_device(device: torch.device) -> Fp8Device:
     return Fp8Device(type="cuda", capability=capability, is_rocm=torch.version.hip is not None)
 
 
-def _asked(handlers: Mapping[type, Any]) -> tuple[str | None, Any]:
+def _requested_backend(handlers: Mapping[type, Any]) -> tuple[str | None, Any]:
     kinds = (*HANDLERS, FP8RecipeKwargs)
     requested = [handlers[kind] for kind in kinds if kind in handlers]
     if len(requested) > 1:
-        names = " and ".join(type(one).__name__ for one in requested)
+        names = " and ".join(type(recipe).__name__ for recipe in requested)
         raise SettingsError(f"kwargs_handlers contains {names}, which stand for one recipe each; give one.")
     if not requested:
         return None, None
@@ -147,8 +100,42 @@ def _is_fsdp2(handlers: Mapping[type, Any]) -> bool:
 
 
 def _keeps_types(handlers: Mapping[type, Any]) -> bool:
-    """Whether weights keep the type of a library: not in buffers of FSDP1 and DeepSpeed, nor in `DTensor`."""
+    """Return whether weights keep a library's type: not in FSDP1's or DeepSpeed's buffers, nor `DTensor`s."""
     config = handlers.get(ParallelismConfig)
     is_tensor_parallel = config is not None and config.tp_enabled
     is_fsdp1 = FullyShardedDataParallelPlugin in handlers and not _is_fsdp2(handlers)
     return not (is_tensor_parallel or is_fsdp1 or DeepSpeedPlugin in handlers)
+
+
+def build_msamp(handler: MSAMPRecipeKwargs, *, sharded: bool, world_size: int) -> Recipe:
+    """Make the recipe of MS-AMP."""
+    if sharded:
+        raise UnsupportedError(
+            "mixed_precision='fp8' with MS-AMP trains in one process or under DDP, and parameters are to be "
+            "sharded: use the FP8 backend 'AO' (torchao: AORecipeKwargs())."
+        )
+    try:
+        msamp: Any = import_module("msamp")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"mixed_precision='fp8' with the backend 'MSAMP': MS-AMP cannot be imported ({error}), and is no "
+            f"longer developed; {BY_NAME['MSAMP'].otherwise}."
+        ) from error
+
+    def initialize(bundle: Bundle) -> Bundle:
+        """Let the library replace the model and the optimizer, which belong together."""
+        if not bundle.models:
+            return bundle
+        if len(bundle.models) != 1 or len(bundle.optimizers) != 1:
+            raise SettingsError(
+                f"prepare() got {len(bundle.models)} models and {len(bundle.optimizers)} optimizers: MS-AMP "
+                "takes one of each, in one call of prepare()."
+            )
+        model, optimizer = msamp.initialize(
+            bundle.models[0], bundle.optimizers[0], opt_level=handler.opt_level
+        )
+        if world_size > 1:  # DDP does not reduce gradients of weights in 8 bits; the optimizer does
+            optimizer.register_step_pre_hook(lambda wrapped, *_: wrapped.all_reduce_grads(model))
+        return replace(bundle, models=(model,), optimizers=(optimizer,))
+
+    return Recipe(name="fp8", convert=lambda *_: {}, initialize=initialize, precision="bf16", backend="MSAMP")

@@ -1,4 +1,4 @@
-"""Recipe kwargs, Recipe, plain weights."""
+"""Precision recipes: the options of FP8 libraries, the record `Recipe`, and checks of converted models."""
 
 from __future__ import annotations
 
@@ -27,8 +27,80 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import Bundle
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How models compute in a format that needs more than autocast, for one run.
+
+    Args:
+        name: The name under which it is registered.
+        convert: Changes the models of a bundle in place, before they are wrapped or sharded, and returns
+            a map from every replaced parameter to its replacement; called as `convert(bundle, runtime,
+            mesh)`, on every rank. Modules that shared a parameter share it afterwards. Whatever must be saved
+            with a model is in its parameters and buffers.
+        precision: The mixed precision of everything that is not converted.
+        initialize: Called before that with a bundle; returns it with the models and optimizers by which a
+            library replaces them.
+        after_step: Called after every optimizer step with the prepared models, wrapped as they are.
+        after_load: Called with them after a checkpoint was loaded, to compute what depends on weights.
+        state_dict: Returns whatever else must be saved to resume; the same on all ranks.
+        load_state_dict: Resumes from it.
+        backend: The library that computes, for `Accelerator.fp8_backend`; `None` if it is no FP8.
+    """
+
+    name: str
+    convert: Callable[[Bundle, Runtime, DeviceMesh | None], Mapping[Tensor, Tensor]]
+    precision: Literal["no", "bf16", "fp16"] = "bf16"
+    initialize: Callable[[Bundle], Bundle] | None = None
+    after_step: Callable[[Sequence[nn.Module]], None] | None = None
+    after_load: Callable[[Sequence[nn.Module]], None] | None = None
+    state_dict: Callable[[], dict[str, Any]] | None = None
+    load_state_dict: Callable[[Mapping[str, Any]], None] | None = None
+    backend: str | None = None
+
+
+RecipeFactory: TypeAlias = "Callable[[Settings, Runtime, Mapping[type, Any]], Recipe]"
+"""`build(settings, runtime, handlers)`; `handlers` maps the type of a kwargs handler to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeSpec:
+    """What is known of a recipe before it is built; `Accelerator(mixed_precision=…)` takes its name.
+
+    Args:
+        name: The name under which it is registered; none of `"no"`, `"fp16"`, `"bf16"`.
+        build: Makes it, or `"module:function"` of what does.
+        handlers: The types of kwargs handlers that it reads; `Accelerator(kwargs_handlers=[…])` takes them.
+
+    Example:
+        >>> RecipeSpec(name="int8", build="my_package:build").handlers
+        ()
+    """
+
+    name: str
+    build: RecipeFactory | str
+    handlers: tuple[type, ...] = ()
+
+
+def build_recipe(
+    name: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
+) -> Recipe | None:
+    """Make the recipe of a run; `None` for a precision that needs none."""
+    spec = None if name in BASE_PRECISIONS else RECIPES.find(name)
+    # Installed recipes are imported only where a handler may belong to one.
+    is_foreign = any(kind.__module__.partition(".")[0] != "accel_plugins" for kind in handlers)
+    for recipe in (RECIPES.available() if is_foreign else RECIPES.built_in).values():
+        for kind in () if spec is recipe else recipe.handlers:
+            if kind in handlers:
+                raise SettingsError(
+                    f"kwargs_handlers contains {kind.__name__}, which is for "
+                    f"mixed_precision={recipe.name!r}, and it is {name!r}; change one of the two."
+                )
+    return None if spec is None else RECIPES.resolve(name, spec.build)(settings, runtime, handlers)
+
+
 AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 """Names that `AORecipeKwargs(config=…)` takes."""
+
 
 TE_RECIPES = ("delayed", "current", "mxfp8", "nvfp4")
 """Names that `TERecipeKwargs(recipe=…)` takes."""
@@ -198,7 +270,7 @@ class TERecipeKwargs(KwargsHandler):
             self,
             "override_linear_precision",
             "three of True and False",
-            lambda value: len(value) == 3 and all(isinstance(one, bool) for one in value),
+            lambda value: len(value) == 3 and all(isinstance(flag, bool) for flag in value),
         )
         if blocks is not None and self.recipe not in {None, "mxfp8" if blocks else self.recipe}:
             raise SettingsError(
@@ -261,60 +333,6 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         expect(self, "backend", "'TE' or 'MSAMP'", lambda value: value in {"TE", "MSAMP"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How models compute in a format that needs more than autocast, for one run.
-
-    Args:
-        name: The name under which it is registered.
-        convert: Changes the models of a bundle in place, before they are wrapped or sharded, and returns
-            every parameter that it has replaced with the one that took its place; called as
-            `convert(bundle, runtime, mesh)`, on every rank. What modules shared they share afterwards. What
-            must be saved with a model is in its parameters and buffers.
-        precision: The mixed precision of everything that is not converted.
-        initialize: Called before that with a bundle; returns it with the models and optimizers by which a
-            library replaces them.
-        after_step: Called after every optimizer step with the prepared models, wrapped as they are.
-        after_load: Called with them after a checkpoint was loaded, to compute what follows from weights.
-        state_dict: Gives what else must be saved to resume; the same on all ranks.
-        load_state_dict: Takes it back.
-        backend: The library that computes, as `Accelerator.fp8_backend` says it; `None` if it is no FP8.
-    """
-
-    name: str
-    convert: Callable[[Bundle, Runtime, DeviceMesh | None], Mapping[Tensor, Tensor]]
-    precision: Literal["no", "bf16", "fp16"] = "bf16"
-    initialize: Callable[[Bundle], Bundle] | None = None
-    after_step: Callable[[Sequence[nn.Module]], None] | None = None
-    after_load: Callable[[Sequence[nn.Module]], None] | None = None
-    state_dict: Callable[[], dict[str, Any]] | None = None
-    load_state_dict: Callable[[Mapping[str, Any]], None] | None = None
-    backend: str | None = None
-
-
-RecipeFactory: TypeAlias = "Callable[[Settings, Runtime, Mapping[type, Any]], Recipe]"
-"""`build(settings, runtime, handlers)`; `handlers` maps the type of a kwargs handler to it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecipeSpec:
-    """What is known of a recipe before it is built; `Accelerator(mixed_precision=…)` takes its name.
-
-    Args:
-        name: The name under which it is registered; none of `"no"`, `"fp16"`, `"bf16"`.
-        build: Makes it, or `"module:function"` of what does.
-        handlers: The types of kwargs handlers that it reads; `Accelerator(kwargs_handlers=[…])` takes them.
-
-    Example:
-        >>> RecipeSpec(name="int8", build="my_package:build").handlers
-        ()
-    """
-
-    name: str
-    build: RecipeFactory | str
-    handlers: tuple[type, ...] = ()
-
-
 FP8 = RecipeSpec(
     name="fp8",
     build="accel_plugins.fp8.build:build",
@@ -322,25 +340,9 @@ FP8 = RecipeSpec(
 )
 """Matrices multiplied in 8 bits by torchao, TransformerEngine or MS-AMP."""
 
+
 RECIPES = Registry(group=RECIPE_GROUP, kind=RecipeSpec, noun="precision recipe", built_in={"fp8": FP8})
 """All recipes, those of installed distributions included."""
-
-
-def build_recipe(
-    name: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
-) -> Recipe | None:
-    """Make the recipe of a run; `None` for a precision that needs none."""
-    spec = None if name in BASE_PRECISIONS else RECIPES.find(name)
-    # Installed recipes are imported only where a handler may be one of theirs.
-    is_foreign = any(kind.__module__.partition(".")[0] != "accel_plugins" for kind in handlers)
-    for other in (RECIPES.available() if is_foreign else RECIPES.built_in).values():
-        for kind in () if spec is other else other.handlers:
-            if kind in handlers:
-                raise SettingsError(
-                    f"kwargs_handlers contains {kind.__name__}, which is for mixed_precision={other.name!r}, "
-                    f"and it is {name!r}; change one of the two."
-                )
-    return None if spec is None else RECIPES.resolve(name, spec.build)(settings, runtime, handlers)
 
 
 def parameter_ids(models: Sequence[nn.Module]) -> list[dict[str, int]]:
@@ -357,7 +359,7 @@ def check_converted(
     bundle: Bundle,
     replaced: Mapping[Tensor, Tensor],
 ) -> None:
-    """Refuse what a recipe has done if parameters that an optimizer trained would not be trained any more.
+    """Refuse converted models if parameters that an optimizer trained would not be trained any more.
 
     Args:
         recipe: The recipe.
@@ -402,11 +404,11 @@ def check_converted(
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor, or of a `DTensor`'s shard, without the type that a library put around.
+    """Return the values of a tensor, or of a `DTensor`'s shard, without a library's tensor subclass.
 
     Example:
         >>> import torch
-        >>> plain_tensor(one := torch.ones(1)) is one
+        >>> plain_tensor(weight := torch.ones(1)) is weight
         True
     """
     detached: Any = tensor.detach()
@@ -422,19 +424,11 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def save_plain_weights(model: nn.Module, names: Iterable[str]) -> None:
-    """Let state dicts of a model have plain weights, and weights that are loaded get new scales."""
+    """Make state dicts of a model have plain weights, and loaded weights get new scales."""
     for name in names:
         layer = model.get_submodule(name)
         layer.register_state_dict_post_hook(_plain_weight)
         layer.register_load_state_dict_post_hook(_clear_scale)
-
-
-def tied_layers(model: nn.Module) -> set[str]:
-    """Return the names of the layers that share a parameter with another one."""
-    owners: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
-    return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
 def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -445,12 +439,20 @@ def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 
 def _clear_scale(module: nn.Module, incompatible: Any) -> None:
-    """Drop a scale that was computed of other values."""
+    """Drop a scale that was computed from the previous weight."""
     del incompatible
     weight: Any = module.weight
     local: Any = local_tensor(weight) if is_dtensor(weight) else weight
     if hasattr(local, "_precomputed_scale"):
         local._precomputed_scale = None
+
+
+def tied_layers(model: nn.Module) -> set[str]:
+    """Return the names of the layers that share a parameter with another one."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
 def is_divisible(layer: Any, divisor: int = 16) -> bool:

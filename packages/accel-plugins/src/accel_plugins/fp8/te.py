@@ -177,17 +177,17 @@ def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[st
     defaults = dict(TERecipeKwargs.DEFAULTS)
     own = ("margin", "fp8_format", "interval", "override_linear_precision")
     history = ("amax_history_len", "amax_compute_algo")
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name in (*own, *history):
         value = getattr(handler, name)
         if name in known and not (name == "fp8_format" and handler.recipe in _BLOCKS and value == "HYBRID"):
-            found[name] = value
+            arguments[name] = value
         elif name not in known and value != defaults[name]:
             raise UnsupportedError(
                 f"TERecipeKwargs({name}={value!r}): {RECIPE_CLASSES[handler.recipe or 'delayed']} of the "
                 f"installed TransformerEngine does not take {name}; leave it out."
             )
-    return found
+    return arguments
 
 
 def build(handler: TERecipeKwargs) -> Recipe:

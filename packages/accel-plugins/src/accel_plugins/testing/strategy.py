@@ -1,4 +1,4 @@
-"""Conformance of strategies."""
+"""The checks of a strategy, in one process or on every rank, against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def demand(condition: object, message: str) -> None:
 
 
 def demand_equal(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float, what: str
+    results: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float, what: str
 ) -> None:
     """Demand that named tensors have the same names, shapes and, but for a tolerance, values."""
-    demand([*found] == [*wanted], f"{what}: the names are {[*found]} where they should be {[*wanted]}.")
+    demand([*results] == [*wanted], f"{what}: the names are {[*results]} where they should be {[*wanted]}.")
     for name, right in wanted.items():
-        result = found[name].detach().to("cpu", right.dtype)
+        result = results[name].detach().to("cpu", right.dtype)
         demand(
             result.shape == right.shape,
             f"{what}: {name!r} has the shape {tuple(result.shape)}; expected {tuple(right.shape)}.",
@@ -212,9 +212,9 @@ def gradients_alone(problem: Problem) -> dict[str, Any]:
     return gradients(model)
 
 
-def are_full(found: Mapping[str, Any]) -> bool:
+def are_full(gradients: Mapping[str, Any]) -> bool:
     """Return whether gradients are in `.grad` between passes; some strategies have them in buffers."""
-    return all(gradient is not None for gradient in found.values())
+    return all(gradient is not None for gradient in gradients.values())
 
 
 def full(tensor: Any) -> Any:
@@ -444,18 +444,18 @@ def saved_state_is_loaded(subject: StrategySubject) -> None:
     trained.save_full(folder, keep=subject.runtime.topology.is_main)
     trained.save_native(folder)
     barrier()
-    others = [prepare(subject.make(), problem.model(seed=7), adamw) for _ in loads]
-    for other, load in zip(others, loads, strict=True):
-        other.backward(problem.shard(3))
-        other.step()
-        load(other, folder)
+    resumed = [prepare(subject.make(), problem.model(seed=7), adamw) for _ in loads]
+    for run, load in zip(resumed, loads, strict=True):
+        run.backward(problem.shard(3))
+        run.step()
+        load(run, folder)
         barrier()
-        demand_equal(other.state(), before, 0.0, "the loaded model")
-    for one in (trained, *others):
-        one.backward(problem.shard(1))
-        one.step()
-    for other in others:
-        demand_equal(other.state(), trained.state(), subject.tolerance, "a step after loading")
+        demand_equal(run.state(), before, 0.0, "the loaded model")
+    for run in (trained, *resumed):
+        run.backward(problem.shard(1))
+        run.step()
+    for run in resumed:
+        demand_equal(run.state(), trained.state(), subject.tolerance, "a step after loading")
 
 
 def ranks_may_run_out_of_batches(subject: StrategySubject) -> None:
