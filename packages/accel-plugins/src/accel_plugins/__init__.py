@@ -1,4 +1,4 @@
-"""Strategies, precision policies, and what configures them. Names are imported when asked for."""
+"""Strategies, precision policies and their options. Names are imported at first use."""
 
 from accel_state.lazy import attach
 

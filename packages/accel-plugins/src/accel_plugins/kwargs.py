@@ -87,8 +87,8 @@ def resolve_fields(
 ) -> dict[str, str]:
     """Replace the fields of a plugin that are `None` by their environment variables, else by their defaults.
 
-    Variables of a section of `Settings` are read whether or not its switch is on: whoever makes a plugin
-    wants it. `setting_names` maps fields to settings where they differ.
+    Variables of a section of `Settings` are read whether or not its switch is on, since making a plugin
+    requests it. `setting_names` maps fields to settings where they differ.
 
     Returns:
         The source of each field's value as messages name it: the argument or the variable, with the value.
@@ -141,7 +141,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
         ),
         *(
             (name, partial(_is_needed_by_fsdp, name, values), "has no effect with fsdp_version=2.")
-            for name, values in (  # version 2 does what these values say, and ignores others
+            for name, values in (  # version 2 behaves as with these values, and ignores others
                 ("backward_prefetch", ("NO_PREFETCH", "BACKWARD_PRE")),
                 ("limit_all_gathers", (True,)),
                 ("state_dict_config", ()),
@@ -163,11 +163,11 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
         ),
     ),
 }
-"""The fields, by the name of their class, that have no effect unless another field says so."""
+"""The fields that have no effect unless another field has a certain value, by the name of their class."""
 
 
 def list_ineffective(owner: object) -> dict[str, str]:
-    """Return the fields of a handler or plugin that have no effect, each with the sentence that says so.
+    """Return the fields of a handler or plugin that have no effect, each with the message about it.
 
     Example:
         >>> kwargs = ProfileKwargs()

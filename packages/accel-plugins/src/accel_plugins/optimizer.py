@@ -212,7 +212,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return None if change is None else change()
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks, and what a particular optimizer adds. copy and pickle ask before there is an optimizer.
+        # Hooks, and additions of particular optimizers. copy and pickle look up before there is an optimizer.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -267,14 +267,14 @@ def patch_optimizer_step(
 
 
 StepPer: TypeAlias = Literal["process", "update", "sample"]
-"""What one step of a schedule stands for."""
+"""The unit of one step of a schedule."""
 
 
 class AcceleratedScheduler:
     """Scheduler wrapper that steps when its optimizers have stepped, by a selectable clock.
 
     While gradients are accumulated, and when an optimizer skipped its step because gradients were not finite,
-    the schedule stays where it is. Otherwise it advances, as `step_per` says:
+    the schedule stays where it is. Otherwise it advances by `step_per`:
 
     - `"process"`, the documented default: as many steps as there are processes, since every one of them
       has used up a batch of a data set for whose batches the schedule was written; one step if batches are
@@ -289,7 +289,7 @@ class AcceleratedScheduler:
         step_with_optimizer: Whether to follow the optimizers as described. `False` forwards every `step`
             as it is.
         split_batches: Whether each batch of the data loader is sharded across ranks.
-        step_per: What one step of the schedule stands for. `None` is `"process"`, and says so in the log,
+        step_per: The unit of one step of the schedule. `None` is `"process"`, with a message in the log,
             at level INFO, where that is more than one step.
         num_shards: How many processes have batches of their own; all if `None`.
 
@@ -350,7 +350,7 @@ class AcceleratedScheduler:
         """Advance the schedule, if the optimizers have stepped; arguments go to the wrapped scheduler.
 
         Raises:
-            ValueError: Samples are to be counted where no loader says how many there are.
+            ValueError: Samples are to be counted, and no loader knows their number.
         """
         scheduler = self.scheduler
         if not self.step_with_optimizer:

@@ -164,7 +164,7 @@ class FullPrecision:
     scaler: None = None
 
     def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A context that changes nothing, or that switches off an autocast around it if `kwargs` say so."""
+        """Return a context that changes nothing, or that disables an autocast around it if `kwargs` do."""
         if kwargs is None or kwargs.enabled:
             return nullcontext()
         return torch.autocast(self.device_type, enabled=False)

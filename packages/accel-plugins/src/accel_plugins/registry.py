@@ -171,7 +171,7 @@ class Engine:
     that `choose` reads, and refuses contradictions.
 
     Args:
-        section: The field of `Settings` that, if it is not `None`, stands for a plugin made without
+        section: The field of `Settings` that, if it is not `None`, requests a plugin made without
             arguments.
         several: Whether the argument may also be a dictionary of plugins by name.
     """

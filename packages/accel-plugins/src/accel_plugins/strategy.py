@@ -100,7 +100,7 @@ class Strategy:
         stepper: Runs backward passes and optimizer steps.
         persister: Saves and loads.
         sharding: Which batches this rank reads.
-        features: What is offered; ask with `require`.
+        features: The optional features that it offers; checked by `require`.
         mesh: The device mesh, where it has several axes.
         split_sequences: Makes a context in which every rank has a shard of each sequence: called as
             `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
@@ -182,7 +182,7 @@ class StrategySpec:
 
     Args:
         name: The name under which it is registered.
-        applies: Whether a run uses it: asked with the settings, the topology and the device; pure, and the
+        applies: Whether a run uses it: called with the settings, the topology and the device; pure, and the
             same on every rank.
         build: Makes it, or the `"module:function"` that does.
         sections: The sections of `Settings` that it reads, each of which a plugin fills (`"deepspeed"`,

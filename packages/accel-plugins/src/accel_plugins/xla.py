@@ -549,7 +549,7 @@ def _quiet() -> Generator[None]:
 
 
 def _is_ours(item: WriteItem, sharded: Mapping[str, Any], rank: int) -> bool:
-    """Return whether this process writes an item: of shards the first replica, of everything else rank 0."""
+    """Return whether this process writes an item: the first replica of a shard, and rank 0 of any other."""
     if item.type is not WriteItemType.SHARD or item.tensor_data is None:
         return rank == 0
     tensor = sharded[item.index.fqn].global_tensor

@@ -212,7 +212,7 @@ class TorchAo:
 
 
 def _autocast_inputs(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cast the input of a converted layer as autocast does; torchao asks the autocast of CUDA alone."""
+    """Cast the input of a converted layer as autocast does; torchao knows the autocast of CUDA alone."""
     kind = layer.weight.device.type
     if not torch.is_autocast_enabled(kind):
         return inputs

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How models compute in a format that needs more than autocast, for one run.
+    """A way for models to compute in a format that needs more than autocast, for one run.
 
     Args:
         name: The name under which it is registered.
@@ -64,7 +64,7 @@ RecipeFactory: TypeAlias = "Callable[[Settings, Runtime, Mapping[type, Any]], Re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeSpec:
-    """What is known of a recipe before it is built; `Accelerator(mixed_precision=…)` takes its name.
+    """The row of a recipe, known before it is built; `Accelerator(mixed_precision=…)` takes its name.
 
     Args:
         name: The name under which it is registered; none of `"no"`, `"fp16"`, `"bf16"`.
@@ -113,7 +113,7 @@ def is_ao_config(value: object, *, optional: bool = False) -> bool:
         >>> is_ao_config({"pad_inner_dim": True}), is_ao_config(None, optional=True)
         (False, True)
     """
-    # By name: torchao is an extra, and slow to import.
+    # Classes are compared by name, since torchao is an extra and slow to import.
     names = {"Float8LinearConfig", "MXFP8TrainingOpConfig"}
     kinds = ((kind.__name__, kind.__module__.partition(".")[0]) for kind in type(value).__mro__)
     return (optional and value is None) or any(
@@ -196,12 +196,12 @@ class AORecipeKwargs(KwargsHandler):
 
     @property
     def is_default(self) -> bool:
-        """Whether `config` is the one that was made in place of `None`."""
+        """Whether `config` is the default that replaced `None`."""
         return self.config is getattr(self, "_default", None)
 
     @property
     def emulate(self) -> bool:
-        """Whether the configuration asks for the numbers of FP8 without its instructions."""
+        """Whether the configuration emulates FP8, without its instructions."""
         preference = str(getattr(self.config, "kernel_preference", ""))
         return bool(getattr(self.config, "emulate", False)) or preference.endswith("EMULATED")
 

@@ -38,7 +38,7 @@ _BLOCKS = frozenset({"mxfp8", "nvfp4"})
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether a model has linear or layer-norm layers of TransformerEngine; false where it is not installed.
+    """Return whether a model has linear or layer-norm layers of TransformerEngine; false without the library.
 
     Args:
         model: The model, wrapped or not.
@@ -157,7 +157,7 @@ def fp8_autocast(recipe: Any, *, enabled: bool) -> AbstractContextManager[Any]:
 
 
 def make_recipe(handler: TERecipeKwargs) -> Any:
-    """Return the recipe of TransformerEngine that a handler stands for."""
+    """Return the recipe of TransformerEngine for a handler."""
     recipes = import_module("transformer_engine.common.recipe")
     name = handler.recipe or "delayed"
     kind = getattr(recipes, RECIPE_CLASSES[name], None)

@@ -367,7 +367,7 @@ def ensure_weights_retied(
 def materialize_fsdp1(
     model: nn.Module, runtime: Runtime, plugin: FullyShardedDataParallelPlugin, *, broadcast: bool
 ) -> None:
-    """Materialise a model on the device of a run, and broadcast rank 0's weights if asked.
+    """Materialise a model on the device of a run, and broadcast rank 0's weights if `broadcast`.
 
     The plugin's `param_init_fn` materialises meta modules; without one, they are allocated uninitialised.
     """

@@ -521,7 +521,7 @@ def _trained_by(optimizer: Optimizer, root: FullyShardedDataParallel) -> Generat
 
 @contextmanager
 def sharded_states(root: FullyShardedDataParallel) -> Generator[None]:
-    """Within the block, state dicts of a model and its optimizer are sharded, as DTensors."""
+    """Make state dicts of a model and its optimizer sharded, as DTensors, within the block."""
     with (
         suppress_fsdp1_warnings(),
         FullyShardedDataParallel.state_dict_type(

@@ -22,7 +22,7 @@ class PartialLayer:
         name: Name of its module.
         kind: Such as `"sliding_attention"`, as in `layer_types` of transformers' configurations.
         span: Number of tokens in its window or chunk; `None` for layers that are no attention.
-        longest: Number of tokens of the longest sequence, as the configuration says; `None` if it does not.
+        longest: Number of tokens of the longest sequence, from the configuration; `None` if unknown.
     """
 
     name: str

@@ -48,7 +48,7 @@ _inside: list[_Block] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Block:
-    """What is known of full sequences in a block of `maybe_context_parallel`.
+    """The full sequences in a block of `maybe_context_parallel`.
 
     Args:
         thread: That is in the block.

@@ -247,7 +247,7 @@ class StrategySubject:
     norm_types: tuple[float, ...] = (2.0, 1.0, float("inf"))
 
     def problem(self) -> Problem:
-        """The training problem, sharded as the strategy says."""
+        """Return the training problem, sharded by the strategy's `sharding`."""
         sharding = self.make().sharding
         return Problem(
             dtype=self.dtype,
@@ -483,8 +483,8 @@ def evaluation_needs_no_training(subject: StrategySubject) -> None:
     model = strategy.wrapper.wrap(Bundle(models=[problem.model()]), evaluation=True).models[0].eval()
     inputs, _ = problem.shard(0)
     with torch.no_grad():
-        found, right = model(inputs), problem.model()(inputs.cpu())
-    demand_equal({"output": full(found)}, {"output": right}, subject.tolerance, "evaluation")
+        output, right = model(inputs), problem.model()(inputs.cpu())
+    demand_equal({"output": full(output)}, {"output": right}, subject.tolerance, "evaluation")
 
 
 def several_models_are_trained(subject: StrategySubject) -> None:
@@ -547,7 +547,7 @@ NEEDS: Mapping[str, Feature] = {
     "several_models_are_trained": Feature.MULTIPLE_MODELS,
     "a_model_may_stay_where_it_is": Feature.CUSTOM_DEVICE_PLACEMENT,
 }
-"""The feature that a check is about; a strategy that does not declare it is not asked."""
+"""The feature of each check; it is skipped for strategies that do not declare it."""
 
 
 def check_strategy(subject: StrategySubject) -> None:
