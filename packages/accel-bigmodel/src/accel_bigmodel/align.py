@@ -1,4 +1,4 @@
-"""AlignDevicesHook, slots, attaching by name."""
+"""Hooks that place a module's tensors for its forward: `AlignDevicesHook`, and attaching it by name."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 
     from accel_bigmodel.offloaded_block import OffloadedBlock
 
+    Device = int | str | torch.device
+    TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
+
 
 class OffloadedTensor(Protocol):
-    """What an offloading hook does with one tensor."""
+    """One offloaded tensor of a hooked module."""
 
     name: str
 
@@ -60,7 +63,7 @@ class PlainSlot:
         self._live: Tensor | None = None
 
     def enter(self, value: Tensor) -> None:
-        """Hold a value. The parameter made of the same value last time is used again."""
+        """Hold a value; reuse the parameter made of the same value last time."""
         if not isinstance(self._meta, nn.Parameter):
             self._table[self._leaf] = value
             return
@@ -85,12 +88,6 @@ def slot_of(tensor: Tensor, module: nn.Module, name: str) -> OffloadedTensor:
     """
     return PlainSlot(module, name, tensor)
 
-
-if TYPE_CHECKING:
-    Device = int | str | torch.device
-
-if TYPE_CHECKING:
-    TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
 
 _META = torch.device("meta")
 
@@ -325,14 +322,14 @@ def align_hook_of(module: nn.Module) -> AlignDevicesHook | None:
 def align_hooks_of(module: nn.Module) -> list[AlignDevicesHook]:
     """Find all placement hooks of a module, also in chains of chains."""
     pending: list[ModelHook | None] = [hook_of(module)]
-    found: list[AlignDevicesHook] = []
+    hooks: list[AlignDevicesHook] = []
     while pending:
         hook = pending.pop(0)
         if isinstance(hook, SequentialHook):
             pending[:0] = hook.hooks
         elif isinstance(hook, AlignDevicesHook):
-            found.append(hook)
-    return found
+            hooks.append(hook)
+    return hooks
 
 
 _lock = threading.RLock()  # a finalizer may run while the same thread holds it

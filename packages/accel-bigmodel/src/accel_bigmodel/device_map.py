@@ -1,4 +1,4 @@
-"""Budgets; infer, split, check device maps."""
+"""Device maps: memory budgets; `infer_auto_device_map`; stages; checks of a given map."""
 
 from __future__ import annotations
 
@@ -33,11 +33,14 @@ from accel_state.errors import SettingsError, some_of
 if TYPE_CHECKING:
     from accel_bigmodel.sizes import ElementType, Layers, Workload
 
+    Device = int | str | torch.device
+
 
 _log = logging.getLogger(__name__)
 _HOST = ("cpu", "disk")
 
-MemoryMap = dict[int | str, int]
+DeviceKey = int | str
+MemoryMap = dict[DeviceKey, int]
 
 
 def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) -> MemoryMap:
@@ -61,8 +64,8 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
         {0: 2147483648, 'cpu': 1000000000}
     """
     if max_memory is None:
-        found: MemoryMap = {index: _free(index) for index in range(torch.accelerator.device_count())}
-        return found if any(map(_is_unified, found)) else {**found, "cpu": available_host_memory()}
+        free: MemoryMap = {index: _free(index) for index in range(torch.accelerator.device_count())}
+        return free if any(map(_is_unified, free)) else {**free, "cpu": available_host_memory()}
     if not isinstance(max_memory, Mapping):
         raise SettingsError(
             f"max_memory is {reprlib.repr(max_memory)}: pass a mapping of devices to sizes, as {{0: '10GB'}}"
@@ -102,7 +105,7 @@ def get_balanced_memory(
         no_split_module_classes: Names of classes whose modules stay whole.
         dtype: The type that floating weights will have once loaded.
         special_dtypes: Types of single tensors, by name.
-        low_zero: Give the first accelerator only what the others cannot hold, so that it has room for
+        low_zero: Give the first accelerator only what the other ones cannot hold, so that it has room for
             generation.
         workload: Activations and cache to be counted with the weights.
 
@@ -119,8 +122,8 @@ def get_balanced_memory(
     layers = read_layers(model, class_names(no_split_module_classes), byte_count(dtype, special_dtypes))
     units = units_of(layers, workload)
     if low_zero:
-        others = sum(memory[key] for key in devices[1:])
-        memory[devices[0]] = min(memory[devices[0]], max(0, units.sums[-1] - others))
+        remaining = sum(memory[key] for key in devices[1:])
+        memory[devices[0]] = min(memory[devices[0]], max(0, units.sums[-1] - remaining))
         devices = devices[1:]
     reserve = 0 if low_zero else max(units.totals, default=0)
     budget = [memory[key] for key in devices]
@@ -197,8 +200,6 @@ def _device_module() -> Any:
 
 
 _AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
-
-DeviceKey = int | str
 
 
 def infer_auto_device_map(
@@ -419,8 +420,8 @@ def generate_device_map(
     """
     if num_processes == 1:
         return infer_auto_device_map(model, max_memory, no_split_module_classes, clean_result=False)
-    found = read_layers(model, class_names(no_split_module_classes), None)
-    layers = replace(found, sizes=found.totals, ties=[])
+    read = read_layers(model, class_names(no_split_module_classes), None)
+    layers = replace(read, sizes=read.totals, ties=[])
     units, count = units_of(layers), len(layers.names)
     if count < num_processes:
         raise SettingsError(
@@ -456,10 +457,6 @@ def _budget(max_memory: Mapping[int | str, float | str] | None, process: int) ->
     if max_memory is None:
         return _ENDLESS
     return convert_file_size_to_int(max_memory.get(process, max_memory.get(str(process), 0)))
-
-
-if TYPE_CHECKING:
-    Device = int | str | torch.device
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:

@@ -1,4 +1,4 @@
-"""Pure core: fill devices with layers."""
+"""Fill devices with the layers of a model: pure functions of sizes and budgets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ROUNDED_TO = 2 << 20
 class PlacementUnits:
     """What is placed together, as columns: a layer, or all layers that share a tied tensor.
 
-    A unit stands where its first layer stands.
+    A unit has the position of its first layer.
 
     Attributes:
         sizes: Bytes that stay on the device: weights counted once, and the cache.

@@ -1,4 +1,4 @@
-"""Place a model as a device map says, with hooks that make it run."""
+"""Run a model across devices: `dispatch_model`, `cpu_offload`, `disk_offload`."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def _offloaded(
 
 
 def _hook_encoder(model: nn.Module) -> None:
-    """Have the encoder of a transformers model answer where it was asked.
+    """Return an encoder's output on the device of its input.
 
     `generate` calls the encoder alone; when it finds no hook on that of a dispatched model, it makes one from
     another package, which may be absent.
@@ -315,8 +315,8 @@ def _attach(
     force_hooks: bool,
     **options: Any,
 ) -> None:
-    one = len({torch.device(device) for device in execution.values()}) == 1
-    if one and not force_hooks:
+    is_one_device = len({torch.device(device) for device in execution.values()}) == 1
+    if is_one_device and not force_hooks:
         # All runs on one device: what stays there needs a place, not hooks.
         _prepare_targets(model, execution, offload, options["tied_params_map"])
         offloaded_names = {name: is_off_device for name, is_off_device in offload.items() if is_off_device}
@@ -388,12 +388,12 @@ def _first_device(model: nn.Module) -> torch.device:
 
 def _tied_map(model: nn.Module, tied: Sequence[Sequence[str]]) -> TiedMap:
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = [parameters[name] for group in tied for name in group]
-    return {tensor.data_ptr(): {} for tensor in found if not tensor.is_meta}
+    tensors = [parameters[name] for group in tied for name in group]
+    return {tensor.data_ptr(): {} for tensor in tensors if not tensor.is_meta}
 
 
 def _retie(model: nn.Module, tied: Sequence[Sequence[str]], device_map: Mapping[str, Device]) -> None:
-    """Tie again what lives together; copies on different devices stay apart."""
+    """Tie parameters on the same device again; copies on different devices stay separate."""
     together = [list(group) for group in tied if len({device_of(name, device_map) for name in group}) == 1]
     retie_parameters(model, together)
 

@@ -1,4 +1,4 @@
-"""A device map as table, HTML, plot."""
+"""Explain a device map, as a table, HTML or a plot: `explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hook protocol; CPU offload, layerwise casting."""
+"""Hooks around the forward of a module; CPU offload; layerwise casting."""
 
 from __future__ import annotations
 
@@ -56,7 +56,6 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Prepare the module for each hook."""
         for hook in self.hooks:
             module = hook.init_hook(module)
         return module
@@ -64,7 +63,6 @@ class SequentialHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let each hook change the arguments in turn."""
         for index, hook in enumerate(self.hooks):
             try:
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
@@ -75,18 +73,15 @@ class SequentialHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Let each hook change the output in turn."""
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Let each hook undo what it did before the forward."""
         for hook in self.hooks:
             hook.forward_failed(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Undo each hook."""
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
@@ -193,13 +188,11 @@ class CpuOffload(ModelHook):
         self.execution_device = default_device() if execution_device is None else execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Put the model on the CPU."""
         return module.to("cpu")
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Offload the model before, and move the model and its inputs to the device."""
         if self.prev_module_hook is not None and self.prev_module_hook.model is not module:
             self.prev_module_hook.offload()
             if torch.accelerator.is_available():
@@ -262,13 +255,11 @@ class LayerwiseCastingHook(ModelHook):
         self._users = 0
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Cast the weights down."""
         return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast the weights up, unless another thread did."""
         with _lock:
             if not self._users:
                 for tensor in [*module.parameters(), *module.buffers()]:
@@ -280,12 +271,10 @@ class LayerwiseCastingHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Put the stored weights back, after the last thread."""
         self._restore(module)
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Put the stored weights back, after the last thread."""
         self._restore(module)
 
     def _restore(self, module: nn.Module) -> None:

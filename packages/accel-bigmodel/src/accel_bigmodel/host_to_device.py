@@ -1,7 +1,7 @@
-"""Pinned upload pipeline; host memory.
+"""Upload tensors through pinned staging buffers; measure available host memory.
 
-Loading and streaming both use it. Files are read with large plain reads, never through a mapping: a copy from
-a mapping is several times slower (https://github.com/huggingface/safetensors/pull/729).
+Files are read with large plain reads, never through a mapping: a copy from a mapping is several times slower
+(https://github.com/huggingface/safetensors/pull/729).
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ class _Slot:
 def upload(file: SafetensorsFile, names: Sequence[str], pipeline: HostToDevice) -> dict[str, Tensor]:
     """Copy tensors of a file to a device. The current stream may use them at once."""
     streams = pipeline.streams
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     spans: list[Span] = []
     for name in sorted(names, key=lambda name: file.entries[name].begin):
         entry = file.entries[name]
         flat = streams.empty(max(entry.nbytes, entry.dtype.itemsize))[: entry.nbytes]
-        found[name] = flat.view(entry.dtype).view(entry.shape)
+        tensors[name] = flat.view(entry.dtype).view(entry.shape)
         if entry.nbytes:
             spans.append(Span(source=file, begin=entry.begin, target=flat))
     # The memory belongs to the current stream, whose earlier work may still use it.
@@ -141,7 +141,7 @@ def upload(file: SafetensorsFile, names: Sequence[str], pipeline: HostToDevice) 
     finally:
         # Also after an error: the memory goes back to the current stream's pool while copies run.
         streams.current_stream().wait_stream(pipeline.stream)
-    return found
+    return tensors
 
 
 _PROC = Path("/proc/self/cgroup")

@@ -1,4 +1,4 @@
-"""Plan and run a load; its report."""
+"""Load a checkpoint into a model: `load_checkpoint_in_model`, `load_checkpoint_and_dispatch`; the report."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ from accel_state.html_table import html_table
 if TYPE_CHECKING:
     from accel_bigmodel.offload import Index
 
-
-if TYPE_CHECKING:
     Device = int | str | torch.device
 
 _log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Tensors on disk: index, StoredTensor, mapping."""
+"""Tensors offloaded to the disk: the index of a folder, `StoredTensor`, `OffloadedWeightsLoader`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsEr
 from accel_state.files import read_json
 
 if TYPE_CHECKING:
+    Device = int | str | torch.device
     Index = dict[str, dict[str, Any]]
 
 
@@ -42,11 +43,11 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
         FileNotFoundError: There is none.
     """
     path = Path(offload_folder) / OFFLOAD_INDEX_NAME
-    found = read_json(path, what="index of offloaded weights")
-    if not isinstance(found, dict):
+    index = read_json(path, what="index of offloaded weights")
+    if not isinstance(index, dict):
         raise CheckpointError(f"{str(path)!r} is no index of offloaded weights: it holds no table of names")
-    check_offload_index(found, str(path))
-    return found
+    check_offload_index(index, str(path))
+    return index
 
 
 def check_offload_index(index: Mapping[str, Any], source: str) -> None:
@@ -69,11 +70,11 @@ def _is_sound(entry: Any) -> bool:
         return False
     dtype = entry.get("dtype")
     try:
-        found = torch_dtype(dtype)
+        parsed = torch_dtype(dtype)
     except ValueError:
         return False
     # "float" and "int" have 64 bits in numpy, whose names an index has, and 32 in torch.
-    if found is not None and str(found).removeprefix("torch.") != str(dtype).removeprefix("torch."):
+    if parsed is not None and str(parsed).removeprefix("torch.") != str(dtype).removeprefix("torch."):
         return False
     if entry.get("safetensors_file"):
         return isinstance(entry["safetensors_file"], str) and isinstance(entry.get("weight_name", ""), str)
@@ -93,7 +94,7 @@ def _is_text(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """A file as it was when it was opened: the path may later name another one."""
+    """The file that a path named when it was opened; the path may name another file later."""
 
     path: Path
     device: int
@@ -101,9 +102,9 @@ class FileIdentity:
 
 
 def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
-    """Note which file a path names now."""
-    found = Path(path).stat()
-    return FileIdentity(Path(path), found.st_dev, found.st_ino)
+    """Identify the file that a path names now."""
+    facts = Path(path).stat()
+    return FileIdentity(Path(path), facts.st_dev, facts.st_ino)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ class StoredTensor:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What tied weights have in common: the same bytes, used as the same type."""
+        """The key that tied weights share: the same bytes, used as the same type."""
         memory, file = self.memory, self.file
         if not memory.numel():
             return (id(memory),)
@@ -174,8 +175,8 @@ def _read(identity: FileIdentity, target: Tensor, begin: int) -> bool:
     except FileNotFoundError:
         return False
     with file:
-        found = os.fstat(file.fileno())
-        if (found.st_dev, found.st_ino) != (identity.device, identity.inode):
+        facts = os.fstat(file.fileno())
+        if (facts.st_dev, facts.st_ino) != (identity.device, identity.inode):
             return False
         fill_from(file, target, begin, identity.path)
     return True
@@ -442,10 +443,6 @@ def _tensor_file(folder: Path, name: str) -> Path:
     if os.sep in name or name in {"", ".", ".."} or (os.altsep and os.altsep in name):
         raise CheckpointError(f"the weight {name!r} cannot be the name of a file in {str(folder)!r}")
     return folder / f"{name}{SUFFIX}"
-
-
-if TYPE_CHECKING:
-    Device = int | str | torch.device
 
 
 def collect_weights(

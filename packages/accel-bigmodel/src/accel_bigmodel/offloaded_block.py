@@ -1,12 +1,12 @@
-"""Acquire, prefetch, release whole blocks.
+"""Acquire, prefetch and release blocks of offloaded weights.
 
-A block's tensors lie in one flat buffer, which belongs to the copy stream and lives as long as somebody uses
-it: until the block is released, or longer where autograd or an output holds a part of it. The copy of a block
-waits until the computation has reached the end of the one before the present one: two are on the device.
-Where the device has memory for one alone, the copy waits until the present block has run.
+The tensors of a block are in one flat buffer, which belongs to the copy stream and is freed when the block is
+released, or later where autograd or an output holds a part of it. The copy of a block waits until the
+computation has reached the end of the block before the present one: two are on the device. Where the device
+has memory for one block, the copy waits until the present block has run.
 
-What is acquired may be used by what the thread does next, and acquired again; it is released after its last
-use was issued by this thread.
+A block may be used by what the thread does after acquiring it, and acquired again; it is released after its
+last use was issued by this thread.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ class _Unit:
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
         """See the tensors in a buffer, in the types that they are used in."""
-        found: dict[str, Tensor] = {}
+        values: dict[str, Tensor] = {}
         for names, stored, begin in self.tensors:
             flat = buffer[begin : begin + stored.nbytes]
             value = flat.view(stored.stored).view(stored.shape).to(stored.dtype)
-            found.update(dict.fromkeys(names, value))
-        return found
+            values.update(dict.fromkeys(names, value))
+        return values
 
 
 class StreamedBlocks:
@@ -196,14 +196,14 @@ class StreamedBlocks:
         for block, members in blocks.items():
             self._on_device[block] = {}
             for name in members:
-                found = weights.stored(name)
-                if found.memory.device.type != "cpu":  # tied to a weight that stays on the device
+                location = weights.stored(name)
+                if location.memory.device.type != "cpu":  # tied to a weight that stays on the device
                     self._on_device[block][name] = weights[name]
                     continue
-                stored.setdefault(found.key, found)
-                names.setdefault(found.key, []).append(name)
-                if block not in users.setdefault(found.key, []):
-                    users[found.key].append(block)
+                stored.setdefault(location.key, location)
+                names.setdefault(location.key, []).append(name)
+                if block not in users.setdefault(location.key, []):
+                    users[location.key].append(block)
         units: dict[str, _Unit] = {block: _Unit() for block in blocks}
         shared: dict[str, list[_Unit]] = {block: [] for block in blocks}
         for key, tensor in stored.items():
@@ -373,12 +373,12 @@ class MappedBlocks:
             file.evict(names)
 
     def _files(self, block: str) -> list[tuple[SafetensorsFile, list[str]]]:
-        found: dict[int, tuple[SafetensorsFile, list[str]]] = {}
+        files: dict[int, tuple[SafetensorsFile, list[str]]] = {}
         for name in self._mapped[block]:
             located = self._weights.file_of(name)
             if located is not None:
-                found.setdefault(id(located[0]), (located[0], []))[1].append(located[1])
-        return list(found.values())
+                files.setdefault(id(located[0]), (located[0], []))[1].append(located[1])
+        return list(files.values())
 
 
 class OffloadedBlock:

@@ -106,19 +106,19 @@ def sites_of(model: nn.Module) -> dict[str, TensorOwner]:
         >>> sorted(sites_of(nn.Sequential(nn.Linear(1, 1))))
         ['0.bias', '0.weight']
     """
-    found: dict[str, TensorOwner] = {}
+    sites: dict[str, TensorOwner] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
         parameters: dict[str, Any] = parameter_table(module)
         for leaf, tensor in parameters.items():
             if tensor is not None:
-                found[prefix + leaf] = TensorOwner(parameters, leaf, is_buffer=False)
+                sites[prefix + leaf] = TensorOwner(parameters, leaf, is_buffer=False)
         buffers: dict[str, Any] = buffer_table(module)
         if buffers:
             passing = non_persistent_buffers(module)
             for leaf, tensor in buffers.items():
                 if tensor is not None:
-                    found[prefix + leaf] = TensorOwner(
+                    sites[prefix + leaf] = TensorOwner(
                         buffers, leaf, is_buffer=True, persistent=leaf not in passing
                     )
         for leaf, child in child_table(module).items():
@@ -126,7 +126,7 @@ def sites_of(model: nn.Module) -> dict[str, TensorOwner]:
                 visit(child, f"{prefix}{leaf}.")
 
     visit(model, "")
-    return found
+    return sites
 
 
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
@@ -174,10 +174,10 @@ def torch_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """
     if dtype is None or isinstance(dtype, torch.dtype):
         return dtype
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    kind = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(kind, torch.dtype):
         raise ValueError(f"{dtype!r} is no torch dtype: write for instance 'float16' or torch.float16")
-    return found
+    return kind
 
 
 def _target_dtype(value: Tensor, old: Tensor | None, dtype: str | torch.dtype | None) -> torch.dtype | None:

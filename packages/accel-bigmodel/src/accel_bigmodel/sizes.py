@@ -1,4 +1,4 @@
-"""Layers, their bytes, activations, KV cache."""
+"""Bytes of a model: its layers, modules, activations and key-value cache."""
 
 from __future__ import annotations
 
@@ -24,19 +24,14 @@ from accel_state.torch_private import (
 )
 
 if TYPE_CHECKING:
+    # Bytes of a tensor by the prefix of its module (with a trailing dot), its own name there, and itself.
     ByteCount = Callable[[str, str, Tensor], int]
-
-if TYPE_CHECKING:
-    """Bytes of a tensor by the prefix of its module (with a trailing dot), its own name there, and itself."""
-
-if TYPE_CHECKING:
+    # Tensors of one module: the prefix of their names, themselves, and 1 for buffers.
     _Table = tuple[str, Mapping[str, Tensor | None], int]
-
-if TYPE_CHECKING:
-    """Tensors of one module: the prefix of their names, themselves, and 1 for buffers."""
+    ElementType = str | torch.dtype | CustomDtype
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""Modules of these classes, and those above them, are no blocks that are streamed: their children are."""
+"""Modules of these classes, and those above them, are not streamed as blocks: their children are."""
 
 
 def class_names(classes: str | Iterable[str] | None) -> frozenset[str]:
@@ -84,7 +79,7 @@ def read_layers(model: nn.Module, unsplit: frozenset[str], count: ByteCount | No
 
 
 class _Reader:
-    """The one pass; written for speed, since models of 200,000 tensors come by."""
+    """The one pass over a model; written for speed, since models may have 200,000 tensors."""
 
     def __init__(self, unsplit: frozenset[str], count: ByteCount | None) -> None:
         self.layers = Layers()
@@ -153,7 +148,7 @@ class _Reader:
         self._total += total
 
     def _tables_below(self, module: nn.Module, prefix: str) -> Iterator[_Table]:
-        """The tables of tensors of a module and of all below it."""
+        """Yield the tables of tensors of a module and of all below it."""
         parameters, buffers, children = tables_of(module)
         self._has_containers |= isinstance(module, CONTAINERS)
         yield prefix, parameters, 0
@@ -178,10 +173,6 @@ class _Reader:
                 size, inside, split = self._block_below(child, f"{prefix}{leaf}.")
                 total, largest, has_containers = total + size, max(largest, inside), has_containers or split
         return total, largest if has_containers else total, has_containers and total > 0
-
-
-if TYPE_CHECKING:
-    ElementType = str | torch.dtype | CustomDtype
 
 
 def compute_module_sizes(
@@ -415,7 +406,7 @@ class Workload:
 
 
 def measure_activations(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, int]:
-    """Run a model on the meta device, and note what each module receives and gives.
+    """Run a model on the meta device, and sum the bytes of inputs and outputs of each module.
 
     Nothing is computed and no weight is touched. An operation without a rule for the meta device fails; its
     error is passed on.

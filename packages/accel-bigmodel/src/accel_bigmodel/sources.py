@@ -1,4 +1,4 @@
-"""Checkpoint files as tables; rank-0 broadcast."""
+"""Checkpoint files as tables of tensors; checkpoints of the hub; broadcasts from rank 0."""
 
 from __future__ import annotations
 
@@ -99,11 +99,9 @@ class SafetensorsSource(Source):
         self._pipelines.fit(max((entry.nbytes for entry in self.file.entries.values()), default=0))
 
     def get(self, name: str) -> Tensor:
-        """Return one tensor: a view of the mapping, or of memory that it was read into."""
         return self.file.tensor(name) if self.mapped else self.file.read(name)
 
     def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Return tensors on an accelerator, through pinned buffers where it has streams."""
         pipeline = self._pipelines.to(device)
         if pipeline is None:
             return {name: self.file.read(name).to(device) for name in names}
@@ -111,7 +109,7 @@ class SafetensorsSource(Source):
 
 
 class BinSource(Source):
-    """A file that `torch.save` wrote; the zip format is mapped, the older one is read whole."""
+    """A file that `torch.save` wrote; the zip format is mapped, the older format is read in full."""
 
     mapped = True
 
@@ -121,7 +119,6 @@ class BinSource(Source):
         self.tensors = {name: (tuple(value.shape), value.dtype) for name, value in self._state.items()}
 
     def get(self, name: str) -> Tensor:
-        """Return one tensor."""
         return self._state[name]
 
 
@@ -204,7 +201,7 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
 
 def _with_weights(folder: str) -> Path:
     path = Path(folder)
-    if not any(found for patterns in _PATTERNS for found in path.glob(patterns[2])):
+    if not any(file for patterns in _PATTERNS for file in path.glob(patterns[2])):
         raise FileNotFoundError(folder)
     return path
 
@@ -241,7 +238,7 @@ def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
 
 
 class BroadcastSource(Source):
-    """One file, known everywhere, read on rank 0. Asking for a tensor is a collective."""
+    """One file, known to every rank, read on rank 0. Asking for a tensor is a collective."""
 
     broadcast = True
 
@@ -256,7 +253,7 @@ class BroadcastSource(Source):
         self._source = source
 
     def get(self, name: str) -> Tensor:
-        """Send or receive one tensor; it ends where the collectives need it."""
+        # The tensor is on the device of the collectives, on every rank.
         device = _collective_device()
         shape, dtype = self.tensors[name]
         if self._source is not None:

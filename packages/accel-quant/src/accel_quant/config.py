@@ -72,12 +72,12 @@ class BnbQuantizationConfig:
 
 
 def _dtype(name: str, value: str | torch.dtype) -> torch.dtype:
-    found = value if isinstance(value, torch.dtype) else _COMPUTE.get(str(value))
-    if found is None or not found.is_floating_point:
+    dtype = value if isinstance(value, torch.dtype) else _COMPUTE.get(str(value))
+    if dtype is None or not dtype.is_floating_point:
         raise SettingsError(
             f"{name} is {value!r}: it must be 'fp32', 'fp16', 'bf16' or a floating torch dtype"
         )
-    return found
+    return dtype
 
 
 def _check_names(field_name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Quantised layers: replace, save, offload.
+"""Layers with weights of bitsandbytes: replace them, validate and save their state, offload them.
 
 The kernels of bitsandbytes take addresses, a shape and a block size, and check nothing: a scale too few, or a
 shape too large, is a read outside of the tensor.
@@ -32,9 +32,8 @@ from accel_state.torch_private import child_table, parameter_table
 if TYPE_CHECKING:
     from accel_quant.config import BnbQuantizationConfig
 
-
-if TYPE_CHECKING:
     Expected = dict[str, tuple[torch.dtype, int]]
+    StateDict = dict[str, Any]
 
 STATE_4BIT = "quant_state.bitsandbytes__"
 STATE_8BIT = "SCB"
@@ -127,18 +126,20 @@ def _check_fields(where: str, state: dict[str, Any], shape: tuple[int, int], *, 
             choices = ", ".join(map(str, allowed[name]))
             raise CheckpointError(f"{where}: {name} is {_shown(value)}, and not one of {choices}.")
     sizes = state["shape"]
-    if not isinstance(sizes, list) or [(type(one), one) for one in sizes] != [(int, one) for one in shape]:  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(sizes, list) or [(type(length), length) for length in sizes] != [
+        (int, length) for length in shape
+    ]:  # pyright: ignore[reportUnknownVariableType]
         raise CheckpointError(f"{where} says its shape is {_shown(sizes)}; its layer needs {list(shape)}.")
     offset = state.get("nested_offset", 0.0)
     if (type(offset) is not float and type(offset) is not int) or not abs(offset) < torch.finfo().max:
         raise CheckpointError(f"{where}: nested_offset is {_shown(offset)}, and not a float32 number.")
 
 
-def _check_tensors(where: str, found: Mapping[str, Tensor], expected: Expected) -> None:
-    if found.keys() != expected.keys():
-        differing = sorted(found.keys() ^ expected.keys())
+def _check_tensors(where: str, tensors: Mapping[str, Tensor], expected: Expected) -> None:
+    if tensors.keys() != expected.keys():
+        differing = sorted(tensors.keys() ^ expected.keys())
         raise CheckpointError(f"{where} lacks tensors, or has too many: {_shown(differing)}.")
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         dtype, count = expected[name]
         if tensor.dtype is not dtype or tensor.numel() != count or tensor.layout is not torch.strided:
             raise CheckpointError(
@@ -151,9 +152,6 @@ def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"
 
-
-if TYPE_CHECKING:
-    StateDict = dict[str, Any]
 
 _ROWS, _COLUMNS = 32, 64
 """The packed form wants multiples of these: rows per panel of its kernel, weights per scale."""

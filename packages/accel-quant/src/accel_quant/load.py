@@ -275,15 +275,15 @@ def _types(
     config: BnbQuantizationConfig,
 ) -> dict[str, torch.dtype]:
     """Return the dtypes of all floating tensors that are not quantised."""
-    found: dict[str, torch.dtype] = {}
-    rest: Any = config.torch_dtype
+    types: dict[str, torch.dtype] = {}
+    default: Any = config.torch_dtype
     for name, site in sites_of(model).items():
         module = name.rpartition(".")[0]
         if site.table[site.leaf].is_floating_point() and not (
             module in layers and name == f"{module}.weight"
         ):
-            found[name] = torch.float32 if is_listed(module, unquantized) else rest
-    return found
+            types[name] = torch.float32 if is_listed(module, unquantized) else default
+    return types
 
 
 def quantized_device_map(

@@ -1,4 +1,4 @@
-"""ClearML."""
+"""Tracker of ClearML tasks."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ class ClearMLTracker(GeneralTracker):
             title, series = _title_and_series(name)
             images = to_images(name, value, dataformats)
             for number, image in enumerate(images):
-                one = series if len(images) == 1 else f"{series}/{number}"
-                where = {"title": title, "series": one, "iteration": step}
+                series_of_image = series if len(images) == 1 else f"{series}/{number}"
+                where = {"title": title, "series": series_of_image, "iteration": step}
                 self.task.get_logger().report_image(**where, image=image, **kwargs)
 
     @on_main_process
@@ -159,5 +159,5 @@ def _title_and_series(name: str) -> tuple[str, str]:
     title, slash, series = name.partition("/")
     if slash:
         return title, series
-    prefix = next((one for one in _PREFIXES if name.startswith(one)), None)
+    prefix = next((candidate for candidate in _PREFIXES if name.startswith(candidate)), None)
     return (name, name) if prefix is None else (name.removeprefix(prefix), prefix[:-1])

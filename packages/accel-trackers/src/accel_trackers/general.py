@@ -1,4 +1,4 @@
-"""GeneralTracker, vendor import."""
+"""The base of experiment trackers, `GeneralTracker`; null trackers; the import of vendors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ from accel_trackers.values import to_finite, warn_skipped
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+_DECORATED: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()
 
 
 def on_main_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -49,11 +52,8 @@ def on_main_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapper
 
 
-_DECORATED: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()
-
-
 def without_rank_check(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Take the check of `on_main_process` off a method, for a caller that has made it for many calls.
+    """Remove the check of `on_main_process` from a method, for a caller that checks once for many calls.
 
     Example:
         >>> class Printer(GeneralTracker):
@@ -246,12 +246,12 @@ class GeneralTracker:
 
     @property
     def run_id(self) -> str | None:
-        """By which the library finds the run again; `None` if it cannot."""
+        """The id with which the library resumes the run; `None` if it cannot."""
         return None
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        """Arguments of the class with which a run goes on."""
+        """Return the arguments of the class that resume a run."""
         del run_id
         return {}
 
@@ -281,9 +281,9 @@ class GeneralTracker:
 
 
 def check_attributes(tracker: type[GeneralTracker] | GeneralTracker) -> None:
-    """Check that a tracker has what every one needs."""
-    there = dir(tracker)
-    absent = [name for name in ("name", "requires_logging_directory", "tracker") if name not in there]
+    """Check that a tracker has the attributes that every tracker needs."""
+    present = dir(tracker)
+    absent = [name for name in ("name", "requires_logging_directory", "tracker") if name not in present]
     if absent:
         owner = tracker if isinstance(tracker, type) else type(tracker)
         raise UnsupportedError(
@@ -293,7 +293,7 @@ def check_attributes(tracker: type[GeneralTracker] | GeneralTracker) -> None:
 
 
 class NullObject:
-    """What stands for a library's object where it is not: everything in it can be called and does nothing.
+    """Null object: every attribute can be called and does nothing.
 
     Example:
         >>> run = NullObject()
@@ -330,7 +330,7 @@ class NullObject:
 
 
 class NullTracker(GeneralTracker):
-    """What stands for a tracker on ranks where it does nothing: it has every method there could be."""
+    """Null tracker, for ranks that do not log: it has every method there could be."""
 
     requires_logging_directory = False
 
@@ -339,12 +339,9 @@ class NullTracker(GeneralTracker):
         super().__init__(_blank=True)
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__") or name in _STATED:
+        if name.startswith("__") or name in ("name", "requires_logging_directory", "main_process_only"):
             return super().__getattribute__(name)
         return NullObject()
-
-
-_STATED = frozenset({"name", "requires_logging_directory", "main_process_only"})
 
 
 VENDORS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")

@@ -1,4 +1,4 @@
-"""Wandb, comet, swanlab, trackio."""
+"""Trackers of libraries that open a run of a project: wandb, comet_ml, swanlab, trackio."""
 
 from __future__ import annotations
 
@@ -270,7 +270,9 @@ class SwanLabTracker(ProjectRunTracker):
 
     def _with_texts(self, values: dict[str, Any]) -> dict[str, Any]:
         text = self._library.Text
-        return {name: text(one) if type(one) is str else one for name, one in join_keys(values).items()}
+        return {
+            name: text(value) if type(value) is str else value for name, value in join_keys(values).items()
+        }
 
     @on_main_process
     def flush(self) -> None:

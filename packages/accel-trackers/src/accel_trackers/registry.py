@@ -1,4 +1,4 @@
-"""Which trackers there are: the nine libraries, registered classes, installed third parties."""
+"""The table of trackers: nine libraries, registered classes, and those of installed distributions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.labels import LoggerType
+from accel_state.lazy import Registry
 from accel_state.libraries import is_installed
 from accel_trackers.aim import AimTracker
 from accel_trackers.clearml import ClearMLTracker
@@ -40,6 +41,10 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     )
 }
 """The class of every tracker that `log_with` knows by name, those of entry points excepted."""
+
+_TRACKERS = Registry(
+    group=ENTRY_POINT_GROUP, kind=type, noun="tracker", built_in=cast("dict[str, Any]", LOGGER_TYPE_TO_CLASS)
+)
 
 _T = TypeVar("_T", bound=type[GeneralTracker])
 
@@ -94,8 +99,8 @@ def get_available_trackers() -> list[LoggerType | str]:
         Members of `LoggerType` for the libraries, names for the others.
     """
     libraries = [name for name in VENDORS if is_installed(name)]
-    others = [name for name in _known_names() if name not in VENDORS]
-    return [*(LoggerType(name) for name in libraries), *others]
+    registered = [name for name in _known_names() if name not in VENDORS]
+    return [*(LoggerType(name) for name in libraries), *registered]
 
 
 def filter_trackers(
@@ -120,13 +125,13 @@ def filter_trackers(
     if isinstance(log_with, list | tuple | set):
         asked = cast("Iterable[Any]", log_with)
     chosen: list[str | GeneralTracker] = []
-    for one in asked:
-        named = one if isinstance(one, GeneralTracker) else str(one)
+    for entry in asked:
+        named = entry if isinstance(entry, GeneralTracker) else str(entry)
         more = get_available_trackers() if named == LoggerType.ALL.value else [named]
         chosen += [new if isinstance(new, GeneralTracker) else str(new) for new in more]
     unique = list(dict.fromkeys(chosen))
-    for one in unique:
-        _check(one, logging_dir)
+    for entry in unique:
+        _check(entry, logging_dir)
     return unique
 
 
@@ -139,11 +144,12 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     known = LOGGER_TYPE_TO_CLASS.get(name)
     if known is not None:
         return known
-    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        loaded: Any = point.load()
-        if not (isinstance(loaded, type) and issubclass(loaded, GeneralTracker)):
+    points = entry_points(group=ENTRY_POINT_GROUP, name=name)
+    if points:
+        loaded: Any = _TRACKERS.available(points)[name]
+        if not issubclass(loaded, GeneralTracker):
             raise SettingsError(
-                f"The entry point {name!r} of {ENTRY_POINT_GROUP} is {point.value}, which is no subclass of "
+                f"The entry point {name!r} of {ENTRY_POINT_GROUP} is {loaded!r}, which is no subclass of "
                 "GeneralTracker; ask the authors of the package."
             )
         return loaded
@@ -169,8 +175,7 @@ def warn_unknown_names(argument: str, options: Iterable[str], names: Iterable[st
 
 
 def _known_names() -> list[str]:
-    installed = [point.name for point in entry_points(group=ENTRY_POINT_GROUP)]
-    return list(dict.fromkeys([*LOGGER_TYPE_TO_CLASS, *installed]))
+    return list(dict.fromkeys([*LOGGER_TYPE_TO_CLASS, *_TRACKERS.names()]))
 
 
 def _check(chosen: str | GeneralTracker, logging_dir: str | os.PathLike[str] | None) -> None:

@@ -1,4 +1,4 @@
-"""The trackers of one run: started together, and logged to in order, in the thread that calls."""
+"""The trackers of one run: start them together, log to them in order, in the calling thread."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from types import MappingProxyType
 from typing import Any, Literal
@@ -101,8 +102,8 @@ class TrackerSession:
         self._start_arguments = (project_name, plain, options)
         self._stage = "running"
         self._check_options("init_trackers(init_kwargs=…)", options)
-        self.trackers = [self._start_one(one, project_name, options) for one in self.log_with]
-        self._find_active()
+        self.trackers = [self._start_tracker(chosen, project_name, options) for chosen in self.log_with]
+        self._set_active()
         if config is not None:
             for tracker in self._active:
                 self._call(tracker, "store_init_configuration", to_plain(plain))
@@ -119,8 +120,8 @@ class TrackerSession:
     ) -> None:
         """Log values to every tracker, as `Accelerator.log`.
 
-        Tensors on a device are read when they are there: at the next call, in order, or when `write` is
-        called. Every ten seconds a call lets the libraries flush.
+        Tensors on a device are read when their copies are ready: at the next call, in order, or when `write`
+        is called. Every ten seconds a call lets the libraries flush.
         """
         if not self._logs or (type(values) is not dict and not isinstance(values, Mapping)):
             self._check_log(values)
@@ -133,31 +134,31 @@ class TrackerSession:
             if not options.keys() <= self._checked_options:
                 self._check_options("log(log_kwargs=…)", options)
             self._waiting.append(_Call(PendingValues(captured, tensors), step, options, bool(vectors)))
-            self._write_waiting(wait=False)
+            self._submit_ready(wait=False)
         else:
-            self._hand_over(captured, step)
+            self._submit(captured, step)
         if monotonic() >= self._next_flush:
             self._flush()
 
     def get(self, name: str, *, unwrap: bool = False) -> Any:
         """Find a tracker, as `Accelerator.get_tracker`."""
         if not self.log_with:
-            found: GeneralTracker = NullTracker(name)
+            wanted: GeneralTracker = NullTracker(name)
         else:
             by_name = {tracker.name: tracker for tracker in self.trackers}
             if name not in by_name:
                 names = ", ".join(map(repr, by_name)) or "none: call init_trackers() first"
                 raise SettingsError(f"get_tracker({name!r}): there is no such tracker; there are {names}.")
-            found = by_name[name]
-        return found.tracker if unwrap else found
+            wanted = by_name[name]
+        return wanted.tracker if unwrap else wanted
 
     def write(self) -> None:
         """Wait for every value that was logged, hand it to the trackers, and let them flush."""
-        self._write_waiting(wait=True)
+        self._submit_ready(wait=True)
         self._flush()
 
     def finish(self) -> None:
-        """Write everything and finish every tracker; harmless where nothing is under way.
+        """Write everything and finish every tracker; without effect where nothing is running.
 
         Raises:
             Exception: The first error of a tracker, when all are finished.
@@ -168,12 +169,12 @@ class TrackerSession:
         atexit.unregister(self.write)
         _running.discard(self)
         errors: list[Exception] = []
-        # The last to start ends first: several patch sys.stdout and put back what they found.
+        # The last to start ends first: several patch sys.stdout and restore what was there before.
         latest = reversed(self._active)
-        for step in (self.write, *(lambda one=one: self._call(one, "finish") for one in latest)):
+        for step in (self.write, *(partial(self._call, tracker, "finish") for tracker in latest)):
             try:
                 step()
-            except Exception as error:  # noqa: BLE001 - the others are finished all the same
+            except Exception as error:  # noqa: BLE001 - the other trackers are finished all the same
                 errors.append(error)
         self._logs = []
         for name, count in self._failures.items():
@@ -182,12 +183,12 @@ class TrackerSession:
             raise errors[0]
 
     def run_ids(self) -> dict[str, str]:
-        """Return the ids by which the runs of this process are found again, by the tracker's name."""
+        """Return the ids with which the runs of this process can be resumed, by the tracker's name."""
         ids = {tracker.name: tracker.run_id for tracker in self._active}
         return {name: run_id for name, run_id in ids.items() if run_id is not None}
 
     def resume(self, run_ids: Mapping[str, str]) -> None:
-        """Go on with earlier runs: those that are under way are finished and the earlier ones opened.
+        """Resume earlier runs: finish those that are running, and open the earlier ones.
 
         Before `start`, the runs are opened by it. Trackers that were given as objects stay as they are.
         """
@@ -195,7 +196,7 @@ class TrackerSession:
         if self._stage != "running" or self._start_arguments is None:
             return
         project_name, config, options = self._start_arguments
-        self._write_waiting(wait=True)
+        self._submit_ready(wait=True)
         for index, tracker in enumerate(self.trackers):
             run_id = run_ids.get(tracker.name)
             is_ours = tracker.name in self.log_with and not isinstance(tracker, NullTracker)
@@ -203,14 +204,14 @@ class TrackerSession:
                 continue
             if accel_trackers.tracker_class(tracker.name).resume_arguments(str(run_id)):
                 self._call(tracker, "finish")
-                self.trackers[index] = opened = self._start_one(tracker.name, project_name, options)
-                self._find_active()
+                self.trackers[index] = opened = self._start_tracker(tracker.name, project_name, options)
+                self._set_active()
                 self._call(opened, "store_init_configuration", to_plain(config))
 
-    def _start_one(
+    def _start_tracker(
         self, chosen: str | GeneralTracker, project_name: str, options: Mapping[str, Any]
     ) -> GeneralTracker:
-        """Construct and start a tracker; return an inert one on other ranks, or if that failed."""
+        """Construct and start a tracker; return a null tracker on other ranks, or if that failed."""
         kind: Any = chosen if isinstance(chosen, GeneralTracker) else accel_trackers.tracker_class(chosen)
         if kind.main_process_only and not runtime.current_topology().is_main:
             return NullTracker(kind.name)
@@ -219,16 +220,19 @@ class TrackerSession:
             if not isinstance(chosen, GeneralTracker):
                 where = (self._logging_dir,) if kind.requires_logging_directory else ()
                 known = self._resumed.get(chosen)
-                going_on = {} if known is None else kind.resume_arguments(known)
-                tracker = kind(project_name, *where, **{**going_on, **options.get(kind.name, {})})
+                resuming = {} if known is None else kind.resume_arguments(known)
+                tracker = kind(project_name, *where, **{**resuming, **options.get(kind.name, {})})
             tracker.start()
         except Exception as error:  # noqa: BLE001 - raised, or said in one line
             self._failed(kind.name, "start", error)
             return NullTracker(kind.name)
         return tracker
 
-    def _find_active(self) -> None:
-        """Find the trackers that log on this rank, and their methods that do, without asking for it again."""
+    def _set_active(self) -> None:
+        """Keep the trackers that log on this rank with their bound methods.
+
+        Looking `log` up and checking the rank in each call would cost more than the call of some libraries.
+        """
         self._active = [tracker for tracker in self.trackers if not isinstance(tracker, NullTracker)]
         self._logs = [
             (tracker, vars(tracker), tracker.log_captured(), tracker is self._active[-1])
@@ -238,7 +242,7 @@ class TrackerSession:
     def _check_options(self, argument: str, options: Mapping[Any, Any]) -> None:
         """Warn, on the main process, about options that are for no tracker."""
         if self.log_with and runtime.current_topology().is_main:
-            names = [one if isinstance(one, str) else one.name for one in self.log_with]
+            names = [chosen if isinstance(chosen, str) else chosen.name for chosen in self.log_with]
             accel_trackers.warn_unknown_names(argument, options, names)
         self._checked_options.update(options)
 
@@ -259,16 +263,16 @@ class TrackerSession:
         if self.log_with and not isinstance(values, Mapping):
             raise UnsupportedError(f"log() got {values!r}: give a dictionary of values by name.")
 
-    def _write_waiting(self, *, wait: bool) -> None:
-        """Hand over the calls whose values are there, in order; all of them if told to wait."""
+    def _submit_ready(self, *, wait: bool) -> None:
+        """Submit queued calls whose values are ready, in order; with `wait`, all of them."""
         while self._waiting:
             is_full = len(self._waiting) > _MOST_WAITING
             if not (wait or is_full or self._waiting[0].reading.is_ready()):
                 return
             call = self._waiting.popleft()
-            self._hand_over(call.reading.values(), call.step, call.options, has_vectors=call.has_vectors)
+            self._submit(call.reading.values(), call.step, call.options, has_vectors=call.has_vectors)
 
-    def _hand_over(
+    def _submit(
         self,
         values: dict[str, Any],
         step: int | None,
@@ -296,7 +300,7 @@ class TrackerSession:
             self._failed(tracker.name, method, error)
 
     def _failed(self, name: str, method: str, error: Exception) -> None:
-        """Raise what a tracker raised; with `on_error="warn"`, say the first error of each."""
+        """Raise the error of a tracker; with `on_error="warn"`, log the first one of each."""
         if not self._warns:
             error.add_note(
                 f"The tracker {name!r} failed in {method}(); with on_tracker_error='warn' the training "

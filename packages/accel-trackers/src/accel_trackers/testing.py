@@ -180,20 +180,20 @@ def _log_media(tracker: GeneralTracker, media: Collection[str]) -> list[str]:
     return problems
 
 
-def _compare(found: Record, media: Collection[str], *, resumed: bool) -> list[str]:
+def _compare(record: Record, media: Collection[str], *, resumed: bool) -> list[str]:
     wanted = {name: dict(by_step) for name, by_step in _NUMBERS.items()}
     if resumed:
         wanted["loss"][_RESUMED_STEP] = 0.0625
     problems = [
-        f"{name!r} was logged as {by_step}, and read as {found.numbers.get(name)}"
+        f"{name!r} was logged as {by_step}, and read as {record.numbers.get(name)}"
         for name, by_step in wanted.items()
-        if found.numbers.get(name) != by_step
+        if record.numbers.get(name) != by_step
     ]
-    config = {name: str(value) for name, value in found.config.items()}
+    config = {name: str(value) for name, value in record.config.items()}
     problems += [
         f"{name!r} of the configuration was {value!r}, and is read as {config.get(name)!r}"
         for name, value in to_flat(_CONFIG).items()
         if config.get(name) != str(value)
     ]
-    problems += [f"it wrote no {kind}" for kind in media if not found.media.get(kind)]
+    problems += [f"it wrote no {kind}" for kind in media if not record.media.get(kind)]
     return problems

@@ -1,4 +1,4 @@
-"""Tensors, images, configurations as plain data."""
+"""Values of trackers as plain data: configurations, numbers, images, tensors on their way to the host."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def to_plain(value: Any) -> Any:
 
 
 def _built_in(value: Any) -> Any:
-    """Without subclasses: libraries compare types, or write their `repr`."""
+    """Convert subclasses of built-in types: libraries compare types, or write their `repr`."""
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return value if type(value) is kind else kind(value)
@@ -113,7 +113,7 @@ def join_keys(values: Mapping[str, Any]) -> dict[str, Any]:
         >>> join_keys({"loss": {"train": 1, "test": 2}, "lr": 3})
         {'loss.train': 1, 'loss.test': 2, 'lr': 3}
     """
-    # Most calls have no dictionary inside: a copy in C is then all there is to do.
+    # Most calls have no dictionary inside, and need a copy only.
     for key, value in values.items():
         if type(key) is not str or (type(value) not in PLAIN and isinstance(value, Mapping)):
             return _joined(values, "")
@@ -238,7 +238,7 @@ def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.
         [(5, 7, 3), (5, 7, 3)]
     """
     if isinstance(value, list | tuple):
-        return [image for one in value for image in to_images(name, one, dataformats)]
+        return [image for image_or_batch in value for image in to_images(name, image_or_batch, dataformats)]
     if isinstance(value, torch.Tensor):
         value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
     array = np.asarray(value)
@@ -367,7 +367,7 @@ class PendingValues:
 
 @dataclass(slots=True)
 class _Index:
-    """Where in the copies a value will be."""
+    """The place of a value in the copies."""
 
     device: torch.device
     index: int
@@ -381,7 +381,7 @@ class HostCopies:
         if streams is None:
             raise AssertionError(tensors[0].device)
         tensors = [tensor.contiguous() for tensor in tensors]
-        self._tensors: list[Tensor] | None = tensors  # alive until they are copied
+        self._tensors: list[Tensor] | None = tensors  # They must live until they are copied.
         sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
         *starts, end = accumulate(sizes, initial=0)
         buffer = streams.pinned(end)
