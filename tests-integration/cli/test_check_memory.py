@@ -203,44 +203,44 @@ def checks(tmp_path_factory):
         (folder / "train.py").write_text(text)
         lines[name] = ["--world", str(world), "--ranks", ranks, "--json", "train.py"]
     make_llama().save_pretrained(base / "a model of transformers" / "model")
-    found = {}
+    result = {}
     for name, check in run_checks(lines, base, {"HF_HOME": str(base / "hf")}).items():
         assert check.output, check.errors
         left = {path.name for path in check.folder.iterdir() if path.is_dir()} - {"model", "__pycache__"}
-        found[name] = {**json.loads(check.output), "left": left}
-    return found
+        result[name] = {**json.loads(check.output), "left": left}
+    return result
 
 
 def test_copies_of_shards_hold_what_arithmetic_says_and_one_copy_is_saved(checks):
-    found = checks["copies of shards"]
-    assert found["problems"] == []
-    for one in found["ranks"].values():
-        assert one["strategy"] == "fsdp2: dp_replicate 4 x dp_shard 8"
-        assert one["parts"]["parameters"] == 4 * ELEMENTS / 8
+    result = checks["copies of shards"]
+    assert result["problems"] == []
+    for rank in result["ranks"].values():
+        assert rank["strategy"] == "fsdp2: dp_replicate 4 x dp_shard 8"
+        assert rank["parts"]["parameters"] == 4 * ELEMENTS / 8
         # AdamW counts its steps, tensor by tensor.
-        assert one["parts"]["optimizer"] == pytest.approx(8 * ELEMENTS / 8, rel=1e-3)
-    first, other = (one["files"] for one in found["ranks"].values())
-    assert [one["host memory"] for one in found["ranks"].values()] == [4 * ELEMENTS, 0], "save_model"
+        assert rank["parts"]["optimizer"] == pytest.approx(8 * ELEMENTS / 8, rel=1e-3)
+    first, other = (rank["files"] for rank in result["ranks"].values())
+    assert [rank["host memory"] for rank in result["ranks"].values()] == [4 * ELEMENTS, 0], "save_model"
     assert first["weights/model*.safetensors"] == 4 * ELEMENTS
     assert first["out/pytorch_model_fsdp_0/__0_0.distcp"] == 4 * ELEMENTS / 8
     assert other["out/pytorch_model_fsdp_0/__9_0.distcp"] == 0, "the second copy"
-    (plan,) = found["checkpoints"].values()
+    (plan,) = result["checkpoints"].values()
     assert plan["form"] == "sharded"
     assert plan["total"] == pytest.approx(12 * ELEMENTS, rel=1e-3)
 
 
 def test_tensor_parallel_layers_are_sharded_and_a_forward_pass_that_one_rank_would_miss_is_named(checks):
-    found = checks["shards of tensor-parallel layers"]
-    one = found["ranks"]["7"]
-    assert one["strategy"] == "fsdp2: dp_shard 4 x tp 2"
+    result = checks["shards of tensor-parallel layers"]
+    rank = result["ranks"]["7"]
+    assert rank["strategy"] == "fsdp2: dp_shard 4 x tp 2"
     whole = LAYERS * WIDTH  # the bias that is added after the parts are summed up
-    assert one["parts"]["parameters"] == 4 * ((ELEMENTS - whole) / 8 + whole / 4)
-    assert found["ranks"]["0"]["files"]["out/model.safetensors"] == 4 * ELEMENTS
-    assert "out/model.safetensors" not in one["files"]
+    assert rank["parts"]["parameters"] == 4 * ((ELEMENTS - whole) / 8 + whole / 4)
+    assert result["ranks"]["0"]["files"]["out/model.safetensors"] == 4 * ELEMENTS
+    assert "out/model.safetensors" not in rank["files"]
     # A full state dict is gathered, of the optimizer too.
-    assert found["ranks"]["0"]["host memory"] == pytest.approx(12 * ELEMENTS, rel=1e-3)
-    assert {plan["form"] for plan in found["checkpoints"].values()} == {"whole"}
-    (problem,) = found["problems"]
+    assert result["ranks"]["0"]["host memory"] == pytest.approx(12 * ELEMENTS, rel=1e-3)
+    assert {plan["form"] for plan in result["checkpoints"].values()} == {"whole"}
+    (problem,) = result["problems"]
     assert "rank 0 calls all_gather" in problem.replace("allgather", "all_gather")
     assert "rank 7 calls save_state" in problem
 
@@ -294,46 +294,46 @@ def test_what_is_counted_for_tensor_parallel_layers_is_within_a_tenth_of_what_is
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
-        in_order = sorted(events, key=lambda one: one.start_ns())
-        grown.append(max(accumulate(one.nbytes() for one in in_order)))
+        events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+        in_order = sorted(events, key=lambda event: event.start_ns())
+        grown.append(max(accumulate(event.nbytes() for event in in_order)))
     kept = [*model.parameters(), *tree_leaves([*optimizer.state.values()])]
     # The profiler misses what gloo's threads free, now and then. The first step makes the states, too.
-    peak = sum(local_part(one).nbytes for one in kept) + min(grown[1:])
+    peak = sum(local_part(tensor).nbytes for tensor in kept) + min(grown[1:])
     assert abs(counted - peak) <= peak / 10, (counted, peak, grown)
 
 
 def test_the_files_of_an_engine_are_those_that_it_writes(checks):
-    found = checks["ZeRO-2"]
+    result = checks["ZeRO-2"]
     folder = "out/pytorch_model"
-    first, other = (one["files"] for one in found["ranks"].values())
+    first, other = (rank["files"] for rank in result["ranks"].values())
     part = f"{folder}/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
     assert first[f"{folder}/mp_rank_00_model_states.pt"] == 2 * ELEMENTS
     assert {name: size for name, size in other.items() if size} == {part: 12 * ELEMENTS // 8}
-    assert found["ranks"]["3"]["strategy"] == "ZeRO-2"
-    (plan,) = found["checkpoints"].values()
+    assert result["ranks"]["3"]["strategy"] == "ZeRO-2"
+    (plan,) = result["checkpoints"].values()
     assert (plan["form"], plan["total"]) == ("by rank", 14 * ELEMENTS)
 
 
 def test_what_a_configuration_of_deepspeed_says_is_counted(checks):
     """Buckets, what is filled in by the hidden size, an optimizer that the configuration describes."""
-    one = checks["a configuration of DeepSpeed"]["ranks"]["3"]
+    rank = checks["a configuration of DeepSpeed"]["ranks"]["3"]
     largest, shard = 4 * WIDTH * WIDTH, ELEMENTS / 8
-    assert one["strategy"] == "ZeRO-2, offloaded"
-    assert one["parts"]["parameters"] == 2 * ELEMENTS
-    assert one["parts"]["communication"] == 2 * (1_000_000 + largest)
-    assert one["host memory"] == 18 * shard + 2 * largest
+    assert rank["strategy"] == "ZeRO-2, offloaded"
+    assert rank["parts"]["parameters"] == 2 * ELEMENTS
+    assert rank["parts"]["communication"] == 2 * (1_000_000 + largest)
+    assert rank["host memory"] == 18 * shard + 2 * largest
 
 
 def test_a_model_of_a_library_is_loaded_from_a_folder_and_saved(checks):
-    found = checks["a model of transformers"]
-    assert found["problems"] == []
-    one = found["ranks"]["0"]
-    assert one["strategy"] == "ZeRO-3"
-    assert one["files"] == {
+    result = checks["a model of transformers"]
+    assert result["problems"] == []
+    rank = result["ranks"]["0"]
+    assert rank["strategy"] == "ZeRO-3"
+    assert rank["files"] == {
         "final/model*.safetensors": sum(value.nbytes for value in make_llama().parameters())
     }
-    assert not found["left"]
+    assert not result["left"]
 
 
 def test_a_configuration_of_deepspeed_that_contradicts_the_script_is_a_problem(checks):
@@ -342,14 +342,14 @@ def test_a_configuration_of_deepspeed_that_contradicts_the_script_is_a_problem(c
 
 
 def test_fp8_with_torchao_stores_what_bfloat16_stores(checks):
-    (one,), (other,) = (checks[name]["ranks"].values() for name in ("FP8 with torchao", "bfloat16"))
+    (rank,), (other,) = (checks[name]["ranks"].values() for name in ("FP8 with torchao", "bfloat16"))
     assert checks["FP8 with torchao"]["problems"] == []
-    assert (one["fp8"], other.get("fp8")) == ("torchao", None)
-    assert one["files"] == other["files"]
+    assert (rank["fp8"], other.get("fp8")) == ("torchao", None)
+    assert rank["files"] == other["files"]
     for kind in ("parameters", "optimizer"):
-        assert one["parts"][kind] == other["parts"][kind]
+        assert rank["parts"][kind] == other["parts"][kind]
     # Weights are all-gathered in 8 bits, and not cast again; the activations of 128 rows are small here.
-    assert 0.95 * other["memory"] <= one["memory"] <= 1.01 * other["memory"]
+    assert 0.95 * other["memory"] <= rank["memory"] <= 1.01 * other["memory"]
 
 
 @pytest.mark.skipif(is_installed("msamp"), reason="MS-AMP is installed")
@@ -359,28 +359,28 @@ def test_fp8_with_a_library_that_is_absent_is_a_problem_that_names_what_to_use_i
 
 
 def test_the_parts_of_a_model_under_megatron_hold_what_arithmetic_says(checks):
-    found = checks["Megatron"]
-    assert found["problems"] == []
-    one = found["ranks"]["3"]
+    result = checks["Megatron"]
+    assert result["problems"] == []
+    rank = result["ranks"]["3"]
     model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, n_positions=32))
     own = stage_elements(model, 2, 2)[0]  # rank 3 is in the first stage
     assert own > sum(value.numel() for value in model.parameters()) / 4, "not all is split"
-    assert one["strategy"].startswith("Megatron, distributed optimizer")
-    held = {name: one["parts"][name] for name in ("gradients", "optimizer")}
+    assert rank["strategy"].startswith("Megatron, distributed optimizer")
+    held = {name: rank["parts"][name] for name in ("gradients", "optimizer")}
     assert held == {"gradients": 4 * own, "optimizer": 12 * -(-own // 2)}
     refused = checks["Megatron with too many stages"]["problems"]
-    assert any("make groups of 16 ranks, into which 8 cannot be divided" in one for one in refused)
+    assert any("make groups of 16 ranks, into which 8 cannot be divided" in reason for reason in refused)
     (refused,) = checks["Megatron with a T5 in stages"]["problems"]
     assert "T5ForConditionalGeneration cannot be divided so: megatron-core does not divide" in refused
     assert "into pp_degree=2 stages: leave it out, and use tp_degree" in refused
 
 
 def test_the_last_stage_of_megatron_has_the_layers_that_it_is_given(checks):
-    found = checks["Megatron with a short last stage"]
-    assert found["problems"] == []
+    result = checks["Megatron with a short last stage"]
+    assert result["problems"] == []
     model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, n_positions=32))
     even, uneven = stage_elements(model, 2, 2), stage_elements(model, 2, 2, last=1)
     layer = (stage_elements(model, 2, 1)[0] - 128 * 64 // 2 - 32 * 64 - 2 * 64) // 4
     assert uneven == [even[0] + layer, even[1] - layer]
     for rank, own in (("3", uneven[0]), ("7", uneven[1])):
-        assert found["ranks"][rank]["parts"]["gradients"] == 4 * own
+        assert result["ranks"][rank]["parts"]["gradients"] == 4 * own

@@ -47,9 +47,9 @@ def peak_of(train):
     gc.collect()  # or what is freed later would be taken from what is measured
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         kept = train()
-    events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
+    for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         peak = max(peak, live)
     del kept
@@ -77,20 +77,20 @@ def described(request, tmp_path):
 
 def test_a_configuration_alone_tells_the_bytes_of_the_model(described):
     path, make = described
-    skeleton, model = meta_model(str(path)), make()
-    weights = sum(one.numel() for one in model.parameters())
-    buffers = sum(one.nbytes for one in model.buffers())
-    assert all(one.is_meta for one in skeleton.parameters())
-    assert weights_in(skeleton, "float32").total == 4 * weights + buffers
-    assert sizes_of(skeleton).parameters == weights
-    assert len(sizes_of(skeleton).blocks) >= model.config.num_hidden_layers
+    meta, model = meta_model(str(path)), make()
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    assert weights_in(meta, "float32").total == 4 * weights + buffers
+    assert sizes_of(meta).parameters == weights
+    assert len(sizes_of(meta).blocks) >= model.config.num_hidden_layers
 
 
 def test_the_estimate_of_a_model_of_transformers_is_within_a_tenth_of_what_is_measured(described):
     path, make = described
-    skeleton = meta_model(str(path))
+    meta = meta_model(str(path))
     passes = passes_of_batch(4, 64)
-    job = TrainingSetup(sizes=sizes_of(skeleton), moments=moments_of(skeleton.train(), passes), at_once=False)
+    job = TrainingSetup(sizes=sizes_of(meta), moments=moments_of(meta.train(), passes), at_once=False)
 
     def train():
         model = make().train()
@@ -122,14 +122,14 @@ def test_computing_activations_again_is_counted(described, capsys):
 
 def test_fp8_takes_the_memory_of_bf16(described, capsys):
     path, _ = described
-    said = {}
+    outputs = {}
     for precision in ("bf16", "fp8"):
         line = ["estimate-memory", str(path), "--mixed_precision", precision]
         for words in (["--batch_size", "8", "--sequence_length", "64"], ["--json"]):
             assert main([*line, *words]) == 0
-            said[precision, words[0]] = capsys.readouterr().out
-    assert said["fp8", "--json"] == said["bf16", "--json"]
-    shown, plain = said["fp8", "--batch_size"], said["bf16", "--batch_size"]
+            outputs[precision, words[0]] = capsys.readouterr().out
+    assert outputs["fp8", "--json"] == outputs["bf16", "--json"]
+    shown, plain = outputs["fp8", "--batch_size"], outputs["bf16", "--batch_size"]
     note = "FP8 multiplies matrices in 8 bits and stores what bf16 stores.\n"
     assert shown == plain.replace("precision bf16", "precision fp8") + note
 
@@ -195,8 +195,8 @@ def test_the_estimate_of_data_parallel_training_is_within_a_tenth_of_what_is_mea
         steps(model, optimizer, passes_on(64))
         return model, optimizer
 
-    found, wanted = peak_of(train), estimated(strategy, 64, 2)
-    assert abs(found - wanted) <= found / 10, (found, wanted)
+    peak, estimated_peak = peak_of(train), estimated(strategy, 64, 2)
+    assert abs(peak - estimated_peak) <= peak / 10, (peak, estimated_peak)
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_the_estimate_of_sharded_training_is_within_a_tenth_of_what_is_measured(
 def test_the_estimate_of_offloaded_shards_is_within_a_tenth_of_what_is_measured(alone_among_8, rows):
     """The device and the host are one memory here; what the optimizer keeps and changes is the host's."""
     away = CPUOffloadPolicy(pin_memory=False)
-    with RankMemoryTracker(None) as meter:
+    with RankMemoryTracker(None) as tracker:
         with torch.device("meta"):
             model = Net()
         for block in model.blocks:
@@ -239,22 +239,22 @@ def test_the_estimate_of_offloaded_shards_is_within_a_tenth_of_what_is_measured(
         fully_shard(model, mesh=alone_among_8, offload_policy=away)
         model.to_empty(device="cpu")
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        meter.add(model)
+        tracker.add(model)
         for _ in range(3):
             held = passes_on(rows)(model)
             held[0].backward()
             del held
-            with meter.stepping(optimizer):
+            with tracker.stepping(optimizer):
                 optimizer.step()
             states = [value for state in optimizer.state.values() for value in state.values()]
-            kept = [*model.parameters(), *(one.grad for one in model.parameters()), *states]
-            host = sum(local_part(one).nbytes for one in kept)
+            kept = [*model.parameters(), *(parameter.grad for parameter in model.parameters()), *states]
+            host = sum(local_part(tensor).nbytes for tensor in kept)
             del states, kept
             optimizer.zero_grad()
-    wanted, found = estimate_of("FSDP2, offloaded", rows, 8), meter.parts
-    assert wanted.device == pytest.approx(found["working"], rel=0.1)
-    assert wanted.host == pytest.approx(host, rel=0.01)
-    assert wanted.device + wanted.host == pytest.approx(sum(found.values()), rel=0.1)
+    needed, parts = estimate_of("FSDP2, offloaded", rows, 8), tracker.parts
+    assert needed.device == pytest.approx(parts["working"], rel=0.1)
+    assert needed.host == pytest.approx(host, rel=0.01)
+    assert needed.device + needed.host == pytest.approx(sum(parts.values()), rel=0.1)
 
 
 OFFLOADED = {
@@ -281,9 +281,9 @@ def test_the_estimate_of_an_engine_is_within_a_tenth_of_what_is_measured(strateg
     plugin = DeepSpeedPlugin(hf_ds_config={**config, "zero_force_ds_cpu_optimizer": False})
     with deepspeed_process():
         accelerator = Accelerator(cpu=True, mixed_precision=precision, deepspeed_plugin=plugin)
-        with RankMemoryTracker(None) as meter:
+        with RankMemoryTracker(None) as tracker:
             model = Net()
-            # Like DeepSpeed's own, the fused one takes nothing for itself.
+            # Like DeepSpeed's own, the fused optimizer needs no temporaries.
             optimizer = torch.optim.AdamW(model.parameters(), fused=bool(away))
             model, optimizer = accelerator.prepare(model, optimizer)
             for _ in range(3):
@@ -294,6 +294,6 @@ def test_the_estimate_of_an_engine_is_within_a_tenth_of_what_is_measured(strateg
                 optimizer.zero_grad()
         accelerator.free_memory(model, optimizer)
     dtype = torch.float32 if precision == "no" else torch.bfloat16
-    one = estimate_of(strategy, rows, 2, dtype, Buckets(reduce=bucket))
-    found, wanted = sum(meter.parts.values()), one.device + one.host
-    assert abs(found - wanted) <= found / 10, (found, wanted)
+    needed = estimate_of(strategy, rows, 2, dtype, Buckets(reduce=bucket))
+    peak, estimated_peak = sum(tracker.parts.values()), needed.device + needed.host
+    assert abs(peak - estimated_peak) <= peak / 10, (peak, estimated_peak)

@@ -41,17 +41,17 @@ def check(config: str, folder: Path, accumulation: int) -> list[str]:
         session = selftest_checks.Session(
             accelerator=accelerator, precision=settings.precision.mixed_precision, folder=folder
         )
-        said = [one(session) for one in CHECKS]
+        details = [run(session) for run in CHECKS]
         accelerator.free_memory()
-    return said
+    return details
 
 
 @pytest.mark.parametrize("config", ["ddp", "bf16", "fsdp1", "fsdp2", "tp", "zero1", "zero2", "zero3"])
 @distributed(world_size=2)
 def test_a_configuration_passes(config: str, tmp_path: Path) -> None:
-    said = check(config, tmp_path, accumulation=1)
-    assert said[1] == f"{8 if config == 'tp' else 4} steps equal those of one process"
-    assert said[2] == ("bf16 trains" if config == "bf16" else "")
+    details = check(config, tmp_path, accumulation=1)
+    assert details[1] == f"{8 if config == 'tp' else 4} steps equal those of one process"
+    assert details[2] == ("bf16 trains" if config == "bf16" else "")
 
 
 @pytest.mark.parametrize("features", [32, 8])
@@ -75,5 +75,5 @@ def test_a_configuration_of_several_axes_passes(config: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("config", ["fsdp2", "zero2"])
 @distributed(world_size=2)
 def test_micro_batches_of_a_configuration_are_accumulated(config: str, tmp_path: Path) -> None:
-    said = check(config, tmp_path, accumulation=3)
-    assert said[1] == "12 steps equal those of one process"
+    details = check(config, tmp_path, accumulation=3)
+    assert details[1] == "12 steps equal those of one process"

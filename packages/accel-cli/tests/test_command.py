@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from importlib.metadata import version
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 import accel_cli
 from accel_cli import config_file as file
 from accel_cli.arguments import FLAGS
-from accel_cli.commands import env
 from accel_cli.launch import command
 from accel_cli.main import COMMANDS, main
 from accel_state.errors import SettingsError
@@ -188,60 +185,3 @@ def test_a_config_file_of_an_older_format_is_used_and_says_so(became, tmp_path, 
     told = capsys.readouterr().err
     assert "'fp16: True' is 'mixed_precision: fp16' now" in told
     assert f"accel config update --config_file {tmp_path / 'run.yaml'}" in told
-
-
-@pytest.fixture
-def without_torch(monkeypatch):
-    """The report without the facts that need torch, which takes seconds to import."""
-    monkeypatch.setattr(env, "_LATE", {"late fact": ("json", lambda module: module.__name__)})
-
-
-def test_the_report_is_text_or_json_of_the_same_facts(without_torch, capsys):
-    assert main(["env", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["python"] == sys.version.split()[0]
-    assert facts["late fact"] == "json"
-    has_megatron = "megatron-core" in facts["libraries"]
-    assert facts["experimental"] == ["training by Megatron has not run on a GPU yet"] * has_megatron
-    assert main(["env"]) == 0
-    assert capsys.readouterr().out == env.as_text(facts)
-
-
-def test_the_report_tells_settings_and_who_made_them_but_no_other_variable(without_torch, tmp_path):
-    (tmp_path / "run.yaml").write_text("debug: true\n")
-    environ = {"ACCELERATE_MIXED_PRECISION": "bf16", "HF_TOKEN": "secret", "HF_HOME": str(tmp_path)}
-    facts = env.report(environ, str(tmp_path / "run.yaml"))
-    assert facts["settings"] == {
-        "precision.mixed_precision": "bf16 (variable ACCELERATE_MIXED_PRECISION)",
-        "process.debug": f"True (key debug of {tmp_path / 'run.yaml'})",
-    }
-    assert "secret" not in json.dumps(facts)
-
-
-def test_what_is_broken_is_reported_and_does_not_end_the_report(monkeypatch, tmp_path):
-    def fail(module):
-        raise OSError("libcudart.so.13: cannot open shared object file")
-
-    monkeypatch.setattr(env, "_LATE", {"torch": ("json", fail)})
-    (tmp_path / "run.yaml").write_text("num_proceses: 2\n")
-    environ = {"RANK": "one", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "HF_HOME": "/nowhere"}
-    facts = env.report(environ, str(tmp_path / "run.yaml"))
-    assert facts["torch"] == "cannot be asked: OSError: libcudart.so.13: cannot open shared object file"
-    assert "key num_proceses" in facts["settings"]
-    assert "'one'" in facts["launcher"]
-    assert facts["variables"]["RANK"] == "one"
-
-
-def test_every_device_is_reported_with_its_memory():
-    class Module:
-        device_count = staticmethod(lambda: 2)
-        get_device_properties = staticmethod(lambda index: SimpleNamespace(name="H200", total_memory=150e9))
-
-    kind = SimpleNamespace(module=Module, name="cuda", backend="nccl", least_torch="2.11")
-    facts = env._devices(SimpleNamespace(available_kind=lambda: kind))
-    assert (facts["count"], facts["names"]) == (2, ["H200, 150.0 GB"] * 2)
-
-
-def test_the_report_tells_the_launcher(without_torch):
-    facts = env.report({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "HF_HOME": "/nowhere"})
-    assert facts["launcher"] == "torchrun, rank 1 of 4"

@@ -25,22 +25,22 @@ GB = 10**9
 BILLION = ModelSizes(parameters=GB, trainable=GB, blocks=(GB // 10,) * 9, largest=GB // 10)
 
 
-def jobs():
+def setups():
     block = st.integers(1, 10**7)
     return st.builds(
-        lambda blocks, rest, devices, width, activations: TrainingSetup(
+        lambda blocks, outside, devices, width, activations: TrainingSetup(
             sizes=ModelSizes(
-                parameters=sum(blocks) + rest,
-                trainable=sum(blocks) + rest,
+                parameters=sum(blocks) + outside,
+                trainable=sum(blocks) + outside,
                 blocks=tuple(blocks),
-                largest=rest,
+                largest=outside,
             ),
             devices=devices,
             width=width,
             moments=(
                 MemoryPeak(activations=activations, casts=activations // 3),
-                MemoryPeak(activations=activations // 4, gradients=(sum(blocks) + rest) // 2),
-                MemoryPeak(gradients=sum(blocks) + rest),
+                MemoryPeak(activations=activations // 4, gradients=(sum(blocks) + outside) // 2),
+                MemoryPeak(gradients=sum(blocks) + outside),
             ),
         ),
         st.lists(block, max_size=6),
@@ -65,10 +65,10 @@ def test_zero_takes_what_its_authors_say():
     Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
     DeepSpeed has the gradients of the shard twice at times.
     """
-    job = TrainingSetup(sizes=BILLION, devices=64, width=2)
+    setup = TrainingSetup(sizes=BILLION, devices=64, width=2)
 
     def states(strategy):
-        parts = estimate(strategy, job).parts
+        parts = estimate(strategy, setup).parts
         return (parts["parameters"] + parts["gradients"] + parts["optimizer"]) / GB
 
     assert states("ZeRO-1") == pytest.approx(2 + 2 + 12 / 64, rel=0.02)
@@ -76,69 +76,72 @@ def test_zero_takes_what_its_authors_say():
     assert states("ZeRO-3") == pytest.approx((2 + 2 + 12) / 64)
 
 
-@given(jobs())
-def test_more_devices_never_take_more_of_each(job):
+@given(setups())
+def test_more_devices_never_take_more_of_each(setup):
     for name in STRATEGIES:
-        now, then = estimate(name, job), estimate(name, replace(job, devices=2 * job.devices))
+        now, then = estimate(name, setup), estimate(name, replace(setup, devices=2 * setup.devices))
         assert then.device <= now.device
         assert then.host <= now.host
 
 
-@given(jobs())
-def test_every_part_is_there_and_none_is_negative(job):
+@given(setups())
+def test_every_part_is_there_and_none_is_negative(setup):
     for name in STRATEGIES:
-        one = estimate(name, job)
-        assert set(one.parts) == {"parameters", "gradients", "optimizer", "communication", "working"}
-        assert min(one.parts.values()) >= 0
-        assert one.host >= 0
-        assert one.device == sum(one.parts.values())
+        needed = estimate(name, setup)
+        assert set(needed.parts) == {"parameters", "gradients", "optimizer", "communication", "working"}
+        assert min(needed.parts.values()) >= 0
+        assert needed.host >= 0
+        assert needed.device == sum(needed.parts.values())
 
 
-@given(jobs())
-def test_larger_activations_never_take_less(job):
-    larger = replace(job, moments=tuple(replace(one, activations=2 * one.activations) for one in job.moments))
+@given(setups())
+def test_larger_activations_never_take_less(setup):
+    moments = tuple(replace(moment, activations=2 * moment.activations) for moment in setup.moments)
+    larger = replace(setup, moments=moments)
     for name in STRATEGIES:
-        assert estimate(name, larger).device >= estimate(name, job).device
+        assert estimate(name, larger).device >= estimate(name, setup).device
 
 
-@given(jobs())
-def test_offloading_takes_less_of_the_device_and_something_of_the_host(job):
+@given(setups())
+def test_offloading_takes_less_of_the_device_and_something_of_the_host(setup):
     for name in ("FSDP2", "ZeRO-2", "ZeRO-3"):
-        here, away = estimate(name, job), estimate(f"{name}, offloaded", job)
-        passing = job.width * job.sizes.largest if name == "ZeRO-2" else 0  # gradients on their way
-        assert away.device <= here.device + passing
-        assert away.host > 0
+        on_device, offloaded = estimate(name, setup), estimate(f"{name}, offloaded", setup)
+        passing = setup.width * setup.sizes.largest if name == "ZeRO-2" else 0  # gradients on their way
+        assert offloaded.device <= on_device.device + passing
+        assert offloaded.host > 0
 
 
-@given(jobs(), st.integers(10**6, 10**12))
-def test_a_suggestion_fits_and_nothing_faster_does(job, memory):
-    again = replace(job, moments=tuple(replace(one, activations=one.activations // 4) for one in job.moments))
-    found = suggest(job, again, memory)
-    order = candidates(job.devices)
-    place = len(order) if found is None else order.index((found.estimate.strategy, found.checkpointing))
-    if found is not None:
-        assert fits(found.estimate, memory)
-        assert found.config["num_processes"] == job.devices
-    for strategy, checkpointing in order[:place]:
-        assert not fits(estimate(strategy, again if checkpointing else job), memory, None, 8)
+@given(setups(), st.integers(10**6, 10**12))
+def test_a_suggestion_fits_and_nothing_faster_does(setup, memory):
+    moments = tuple(replace(moment, activations=moment.activations // 4) for moment in setup.moments)
+    checkpointed = replace(setup, moments=moments)
+    suggestion = suggest(setup, checkpointed, memory)
+    order = candidates(setup.devices)
+    position = len(order)
+    if suggestion is not None:
+        position = order.index((suggestion.estimate.strategy, suggestion.checkpointing))
+        assert fits(suggestion.estimate, memory)
+        assert suggestion.config["num_processes"] == setup.devices
+    for strategy, checkpointing in order[:position]:
+        assert not fits(estimate(strategy, checkpointed if checkpointing else setup), memory, None, 8)
 
 
-@given(jobs(), st.integers(10**6, 10**12))
-def test_the_number_of_devices_that_is_named_is_the_smallest_power_of_two(job, memory):
-    needed = devices_needed(job, memory)
+@given(setups(), st.integers(10**6, 10**12))
+def test_the_number_of_devices_that_is_named_is_the_smallest_power_of_two(setup, memory):
+    needed = devices_needed(setup, memory)
     if needed is None:
-        assert not fits(estimate("FSDP2", replace(job, devices=65536)), memory)
+        assert not fits(estimate("FSDP2", replace(setup, devices=65536)), memory)
         return
-    assert fits(estimate("FSDP2", replace(job, devices=needed)), memory)
+    assert fits(estimate("FSDP2", replace(setup, devices=needed)), memory)
     if needed > 1:
-        assert not fits(estimate("FSDP2", replace(job, devices=needed // 2)), memory)
+        assert not fits(estimate("FSDP2", replace(setup, devices=needed // 2)), memory)
 
 
 def test_what_is_offloaded_has_to_fit_into_the_host_that_several_devices_share():
-    one = Estimate(strategy="FSDP2, offloaded", parts={"working": 10}, host=100)
-    assert fits(one, 100)
-    assert fits(one, 100, int(800 / HEADROOM) + 1, 8)
-    assert not fits(one, 100, 800, 8)
+    offloaded = Estimate(strategy="FSDP2, offloaded", parts={"working": 10}, host=100)
+    assert fits(offloaded, 100)
+    assert fits(offloaded, 100, int(800 / HEADROOM) + 1, 8)
+    assert not fits(offloaded, 100, 800, 8)
 
 
 def test_a_suggested_config_has_the_documented_keys():
@@ -161,11 +164,11 @@ def test_a_suggested_config_has_the_documented_keys():
 
 def test_ranks_of_megatron_that_share_sequences_have_a_part_of_the_activations_each():
     """And the same weights; the distributed optimizer shards its state over them, too."""
-    job = TrainingSetup(
+    setup = TrainingSetup(
         sizes=BILLION, devices=8, moments=(MemoryPeak(activations=80 * GB),), tensor=2, at_once=False
     )
-    shared = replace(job, context=4)
+    shared = replace(setup, context=4)
     for name in ("Megatron", "Megatron, distributed optimizer"):
-        alone, found = estimate(name, job).parts, estimate(name, shared).parts
-        assert (alone.pop("working"), found.pop("working")) == (40 * GB, 10 * GB)
-        assert found == alone
+        alone, of_shared = estimate(name, setup).parts, estimate(name, shared).parts
+        assert (alone.pop("working"), of_shared.pop("working")) == (40 * GB, 10 * GB)
+        assert of_shared == alone

@@ -50,7 +50,7 @@ def as_json(value):
 @pytest.fixture
 def quick(monkeypatch):
     """The report without the facts that need torch."""
-    monkeypatch.setattr(env, "_LATE", {})
+    monkeypatch.setattr(env, "IMPORTED_FACTS", {})
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -131,8 +131,8 @@ def test_a_configuration_of_timm_says_more_than_the_architecture(cache: Path, tm
     }
     put(cache, "someone/vit", {"config.json": json.dumps(content)})
     expected = timm.create_model("vit_tiny_patch16_224", num_classes=7, img_size=64)
-    found = sizes_of(meta_model("someone/vit")).parameters
-    assert found == sum(parameter.numel() for parameter in expected.parameters())
+    elements = sizes_of(meta_model("someone/vit")).parameters
+    assert elements == sum(parameter.numel() for parameter in expected.parameters())
     write(tmp_path / "odd", {"config.json": json.dumps(content | {"architecture": "vit_of_nobody"})})
     with pytest.raises(SettingsError, match="timm does not know it"):
         meta_model(str(tmp_path / "odd"))

@@ -17,7 +17,7 @@ def shards(tmp_path):
     """A model as torch.distributed.checkpoint writes it."""
     folder = tmp_path / "checkpoint" / "pytorch_model_fsdp_0"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it tells that there is one process
+        warnings.simplefilter("ignore")  # It warns that there is one process.
         save({"model": WEIGHTS}, checkpoint_id=folder, no_dist=True)
     return folder
 

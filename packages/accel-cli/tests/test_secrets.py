@@ -48,15 +48,14 @@ def test_what_is_no_secret_is_shown_as_it_is(name, value):
     assert redact(name, value) == value
 
 
-def test_the_report_shows_the_variables_that_matter_without_their_secrets(monkeypatch, tmp_path):
-    monkeypatch.setattr(env, "_LATE", {})
+def test_the_report_shows_the_variables_that_matter_without_their_secrets(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text("debug: true\n")
     environ = {
         "HF_TOKEN": "plain", "ACCELERATE_LOG_LEVEL": HUB, "NCCL_DEBUG": "INFO", "HF_HOME": str(tmp_path),
         "WANDB_API_KEY": "plain", "PATH": "", "HOME": "/home/ada",
     }  # fmt: skip
-    facts = env.report(environ, str(config))
+    facts = env.report(environ, str(config), {})
     assert facts["variables"] == {
         "ACCELERATE_LOG_LEVEL": REDACTED, "HF_HOME": str(tmp_path), "HF_TOKEN": REDACTED,
         "NCCL_DEBUG": "INFO",

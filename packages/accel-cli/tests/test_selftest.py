@@ -41,7 +41,7 @@ def test_the_names_are_those_of_the_checks_and_each_has_its_advice():
 
 
 @pytest.mark.parametrize(
-    ("states", "state", "detail"),
+    ("states", "expected", "detail"),
     [
         ((PASSED, PASSED), PASSED, "a 0"),
         ((PASSED, FAILED), FAILED, "rank 1: a 1"),
@@ -50,9 +50,9 @@ def test_the_names_are_those_of_the_checks_and_each_has_its_advice():
         ((SKIPPED, SKIPPED), SKIPPED, "a 0"),
     ],
 )
-def test_a_check_passes_if_it_passes_everywhere(states, state, detail):
-    (found,) = combine([report(rank, 2, a=one) for rank, one in enumerate(states)], ["a"])
-    assert (found.state, found.detail) == (state, detail)
+def test_a_check_passes_if_it_passes_everywhere(states, expected, detail):
+    (outcome,) = combine([report(rank, 2, a=state) for rank, state in enumerate(states)], ["a"])
+    assert (outcome.state, outcome.detail) == (expected, detail)
 
 
 @given(st.lists(st.lists(st.sampled_from(STATES), min_size=3, max_size=3), min_size=1, max_size=4))
@@ -61,7 +61,7 @@ def test_no_failure_is_lost(table):
         report(rank, len(table), **dict(zip("abc", states, strict=True))) for rank, states in enumerate(table)
     ]
     for name, outcome in zip("abc", combine(reports, "abc"), strict=True):
-        states = {one.state for report in reports for one in report.outcomes if one.name == name}
+        states = {item.state for report in reports for item in report.outcomes if item.name == name}
         assert (outcome.state == FAILED) == bool(states & {FAILED, RUNNING})
 
 
@@ -95,9 +95,11 @@ def test_the_checks_are_launched_as_a_script_would_be():
 
 
 def test_a_program_that_does_not_end_is_ended():
-    code, said = selftest.launch([sys.executable, "-uc", "import time; print('here'); time.sleep(600)"], 2.0)
+    code, output = selftest.launch(
+        [sys.executable, "-uc", "import time; print('here'); time.sleep(600)"], 2.0
+    )
     assert code < 0
-    assert said == "here\n"
+    assert output == "here\n"
 
 
 @pytest.fixture
@@ -107,9 +109,9 @@ def launched(monkeypatch):
     def prepare(*reports, code=0):
         def launch(line, limit):
             assert limit == 300
-            for one in reports:
-                (Path(line[-2]) / f"rank{one.rank}.json").write_text(json.dumps(asdict(one)))
-            return code, "what it said\n"
+            for report in reports:
+                (Path(line[-2]) / f"rank{report.rank}.json").write_text(json.dumps(asdict(report)))
+            return code, "its output\n"
 
         monkeypatch.setattr(selftest, "launch", launch)
 
@@ -150,17 +152,17 @@ def test_one_that_fails_makes_exit_code_1_with_advice_and_what_was_said(launched
     assert "collectives" in shown.out
     assert "data loader" not in shown.out
     assert ABOUT["collectives"] in shown.out
-    assert shown.err == "what it said\n"
+    assert shown.err == "its output\n"
 
 
 def test_the_results_come_as_json_too(launched, capsys):
     launched(passed())
     assert selftest.run(Namespace(**OPTIONS, json=True, quiet=False)) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert {one["result"] for one in found["checks"].values()} == {PASSED}
+    results = json.loads(capsys.readouterr().out)
+    assert {check["result"] for check in results["checks"].values()} == {PASSED}
 
 
 def test_what_could_not_be_started_keeps_its_exit_code(launched, capsys):
     launched(code=2)
     assert selftest.run(Namespace(**OPTIONS, json=False, quiet=False)) == 2
-    assert capsys.readouterr().err == "what it said\n"
+    assert capsys.readouterr().err == "its output\n"

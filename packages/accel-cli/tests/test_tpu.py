@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from shutil import which
 
 import pytest
 
 from accel_cli.commands import tpu
+from accel_cli.commands.tpu import InstallationError, commands, has_tpu, install_xla
 from accel_cli.main import main
+from accel_state.errors import UnsupportedError
 
 BASE = ["tpu-config", "--tpu_name", "pod", "--tpu_zone", "us-central1-a", "--debug"]
 
@@ -30,8 +33,8 @@ def test_the_command_line_names_pod_zone_commands_and_all_workers(capsys):
 def test_gcloud_reads_the_command_line(tmp_path, more):
     line = tpu.plan(name="pod", zone="us-central1-a", commands=["echo hello"], alpha=bool(more))
     environ = {**os.environ, "CLOUDSDK_CONFIG": str(tmp_path), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
-    told = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
-    assert (told.returncode, "account" in told.stderr) == (1, True), "2 is for what it cannot read"
+    result = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
+    assert (result.returncode, "account" in result.stderr) == (1, True), "2 is for what it cannot read"
 
 
 def test_the_pod_and_its_commands_may_be_in_the_config_file(capsys, tmp_path):
@@ -95,3 +98,63 @@ def test_the_exit_code_is_that_of_the_program(monkeypatch):
     monkeypatch.setattr(tpu.subprocess, "run", run)
     assert main([*BASE[:-1], "--command", "ls"]) == 7
     assert seen[0][:2] == ["/bin/gcloud", "compute"]
+
+
+@pytest.fixture
+def installer(monkeypatch):
+    """Record the commands that run on a machine with a TPU and torch 2.9.1, and set how they end."""
+    lines, outcome = [], {"returncode": 0, "stderr": ""}
+
+    def fake(line, **options):
+        assert options["capture_output"]
+        lines.append(line)
+        return subprocess.CompletedProcess(line, outcome["returncode"], "", outcome["stderr"])
+
+    monkeypatch.setattr(tpu, "has_tpu", lambda *_: True)
+    monkeypatch.setattr(tpu, "_installed", lambda _: "2.9.1+cpu")
+    monkeypatch.setattr(tpu.subprocess, "run", fake)
+    return lines, outcome
+
+
+def test_torch_xla_fits_the_installed_torch(installer, caplog):
+    with caplog.at_level("INFO"):
+        install_xla()
+    (line,) = installer[0]
+    assert line[:4] == [sys.executable, "-m", "pip", "install"]
+    assert line[4:6] == ["torch==2.9.1", "torch_xla[tpu]~=2.9.0"]
+    assert "torch_xla[tpu]~=2.9.0" in caplog.text
+
+
+def test_an_upgrade_leaves_the_versions_to_the_installer(installer):
+    install_xla(upgrade=True)
+    (line,) = installer[0]
+    assert line[4:7] == ["--upgrade", "torch", "torch_xla[tpu]"]
+
+
+def test_the_last_line_of_the_installer_is_reported(installer):
+    installer[1].update(returncode=1, stderr="Looking\nERROR: No matching distribution\n")
+    with pytest.raises(InstallationError, match=r"exit code 1: ERROR: No matching distribution"):
+        install_xla()
+
+
+@pytest.mark.parametrize("torch", [None, "nightly"])
+def test_without_a_release_of_torch_nothing_can_fit(torch):
+    with pytest.raises(InstallationError, match="upgrade=True"):
+        commands(torch, upgrade=False)
+
+
+def test_elsewhere_nothing_is_installed(monkeypatch):
+    monkeypatch.setattr(tpu, "has_tpu", lambda *_: False)
+    monkeypatch.setattr(tpu.subprocess, "run", lambda *_, **__: pytest.fail("something was run"))
+    with pytest.raises(UnsupportedError, match="Colab"):
+        install_xla()
+
+
+def test_colab_and_machines_with_a_tpu_are_recognised(tmp_path):
+    assert not has_tpu({"PATH": "/bin"}, tmp_path)
+    assert has_tpu({"COLAB_RELEASE_TAG": "release-colab"}, tmp_path)
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio/vfio").touch()
+    assert not has_tpu({}, tmp_path)
+    (tmp_path / "vfio/0").touch()
+    assert has_tpu({}, tmp_path)

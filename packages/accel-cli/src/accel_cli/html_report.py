@@ -1,9 +1,10 @@
-"""A report as one HTML file that opens offline: tables, and figures of plotly."""
+"""Write reports as HTML files that open offline: tables, paragraphs and figures of plotly."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
     from accel_cli.commands.estimate.memory import Estimate
     from accel_cli.commands.selftest import Outcome
 
-_COLORS = ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7", "#6d6875", "#457b9d", "#bc6c25")
-_STATES = {"passed": "#8fb996", "failed": "#b03a2e", "skipped": "#c9c9c9", "running": "#e0a458"}
-_GB = 1e9
-_PROBLEM = "#b03a2e"
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto }
@@ -42,13 +39,18 @@ def write_report(
             body.append(f"<p>{escape(item)}</p>")
         elif isinstance(item, Table):
             body.append(html_table(item.rows, head=item.head, title=item.title))
-        else:  # the library goes into the file once, so that it opens without a network
+        else:  # The file has the library of plotly, once, and opens without a network.
             body.append(item.to_html(full_html=False, include_plotlyjs=not has_plotly))
             has_plotly = True
     meta = "<meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
     head = f"<head>{meta}<title>{escape(title)}</title><style>{_STYLE}</style></head>"
     content = f"<body><h1>{escape(title)}</h1>{''.join(body)}</body>"
     path.write_text(f"<!doctype html><html lang='en'>{head}{content}</html>\n", encoding="utf-8")
+
+
+_COLORS = ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7", "#6d6875", "#457b9d", "#bc6c25")
+_PROBLEM = "#b03a2e"
+_GB = 1e9
 
 
 def timeline(records: Sequence[RankRecord]) -> Figure:
@@ -64,12 +66,9 @@ def timeline(records: Sequence[RankRecord]) -> Figure:
         figure.add_trace(_calls(record, records[0], colors), row=1, col=1)
         if has_memory:
             figure.add_trace(_memory(record), row=2, col=1)
-    for kind, color in colors.items():  # a legend of what the squares are
-        figure.add_trace(
-            Scatter(
-                x=[None], y=[None], mode="markers", name=kind, marker={"color": color, "symbol": "square"}
-            )
-        )
+    for kind, color in colors.items():  # The legend comes from traces without points.
+        marker = {"color": color, "symbol": "square"}
+        figure.add_trace(Scatter(x=[None], y=[None], mode="markers", name=kind, marker=marker))
     figure.update_yaxes(autorange="reversed", row=1, col=1)
     figure.update_xaxes(tickformat="d", nticks=8)
     if has_memory:
@@ -86,8 +85,7 @@ def timeline(records: Sequence[RankRecord]) -> Figure:
 def _calls(record: RankRecord, first: RankRecord, colors: Mapping[str, str]) -> Scatter:
     """Draw the collectives of a rank; red crosses from where they differ from those of the first."""
     pairs = zip(record.events, first.events, strict=False)
-    shorter = min(len(record.events), len(first.events))
-    same = next((index for index, (mine, other) in enumerate(pairs) if mine != other), shorter)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return Scatter(
         x=[*range(len(record.events))],
         y=[f"rank {record.rank}"] * len(record.events),
@@ -117,12 +115,12 @@ def _memory(record: RankRecord) -> Scatter:
 
 def memory_bars(estimates: Mapping[int, Estimate], memory: int | None) -> Figure:
     """Draw the peak of each rank by kind."""
-    kinds = list(dict.fromkeys(kind for one in estimates.values() for kind in one.parts))
+    kinds = list(dict.fromkeys(kind for needed in estimates.values() for kind in needed.parts))
     ranks = [f"rank {rank}" for rank in estimates]
     bars = [
         Bar(
             y=ranks,
-            x=[one.parts.get(kind, 0) / _GB for one in estimates.values()],
+            x=[needed.parts.get(kind, 0) / _GB for needed in estimates.values()],
             name=kind,
             orientation="h",
             marker={"color": _COLORS[index % len(_COLORS)]},
@@ -136,15 +134,18 @@ def memory_bars(estimates: Mapping[int, Estimate], memory: int | None) -> Figure
     return figure
 
 
+_STATES = {"passed": "#8fb996", "failed": "#b03a2e", "skipped": "#c9c9c9", "running": "#e0a458"}
+
+
 def seconds_by_check(outcomes: Sequence[Outcome]) -> Figure:
     """Draw how long each check took, coloured by its result."""
     bar = Bar(
-        y=[one.name for one in outcomes],
-        x=[one.seconds for one in outcomes],
-        text=[one.state for one in outcomes],
-        marker={"color": [_STATES[one.state] for one in outcomes]},
+        y=[outcome.name for outcome in outcomes],
+        x=[outcome.seconds for outcome in outcomes],
+        text=[outcome.state for outcome in outcomes],
+        marker={"color": [_STATES[outcome.state] for outcome in outcomes]},
         orientation="h",
-        hovertext=[one.detail for one in outcomes],
+        hovertext=[outcome.detail for outcome in outcomes],
     )
     return _horizontal("Checks", "seconds", bar, 230 + 32 * len(outcomes))
 

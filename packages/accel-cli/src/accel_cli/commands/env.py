@@ -1,4 +1,4 @@
-"""`accel env`: what a bug report should say about this machine, without secrets."""
+"""`accel env`: report libraries, devices, settings and variables of this machine, without secrets."""
 
 from __future__ import annotations
 
@@ -28,20 +28,18 @@ _OURS = (
     "accel-bigmodel", "accel-cli", "accel-compat", "accel-ops", "accel-plugins", "accel-quant", "accel-state",
     "accel-suite", "accel-trackers", "accel-train",
 )  # fmt: skip
-# The libraries that matter beside our own packages.
 _LIBRARIES = (
     "bitsandbytes", "datasets", "deepspeed", "diffusers", "huggingface-hub", "megatron-core", "numpy", "peft",
     "safetensors", "sagemaker", "timm", "tokenizers", "torch", "torch-xla", "torchao", "torchdata",
     "torchvision", "transformer-engine", "transformers", "triton",
 )  # fmt: skip
 
-# What has not run on the hardware that it is for, by the library that it needs.
 _EXPERIMENTAL = {"megatron-core": "training by Megatron has not run on a GPU yet"}
+"""Features that have not run on the hardware that they are for, by the library that they need."""
 
-# What launchers start, and what builds the kernels of engines.
 _PROGRAMS = ("gcloud", "g++", "mpirun", "ninja", "nvcc", "nvidia-smi", "pdsh", "srun")
+"""The programs of launchers and cluster managers, and those that build the kernels of engines."""
 
-# What the variables begin with that change how a program trains.
 _PREFIXES = (
     "ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "HIP_", "LOCAL_", "MASTER_", "MEGATRON_LM_",
     "MKL_", "NCCL_", "OMP_", "OMPI_", "PARALLELISM_CONFIG_", "PJRT_", "PMI_", "PYTORCH_", "RANK", "ROCR_",
@@ -52,16 +50,26 @@ _PREFIXES = (
 def run(options: Namespace) -> int:
     """Write the report to the standard output.
 
-    What is broken on this machine is reported, and does not end the report.
+    A library, driver or setting that is broken is reported as such.
     """
     with working("looking at devices and libraries"):
-        facts = report(read(), options.config_file)
+        facts = report(read(), options.config_file, IMPORTED_FACTS)
     sys.stdout.write(json.dumps(facts, indent=2) + "\n" if options.json else as_text(facts))
     return 0
 
 
-def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[str, Any]:
-    """Collect the facts."""
+def report(
+    environ: Mapping[str, str],
+    config_file: str | None,
+    imported_facts: Mapping[str, tuple[str, Callable[[Any], Any]]],
+) -> dict[str, Any]:
+    """Collect the facts of the report, by name.
+
+    Args:
+        environ: The variables of the process.
+        config_file: The config file; None for the default one.
+        imported_facts: For each fact the module to import, and the function that describes it.
+    """
     return {
         "accel": _versions(_OURS),
         "command": shutil.which("accel", path=environ.get("PATH")),
@@ -72,13 +80,13 @@ def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[s
         "programs": [name for name in _PROGRAMS if shutil.which(name, path=environ.get("PATH"))],
         "cpu": {"cores": os.cpu_count(), "memory in GB": _memory(), "shared memory in GB": _shared_memory()},
         **{
-            name: _late(module, fact)
-            for name, (module, fact) in _LATE.items()
+            name: _import_and_report(module, collect)
+            for name, (module, collect) in imported_facts.items()
             if find_spec(module.partition(".")[0]) is not None
         },
-        "launcher": _unless_wrong(lambda: _launcher(environ)),
+        "launcher": _value_or_problem(lambda: _launcher(environ)),
         "config file": config_file or str(default_config_file(environ) or "none"),
-        "settings": _unless_wrong(lambda: _settings(environ, config_file)),
+        "settings": _value_or_problem(lambda: _settings(environ, config_file)),
         "variables": _variables(environ),
     }
 
@@ -100,11 +108,11 @@ def as_text(facts: Mapping[str, Any], indent: str = "") -> str:
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for name in names:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions
 
 
 def _memory() -> float | None:
@@ -114,22 +122,22 @@ def _memory() -> float | None:
 
 
 def _shared_memory() -> float | None:
-    """What data workers hand their batches over in; containers often have little of it."""
+    """Return the size of /dev/shm, through which data workers pass batches; containers often have little."""
     shared_memory = Path("/dev/shm")  # noqa: S108 - nothing is written there
     return round(shutil.disk_usage(shared_memory).total / 1e9, 1) if shared_memory.is_dir() else None
 
 
-def _unless_wrong(fact: Callable[[], Any]) -> Any:
+def _value_or_problem(collect: Callable[[], Any]) -> Any:
     try:
-        return fact()
+        return collect()
     except SettingsError as error:
         return redact("", f"cannot be used: {'; '.join(error.problems)}")
 
 
-def _late(module: str, fact: Callable[[Any], Any]) -> Any:
+def _import_and_report(module: str, collect: Callable[[Any], Any]) -> Any:
     try:
-        return fact(import_module(module))
-    except (ImportError, OSError, RuntimeError) as error:  # a broken installation, or driver
+        return collect(import_module(module))
+    except (ImportError, OSError, RuntimeError) as error:  # The installation or the driver is broken.
         return f"cannot be asked: {type(error).__name__}: {error}"
 
 
@@ -141,7 +149,7 @@ def _launcher(environ: Mapping[str, str]) -> str:
 
 
 def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, str]:
-    """What differs from the defaults, and who says so."""
+    """Return settings that differ from the defaults, with their source."""
     merged = merge_layers(parse_environ(environ), read_config(config_file, environ).sourced)
     return {
         path: f"{redact(path, str(setting.value))} ({setting.origin})"
@@ -150,7 +158,7 @@ def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, 
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that accel, torch and launchers read, without secrets."""
+    """Return the variables that accel, torch and launchers read, without secrets."""
     return {
         name: redact(name, value) for name, value in sorted(environ.items()) if name.startswith(_PREFIXES)
     }
@@ -168,7 +176,8 @@ def _torch(torch: Any) -> dict[str, Any]:
     }
 
 
-def _devices(kinds: Any) -> dict[str, Any]:
+def describe_devices(kinds: Any) -> dict[str, Any]:
+    """Describe the devices of this machine by `accel_state.device_kinds`."""
     kind = kinds.available_kind()
     count = kind.module.device_count() if hasattr(kind.module, "device_count") else 1
     properties = getattr(kind.module, "get_device_properties", None)
@@ -176,19 +185,19 @@ def _devices(kinds: Any) -> dict[str, Any]:
         "kind": kind.name,
         **({} if kind.least_torch is None else {"needs torch": f"{kind.least_torch} or newer"}),
         "count": count,
-        "names": [_device(properties(index)) for index in range(count)] if properties is not None else [],
-        "driver": next(iter(query_nvidia("driver_version")), None),  # NVIDIA's
+        "names": [] if properties is None else [_describe(properties(index)) for index in range(count)],
+        "driver": next(iter(query_nvidia("driver_version")), None),
         "process group": kind.backend,
     }
 
 
-def _device(properties: Any) -> str:
+def _describe(properties: Any) -> str:
     return f"{properties.name}, {properties.total_memory / 1e9:.1f} GB"
 
 
-# Imported when they are reported: what needs torch, and what is there only with other packages of ours.
-_LATE: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+IMPORTED_FACTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "torch": ("torch", _torch),
-    "devices": ("accel_state.device_kinds", _devices),
+    "devices": ("accel_state.device_kinds", describe_devices),
     "stages of prepare": ("accel_train.accelerator.prepare", lambda order: ", ".join(order.STAGES)),
 }
+"""The facts of modules that need torch, or come with other packages of accel."""

@@ -37,7 +37,5 @@ def run(options: Namespace) -> int:
 
 def _files(folder: Path) -> dict[Path, tuple[int, int]]:
     """Return the sizes and times of a folder's files."""
-    if not folder.is_dir():
-        return {}
-    found = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
-    return {path: (facts.st_size, facts.st_mtime_ns) for path, facts in found.items()}
+    paths = [path for path in sorted(folder.iterdir()) if path.is_file()] if folder.is_dir() else []
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}

@@ -1,4 +1,4 @@
-"""Accel test: launch, report; torch-free."""
+"""`accel test`: launch the checks on every device, and report their outcomes. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -52,40 +52,39 @@ class RankReport:
 
 
 def combine(reports: Sequence[RankReport], names: Sequence[str]) -> tuple[Outcome, ...]:
-    """Combine the outcomes over all ranks. A check fails if it fails anywhere, or did not come to its end.
+    """Combine the outcomes over all ranks. A check fails if it fails, or did not end, on any rank.
 
     Example:
-        >>> one = RankReport(rank=0, world_size=1, outcomes=(Outcome(name="a", state="passed"),))
-        >>> [outcome.state for outcome in combine([one], ["a", "b"])]
+        >>> report = RankReport(rank=0, world_size=1, outcomes=(Outcome(name="a", state="passed"),))
+        >>> [outcome.state for outcome in combine([report], ["a", "b"])]
         ['passed', 'skipped']
     """
     return tuple(_combined(name, reports) for name in names)
 
 
 def _combined(name: str, reports: Sequence[RankReport]) -> Outcome:
-    found = {
+    outcomes = {
         report.rank: outcome for report in reports for outcome in report.outcomes if outcome.name == name
     }
-    seconds = max((outcome.seconds for outcome in found.values()), default=0.0)
-    failed = {rank: outcome for rank, outcome in found.items() if outcome.state == FAILED}
-    if failed:
-        outcome = failed[min(failed)]
-        where = _ranks(failed, max(report.world_size for report in reports))
-        return Outcome(name=name, state=FAILED, detail=f"{where}: {outcome.detail}", seconds=seconds)
-    waiting = {rank: outcome for rank, outcome in found.items() if outcome.state == RUNNING}
-    if waiting:
-        where = _ranks(waiting, max(report.world_size for report in reports))
-        return Outcome(name=name, state=FAILED, detail=f"{where} did not come to its end", seconds=seconds)
-    if not found:
+    if not outcomes:
         return Outcome(name=name, state=SKIPPED, detail="not reached")
-    first = found[min(found)]
-    return Outcome(name=name, state=first.state, detail=first.detail, seconds=seconds)
+    first = outcomes[min(outcomes)]
+    state, detail = first.state, first.detail
+    failed = [rank for rank, outcome in outcomes.items() if outcome.state == FAILED]
+    unfinished = [rank for rank, outcome in outcomes.items() if outcome.state == RUNNING]
+    world_size = reports[0].world_size
+    if failed:
+        state, detail = FAILED, f"{_ranks(failed, world_size)}: {outcomes[min(failed)].detail}"
+    elif unfinished:
+        state, detail = FAILED, f"{_ranks(unfinished, world_size)} did not come to its end"
+    seconds = max(outcome.seconds for outcome in outcomes.values())
+    return Outcome(name=name, state=state, detail=detail, seconds=seconds)
 
 
-def _ranks(found: Mapping[int, object], world_size: int) -> str:
-    if len(found) == world_size:
+def _ranks(ranks: Sequence[int], world_size: int) -> str:
+    if len(ranks) == world_size:
         return "every rank" if world_size > 1 else "here"
-    return f"rank {', '.join(map(str, sorted(found)))}"
+    return f"rank {', '.join(map(str, sorted(ranks)))}"
 
 
 ABOUT: Mapping[str, str] = {
@@ -109,10 +108,13 @@ ABOUT: Mapping[str, str] = {
     ),
     "checkpoint": "Saving and loading does not give the same state: is the disk full, the folder not shared?",
 }
-"""By the name of a check that failed."""
+"""The advice for a check that failed, by its name."""
 
-_SLOW_COPY = 3e9  # bytes per second; a PCIe 3.0 x4 link, see pcisig.com
-_SLOW_REDUCE = 2e9  # bytes per second on one machine; below what GPUs reach through main memory
+_SLOW_COPY = 3e9
+"""Bytes per second of a PCIe 3.0 x4 link (pcisig.com)."""
+
+_SLOW_REDUCE = 2e9
+"""Bytes per second that GPUs of one machine exceed through main memory."""
 
 
 def advice(outcomes: Sequence[Outcome], reports: Sequence[RankReport], *, cores: int) -> list[str]:
@@ -122,7 +124,7 @@ def advice(outcomes: Sequence[Outcome], reports: Sequence[RankReport], *, cores:
         >>> advice([Outcome(name="data loader", state="failed")], [], cores=2)
         ['Samples are lost or repeated: please report this, with the output of `accel env`.']
     """
-    lines = [ABOUT[one.name] for one in outcomes if one.state == FAILED and one.name in ABOUT]
+    lines = [ABOUT[check.name] for check in outcomes if check.state == FAILED and check.name in ABOUT]
     if not reports:
         return lines
     first = reports[0]
@@ -175,7 +177,7 @@ def run(options: Namespace) -> int:
         sys.stderr.write(output)
         return code if code == 2 else 1
     outcomes = combine(reports, CHECK_NAMES)
-    failed = [one for one in outcomes if one.state == FAILED]
+    failed = [outcome for outcome in outcomes if outcome.state == FAILED]
     lines = advice(outcomes, reports, cores=os.cpu_count() or 1)
     if options.html is not None:
         write_html(Path(options.html), outcomes, reports, lines)
@@ -198,12 +200,12 @@ def write_html(path: Path, outcomes: Sequence[Outcome], reports: list[RankReport
         *([html.speed_bars(speeds)] if speeds else []),
         Table(
             head=("check", "result", "what"),
-            rows=tuple((one.name, one.state, one.detail) for one in outcomes),
+            rows=tuple((outcome.name, outcome.state, outcome.detail) for outcome in outcomes),
         ),
         Table(head=("rank 0", ""), rows=facts),
         *(f"Advice: {line}" for line in lines),
     ]
-    failed = [f"{one.name}: {one.detail}" for one in outcomes if one.state == FAILED]
+    failed = [f"{outcome.name}: {outcome.detail}" for outcome in outcomes if outcome.state == FAILED]
     title = f"accel test on {reports[0].world_size} process(es)"
     html.write_report(path, title, items, failed)
 
@@ -230,7 +232,7 @@ def launch(line: Sequence[str], limit: float) -> tuple[int, str]:
             try:
                 process.wait(limit)
             except subprocess.TimeoutExpired:
-                process.terminate()  # the launcher hands it on to the processes
+                process.terminate()  # The launcher forwards it to the processes.
                 try:
                     process.wait(10)
                 except subprocess.TimeoutExpired:
@@ -241,10 +243,12 @@ def launch(line: Sequence[str], limit: float) -> tuple[int, str]:
 
 def read_reports(folder: Path) -> list[RankReport]:
     """Read the reports of the processes, by rank."""
-    found: list[dict[str, Any]] = [read_json(path) for path in folder.glob("rank*.json")]
-    for one in found:
-        one["outcomes"] = tuple(Outcome(**outcome) for outcome in one["outcomes"])
-    return sorted((RankReport(**one) for one in found), key=lambda report: report.rank)
+    reports: list[RankReport] = []
+    for path in folder.glob("rank*.json"):
+        fields: dict[str, Any] = read_json(path)
+        outcomes = tuple(Outcome(**outcome) for outcome in fields.pop("outcomes"))
+        reports.append(RankReport(**fields, outcomes=outcomes))
+    return sorted(reports, key=lambda report: report.rank)
 
 
 def _print_report(
@@ -256,7 +260,9 @@ def _print_report(
             f"{size} process(es), {facts['strategy']}, on {facts['device type']}, mixed precision "
             f"{facts['mixed precision']}"
         )
-    rows = tuple((one.name, one.state, f"{one.seconds:.1f} s", one.detail) for one in outcomes)
+    rows = tuple(
+        (outcome.name, outcome.state, f"{outcome.seconds:.1f} s", outcome.detail) for outcome in outcomes
+    )
     if rows:
         show(Table(head=("check", "result", "time", "what"), rows=rows))
     if not quiet and reports[0].speeds:
@@ -265,8 +271,8 @@ def _print_report(
     for line in lines:
         show(f"advice: {line}")
     if not quiet:
-        bad = sum(one.state == FAILED for one in outcomes)
-        summary = "This machine trains correctly." if not bad else f"{bad} check(s) failed."
+        failed = sum(outcome.state == FAILED for outcome in outcomes)
+        summary = f"{failed} check(s) failed." if failed else "This machine trains correctly."
         show(f"{summary} ({seconds:.0f} s)")
 
 
@@ -274,7 +280,8 @@ def _as_json(outcomes: Sequence[Outcome], reports: list[RankReport], lines: list
     facts: dict[str, Any] = {
         "processes": [dict(report.facts) for report in reports],
         "checks": {
-            one.name: {"result": one.state, "what": one.detail, "seconds": one.seconds} for one in outcomes
+            outcome.name: {"result": outcome.state, "what": outcome.detail, "seconds": outcome.seconds}
+            for outcome in outcomes
         },
         "bytes per second": dict(reports[0].speeds),
         "advice": lines,

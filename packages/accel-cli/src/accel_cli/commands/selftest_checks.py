@@ -1,4 +1,4 @@
-"""Its checks, on all ranks."""
+"""The checks of `accel test`, which run on all ranks: compare collectives and training with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -30,13 +30,9 @@ from accel_state.partial_state import PartialState
 from accel_state.streams import device_streams, synchronize
 from accel_train.accelerator import Accelerator
 
-# Rows are for each process and step. All sizes can be multiplied in FP8, for which 16 must divide them.
-_STEPS, _ROWS = 4, 16
-_FEATURES, _HIDDEN = 32, 64
-
 
 class DiffersError(AssertionError):
-    """A check found a difference; all ranks are still in step."""
+    """Raised by a check that finds a difference while all ranks are still in step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,28 +85,30 @@ def processes(session: Session) -> str:
 def collectives(session: Session) -> str:
     """Check gather, reduce, broadcast and pad against arithmetic, also with nested and uneven data."""
     rank, size, device = session.accelerator.process_index, session.world_size, session.accelerator.device
-    mine: dict[str, Any] = {
+    nested: dict[str, Any] = {
         "a": torch.full((2,), float(rank), device=device),
         "b": [torch.tensor([rank], device=device)],
     }
     uneven = torch.full((rank + 1,), rank, device=device)
-    gathered = gather(mine)
+    gathered = gather(nested)
     lengths = gather(uneven)
     total = reduce(torch.full((3,), rank + 1.0, device=device), "sum")
     average = reduce(torch.full((3,), rank + 1.0, device=device), "mean")
     spread = broadcast(torch.full((3,), float(rank), device=device), from_process=size - 1)
     padded = pad_across_processes(uneven, pad_index=-1)
     objects = gather_object([{"rank": rank}])
-    _expect(gathered["a"].tolist(), [float(one) for one in range(size) for _ in range(2)], "gather")
+    _expect(gathered["a"].tolist(), [float(index) for index in range(size) for _ in range(2)], "gather")
     _expect(gathered["b"][0].tolist(), [*range(size)], "gather of a list")
     _expect(
-        lengths.tolist(), [one for one in range(size) for _ in range(one + 1)], "gather of uneven lengths"
+        lengths.tolist(),
+        [index for index in range(size) for _ in range(index + 1)],
+        "gather of uneven lengths",
     )
     _expect(total.tolist(), [size * (size + 1) / 2] * 3, "reduce to the sum")
     _expect(average.tolist(), [(size + 1) / 2] * 3, "reduce to the mean")
     _expect(spread.tolist(), [size - 1.0] * 3, "broadcast")
     _expect(padded.tolist(), [rank] * (rank + 1) + [-1] * (size - rank - 1), "padding")
-    _expect([one["rank"] for one in objects], [*range(size)], "gather of objects")
+    _expect([entry["rank"] for entry in objects], [*range(size)], "gather of objects")
     return "gather, reduce, broadcast, pad, objects"
 
 
@@ -133,24 +131,25 @@ def training(session: Session) -> str:
     """Check losses and weights of a few steps against plain PyTorch on one process."""
     if _needs_transformers(session):
         return ""
-    found = _train(session, precision="no")
-    wanted = _train_plainly(session, found.batch_size)
-    _expect_close(found.losses, wanted.losses, 1e-4, "the losses")
+    result = _train(session, precision="no")
+    expected = _train_plainly(session, result.batch_size)
+    _expect_close(result.losses, expected.losses, 1e-4, "the losses")
     if session.accelerator.is_main_process:
-        for name, weight in wanted.weights.items():
-            _expect_close(found.weights[name].cpu().flatten().tolist(), weight.flatten().tolist(), 1e-4, name)
-    return f"{len(found.losses)} steps equal those of one process"
+        for name, weight in expected.weights.items():
+            trained = result.weights[name].cpu()
+            _expect_close(trained.flatten().tolist(), weight.flatten().tolist(), 1e-4, name)
+    return f"{len(result.losses)} steps equal those of one process"
 
 
 def mixed_precision(session: Session) -> str:
     """Check that training in the config's precision gives about the same losses."""
     if session.precision == "no" or _needs_transformers(session):
         return ""
-    found = _train(session, precision=session.precision)
-    wanted = _train_plainly(session, found.batch_size)
-    if not all(map(math.isfinite, found.losses)):
-        raise DiffersError(f"the losses in {session.precision} are {found.losses}")
-    _expect_close(found.losses, wanted.losses, 5e-2, f"the losses in {session.precision}")
+    result = _train(session, precision=session.precision)
+    expected = _train_plainly(session, result.batch_size)
+    if not all(map(math.isfinite, result.losses)):
+        raise DiffersError(f"the losses in {session.precision} are {result.losses}")
+    _expect_close(result.losses, expected.losses, 5e-2, f"the losses in {session.precision}")
     return f"{session.precision} trains"
 
 
@@ -182,6 +181,14 @@ CHECKS: Mapping[str, Callable[[Session], str]] = {
 """The checks in their order. One that returns nothing has nothing to check."""
 
 
+_STEPS = 4
+
+_ROWS = 16
+"""Rows of each process and step. 16 divides all sizes, which FP8 needs."""
+
+_FEATURES, _HIDDEN = 32, 64
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -196,8 +203,7 @@ class _Net(nn.Module):
     """A network of blocks, for sharding.
 
     Args:
-        names: What the classes of its blocks are called: a config that names blocks of another model to be
-            wrapped, or to be left whole, finds them here.
+        names: Names of the classes of its blocks, for a config that names the blocks of another model.
     """
 
     def __init__(self, names: Sequence[str] = ("Block",)) -> None:
@@ -223,7 +229,7 @@ def _net(accelerator: Accelerator) -> _Net:
 
 
 def _needs_transformers(session: Session) -> bool:
-    """Whether the config shards sequences in a way that only models of transformers can be trained."""
+    """Return whether the config shards sequences by Ulysses, with which only models of transformers train."""
     config = session.accelerator.parallelism_config
     return config is not None and config.sp_enabled
 
@@ -254,9 +260,9 @@ def _prepared(session: Session, accelerator: Accelerator) -> tuple[Any, Any, Any
 def _epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> list[float]:
     """Train for one epoch; return the loss of each step over all processes."""
     losses: list[Tensor] = []
-    for rows, wanted in loader:
+    for rows, targets in loader:
         with accelerator.accumulate(model):
-            loss = nn.functional.mse_loss(model(rows).float(), wanted)
+            loss = nn.functional.mse_loss(model(rows).float(), targets)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -265,11 +271,11 @@ def _epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) ->
 
 
 def _train(session: Session, *, precision: str) -> TrainingResult:
-    # Its plugins know the precision of the last one.
+    # The plugins of the state have the precision of the last `Accelerator`.
     AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for such uses
     accelerator = Accelerator(mixed_precision=precision)
     model, optimizer, loader = _prepared(session, accelerator)
-    batch_size = loader.total_batch_size  # tensor-parallel ranks share batches
+    batch_size = loader.total_batch_size  # Tensor-parallel ranks read the same batches.
     losses = _epoch(accelerator, model, optimizer, loader)
     weights = accelerator.get_state_dict(model)
     has_layers = {"AO": has_ao_layers, "TE": has_transformer_engine_layers}.get(accelerator.fp8_backend or "")
@@ -280,14 +286,14 @@ def _train(session: Session, *, precision: str) -> TrainingResult:
 
 
 def _train_plainly(session: Session, batch_size: int) -> TrainingResult:
-    """Train likewise with plain PyTorch in this process, on the CPU."""
+    """Train on the same batches with plain PyTorch in this process, on the CPU."""
     accelerator = session.accelerator
     model, every = _net(accelerator), accelerator.gradient_accumulation_steps
     clipping = _clipping(accelerator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses: list[float] = []
-    for index, (rows, wanted) in enumerate(DataLoader(_rows(session), batch_size=batch_size), start=1):
-        loss = nn.functional.mse_loss(model(rows), wanted)
+    for index, (rows, targets) in enumerate(DataLoader(_rows(session), batch_size=batch_size), start=1):
+        loss = nn.functional.mse_loss(model(rows), targets)
         (loss / every).backward()
         losses.append(loss.item())
         if index % every == 0:
@@ -299,25 +305,23 @@ def _train_plainly(session: Session, batch_size: int) -> TrainingResult:
     return TrainingResult(losses=losses, weights=weights, batch_size=batch_size)
 
 
-def _expect(found: object, wanted: object, subject: str) -> None:
-    if found != wanted:
-        raise DiffersError(f"{subject}: {found!r} instead of {wanted!r}")
+def _expect(result: object, expected: object, subject: str) -> None:
+    if result != expected:
+        raise DiffersError(f"{subject}: {result!r} instead of {expected!r}")
 
 
-def _expect_close(found: list[float], wanted: list[float], tolerance: float, subject: str) -> None:
-    pairs = zip(found, wanted, strict=True)
-    if not all(math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) for one, other in pairs):
-        raise DiffersError(f"{subject}: {found!r} instead of {wanted!r}")
+def _expect_close(result: list[float], expected: list[float], tolerance: float, subject: str) -> None:
+    pairs = zip(result, expected, strict=True)
+    if not all(math.isclose(*pair, rel_tol=tolerance, abs_tol=tolerance) for pair in pairs):
+        raise DiffersError(f"{subject}: {result!r} instead of {expected!r}")
 
 
-_ROUNDS = 5
-_REDUCED = {"cpu": 8 << 20}
-_MANY = 64 << 20
-_COPIED = 256 << 20
+_REDUCED_BYTES = {"cpu": 8 << 20, "accelerator": 64 << 20}
+_COPIED_BYTES = 256 << 20
 
 
-def speeds() -> dict[str, float]:
-    """Measure on all ranks at once.
+def measure_speeds() -> dict[str, float]:
+    """Measure all-reduce and copies, on all ranks at once.
 
     Returns:
         Bytes per second. That of all-reduce is the bus bandwidth, 2 (n-1)/n times the bytes of the tensor
@@ -325,24 +329,28 @@ def speeds() -> dict[str, float]:
     """
     current = runtime.current()
     device, size = current.device, current.topology.world_size
-    found: dict[str, float] = {}
+    speeds: dict[str, float] = {}
     if size > 1:
-        tensor = torch.ones(_REDUCED.get(device.type, _MANY) // 4, device=device)
+        nbytes = _REDUCED_BYTES["cpu" if device.type == "cpu" else "accelerator"]
+        tensor = torch.ones(nbytes // 4, device=device)
         seconds = _median(lambda: current.collectives.all_reduce(tensor.zero_()), device)
-        found["all-reduce"] = tensor.nbytes * 2 * (size - 1) / size / seconds
+        speeds["all-reduce"] = tensor.nbytes * 2 * (size - 1) / size / seconds
     if device.type != "cpu":
-        on_device = torch.empty(_COPIED, dtype=torch.uint8, device=device)
-        pageable = torch.zeros(_COPIED, dtype=torch.uint8)
-        found["host to device"] = _COPIED / _median(lambda: on_device.copy_(pageable), device)
+        on_device = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
+        pageable = torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
+        speeds["host to device"] = _COPIED_BYTES / _median(lambda: on_device.copy_(pageable), device)
         if (streams := device_streams(device)) is not None:
-            pinned = streams.pinned(_COPIED)
-            found["host to device, pinned"] = _COPIED / _median(
+            pinned = streams.pinned(_COPIED_BYTES)
+            speeds["host to device, pinned"] = _COPIED_BYTES / _median(
                 lambda: streams.copy_(on_device, pinned), device
             )
-            found["device to host, pinned"] = _COPIED / _median(
+            speeds["device to host, pinned"] = _COPIED_BYTES / _median(
                 lambda: streams.copy_(pinned, on_device), device
             )
-    return found
+    return speeds
+
+
+_ROUNDS = 5
 
 
 def _median(action: Callable[[], object], device: torch.device) -> float:
@@ -380,20 +388,20 @@ def main(folder: Path, timeout: timedelta) -> int:
     )
     for name in CHECKS:
         _write(folder, _with(report, Outcome(name=name, state=RUNNING)))
-        outcome, in_step = _outcome(name, session)
+        outcome, in_step = _run_check(name, session)
         report = _with(report, outcome)
         _write(folder, report)
-        if not in_step:  # others may wait for this process: its end is what tells them
+        if not in_step:  # Other ranks may wait for this one, until its process ends.
             return 1
     failed = any(outcome.state == FAILED for outcome in report.outcomes)
     if not failed:
-        _write(folder, replace(report, speeds=speeds()))
+        _write(folder, replace(report, speeds=measure_speeds()))
     PartialState().destroy_process_group()
     return int(failed)
 
 
-def _outcome(name: str, session: Session) -> tuple[Outcome, bool]:
-    """Run a check; return its outcome and whether this rank is in step with the others."""
+def _run_check(name: str, session: Session) -> tuple[Outcome, bool]:
+    """Run a check; return its outcome, and whether this rank is still in step with the other ones."""
     start = time.perf_counter()
     try:
         detail, state, in_step = CHECKS[name](session), PASSED, True
@@ -410,8 +418,8 @@ def _outcome(name: str, session: Session) -> tuple[Outcome, bool]:
 
 
 def _with(report: RankReport, outcome: Outcome) -> RankReport:
-    others = tuple(one for one in report.outcomes if one.name != outcome.name)
-    return replace(report, outcomes=(*others, outcome))
+    before = tuple(earlier for earlier in report.outcomes if earlier.name != outcome.name)
+    return replace(report, outcomes=(*before, outcome))
 
 
 def _accelerators() -> str:

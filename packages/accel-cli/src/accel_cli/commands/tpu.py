@@ -1,4 +1,4 @@
-"""Accel tpu-config; install torch_xla."""
+"""`accel tpu-config`: run commands on all hosts of a TPU pod; install the torch_xla that fits torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ from accel_cli.output import show
 from accel_state.environ import read
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 
-DISTRIBUTION = "accel-suite"
-"""The distribution that `--install_accelerate` installs."""
-
-_VERSION = re.compile(r"\d+(\.\w+)*")
+logger = logging.getLogger(__name__)
 
 
 def run(options: Namespace) -> int:
@@ -72,9 +69,15 @@ def _commands(options: Namespace, config: Mapping[str, Any]) -> list[str]:
     if file:
         commands = read_commands(str(file), "command file")
     elif not commands:
-        found = config.get("commands") or []
-        commands = [str(one) for one in (found if isinstance(found, list) else [found])]
+        configured = config.get("commands") or []
+        commands = [str(line) for line in (configured if isinstance(configured, list) else [configured])]
     return [*_installation(options), *commands]
+
+
+DISTRIBUTION = "accel-suite"
+"""The distribution that `--install_accelerate` installs."""
+
+_VERSION = re.compile(r"\d+(\.\w+)*")
 
 
 def _installation(options: Namespace) -> list[str]:
@@ -90,18 +93,8 @@ def _installation(options: Namespace) -> list[str]:
     return [f"pip install {DISTRIBUTION}=={version}"]
 
 
-logger = logging.getLogger(__name__)
-
-WHEELS = "https://storage.googleapis.com/libtpu-releases/index.html"
-"""Where the driver of TPUs is (docs.pytorch.org/xla, "Installation")."""
-
-_TPU_VARIABLES = ("COLAB_RELEASE_TAG", "COLAB_TPU_ADDR", "TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
-_DEVICES = ("accel*", "vfio/[0-9]*")
-_RELEASE = re.compile(r"(\d+)\.(\d+)\.\d+")
-
-
 class InstallationError(AccelError, RuntimeError):
-    """torch_xla could not be installed. The message has what the installer said last."""
+    """torch_xla could not be installed. The message has the last line of the installer's output."""
 
 
 def install_xla(upgrade: bool = False) -> None:
@@ -131,20 +124,30 @@ def install_xla(upgrade: bool = False) -> None:
             )
 
 
+_TPU_VARIABLES = ("COLAB_RELEASE_TAG", "COLAB_TPU_ADDR", "TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
+_DEVICES = ("accel*", "vfio/[0-9]*")
+
+
 def has_tpu(environ: Mapping[str, str], devices: Path) -> bool:
-    """Whether this is Google Colab, or a machine with a TPU.
+    """Return whether this is Google Colab, or a machine with a TPU.
 
     Example:
         >>> has_tpu({"TPU_NAME": "local"}, Path("/nowhere"))
         True
     """
     return any(name in environ for name in _TPU_VARIABLES) or any(
-        True for pattern in _DEVICES for _ in devices.glob(pattern)
+        next(devices.glob(pattern), None) is not None for pattern in _DEVICES
     )
 
 
+WHEELS = "https://storage.googleapis.com/libtpu-releases/index.html"
+"""The address of the driver of TPUs (docs.pytorch.org/xla, "Installation")."""
+
+_RELEASE = re.compile(r"(\d+)\.(\d+)\.\d+")
+
+
 def commands(torch: str | None, *, upgrade: bool, python: str = sys.executable) -> Sequence[list[str]]:
-    """Say the command lines that install torch_xla.
+    """Return the command lines that install torch_xla.
 
     Raises:
         InstallationError: torch is absent, or no release.

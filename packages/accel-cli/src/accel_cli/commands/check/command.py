@@ -31,10 +31,6 @@ from accel_state.errors import SettingsError
 from accel_state.libraries import require
 from accel_state.settings import Merged, merge_layers, parse_environ, worker_environ
 
-_LARGE = 1_000_000_000
-
-_FP8 = "FP8 with {}: matrices are multiplied in 8 bits; what is stored takes the memory of bf16."
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
@@ -60,7 +56,7 @@ def run(options: Namespace) -> int:
     config = read_config(options.config_file, variables).sourced
     merged = merge_layers(options.settings, parse_environ(variables), config)
     options.world = options.world or merged.settings.launch.num_processes or 2
-    orders = [
+    tasks = [
         RankTask(
             script=options.script,
             arguments=tuple(options.script_arguments),
@@ -71,33 +67,35 @@ def run(options: Namespace) -> int:
         )
         for rank in _ranks(options)
     ]
-    ranks = ", ".join(str(order.rank) for order in orders)
+    ranks = ", ".join(str(task.rank) for task in tasks)
     with working(f"running {options.script!r} as rank {ranks} of {options.world}"):
-        records = run_ranks(orders, worker_environ_of_check(merged, variables), timeout=options.timeout)
-    found = find_problems(records, merged, options.world, options.memory)
+        records = run_ranks(tasks, worker_environ_of_check(merged, variables), timeout=options.timeout)
+    findings = find_problems(records, merged, options.world, options.memory)
     if merged.settings.precision.mixed_precision == "fp8":
-        found = replace(found, problems=(*fp8_refusals(merged, probe_devices(variables)), *found.problems))
+        findings = replace(
+            findings, problems=(*fp8_refusals(merged, probe_devices(variables)), *findings.problems)
+        )
     if options.html is not None:
-        write_html(Path(options.html), found, options.script, options.memory)
+        write_html(Path(options.html), findings, options.script, options.memory)
     if options.json:
-        show(_as_json(found, merged))
+        show(_as_json(findings, merged))
     else:
-        _print_findings(found, merged, options)
-    return int(bool(found.problems))
+        _print_findings(findings, merged, options)
+    return int(bool(findings.problems))
 
 
-def write_html(path: Path, found: Findings, script: str, memory: int | None) -> None:
+def write_html(path: Path, findings: Findings, script: str, memory: int | None) -> None:
     """Write the report of a check."""
     html = import_module("accel_cli.html_report")
     items = [
-        html.timeline(found.records),
-        *([html.memory_bars(found.estimates, memory)] if found.estimates else []),
-        _ranks_table(found, memory),
+        html.timeline(findings.records),
+        *([html.memory_bars(findings.estimates, memory)] if findings.estimates else []),
+        _ranks_table(findings, memory),
     ]
-    files = _files_table(found)
-    items += [] if files is None else [files, *_checkpoints(found)]
+    files = _files_table(findings)
+    items += [] if files is None else [files, *_checkpoints(findings)]
     title = f"accel check {Path(script).name}"
-    html.write_report(path, title, items, found.problems)
+    html.write_report(path, title, items, findings.problems)
 
 
 def find_problems(records: Sequence[RankRecord], merged: Merged, world: int, memory: int | None) -> Findings:
@@ -111,15 +109,15 @@ def find_problems(records: Sequence[RankRecord], merged: Merged, world: int, mem
     problems += [*map(str, differences(records)), *data_problems(records)]
     if memory is not None:
         problems += [
-            f"rank {rank} needs {convert_bytes(one.device)} of {convert_bytes(memory)}:"
+            f"rank {rank} needs {convert_bytes(needed.device)} of {convert_bytes(memory)}:"
             " `accel estimate-memory` suggests what fits."
-            for rank, one in estimates.items()
-            if not fits(one, memory)
+            for rank, needed in estimates.items()
+            if not fits(needed, memory)
         ]
-    asked = merged.settings.launch.num_processes
-    if asked not in {None, world}:
+    num_processes = merged.settings.launch.num_processes
+    if num_processes not in {None, world}:
         origin = merged.source_of("launch.num_processes").origin
-        problems.append(f"{origin} is {asked}, but --world is {world}.")
+        problems.append(f"{origin} is {num_processes}, but --world is {world}.")
     return Findings(records=tuple(records), estimates=estimates, problems=tuple(problems))
 
 
@@ -158,81 +156,93 @@ def worker_environ_of_check(merged: Merged, variables: Mapping[str, str]) -> dic
 
 def estimate_of(record: RankRecord, world: int) -> Estimate:
     """Return the memory of a rank: as tracked, or an estimate if its strategy's code did not run."""
-    chosen = record.strategy
+    selected = record.strategy
     if record.parts:
-        shown = {"working": record.parts["working"]} if chosen.offloaded else record.parts
+        shown = {"working": record.parts["working"]} if selected.offloaded else record.parts
         host = sum(record.parts.values()) - sum(shown.values())
-        return Estimate(strategy=_title(chosen), parts=shown, host=host + record.host)
-    assert record.sizes is not None  # noqa: S101 - for ourselves
-    width = 4 if chosen.precision == "no" else 2
-    job = TrainingSetup(
+        return Estimate(strategy=_title(selected), parts=shown, host=host + record.host)
+    assert record.sizes is not None  # noqa: S101 - the caller checks
+    width = 4 if selected.precision == "no" else 2
+    setup = TrainingSetup(
         sizes=record.sizes,
         devices=world,
         width=width,
         moments=record.moments,
         buckets=record.buckets,
-        tensor=chosen.axes.get("tp", 1),
-        pipeline=chosen.axes.get("pp", 1),
-        context=chosen.axes.get("cp", 1),
+        tensor=selected.axes.get("tp", 1),
+        pipeline=selected.axes.get("pp", 1),
+        context=selected.axes.get("cp", 1),
         on_rank=record.on_rank,
     )
-    one = estimate(chosen.counted_as or "DDP", job)
-    return replace(one, host=one.host + record.host)
+    estimated = estimate(selected.counted_as or "DDP", setup)
+    return replace(estimated, host=estimated.host + record.host)
 
 
-def _title(chosen: SelectedStrategy) -> str:
+def _title(selected: SelectedStrategy) -> str:
     """Return the title of the strategy, with the axes of several ranks."""
-    axes = " x ".join(f"{name} {size}" for name, size in chosen.axes.items() if size > 1)
-    return f"{chosen.name}: {axes}" if axes else chosen.name
+    axes = " x ".join(f"{name} {size}" for name, size in selected.axes.items() if size > 1)
+    return f"{selected.name}: {axes}" if axes else selected.name
 
 
-def _print_findings(found: Findings, merged: Merged, options: Namespace) -> None:
+_FP8 = "FP8 with {}: matrices are multiplied in 8 bits; what is stored takes the memory of bf16."
+
+
+def _print_findings(findings: Findings, merged: Merged, options: Namespace) -> None:
     if not options.quiet:
         changed = [
-            f"  {path}: {redact(path, str(one.value))} ({one.origin})"
-            for path, one in sorted(merged.sourced.items())
+            f"  {path}: {redact(path, str(setting.value))} ({setting.origin})"
+            for path, setting in sorted(merged.sourced.items())
         ]
         show("settings that differ from the defaults:", *(changed or ["  none"]), "")
-        show(_ranks_table(found, options.memory))
-        files = _files_table(found)
+        show(_ranks_table(findings, options.memory))
+        files = _files_table(findings)
         if files is not None:
-            show("", files, *_checkpoints(found))
-        show("", *(_FP8.format(title) for title in sorted({one.fp8 for one in found.records} - {""})))
-    for problem in found.problems:
+            show("", files, *_checkpoints(findings))
+        show(
+            "", *(_FP8.format(title) for title in sorted({record.fp8 for record in findings.records} - {""}))
+        )
+    for problem in findings.problems:
         show(f"problem: {problem}")
-    if not options.quiet and not found.problems:
+    if not options.quiet and not findings.problems:
         show(
             "Nothing is wrong with what was tried. Values were made up (numbers are one, masks select all),"
             " so branches on them were, too."
         )
 
 
-def _ranks_table(found: Findings, memory: int | None) -> Table:
-    is_host_shown = any(one.host >= _LARGE for one in found.estimates.values())
+_LARGE_BYTES = 1_000_000_000
+"""Host memory from which on it has a column."""
+
+
+def _ranks_table(findings: Findings, memory: int | None) -> Table:
+    is_host_shown = any(needed.host >= _LARGE_BYTES for needed in findings.estimates.values())
 
     def row(record: RankRecord) -> tuple[str, ...]:
-        one = found.estimates.get(record.rank)
-        used = "-" if one is None else convert_bytes(one.device)
-        fit = "-" if one is None or memory is None else ("fits" if fits(one, memory) else "too large")
+        needed = findings.estimates.get(record.rank)
         result = "failed" if record.stopped else "passed"
-        strategy = "-" if one is None else one.strategy
-        host = ("-" if one is None else convert_bytes(one.host),) if is_host_shown else ()
-        return (str(record.rank), result, strategy, str(len(record.events)), used, *host, fit)
+        strategy, device, host, fit = "-", "-", "-", "-"
+        if needed is not None:
+            strategy, device = needed.strategy, convert_bytes(needed.device)
+            host = convert_bytes(needed.host)
+            if memory is not None:
+                fit = "fits" if fits(needed, memory) else "too large"
+        shown_host = (host,) if is_host_shown else ()
+        return (str(record.rank), result, strategy, str(len(record.events)), device, *shown_host, fit)
 
     host = ("main memory",) if is_host_shown else ()
     head = ("rank", "result", "strategy", "collectives", "memory", *host, "verdict")
-    return Table(head=head, rows=tuple(map(row, found.records)))
+    return Table(head=head, rows=tuple(map(row, findings.records)))
 
 
-def _files_table(found: Findings) -> Table | None:
-    rows: dict[tuple[str, str], list[int]] = {}
+def _files_table(findings: Findings) -> Table | None:
+    ranks_by_file: dict[tuple[str, str], list[int]] = {}
     sizes: dict[tuple[str, str], int] = {}
-    for record in found.records:
+    for record in findings.records:
         for file in record.files:
             key = (file.name, file.where)
-            rows.setdefault(key, []).append(record.rank)
+            ranks_by_file.setdefault(key, []).append(record.rank)
             sizes[key] = file.nbytes
-    if not rows:
+    if not ranks_by_file:
         return None
     return Table(
         title="what would be written, by the ranks that were tried",
@@ -244,7 +254,7 @@ def _files_table(found: Findings) -> Table | None:
                 ", ".join(map(str, sorted(set(ranks)))),
                 where,
             )
-            for (name, where), ranks in rows.items()
+            for (name, where), ranks in ranks_by_file.items()
         ),
     )
 
@@ -258,20 +268,20 @@ _BY_FORM: Mapping[str, str] = {
 
 def checkpoints(records: Sequence[RankRecord]) -> dict[str, dict[str, Any]]:
     """Summarise the checkpoints: by file and line of the script, with form and size."""
-    found: dict[str, dict[str, Any]] = {}
+    plans: dict[str, dict[str, Any]] = {}
     for record in records:
-        files_by_rank: dict[str, list[File]] = {}
+        files_by_line: dict[str, list[File]] = {}
         for file in record.files:
             if file.form:
-                files_by_rank.setdefault(file.where, []).append(file)
-        for where, files in files_by_rank.items():
-            plan = found.setdefault(where, {"form": files[0].form, "total": 0, "largest part": 0})
+                files_by_line.setdefault(file.where, []).append(file)
+        for where, files in files_by_line.items():
+            plan = plans.setdefault(where, {"form": files[0].form, "total": 0, "largest part": 0})
             plan["total"] = max(plan["total"], sum(file.full_nbytes for file in files))
             plan["largest part"] = max(plan["largest part"], sum(file.nbytes for file in files))
-    return found
+    return plans
 
 
-def _checkpoints(found: Findings) -> list[str]:
+def _checkpoints(findings: Findings) -> list[str]:
     def size(plan: dict[str, Any]) -> str:
         if not plan["total"]:
             return "the rank that writes was not tried"
@@ -280,15 +290,15 @@ def _checkpoints(found: Findings) -> list[str]:
 
     return [
         f"checkpoint at {where}: {plan['form']} ({_BY_FORM[plan['form']]}); {size(plan)}"
-        for where, plan in checkpoints(found.records).items()
+        for where, plan in checkpoints(findings.records).items()
     ]
 
 
-def _as_json(found: Findings, merged: Merged) -> str:
+def _as_json(findings: Findings, merged: Merged) -> str:
     facts: dict[str, Any] = {
         "settings": {
-            path: {"value": redact(path, str(one.value)), "origin": one.origin}
-            for path, one in sorted(merged.sourced.items())
+            path: {"value": redact(path, str(setting.value)), "origin": setting.origin}
+            for path, setting in sorted(merged.sourced.items())
         },
         "ranks": {
             record.rank: {
@@ -296,18 +306,23 @@ def _as_json(found: Findings, merged: Merged) -> str:
                 **({"fp8": record.fp8} if record.fp8 else {}),
                 "collectives": [f"{event.kind} at {event.where}" for event in record.events],
                 "files": {file.name: file.nbytes for file in record.files},
-                **_memory_of(found, record),
+                **_memory_of(findings, record),
             }
-            for record in found.records
+            for record in findings.records
         },
-        "checkpoints": checkpoints(found.records),
-        "problems": list(found.problems),
+        "checkpoints": checkpoints(findings.records),
+        "problems": list(findings.problems),
     }
     return json.dumps(facts, indent=2)
 
 
-def _memory_of(found: Findings, record: RankRecord) -> dict[str, Any]:
-    one = found.estimates.get(record.rank)
-    if one is None:
+def _memory_of(findings: Findings, record: RankRecord) -> dict[str, Any]:
+    needed = findings.estimates.get(record.rank)
+    if needed is None:
         return {"memory": None}
-    return {"strategy": one.strategy, "memory": one.device, "parts": dict(one.parts), "host memory": one.host}
+    return {
+        "strategy": needed.strategy,
+        "memory": needed.device,
+        "parts": dict(needed.parts),
+        "host memory": needed.host,
+    }

@@ -1,4 +1,4 @@
-"""Run the user's script as one rank of `accel check`, on fake tensors."""
+"""Run the user's script as a rank of `accel check`, on fake tensors; fork a process for each of several."""
 
 from __future__ import annotations
 
@@ -24,49 +24,49 @@ from accel_cli.commands.estimate.meta_model import sizes_of
 from accel_state import environ
 from accel_state.torch_private import FakeStore, import_compiler
 
-_PAUSE = 0.05
 
-
-def main(order: RankTask) -> None:
+def main(task: RankTask) -> None:
     """Run as a rank, and write its record."""
-    dist.init_process_group("fake", rank=order.rank, world_size=order.world, store=FakeStore())
+    dist.init_process_group("fake", rank=task.rank, world_size=task.world, store=FakeStore())
     recorder = CollectiveRecorder()
-    install(recorder, order)
-    stopped = _run(recorder, order)
+    install(recorder, task)
+    stopped = _run(recorder, task)
+    tracker = recorder.tracker
     record = RankRecord(
-        rank=order.rank,
+        rank=task.rank,
         strategy=recorder.strategy,
         fp8=recorder.fp8,
         buckets=recorder.buckets,
         on_rank=recorder.on_rank,
         sizes=_sizes(recorder),
-        moments=() if recorder.ledger is None else recorder.ledger.moments,
-        parts={} if recorder.meter is None else recorder.meter.parts,
+        moments=() if tracker is None else tracker.moments,
+        parts={} if tracker is None or not recorder.is_sharded else tracker.parts,
         host=recorder.host,
         events=tuple(recorder.events),
         files=tuple(recorder.files),
         loaders=tuple(recorder.loaders.values()),
         stopped=stopped,
     )
-    _write(order, record)
+    _write(task, record)
 
 
-def _run(recorder: CollectiveRecorder, order: RankTask) -> str:
+def _run(recorder: CollectiveRecorder, task: RankTask) -> str:
     """Run the script; return the reason if it stopped early."""
-    sys.argv = [order.script, *order.arguments]
-    sys.path.insert(0, str(Path(order.script).resolve().parent))
+    sys.argv = [task.script, *task.arguments]
+    sys.path.insert(0, str(Path(task.script).resolve().parent))
     try:
-        with recorder.watching():
-            runpy.run_path(order.script, run_name="__main__")
-    except SystemExit as leaving:
-        return "" if leaving.code in {None, 0} else f"it exits with {leaving.code!r}"
-    except Exception as error:  # noqa: BLE001 - whatever the script raises is what was found
+        with recorder.on_fake_tensors():
+            runpy.run_path(task.script, run_name="__main__")
+    except SystemExit as exit_request:
+        code = exit_request.code
+        return "" if code in {None, 0} else f"it exits with {code!r}"
+    except Exception as error:  # noqa: BLE001 - whatever the script raises is reported
         traceback.print_exc()
         where = next(
             (
                 f" at {Path(frame.filename).name}:{frame.lineno}"
                 for frame in reversed(traceback.extract_tb(error.__traceback__))
-                if Path(frame.filename).resolve() == Path(order.script).resolve()
+                if Path(frame.filename).resolve() == Path(task.script).resolve()
             ),
             "",
         )
@@ -78,24 +78,27 @@ def _run(recorder: CollectiveRecorder, order: RankTask) -> str:
 def _sizes(recorder: CollectiveRecorder) -> ModelSizes | None:
     if not recorder.models:
         return None
-    each = [sizes_of(model) for model in recorder.models]
+    models = [sizes_of(model) for model in recorder.models]
     return ModelSizes(
-        parameters=sum(one.parameters for one in each),
-        trainable=sum(one.trainable for one in each),
-        blocks=tuple(block for one in each for block in one.blocks),
-        largest=max(one.largest for one in each),
-        buffers=sum(one.buffers for one in each),
+        parameters=sum(sizes.parameters for sizes in models),
+        trainable=sum(sizes.trainable for sizes in models),
+        blocks=tuple(block for sizes in models for block in sizes.blocks),
+        largest=max(sizes.largest for sizes in models),
+        buffers=sum(sizes.buffers for sizes in models),
     )
 
 
-def fork_ranks(orders: Sequence[RankTask], *, timeout: int, at_once: int) -> None:
+_POLL_SECONDS = 0.05
+
+
+def fork_ranks(tasks: Sequence[RankTask], *, timeout: int, at_once: int) -> None:
     """Fork one process for each rank, with the modules that this one has imported."""
-    waiting, running = [*reversed(orders)], dict[int, tuple[RankTask, float]]()
+    waiting, running = [*reversed(tasks)], dict[int, tuple[RankTask, float]]()
     while waiting or running:
         while waiting and len(running) < at_once:
-            order = waiting.pop()
-            running[_fork(order)] = (order, time.monotonic() + timeout)
-        for pid, (order, until) in list(running.items()):
+            task = waiting.pop()
+            running[_fork(task)] = (task, time.monotonic() + timeout)
+        for pid, (task, until) in list(running.items()):
             is_late = time.monotonic() > until
             if is_late:
                 os.kill(pid, signal.SIGKILL)
@@ -104,35 +107,35 @@ def fork_ranks(orders: Sequence[RankTask], *, timeout: int, at_once: int) -> Non
                 continue
             del running[pid]
             code = os.waitstatus_to_exitcode(status)
-            if is_late or not Path(order.output).is_file():
+            if is_late or not Path(task.output).is_file():
                 why = (
                     timeout_reason(timeout)
                     if is_late
-                    else exit_reason(code, _log(order).read_text("utf-8", "replace"))
+                    else exit_reason(code, _log(task).read_text("utf-8", "replace"))
                 )
-                _write(order, RankRecord(rank=order.rank, stopped=why))
-        time.sleep(_PAUSE)
+                _write(task, RankRecord(rank=task.rank, stopped=why))
+        time.sleep(_POLL_SECONDS)
 
 
 def import_often_needed(script: Path) -> None:
     """Import slow modules that all ranks need."""
-    import_compiler()  # fake tensors need little of it
+    import_compiler()  # Fake tensors need little of it.
     if "transformers" in script.read_text("utf-8", "replace"):
         with contextlib.suppress(ImportError):
             import_module("transformers.modeling_utils")
 
 
-def _fork(order: RankTask) -> int:
+def _fork(task: RankTask) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        with _log(order).open("wb") as log:
+        with _log(task).open("wb") as log:
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
-        environ.publish(order.environment)
-        main(order)
+        environ.publish(task.environment)
+        main(task)
         code = 0
     except BaseException:  # noqa: BLE001 - the process ends here
         traceback.print_exc()
@@ -142,26 +145,26 @@ def _fork(order: RankTask) -> int:
         os._exit(code)
 
 
-def _log(order: RankTask) -> Path:
-    return Path(order.output).with_suffix(".log")
+def _log(task: RankTask) -> Path:
+    return Path(task.output).with_suffix(".log")
 
 
-def _write(order: RankTask, record: RankRecord) -> None:
-    Path(order.output).write_bytes(pickle.dumps(record))
+def _write(task: RankTask, record: RankRecord) -> None:
+    Path(task.output).write_bytes(pickle.dumps(record))
 
 
-def _wait_for_start(path: Path) -> None:
-    orders, timeout, at_once = pickle.loads(path.read_bytes())  # noqa: S301 - `rank_runner` wrote it
-    import_often_needed(Path(orders[0].script))
-    if len(orders) == 1:
-        main(orders[0])
+def _run_tasks(path: Path) -> None:
+    tasks, timeout, at_once = pickle.loads(path.read_bytes())  # noqa: S301 - `record` wrote it
+    import_often_needed(Path(tasks[0].script))
+    if len(tasks) == 1:
+        main(tasks[0])
     else:
-        fork_ranks(orders, timeout=timeout, at_once=at_once)
-    # The records are written; to clear every module of torch would take a fifth of a short check.
+        fork_ranks(tasks, timeout=timeout, at_once=at_once)
+    # The records are written; clearing every module of torch would take a fifth of a short check.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    _wait_for_start(Path(sys.argv[1]))
+    _run_tasks(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Records, differences, starting ranks; torch-free."""
+"""Run a script as selected ranks; compare the records that they leave. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from accel_cli.commands.estimate.memory import Buckets, MemoryPeak, ModelSizes
@@ -118,8 +119,8 @@ class RankRecord:
         fp8: The title of the library that multiplies matrices in 8 bits; empty if none does.
         on_rank: Elements of parameters that Megatron keeps on the rank.
         sizes: The models, in elements; None if none was prepared.
-        moments: The moments of its passes that need most memory.
-        parts: Its peak in bytes by kind, if the strategy's own code has run.
+        moments: The moments of its passes with most memory.
+        parts: Its peak in bytes by kind, if the strategy's own code ran.
         host: Peak of host bytes for tensors that are moved there, such as a gathered model.
         loaders: Its prepared loaders, in order.
         stopped: Why and where the script ended before its end; empty if it did not.
@@ -157,46 +158,48 @@ class Difference:
     of: int = field(default=0)
 
     def __str__(self) -> str:
-        one, others = f"rank {self.of}", f"rank {', '.join(map(str, self.ranks))}"
-        return f"{one} {_does(self.first)}, while {others} {_does(self.second)}: both would wait forever"
+        ranks = ", ".join(map(str, self.ranks))
+        return (
+            f"rank {self.of} {_describe(self.first)}, while rank {ranks} {_describe(self.second)}: both would"
+            " wait forever"
+        )
 
 
 def differences(records: Sequence[RankRecord]) -> list[Difference]:
     """Find the first difference of each rank from the first one.
 
     Example:
-        >>> one = RankRecord(rank=0, events=(RecordedCollective(kind="gather", where="train.py:3"),))
-        >>> print(differences([one, RankRecord(rank=1)])[0])
+        >>> record = RankRecord(rank=0, events=(RecordedCollective(kind="gather", where="train.py:3"),))
+        >>> print(differences([record, RankRecord(rank=1)])[0])
         rank 0 calls gather at train.py:3, while rank 1 has ended: both would wait forever
     """
-    found: dict[tuple[RecordedCollective | None, RecordedCollective | None], list[int]] = {}
+    ranks_by_pair: dict[tuple[RecordedCollective | None, RecordedCollective | None], list[int]] = {}
     first = records[0]
-    for other in records[1:]:
-        pair = _part(first, other)
+    for record in records[1:]:
+        pair = _first_difference(first, record)
         if pair is not None:
-            found.setdefault(pair, []).append(other.rank)
+            ranks_by_pair.setdefault(pair, []).append(record.rank)
     return [
-        Difference(ranks=tuple(ranks), first=mine, second=theirs, of=first.rank)
-        for (mine, theirs), ranks in found.items()
+        Difference(ranks=tuple(ranks), first=event, second=other, of=first.rank)
+        for (event, other), ranks in ranks_by_pair.items()
     ]
 
 
-def _part(
+def _first_difference(
     first: RankRecord, second: RankRecord
 ) -> tuple[RecordedCollective | None, RecordedCollective | None] | None:
-    for mine, theirs in zip(first.events, second.events, strict=False):
-        if mine != theirs:
-            return mine, theirs
-    if len(first.events) == len(second.events):
-        return None
-    shorter = min(first, second, key=lambda record: len(record.events))
-    if shorter.stopped:  # its collectives after that are not known
-        return None
-    at = len(shorter.events)
-    return tuple((record.events[at : at + 1] or (None,))[0] for record in (first, second))  # pyright: ignore[reportReturnType] - two of them
+    """Return the first two collectives that differ, None for a rank that has ended; None if all are equal."""
+    for event, other in zip_longest(first.events, second.events):
+        if event == other:
+            continue
+        # The collectives of a rank that stopped early are not known.
+        if (event is None and first.stopped) or (other is None and second.stopped):
+            return None
+        return event, other
+    return None
 
 
-def _does(event: RecordedCollective | None) -> str:
+def _describe(event: RecordedCollective | None) -> str:
     return "has ended" if event is None else f"calls {event.kind} at {event.where}"
 
 
@@ -211,19 +214,19 @@ def data_problems(records: Sequence[RankRecord]) -> list[str]:
     """
     first, *following = records
     problems: dict[str, None] = {}
-    for other in following:
-        for one, two in zip(first.loaders, other.loaders, strict=False):
-            ranks = f"rank {first.rank} and rank {other.rank}"
-            if one.shard == two.shard or one.where != two.where:
+    for record in following:
+        ranks = f"rank {first.rank} and rank {record.rank}"
+        for loader, other in zip(first.loaders, record.loaders, strict=False):
+            if loader.shard == other.shard or loader.where != other.where:
                 continue
-            if one.indices and two.indices and one.indices != two.indices:
+            if loader.indices and other.indices and loader.indices != other.indices:
                 problems[
-                    f"{ranks} miss samples of the loader prepared at {one.where}: its sampler gives each "
+                    f"{ranks} miss samples of the loader prepared at {loader.where}: its sampler gives each "
                     "rank other indices, which prepare() shards again; say "
                     "DataLoaderConfiguration(already_sharded=True)"
                 ] = None
-            elif one.batches and one.batches == two.batches:
-                problems[f"{ranks} read the same samples from the loader prepared at {one.where}"] = None
+            elif loader.batches and loader.batches == other.batches:
+                problems[f"{ranks} read the same samples from the loader prepared at {loader.where}"] = None
     return list(problems)
 
 
@@ -244,23 +247,26 @@ CAN_FORK = sys.platform == "linux"
 survive a fork, every rank is spawned."""
 
 
-def run_ranks(orders: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int) -> list[RankRecord]:
+def run_ranks(tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int) -> list[RankRecord]:
     """Run the script as selected ranks, each in its own process."""
     at_once = os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="accel-check-") as folder:
-        with_files = [replace(order, output=str(Path(folder) / f"{order.rank}.record")) for order in orders]
-        groups = [with_files] if CAN_FORK else [[order] for order in with_files]
+        tasks = [replace(task, output=str(Path(folder) / f"{task.rank}.record")) for task in tasks]
+        groups = [tasks] if CAN_FORK else [[task] for task in tasks]
         with ThreadPoolExecutor(at_once) as pool:
-            output = pool.map(lambda group: _run(group, variables, timeout=timeout, at_once=at_once), groups)
-            sayings = [one for group, one in zip(groups, output, strict=True) for _ in group]
-        return [_record(order, saying) for order, saying in zip(with_files, sayings, strict=True)]
+            reasons = pool.map(lambda group: _run(group, variables, timeout=timeout, at_once=at_once), groups)
+            return [
+                _read_record(task, reason)
+                for group, reason in zip(groups, reasons, strict=True)
+                for task in group
+            ]
 
 
-def _run(orders: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int, at_once: int) -> str:
+def _run(tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int, at_once: int) -> str:
     """Run one process for all ranks; return the reason for ranks without a record."""
-    path = Path(orders[0].output).with_suffix(".orders")
-    path.write_bytes(pickle.dumps((orders, timeout, at_once)))
-    environment = orders[0].environment if len(orders) == 1 else {}
+    path = Path(tasks[0].output).with_suffix(".tasks")
+    path.write_bytes(pickle.dumps((tasks, timeout, at_once)))
+    environment = tasks[0].environment if len(tasks) == 1 else {}
     try:
         done = subprocess.run(
             [sys.executable, "-m", WORKER, str(path)],
@@ -269,18 +275,18 @@ def _run(orders: Sequence[RankTask], variables: Mapping[str, str], *, timeout: i
             capture_output=True,
             text=True,
             check=False,
-            timeout=None if len(orders) > 1 else timeout,
+            timeout=None if len(tasks) > 1 else timeout,
         )
     except subprocess.TimeoutExpired:
         return timeout_reason(timeout)
     return exit_reason(done.returncode, done.stderr)
 
 
-def _record(order: RankTask, saying: str) -> RankRecord:
-    path = Path(order.output)
+def _read_record(task: RankTask, reason: str) -> RankRecord:
+    path = Path(task.output)
     if not path.is_file():
-        return RankRecord(rank=order.rank, stopped=saying)
-    return pickle.loads(path.read_bytes())  # noqa: S301 - a worker of ours wrote it
+        return RankRecord(rank=task.rank, stopped=reason)
+    return pickle.loads(path.read_bytes())  # noqa: S301 - our worker wrote it
 
 
 def timeout_reason(timeout: int) -> str:

@@ -1,4 +1,4 @@
-"""Recorded strategy, fake engines.
+"""Record what strategies do; fake engines; list the files of their checkpoints.
 
 Strategies that shard models with PyTorch's own API run as they are, on a fake process group. Under the others
 models stay unsharded, and their memory is estimated.
@@ -53,117 +53,93 @@ if TYPE_CHECKING:
     from accel_cli.commands.check.recorder import CollectiveRecorder
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The element types of engines by the name of their precision."""
-
-_KEYS = {
-    "reduce": "reduce_bucket_size",
-    "prefetch": "stage3_prefetch_bucket_size",
-    "live": "stage3_max_live_parameters",
-}
+REAL = frozenset({"fsdp2", "tp"})
+"""Strategies whose own code runs in the check: DDP, FSDP2, tensor and context parallelism."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeDeepSpeed:
-    """Fake of DeepSpeed's engine: it fills the configuration, and casts the model."""
+def record_strategies(
+    recorder: CollectiveRecorder, load: Callable[[str], Callable[..., Strategy]]
+) -> Callable[[str | StrategySpec], Any]:
+    """Wrap `accel_plugins.registry.load`: the strategies that it builds record what they do.
 
-    plugin: DeepSpeedPlugin
-    world_size: int
-    accumulation: KnownValue
-    split_batches: bool
-    on_buckets: Callable[[Buckets], None]
-
-    def check(self, bundle: Bundle) -> None:
-        """Check that an engine can be built, and that the configuration does not contradict."""
-        check_materialised(bundle)
-        check_request(self.plugin.hf_ds_config, bundle, trains=False)
-        if bundle.models:
-            self._configuration(bundle)
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Cast models to their precision, and replace placeholders by real objects."""
-        if not bundle.models or evaluation:
-            return bundle
-        self.on_buckets(buckets_of(self._configuration(bundle)))
-        dtype = DTYPES.get(self.plugin.mixed_precision)
-        models = [model if dtype is None else model.to(dtype) for model in bundle.models]
-        optimizers: list[Any] = [
-            torch.optim.AdamW(one.params) if isinstance(one, DummyOptim) else one for one in bundle.optimizers
-        ]
-        return _with_real_schedulers(replace(bundle, models=models, optimizers=optimizers), DummyScheduler)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model."""
-        return model
-
-    def _configuration(self, bundle: Bundle) -> dict[str, Any]:
-        return configuration_of(
-            self.plugin,
-            bundle.models[0],
-            bundle,
-            world_size=self.world_size,
-            accumulation=self.accumulation,
-            split_batches=self.split_batches,
-        )
-
-
-def buckets_of(configuration: dict[str, Any]) -> Buckets:
-    """Return the buckets that a configuration allocates, with DeepSpeed's defaults.
-
-    Example:
-        >>> buckets_of({"zero_optimization": {"reduce_bucket_size": 1e6}}).reduce
-        1000000
+    Those that are not `REAL` are replaced by fakes.
     """
-    zero = configuration.get("zero_optimization", {})
-    return Buckets(**{name: int(zero[key]) for name, key in _KEYS.items() if key in zero})
+
+    def load_recorded(strategy: str | StrategySpec) -> Callable[..., Strategy]:
+        name = strategy if isinstance(strategy, str) else strategy.name
+
+        def build(
+            settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+        ) -> Strategy:
+            is_real = name in REAL
+            make = load(name) if is_real else partial(_fake_strategy, recorder, name)
+            with recorder.on_real_tensors():  # Meshes need real values.
+                built = make(settings, runtime, precision, handlers)
+            recorder.strategy = _describe(name, built, handlers, built.precision or precision)
+            wrapper = RecordedWrapper(recorder, built.wrapper, shards=is_real)
+            stepper: Any = RecordedStepper(recorder, built.stepper, communicates=is_real)
+            return replace(built, wrapper=wrapper, stepper=stepper)
+
+        return build
+
+    return load_recorded
 
 
-def plugin_of(handlers: Mapping[type, Any]) -> MegatronLMPlugin:
-    """Return the plugin of a run."""
-    return handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
+class RecordedWrapper:
+    """Model wrapper that records which models are prepared."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FakeMegatron:
-    """Fake of Megatron's engine with its checks; models are not sharded."""
-
-    runtime: Runtime
-    plugin: MegatronLMPlugin
-    groups: Groups
-    on_elements: Callable[[int], None]
+    def __init__(self, recorder: CollectiveRecorder, inner: Any, *, shards: bool) -> None:
+        self._recorder = recorder
+        self._inner = inner
+        self._shards = shards
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what Megatron's wrapper refuses."""
-        MegatronWrapper(
-            runtime=self.runtime,
-            plugin=self.plugin,
-            precision="no",
-            run=MegatronRun(),
-            groups=self.groups,
-        ).check(bundle)
+        with self._recorder.silence():
+            self._inner.check(bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Replace placeholders of schedules by real ones, and loaders by those of all micro-batches."""
-        del evaluation
-        if self.plugin.custom_model_provider_function is None:
-            for model in bundle.models:
-                last = self.plugin.decoder_last_pipeline_num_layers
-                stages = stage_elements(model, self.groups.tensor, self.groups.pipeline, last=last)
-                self.on_elements(stages[self.groups.pipeline_rank])
-        loaders = [with_all_micro_batches(one, self.plugin) for one in bundle.dataloaders]
-        return _with_real_schedulers(replace(bundle, dataloaders=loaders), MegatronLMDummyScheduler)
+        if bundle.models and not evaluation:
+            self._recorder.record("prepare")
+        with self._recorder.silence():
+            wrapped = self._inner.wrap(bundle, evaluation=evaluation)
+        if wrapped.models and not evaluation:
+            self._recorder.track(wrapped.models, sharded=self._shards)
+        return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model."""
-        return model
+        return self._inner.unwrap(model)
 
 
-def _with_real_schedulers(bundle: Bundle, placeholder: type[Any]) -> Bundle:
-    schedulers: list[Any] = [
-        LambdaLR(bundle.optimizers[0], lambda _: 1.0) if isinstance(one, placeholder) else one
-        for one in bundle.schedulers
-    ]
-    return replace(bundle, schedulers=schedulers)
+class RecordedStepper:
+    """Stepper that records when gradients would be all-reduced.
+
+    Args:
+        communicates: Whether it communicates by itself, so that the recorder sees it anyway.
+    """
+
+    def __init__(self, recorder: CollectiveRecorder, inner: Any, *, communicates: bool) -> None:
+        self._recorder = recorder
+        self._inner = inner
+        self._communicates = communicates
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        if sync and not self._communicates:
+            self._recorder.record("backward")
+        self._inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._inner.no_sync(model) if self._communicates else contextlib.nullcontext()
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        with self._recorder.stepping(optimizer):
+            if self._communicates:
+                with step_on_local_shards(optimizer):
+                    return self._inner.step(optimizer, closure)
+            optimizer.step()
+        return True
 
 
 ELEMENTWISE = frozenset(
@@ -178,7 +154,7 @@ ELEMENTWISE = frozenset(
         torch.optim.SGD,
     }
 )
-"""Optimizers that change every element by itself, so that a part is changed as the whole is."""
+"""Optimizers that update every element by itself, so that a shard is updated as the full tensor is."""
 
 
 @contextlib.contextmanager
@@ -191,34 +167,34 @@ def step_on_local_shards(optimizer: Optimizer) -> Generator[None]:
     if type(optimizer) not in ELEMENTWISE:
         yield
         return
-    full = [[*group["params"]] for group in optimizer.param_groups]
-    parts = [[_part(one) for one in group] for group in full]
-    pairs = [pair for own, theirs in zip(parts, full, strict=True) for pair in zip(own, theirs, strict=True)]
+    full = [group["params"] for group in optimizer.param_groups]
+    local = [[_local_parameter(parameter) for parameter in group] for group in full]
+    pairs = [pair for groups in zip(local, full, strict=True) for pair in zip(*groups, strict=True)]
     state: Any = optimizer.state
-    _put(optimizer, parts)
-    for part, one in pairs:
-        if part is not one and one in state:
-            state[part] = {name: _local(value) for name, value in state.pop(one).items()}
+    _set_params(optimizer, local)
+    for shard, parameter in pairs:
+        if shard is not parameter and parameter in state:
+            state[shard] = {name: _local(value) for name, value in state.pop(parameter).items()}
     try:
         yield
     finally:
-        _put(optimizer, full)
-        for part, one in pairs:
-            if part is not one and part in state:
-                state[one] = {name: _like(value, one) for name, value in state.pop(part).items()}
+        _set_params(optimizer, full)
+        for shard, parameter in pairs:
+            if shard is not parameter and shard in state:
+                state[parameter] = {name: _like(value, parameter) for name, value in state.pop(shard).items()}
 
 
-def _put(optimizer: Optimizer, params: list[list[Any]]) -> None:
-    for group, own in zip(optimizer.param_groups, params, strict=True):
-        group["params"] = own
+def _set_params(optimizer: Optimizer, params: list[list[Any]]) -> None:
+    for group, parameters in zip(optimizer.param_groups, params, strict=True):
+        group["params"] = parameters
 
 
-def _part(parameter: Any) -> Any:
+def _local_parameter(parameter: Any) -> Any:
     if not isinstance(parameter, DTensor):
         return parameter
-    part: Any = _local(parameter).detach()
-    part.grad = None if parameter.grad is None else _local(parameter.grad)
-    return part
+    shard: Any = _local(parameter).detach()
+    shard.grad = None if parameter.grad is None else _local(parameter.grad)
+    return shard
 
 
 def _local(value: Any) -> Any:
@@ -226,7 +202,7 @@ def _local(value: Any) -> Any:
 
 
 def _like(value: Any, full: Any) -> Any:
-    """Return the DTensor of a local tensor, if its shape is that of a parameter's shard."""
+    """Return the DTensor of a local tensor if its shape is that of a parameter's shard."""
     if not isinstance(value, Tensor) or value.shape != local_part(full).shape:
         return value
     meta = TensorMeta(full.shape, full.stride(), value.dtype)
@@ -234,13 +210,129 @@ def _like(value: Any, full: Any) -> Any:
     return DTensor(value, spec, requires_grad=False)  # pyright: ignore[reportCallIssue] - as in `shard_like`
 
 
-FORMS: Mapping[StateForm, str] = {
-    StateForm.FULL: "whole",
-    StateForm.SHARDED: "sharded",
-    StateForm.NATIVE: "by rank",
+def _describe(
+    name: str, strategy: Strategy, handlers: Mapping[type, Any], precision: PrecisionPolicy
+) -> SelectedStrategy:
+    axes: Mapping[str, int] = {}
+    if isinstance(strategy.wrapper, FakeMegatron):
+        axes = strategy.wrapper.groups.axes
+    elif strategy.mesh is not None:
+        axes = dict(zip(strategy.mesh.mesh_dim_names or (), strategy.mesh.shape, strict=True))
+    offloads = name == "fsdp2" and isinstance(_fsdp_plugin(handlers).cpu_offload, CPUOffloadPolicy)
+    counted_as = "" if name in REAL else _COUNTED.get(name, _as_ddp)(handlers)
+    return SelectedStrategy(
+        name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=precision.name
+    )
+
+
+def _as_ddp(handlers: Mapping[type, Any]) -> str:
+    options = handlers.get(DistributedDataParallelKwargs)
+    return "DDP, gradients in buckets" if options and options.gradient_as_bucket_view else "DDP"
+
+
+def _as_fsdp(handlers: Mapping[type, Any]) -> str:
+    plugin = _fsdp_plugin(handlers)
+    offload = plugin.cpu_offload
+    if getattr(offload, "offload_params", offload):
+        return "FSDP2, offloaded"
+    return {"NO_SHARD": "DDP", "SHARD_GRAD_OP": "FSDP2, gathered once"}.get(
+        getattr(plugin.sharding_strategy, "name", ""), "FSDP2"
+    )
+
+
+def _as_zero(handlers: Mapping[type, Any]) -> str:
+    plugin = _deepspeed_plugin(handlers)
+    stage = int(plugin.get_value("zero_optimization.stage", 0))
+    optimizer, weights = (
+        plugin.get_value(f"zero_optimization.offload_{what}.device", None) not in {None, "none"}
+        for what in ("optimizer", "param")
+    )
+    suffix = _OFFLOADED[optimizer, weights if stage == 3 else optimizer]
+    return f"ZeRO-{stage}{suffix}" if stage else "DDP"
+
+
+_OFFLOADED = {
+    (False, False): "",
+    (True, True): ", offloaded",
+    (True, False): ", optimizer offloaded",
+    (False, True): ", weights offloaded",
 }
-"""What forms are called: one rank writes everything; all ranks write parts that any number of ranks can read;
-all ranks write parts in the strategy's own way."""
+"""The end of the name of the estimate, by whether the optimizer and the weights are offloaded."""
+
+
+def _as_megatron(handlers: Mapping[type, Any]) -> str:
+    sharded = _megatron_plugin(handlers).use_distributed_optimizer
+    return "Megatron, distributed optimizer" if sharded else "Megatron"
+
+
+_COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {
+    "single": lambda _: "one device",
+    "ddp": _as_ddp,
+    "fsdp1": _as_fsdp,
+    "deepspeed": _as_zero,
+    "megatron": _as_megatron,
+}
+"""The strategy whose estimate counts, by the name of the strategy; others are estimated as DDP."""
+
+
+def _fsdp_plugin(handlers: Mapping[type, Any]) -> FullyShardedDataParallelPlugin:
+    return handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin()
+
+
+def _deepspeed_plugin(handlers: Mapping[type, Any]) -> DeepSpeedPlugin:
+    handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
+    return next(iter(handler.values())) if isinstance(handler, dict) else handler
+
+
+def _megatron_plugin(handlers: Mapping[type, Any]) -> MegatronLMPlugin:
+    return handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
+
+
+def _fake_strategy(
+    recorder: CollectiveRecorder,
+    name: str,
+    settings: Settings,
+    runtime: Runtime,
+    precision: PrecisionPolicy,
+    handlers: Mapping[type, Any],
+) -> Strategy:
+    del settings
+    topology = runtime.topology
+    shards: Any = Sharded(saved=form_of(_fsdp_plugin(handlers))) if name == "fsdp1" else None
+    plain = Strategy(
+        name=name,
+        wrapper=UnchangedWrapper(),
+        stepper=TorchStepper(precision=precision),
+        persister=ReplicatedPersister(),
+        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
+        features=frozenset(Feature),
+        shards=shards,
+    )
+    if name == "megatron":
+        return _fake_megatron(recorder, plain, runtime, handlers)
+    if name != "deepspeed":
+        return plain
+    plugin = _deepspeed_plugin(handlers)
+    plugin.set_mixed_precision(precision.name)
+    engine_precision: Any = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
+    stage = int(plugin.get_value("zero_optimization.stage", 0))
+    shards = Sharded(
+        saved=StateForm.NATIVE, stage=stage, width=MASTER if engine_precision.name == "no" else 2
+    )
+    loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
+    return replace(
+        plain,
+        wrapper=FakeDeepSpeed(
+            plugin=plugin,
+            world_size=topology.world_size,
+            accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
+            split_batches=loading.split_batches,
+            on_buckets=partial(setattr, recorder, "buckets"),
+        ),
+        stepper=TorchStepper(precision=engine_precision),
+        precision=engine_precision,
+        shards=shards,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,17 +354,159 @@ class Sharded:
         return self.saved
 
 
+class UnchangedWrapper:
+    """Model wrapper that leaves models as they are."""
+
+    def check(self, bundle: Bundle) -> None:
+        del bundle
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        del evaluation
+        return bundle
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The element types of engines by the name of their precision."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeDeepSpeed:
+    """Fake of DeepSpeed's engine: it fills and checks the configuration, and casts the model."""
+
+    plugin: DeepSpeedPlugin
+    world_size: int
+    accumulation: KnownValue
+    split_batches: bool
+    on_buckets: Callable[[Buckets], None]
+
+    def check(self, bundle: Bundle) -> None:
+        check_materialised(bundle)
+        check_request(self.plugin.hf_ds_config, bundle, trains=False)
+        if bundle.models:
+            self._configuration(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        if not bundle.models or evaluation:
+            return bundle
+        self.on_buckets(buckets_of(self._configuration(bundle)))
+        dtype = DTYPES.get(self.plugin.mixed_precision)
+        models = [model if dtype is None else model.to(dtype) for model in bundle.models]
+        optimizers: list[Any] = [
+            torch.optim.AdamW(optimizer.params) if isinstance(optimizer, DummyOptim) else optimizer
+            for optimizer in bundle.optimizers
+        ]
+        return _with_real_schedulers(replace(bundle, models=models, optimizers=optimizers), DummyScheduler)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _configuration(self, bundle: Bundle) -> dict[str, Any]:
+        return configuration_of(
+            self.plugin,
+            bundle.models[0],
+            bundle,
+            world_size=self.world_size,
+            accumulation=self.accumulation,
+            split_batches=self.split_batches,
+        )
+
+
+_BUCKET_KEYS = {
+    "reduce": "reduce_bucket_size",
+    "prefetch": "stage3_prefetch_bucket_size",
+    "live": "stage3_max_live_parameters",
+}
+
+
+def buckets_of(configuration: dict[str, Any]) -> Buckets:
+    """Return the buckets that a configuration allocates, with DeepSpeed's defaults.
+
+    Example:
+        >>> buckets_of({"zero_optimization": {"reduce_bucket_size": 1e6}}).reduce
+        1000000
+    """
+    zero = configuration.get("zero_optimization", {})
+    return Buckets(**{name: int(zero[key]) for name, key in _BUCKET_KEYS.items() if key in zero})
+
+
+def _fake_megatron(
+    recorder: CollectiveRecorder, plain: Strategy, runtime: Runtime, handlers: Mapping[type, Any]
+) -> Strategy:
+    plugin, topology = _megatron_plugin(handlers), runtime.topology
+    plugin.set_mixed_precision(AcceleratorState().mixed_precision)
+    groups = groups_of(plugin, topology.world_size, topology.rank)
+    return replace(
+        plain,
+        wrapper=FakeMegatron(
+            runtime=runtime, plugin=plugin, groups=groups, on_elements=partial(setattr, recorder, "on_rank")
+        ),
+        sharding=batch_sharding(plugin, groups),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeMegatron:
+    """Fake of Megatron's engine with its checks: models stay unsharded."""
+
+    runtime: Runtime
+    plugin: MegatronLMPlugin
+    groups: Groups
+    on_elements: Callable[[int], None]
+
+    def check(self, bundle: Bundle) -> None:
+        MegatronWrapper(
+            runtime=self.runtime,
+            plugin=self.plugin,
+            precision="no",
+            run=MegatronRun(),
+            groups=self.groups,
+        ).check(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        del evaluation
+        if self.plugin.custom_model_provider_function is None:
+            for model in bundle.models:
+                last = self.plugin.decoder_last_pipeline_num_layers
+                stages = stage_elements(model, self.groups.tensor, self.groups.pipeline, last=last)
+                self.on_elements(stages[self.groups.pipeline_rank])
+        loaders = [with_all_micro_batches(loader, self.plugin) for loader in bundle.dataloaders]
+        return _with_real_schedulers(replace(bundle, dataloaders=loaders), MegatronLMDummyScheduler)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return model
+
+
+def _with_real_schedulers(bundle: Bundle, placeholder: type[Any]) -> Bundle:
+    schedulers: list[Any] = [
+        LambdaLR(bundle.optimizers[0], lambda _: 1.0) if isinstance(scheduler, placeholder) else scheduler
+        for scheduler in bundle.schedulers
+    ]
+    return replace(bundle, schedulers=schedulers)
+
+
+FORMS: Mapping[StateForm, str] = {
+    StateForm.FULL: "whole",
+    StateForm.SHARDED: "sharded",
+    StateForm.NATIVE: "by rank",
+}
+"""The names of the forms: one rank writes everything; all ranks write shards that any number of ranks can
+read; all ranks write shards in the strategy's own way."""
+
+
 def files_of(run: CheckpointContext, *, safe: bool) -> Iterator[tuple[str, int, int]]:
     """Yield the files that a rank would write, with their bytes and those of all ranks' shards.
 
-    What is small counts nothing.
+    Small files count as 0 bytes.
     """
     prepared, shards = run.prepared, run.strategy.shards
     sharded = shards if isinstance(shards, Sharded) else None
     if sharded is not None and sharded.stage is not None:
-        yield from _of_deepspeed(run, sharded.stage, sharded.width)
+        yield from _engine_files(run, sharded.stage, sharded.width)
     else:
-        yield from _of_states(run, safe, sharded is not None)
+        yield from _state_files(run, safe, sharded is not None)
     if run.commits:
         yield from ((layout.scheduler_name(index), 0, 0) for index, _ in enumerate(prepared.schedulers))
         yield from ((layout.custom_name(index), 0, 0) for index, _ in enumerate(run.custom))
@@ -281,7 +515,7 @@ def files_of(run: CheckpointContext, *, safe: bool) -> Iterator[tuple[str, int, 
     yield layout.rng_name(run.rank), 0, 0
 
 
-def _of_states(run: CheckpointContext, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+def _state_files(run: CheckpointContext, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
     """Yield the files of models and optimizers in the form of the run."""
     rank, ranks, form = run.rank, run.runtime.topology.world_size, form_of_run(run)
     if form is StateForm.FULL and not run.commits:
@@ -292,8 +526,8 @@ def _of_states(run: CheckpointContext, safe: bool, estimated: bool) -> Iterator[
         elif form is StateForm.NATIVE:
             yield names[form], nbytes // ranks, nbytes
         else:
-            mine = nbytes // ranks if estimated else ShardWriter({"state": shards()}, rank).nbytes
-            yield f"{names[form]}/{shard_file(rank)}", mine, nbytes
+            shard_nbytes = nbytes // ranks if estimated else ShardWriter({"state": shards()}, rank).nbytes
+            yield f"{names[form]}/{shard_file(rank)}", shard_nbytes, nbytes
             if run.commits:
                 yield f"{names[form]}/{INDEX_NAME}", 0, 0
 
@@ -320,12 +554,12 @@ def _states(
         yield names, _state_nbytes(optimizer), lambda inner=inner: shards.optimizer_tensors(inner, models)
 
 
-def _of_deepspeed(run: CheckpointContext, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
+def _engine_files(run: CheckpointContext, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
     """Yield the files of DeepSpeed's engines (`accel_plugins.deepspeed.folder`)."""
     rank, ranks = run.rank, run.runtime.topology.world_size
     for index, model in enumerate(run.prepared.models):
-        elements = sum(one.numel() for one in model.parameters())
-        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        elements = sum(parameter.numel() for parameter in model.parameters())
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         folder = layout.engine_name(index)
         weights, states = width * elements, (MASTER + ADAM) * trained
         if stage == 3:
@@ -344,256 +578,16 @@ def _of_deepspeed(run: CheckpointContext, stage: int, width: int) -> Iterator[tu
 
 def full_nbytes(data: Any) -> int:
     """Return the bytes of all tensors in nested data, each once; a sharded one counts in full."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for leaf in tree_leaves(data):
         if isinstance(leaf, Tensor):
-            found[storage_key(local_part(leaf))] = leaf.numel() * leaf.element_size()
-    return sum(found.values())
+            sizes[storage_key(local_part(leaf))] = leaf.numel() * leaf.element_size()
+    return sum(sizes.values())
 
 
 def _state_nbytes(optimizer: Any) -> int:
     """Return the bytes of the optimizer's state; that of Adam before the first step."""
-    known = full_nbytes([*optimizer.state.values()])
-    return known or ADAM * sum(one.numel() for group in optimizer.param_groups for one in group["params"])
-
-
-REAL = frozenset({"fsdp2", "tp"})
-"""Strategies whose own code runs in the check: DDP, FSDP2, tensor and context parallelism."""
-
-
-class UnchangedWrapper:
-    """Model wrapper that leaves models as they are."""
-
-    def check(self, bundle: Bundle) -> None:
-        """Accept everything."""
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Return the bundle."""
-        del evaluation
-        return bundle
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model."""
-        return model
-
-
-class ObservedWrapper:
-    """Model wrapper that records which models are prepared."""
-
-    def __init__(self, recorder: CollectiveRecorder, inner: Any, *, shards: bool) -> None:
-        self._recorder = recorder
-        self._inner = inner
-        self._shards = shards
-
-    def check(self, bundle: Bundle) -> None:
-        """Check as the strategy's wrapper does."""
-        with self._recorder.silence():
-            self._inner.check(bundle)
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Wrap, and record the models."""
-        if bundle.models and not evaluation:
-            self._recorder.saw("prepare")
-        with self._recorder.silence():
-            wrapped = self._inner.wrap(bundle, evaluation=evaluation)
-        if wrapped.models and not evaluation:
-            self._recorder.prepared(wrapped.models, sharded=self._shards)
-        return wrapped
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model inside."""
-        return self._inner.unwrap(model)
-
-
-class ObservedStepper:
-    """Stepper that records when gradients would be all-reduced.
-
-    Args:
-        communicates: Whether it communicates by itself, so that the recorder sees it anyway.
-    """
-
-    def __init__(self, recorder: CollectiveRecorder, inner: Any, *, communicates: bool) -> None:
-        self._recorder = recorder
-        self._inner = inner
-        self._communicates = communicates
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        """Add the gradients of `loss / accumulation` to the parameters."""
-        if sync and not self._communicates:
-            self._recorder.saw("backward")
-        self._inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
-
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Accumulate gradients without reducing them."""
-        return self._inner.no_sync(model) if self._communicates else contextlib.nullcontext()
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Step the optimizer; attribute the tensors that it creates to its state."""
-        with self._recorder.stepping(optimizer):
-            if self._communicates:
-                with step_on_local_shards(optimizer):
-                    return self._inner.step(optimizer, closure)
-            optimizer.step()
-        return True
-
-
-def loading(
-    recorder: CollectiveRecorder, load: Callable[[str], Callable[..., Strategy]]
-) -> Callable[[str | StrategySpec], Any]:
-    """Make the patch of `accel_plugins.registry.load`."""
-
-    def observed(strategy: str | StrategySpec) -> Callable[..., Strategy]:
-        name = strategy if isinstance(strategy, str) else strategy.name
-
-        def build(
-            settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-        ) -> Strategy:
-            is_real = name in REAL
-            make = load(name) if is_real else partial(_fake_strategy, recorder, name)
-            with recorder.outside():  # meshes need real values
-                plain = make(settings, runtime, precision, handlers)
-            recorder.strategy = _chosen(name, plain, handlers, plain.precision or precision)
-            if isinstance(plain.wrapper, FakeMegatron):
-                recorder.strategy = replace(recorder.strategy, axes=plain.wrapper.groups.axes)
-            wrapper = ObservedWrapper(recorder, plain.wrapper, shards=is_real)
-            stepper: Any = ObservedStepper(recorder, plain.stepper, communicates=is_real)
-            return replace(plain, wrapper=wrapper, stepper=stepper)
-
-        return build
-
-    return observed
-
-
-def _fake_strategy(
-    recorder: CollectiveRecorder,
-    name: str,
-    settings: Settings,
-    runtime: Runtime,
-    precision: PrecisionPolicy,
-    handlers: Mapping[type, Any],
-) -> Strategy:
-    del settings
-    topology = runtime.topology
-    shards: Any = Sharded(saved=form_of(_plugin(handlers))) if name == "fsdp1" else None
-    plain = Strategy(
-        name=name,
-        wrapper=UnchangedWrapper(),
-        stepper=TorchStepper(precision=precision),
-        persister=ReplicatedPersister(),
-        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
-        features=frozenset(Feature),
-        shards=shards,
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return full_nbytes([*optimizer.state.values()]) or ADAM * sum(
+        parameter.numel() for parameter in parameters
     )
-    if name == "megatron":
-        return _fake_megatron(recorder, plain, runtime, handlers)
-    if name != "deepspeed":
-        return plain
-    plugin = _engine(handlers)
-    plugin.set_mixed_precision(precision.name)
-    engine_precision: Any = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
-    stage = int(plugin.get_value("zero_optimization.stage", 0))
-    shards = Sharded(
-        saved=StateForm.NATIVE, stage=stage, width=MASTER if engine_precision.name == "no" else 2
-    )
-    loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
-    return replace(
-        plain,
-        wrapper=FakeDeepSpeed(
-            plugin=plugin,
-            world_size=topology.world_size,
-            accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
-            split_batches=loading.split_batches,
-            on_buckets=partial(setattr, recorder, "buckets"),
-        ),
-        stepper=TorchStepper(precision=engine_precision),
-        precision=engine_precision,
-        shards=shards,
-    )
-
-
-def _fake_megatron(
-    recorder: CollectiveRecorder, plain: Strategy, runtime: Runtime, handlers: Mapping[type, Any]
-) -> Strategy:
-    plugin, topology = plugin_of(handlers), runtime.topology
-    plugin.set_mixed_precision(AcceleratorState().mixed_precision)
-    groups = groups_of(plugin, topology.world_size, topology.rank)
-    return replace(
-        plain,
-        wrapper=FakeMegatron(
-            runtime=runtime, plugin=plugin, groups=groups, on_elements=partial(setattr, recorder, "on_rank")
-        ),
-        sharding=batch_sharding(plugin, groups),
-    )
-
-
-def _chosen(
-    name: str, plain: Strategy, handlers: Mapping[type, Any], precision: PrecisionPolicy
-) -> SelectedStrategy:
-    mesh = plain.mesh
-    axes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    offloads = name == "fsdp2" and isinstance(_plugin(handlers).cpu_offload, CPUOffloadPolicy)
-    counted_as = "" if name in REAL else _COUNTED.get(name, _as_ddp)(handlers)
-    return SelectedStrategy(
-        name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=precision.name
-    )
-
-
-def _as_ddp(handlers: Mapping[type, Any]) -> str:
-    options = handlers.get(DistributedDataParallelKwargs)
-    return "DDP, gradients in buckets" if options and options.gradient_as_bucket_view else "DDP"
-
-
-def _as_fsdp(handlers: Mapping[type, Any]) -> str:
-    plugin = _plugin(handlers)
-    offload = plugin.cpu_offload
-    if getattr(offload, "offload_params", offload):
-        return "FSDP2, offloaded"
-    return {"NO_SHARD": "DDP", "SHARD_GRAD_OP": "FSDP2, gathered once"}.get(
-        getattr(plugin.sharding_strategy, "name", ""), "FSDP2"
-    )
-
-
-def _as_zero(handlers: Mapping[type, Any]) -> str:
-    plugin = _engine(handlers)
-    stage = int(plugin.get_value("zero_optimization.stage", 0))
-    optimizer, weights = (
-        plugin.get_value(f"zero_optimization.offload_{what}.device", None) not in {None, "none"}
-        for what in ("optimizer", "param")
-    )
-    suffix = _OFFLOADED[optimizer, weights if stage == 3 else optimizer]
-    return f"ZeRO-{stage}{suffix}" if stage else "DDP"
-
-
-def _as_megatron(handlers: Mapping[type, Any]) -> str:
-    sharded = plugin_of(handlers).use_distributed_optimizer
-    return "Megatron, distributed optimizer" if sharded else "Megatron"
-
-
-# By whether the optimizer and the weights are offloaded.
-_OFFLOADED = {
-    (False, False): "",
-    (True, True): ", offloaded",
-    (True, False): ", optimizer offloaded",
-    (False, True): ", weights offloaded",
-}
-
-# By the name of the strategy; others are estimated as DDP.
-_COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {
-    "single": lambda _: "one device",
-    "ddp": _as_ddp,
-    "fsdp1": _as_fsdp,
-    "deepspeed": _as_zero,
-    "megatron": _as_megatron,
-}
-
-
-def _plugin(handlers: Mapping[type, Any]) -> FullyShardedDataParallelPlugin:
-    return handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin()
-
-
-def _engine(handlers: Mapping[type, Any]) -> DeepSpeedPlugin:
-    handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
-    return next(iter(handler.values())) if isinstance(handler, dict) else handler

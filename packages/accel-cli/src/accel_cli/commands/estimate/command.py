@@ -1,4 +1,4 @@
-"""Accel estimate-memory; plots."""
+"""`accel estimate-memory`: show or plot the memory of a model's weights, and of its training by strategy."""
 
 from __future__ import annotations
 
@@ -40,14 +40,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_PICTURES = (".svg", ".png", ".pdf")
-
-# What models of transformers call it, the present name first.
-_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+KINDS = ("parameters", "gradients", "optimizer", "communication", "working")
+"""The kinds of memory that estimates have."""
 
 
 def run(options: Namespace) -> int:
     """Print the memory of a model."""
+    # 1. Estimate.
     memory, host = options.memory, options.host_memory
     picture = None if options.plot is None else _picture(options.plot)
     with working(f"estimating {options.model_name!r}"):
@@ -55,26 +54,26 @@ def run(options: Namespace) -> int:
             options.model_name, library=options.library_name, trust_remote_code=options.trust_remote_code
         )
         weights = {dtype: weights_in(model, dtype) for dtype in dict.fromkeys(options.dtypes)}
-        job, again = _jobs(model, options)
-        alone = (*list(STRATEGIES)[:1], "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
-        names = alone if job.devices == 1 else tuple(STRATEGIES)[1:]
-        names += MEGATRON if job.on_rank else ()
-        estimates = [estimate(name, again if options.gradient_checkpointing else job) for name in names]
-        suggestion = None if memory is None else suggest(
-            job, again, memory, host=host, per_machine=options.devices_per_machine
-        )  # fmt: skip
-        placement = None if memory is None else _placement(model, memory, job.devices)
+        setup, checkpointed = _training_setups(model, options)
+        shown = checkpointed if options.gradient_checkpointing else setup
+        estimates = [estimate(name, shown) for name in _strategies_to_show(setup)]
+        suggestion = placement = None
+        if memory is not None:
+            per_machine = options.devices_per_machine
+            suggestion = suggest(setup, checkpointed, memory, host=host, per_machine=per_machine)
+            placement = _placement(model, memory, setup.devices)
         if picture is not None:
-            draw(picture, estimates, job, memory, placement)
+            draw(picture, estimates, setup, memory, placement)
+    # 2. Show.
     if options.json:
         show(_as_json(weights, estimates, suggestion))
         return 0
-    show(_weights_table(options.model_name, weights, job), "")
-    show(_training_table(estimates, job, memory, host, options))
+    show(_weights_table(options.model_name, weights, setup), "")
+    show(_training_table(estimates, setup, memory, host, options))
     if memory is not None:
         show(
             "",
-            *_advice(suggestion, again, memory, options.mixed_precision),
+            *_advice(suggestion, checkpointed, memory, options.mixed_precision),
             "",
             f"inference in float16:\n{placement}",
         )
@@ -83,23 +82,30 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _jobs(model: nn.Module, options: Namespace) -> tuple[TrainingSetup, TrainingSetup]:
+def _strategies_to_show(setup: TrainingSetup) -> tuple[str, ...]:
+    names = tuple(STRATEGIES)[1:]
+    if setup.devices == 1:
+        names = ("one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
+    return names + (MEGATRON if setup.on_rank else ())
+
+
+def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetup, TrainingSetup]:
     """Return the run as it is, and with activation checkpointing."""
     width = 4 if options.mixed_precision == "no" else 2
     sizes = sizes_of(model)
     devices = options.num_devices or 1
-    asked = (
+    sizes_of_megatron = (
         options.megatron_lm_tp_degree,
         options.megatron_lm_pp_degree,
         options.megatron_lm_context_parallel_size,
     )
-    tensor, pipeline, context = (one or 1 for one in asked)
+    tensor, pipeline, context = (size or 1 for size in sizes_of_megatron)
     on_rank = 0
-    if any(asked):
+    if any(sizes_of_megatron):
         data_parallel_size(tensor, pipeline, context, devices)
         on_rank = max(stage_elements(model, tensor, pipeline, context))
 
-    def job(moments: tuple[MemoryPeak, ...]) -> TrainingSetup:
+    def make(moments: tuple[MemoryPeak, ...]) -> TrainingSetup:
         return TrainingSetup(
             sizes=sizes,
             devices=devices,
@@ -112,19 +118,23 @@ def _jobs(model: nn.Module, options: Namespace) -> tuple[TrainingSetup, Training
         )
 
     if options.batch_size is None:
-        return job(()), job(())
+        return make(()), make(())
     plain = _trace(model, options)
-    return job(plain), job(_trace(model, options, again=True) or plain)
+    return make(plain), make(_trace(model, options, checkpointing=True) or plain)
 
 
-def _trace(model: Any, options: Namespace, *, again: bool = False) -> tuple[MemoryPeak, ...]:
+_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+"""The methods of transformers' models that enable activation checkpointing, the present name first."""
+
+
+def _trace(model: Any, options: Namespace, *, checkpointing: bool = False) -> tuple[MemoryPeak, ...]:
     """Return the moments of the passes; none if the model does not support activation checkpointing."""
     if not hasattr(model, "config"):
         raise UnsupportedError(
             f"argument --batch_size: {options.model_name!r} has no configuration of transformers, "
             "which the passes need; leave it out."
         )
-    if again:
+    if checkpointing:
         enable = next((getattr(model, name) for name in _CHECKPOINTING if hasattr(model, name)), None)
         if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
             return ()
@@ -159,7 +169,6 @@ INPUTS: Mapping[str, Callable[[Any, int, int], Tensor]] = {
 }
 """The inputs to make, by the name of a model's main input."""
 
-# By what the name of a model's class ends in, whether there is a label for each token or for each sample.
 _LABELS = {
     "ForCausalLM": True,
     "LMHeadModel": True,
@@ -170,6 +179,7 @@ _LABELS = {
     "ForSequenceClassification": False,
     "ForImageClassification": False,
 }
+"""Whether there is a label for each token, not for each sample, by the end of the name of a model's class."""
 
 
 def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any, ...]]:
@@ -204,17 +214,17 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
     return run
 
 
-def _weights_table(name: str, weights: dict[str, Weights], job: TrainingSetup) -> Table:
+def _weights_table(name: str, weights: dict[str, Weights], setup: TrainingSetup) -> Table:
     rows = tuple(
         (
             dtype,
-            convert_bytes(one.largest),
-            convert_bytes(one.total),
-            convert_bytes(_with_adam(dtype, job)) if _TRAINED[dtype] else "-",
+            convert_bytes(sizes.largest),
+            convert_bytes(sizes.total),
+            convert_bytes(_with_adam(dtype, setup)) if _TRAINED_BYTES[dtype] else "-",
         )
-        for dtype, one in weights.items()
+        for dtype, sizes in weights.items()
     )
-    elements = f"{job.sizes.parameters:,} parameters"
+    elements = f"{setup.sizes.parameters:,} parameters"
     return Table(
         title=f"{name}: {elements}",
         head=("dtype", "largest layer", "total size", "training with Adam"),
@@ -222,46 +232,52 @@ def _weights_table(name: str, weights: dict[str, Weights], job: TrainingSetup) -
     )
 
 
-# Bytes for each element in training: weights, gradients and Adam's moments; under mixed precision the weights
-# and gradients are float32 all the same, and there is a copy in half precision.
-_TRAINED = {"float32": 16, "float16": 18, "int8": 0, "int4": 0}
+_TRAINED_BYTES = {"float32": 16, "float16": 18, "int8": 0, "int4": 0}
+"""Bytes of an element in training: weights, gradients and Adam's moments. Under mixed precision weights and
+gradients are float32, too, and there is a copy in half precision."""
 
 
-def _with_adam(dtype: str, job: TrainingSetup) -> int:
-    return _TRAINED[dtype] * job.sizes.trainable + 4 * (job.sizes.parameters - job.sizes.trainable)
-
-
-def _training_table(
-    estimates: list[Estimate], job: TrainingSetup, memory: int | None, host: int | None, options: Namespace
-) -> Table:
-    kinds = ("parameters", "gradients", "optimizer", "communication", "working")
-    per_machine = min(options.devices_per_machine, job.devices)
-
-    def row(one: Estimate) -> tuple[str, ...]:
-        fit = () if memory is None else ("fits" if fits(one, memory, host, per_machine) else "too large",)
-        cells = (convert_bytes(one.parts[kind]) if one.parts[kind] else "-" for kind in kinds)
-        offloaded = convert_bytes(one.host) if one.host else "-"
-        return (one.strategy, convert_bytes(one.device), *cells, offloaded, *fit)
-
-    batch = "" if options.batch_size is None else (
-        f", {options.batch_size} x {options.sequence_length} tokens each"
-    )  # fmt: skip
-    return Table(
-        title=f"training with Adam on {job.devices} device(s), precision {options.mixed_precision}{batch}",
-        head=("strategy", "device", *kinds, "host", *(() if memory is None else ("verdict",))),
-        rows=tuple(row(one) for one in estimates),
+def _with_adam(dtype: str, setup: TrainingSetup) -> int:
+    return _TRAINED_BYTES[dtype] * setup.sizes.trainable + 4 * (
+        setup.sizes.parameters - setup.sizes.trainable
     )
 
 
-def _advice(suggestion: Suggestion | None, again: TrainingSetup, memory: int, precision: str) -> list[str]:
+def _training_table(
+    estimates: list[Estimate], setup: TrainingSetup, memory: int | None, host: int | None, options: Namespace
+) -> Table:
+    per_machine = min(options.devices_per_machine, setup.devices)
+
+    def row(needed: Estimate) -> tuple[str, ...]:
+        fit = () if memory is None else ("fits" if fits(needed, memory, host, per_machine) else "too large",)
+        parts = (convert_bytes(needed.parts[kind]) if needed.parts[kind] else "-" for kind in KINDS)
+        offloaded = convert_bytes(needed.host) if needed.host else "-"
+        return (needed.strategy, convert_bytes(needed.device), *parts, offloaded, *fit)
+
+    batch = ""
+    if options.batch_size is not None:
+        batch = f", {options.batch_size} x {options.sequence_length} tokens each"
+    return Table(
+        title=f"training with Adam on {setup.devices} device(s), precision {options.mixed_precision}{batch}",
+        head=("strategy", "device", *KINDS, "host", *(() if memory is None else ("verdict",))),
+        rows=tuple(map(row, estimates)),
+    )
+
+
+def _advice(
+    suggestion: Suggestion | None, checkpointed: TrainingSetup, memory: int, precision: str
+) -> list[str]:
     if suggestion is not None:
         config = {**suggestion.config, "mixed_precision": precision}
         text = yaml.safe_dump(config, sort_keys=False).rstrip()
         return [f"suggested: {suggestion.estimate.strategy}", text]
-    needed = devices_needed(again, memory)
+    needed = devices_needed(checkpointed, memory)
     if needed is None:
         return ["nothing fits, on any number of devices: use a smaller batch or shorter sequences."]
     return [f"nothing fits; FSDP2 would on {needed} devices with activation checkpointing."]
+
+
+_PICTURES = (".svg", ".png", ".pdf")
 
 
 def _picture(file: str) -> Path:
@@ -299,12 +315,12 @@ def _notes(options: Namespace) -> list[str]:
 def _as_json(weights: dict[str, Weights], estimates: list[Estimate], suggestion: Suggestion | None) -> str:
     facts: dict[str, Any] = {
         "weights": {
-            dtype: {"total": one.total, "largest layer": one.largest, "layers": list(one.layers)}
-            for dtype, one in weights.items()
+            dtype: {"total": sizes.total, "largest layer": sizes.largest, "layers": list(sizes.layers)}
+            for dtype, sizes in weights.items()
         },
         "training": {
-            one.strategy: {"device": one.device, "host": one.host, "parts": dict(one.parts)}
-            for one in estimates
+            needed.strategy: {"device": needed.device, "host": needed.host, "parts": dict(needed.parts)}
+            for needed in estimates
         },
     }
     if suggestion is not None:
@@ -316,8 +332,7 @@ def _as_json(weights: dict[str, Weights], estimates: list[Estimate], suggestion:
     return json.dumps(facts, indent=2)
 
 
-KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer", "communication", "working")
-COLORS: dict[str, str] = dict(
+_COLORS: Mapping[str, str] = dict(
     zip(KINDS, ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7"), strict=True)
 )
 
@@ -325,44 +340,44 @@ COLORS: dict[str, str] = dict(
 def draw(
     path: Path,
     estimates: Sequence[Estimate],
-    job: TrainingSetup,
+    setup: TrainingSetup,
     memory: int | None,
     placement: Explanation | None,
 ) -> None:
-    """Write a picture: memory by strategy; over the passes, if they are known; and the device map, if any."""
+    """Draw memory by strategy; over the passes, if they are known; and the device map, if any."""
     from matplotlib.figure import Figure
 
     heights = [0.8 + 0.35 * len(estimates)]
-    heights += [2.6] if job.moments else []
+    heights += [2.6] if setup.moments else []
     heights += [0.8 + 0.4 * len(placement.rows)] if placement is not None else []
     figure = Figure(figsize=(9, sum(heights) + 0.4), layout="constrained", facecolor="white")
     rows = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
-    _by_strategy(rows[0], estimates, memory)
-    if job.moments:
-        _over_passes(rows[1], job)
+    _draw_strategies(rows[0], estimates, memory)
+    if setup.moments:
+        _draw_passes(rows[1], setup)
     if placement is not None:
         draw_device_map(placement, rows[-1])
         rows[-1].set_title(f"inference in float16: {rows[-1].get_title(loc='left')}", loc="left", fontsize=10)
     figure.savefig(path)
 
 
-def _by_strategy(axes: Axes, estimates: Sequence[Estimate], memory: int | None) -> None:
+def _draw_strategies(axes: Axes, estimates: Sequence[Estimate], memory: int | None) -> None:
     from matplotlib.patches import Patch
 
-    for height, one in enumerate(estimates):
+    for height, needed in enumerate(estimates):
         left = 0
         for kind in KINDS:
-            size = one.parts.get(kind, 0)
-            axes.barh(one.strategy, size, left=left, color=COLORS[kind], edgecolor="white", linewidth=0.6)
+            size = needed.parts.get(kind, 0)
+            axes.barh(needed.strategy, size, left=left, color=_COLORS[kind], edgecolor="white", linewidth=0.6)
             left += size
-        host = f" (host: {convert_bytes(one.host)})" if one.host else ""
-        axes.text(left, height, f" {convert_bytes(one.device)}{host}", va="center", fontsize=8)
-    widest = max((one.device for one in estimates), default=1)
+        host = f" (host: {convert_bytes(needed.host)})" if needed.host else ""
+        axes.text(left, height, f" {convert_bytes(needed.device)}{host}", va="center", fontsize=8)
+    widest = max((needed.device for needed in estimates), default=1)
     limit = 1.3 * max(widest, memory or 0)
     axes.set_xlim(0, limit)
     if memory is not None:
         axes.axvline(memory, color="#b03a2e", linestyle="--", linewidth=1)
-    handles = [Patch(color=COLORS[kind], label=kind) for kind in KINDS]
+    handles = [Patch(color=_COLORS[kind], label=kind) for kind in KINDS]
     axes.legend(handles=handles, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     axes.invert_yaxis()
     label_bytes(axes.xaxis, limit)
@@ -372,24 +387,24 @@ def _by_strategy(axes: Axes, estimates: Sequence[Estimate], memory: int | None) 
     axes.set_title(title if memory is None else f"{title} (dashed: what there is)", loc="left", fontsize=10)
 
 
-def _over_passes(axes: Axes, job: TrainingSetup) -> None:
+def _draw_passes(axes: Axes, setup: TrainingSetup) -> None:
     """Draw the backward pass of one process: as gradients complete, activations are freed."""
     peaks: dict[int, tuple[int, int]] = {}
-    for moment in job.moments:
+    for moment in setup.moments:
         peaks[moment.gradients] = max(
             peaks.get(moment.gradients, (0, 0)), (moment.activations, moment.casts), key=sum
         )
     done = sorted(peaks)
-    constant = MASTER * job.sizes.parameters
+    constant = MASTER * setup.sizes.parameters
     layers = {
         "parameters": [constant for _ in done],
-        "optimizer": [ADAM * job.sizes.trainable for _ in done],
+        "optimizer": [ADAM * setup.sizes.trainable for _ in done],
         "gradients": [MASTER * elements for elements in done],
         "working": [sum(peaks[elements]) for elements in done],
     }
-    shares = [elements / max(1, job.sizes.trainable) for elements in done]
+    shares = [elements / max(1, setup.sizes.trainable) for elements in done]
     axes.stackplot(
-        shares, *layers.values(), labels=[*layers], colors=[COLORS[kind] for kind in layers], step="post"
+        shares, *layers.values(), labels=[*layers], colors=[_COLORS[kind] for kind in layers], step="post"
     )
     axes.set_xlim(0, 1)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")

@@ -1,4 +1,4 @@
-"""Memory formulas; suggestions.
+"""Memory of training by strategy, in closed form; suggest the fastest configuration that fits.
 
 Training is with Adam, whose two moments are float32, as are its master weights. Each strategy names the
 source of its numbers; the tests measure the memory of one process, DDP, FSDP2 and ZeRO, also offloaded, on
@@ -57,7 +57,7 @@ class ModelSizes:
     buffers: int = 0
 
     @property
-    def rest(self) -> int:
+    def outside(self) -> int:
         """The elements outside of blocks."""
         return self.parameters - sum(self.blocks)
 
@@ -140,31 +140,31 @@ class Estimate:
         return sum(self.parts.values())
 
 
-def estimate(strategy: str, job: TrainingSetup) -> Estimate:
+def estimate(strategy: str, setup: TrainingSetup) -> Estimate:
     """Estimate the memory of training under a strategy.
 
     Example:
-        >>> job = TrainingSetup(sizes=ModelSizes(parameters=1000, trainable=1000), devices=4)
-        >>> estimate("DDP", job).device, estimate("FSDP2", job).parts["optimizer"]
+        >>> setup = TrainingSetup(sizes=ModelSizes(parameters=1000, trainable=1000), devices=4)
+        >>> estimate("DDP", setup).device, estimate("FSDP2", setup).parts["optimizer"]
         (24000, 2000)
     """
-    parts, host = (STRATEGIES.get(strategy) or VARIANTS[strategy])(job)
+    parts, host = (STRATEGIES.get(strategy) or VARIANTS[strategy])(setup)
     return Estimate(strategy=strategy, parts=parts, host=host)
 
 
 Parts = tuple[dict[str, int], int]
 
 
-def _replicated(job: TrainingSetup, *, buckets: int) -> Parts:
+def _replicated(setup: TrainingSetup, *, buckets: int) -> Parts:
     """Everything is replicated. DDP's reducer holds the gradients once more, in its buckets."""
-    sizes = job.sizes
-    top = max(job.passes, key=lambda one: one.activations + one.casts + MASTER * one.gradients)
+    sizes = setup.sizes
+    top = max(setup.passes, key=lambda moment: moment.activations + moment.casts + MASTER * moment.gradients)
     in_passes = top.activations + top.casts + MASTER * top.gradients
-    in_step = MASTER * sizes.trainable + job.step()
+    in_step = MASTER * sizes.trainable + setup.step()
     gradients, working = (
         (MASTER * top.gradients, top.activations + top.casts)
         if in_passes >= in_step
-        else (MASTER * sizes.trainable, job.step())
+        else (MASTER * sizes.trainable, setup.step())
     )
     return {
         "parameters": MASTER * sizes.parameters + sizes.buffers,
@@ -175,31 +175,31 @@ def _replicated(job: TrainingSetup, *, buckets: int) -> Parts:
     }, 0
 
 
-def _fsdp2(job: TrainingSetup, *, keep: bool, offload: bool) -> Parts:
+def _fsdp2(setup: TrainingSetup, *, keep: bool, offload: bool) -> Parts:
     """A shard of everything, and the gathered parameters.
 
     The parameters outside of blocks stay gathered for both passes, and their gradients are reduced at the
     end. Of the blocks, one is in use and the next one is prefetched; the backward pass adds the gradients of
     the block and those that are still being reduced (`torch.distributed.fsdp`, FSDPParamGroup).
     """
-    sizes, width = job.sizes, job.width
-    shard = _ceil(sizes.trainable, job.devices)
-    parameters = MASTER * _ceil(sizes.parameters, job.devices)
+    sizes, width = setup.sizes, setup.width
+    shard = _ceil(sizes.trainable, setup.devices)
+    parameters = MASTER * _ceil(sizes.parameters, setup.devices)
     optimizer = ADAM * shard
     blocks = sum(sizes.blocks)
 
     def at(moment: MemoryPeak) -> tuple[int, int, int]:
-        """Return the bytes of gradients, of gathered or reduced tensors, and of the rest."""
-        outside = min(moment.gradients, sizes.rest)
+        """Return the bytes of gradients, of gathered or reduced tensors, and of activations."""
+        outside = min(moment.gradients, sizes.outside)
         finished = min(moment.gradients, blocks)
         waiting = min(blocks, blocks - finished + sizes.block)
-        gathered = sizes.rest + (waiting if keep else min(2 * sizes.block, waiting))
+        gathered = sizes.outside + (waiting if keep else min(2 * sizes.block, waiting))
         reducing = outside + _reducing(sizes.blocks, finished)
-        done = 0 if offload else MASTER * _ceil(moment.gradients, job.devices)
+        done = 0 if offload else MASTER * _ceil(moment.gradients, setup.devices)
         return done, width * (gathered + reducing), moment.activations
 
-    top = max((at(moment) for moment in job.passes), key=sum)
-    stepping = (0, 0, 0) if offload else (MASTER * shard, 0, job.step(job.devices))
+    top = max((at(moment) for moment in setup.passes), key=sum)
+    stepping = (0, 0, 0) if offload else (MASTER * shard, 0, setup.step(setup.devices))
     gradients, communication, working = max(top, stepping, key=sum)
     resident = {"parameters": parameters, "optimizer": optimizer}
     host = sum(resident.values()) + MASTER * shard if offload else 0
@@ -230,7 +230,7 @@ def _reducing(blocks: tuple[int, ...], finished: int) -> int:
 
 
 def _zero(
-    job: TrainingSetup, *, stage: int, optimizer_offloaded: bool = False, weights_offloaded: bool = False
+    setup: TrainingSetup, *, stage: int, optimizer_offloaded: bool = False, weights_offloaded: bool = False
 ) -> Parts:
     """DeepSpeed: weights in the precision of the computation, and float32 master weights of a shard.
 
@@ -243,9 +243,9 @@ def _zero(
     buffer for updated weights or, in stage 3, for gradients in the precision of the computation. DeepSpeed's
     own Adam needs no temporaries.
     """
-    sizes, width, buckets = job.sizes, job.width, job.buckets
-    shard = _ceil(sizes.trainable, job.devices)
-    weights = width * (_ceil(sizes.parameters, job.devices) if stage == 3 else sizes.parameters)
+    sizes, width, buckets = setup.sizes, setup.width, setup.buckets
+    shard = _ceil(sizes.trainable, setup.devices)
+    weights = width * (_ceil(sizes.parameters, setup.devices) if stage == 3 else sizes.parameters)
     optimizer = (MASTER + ADAM) * shard
     bucket = width * buckets.reduce
     gather_buffer = width * shard if stage == 3 else 0
@@ -255,15 +255,19 @@ def _zero(
     passing = width * sizes.largest if stage < 3 and optimizer_offloaded else 0
 
     def at(moment: MemoryPeak) -> tuple[int, int, int]:
-        """Return the bytes of gradients, of communication buffers, and of the rest."""
-        mine = width * min(moment.gradients, shard)
-        all_of_them = width * moment.gradients if stage == 1 else 0
-        found = gather_buffer if stage == 3 else mine + (all_of_them or mine)
+        """Return the bytes of gradients, of communication buffers, and of activations."""
+        of_shard = width * min(moment.gradients, shard)
+        unsharded = width * moment.gradients if stage == 1 else 0
+        gradients = gather_buffer if stage == 3 else of_shard + (unsharded or of_shard)
         communication = bucket + gathered + max(sorting, arriving) + passing
-        return all_of_them if optimizer_offloaded else found, communication, moment.activations
+        return unsharded if optimizer_offloaded else gradients, communication, moment.activations
 
-    stepping = (MASTER * shard + gather_buffer, bucket if stage == 3 else 0, job.step(job.devices, flat=True))
-    passes = [at(moment) for moment in job.passes]
+    stepping = (
+        MASTER * shard + gather_buffer,
+        bucket if stage == 3 else 0,
+        setup.step(setup.devices, flat=True),
+    )
+    passes = [at(moment) for moment in setup.passes]
     gradients, communication, working = max(passes if optimizer_offloaded else [*passes, stepping], key=sum)
     on_device = {
         "parameters": (0 if weights_offloaded else weights) + sizes.buffers,
@@ -278,28 +282,28 @@ def _zero(
     return on_device, host + (weights if weights_offloaded else 0)
 
 
-def _megatron(job: TrainingSetup, *, distributed: bool) -> Parts:
+def _megatron(setup: TrainingSetup, *, distributed: bool) -> Parts:
     """Megatron: every rank has a part of each layer of its stage.
 
-    Gradients are in one float32 buffer, which lives throughout (`megatron.core.distributed`,
-    param_and_grad_buffer.py); master weights are there in mixed precision. The distributed optimizer has one
+    Gradients are in one float32 buffer, which stays allocated (`megatron.core.distributed`,
+    param_and_grad_buffer.py); master weights exist in mixed precision. The distributed optimizer has one
     part of masters and moments per replica, and no temporaries beside. Activations between layers are split
     only with sequence parallelism: this is the least. The first of several stages holds the activations of as
     many micro-batches as there are stages, each of its own layers. Ranks that share sequences have the same
     weights, each the activations of its tokens; the distributed optimizer counts them among the replicas.
     """
-    shares = job.tensor * job.pipeline
-    weights = job.on_rank or _ceil(job.sizes.parameters, shares)
-    trained = _ceil(weights * job.sizes.trainable, job.sizes.parameters) if job.sizes.parameters else 0
-    replicas = max(job.devices // shares, 1) if distributed else 1
-    masters = MASTER if job.width < MASTER else 0
-    passing = max(one.activations for one in job.passes) // (job.tensor * job.context)
+    shares = setup.tensor * setup.pipeline
+    weights = setup.on_rank or _ceil(setup.sizes.parameters, shares)
+    trained = _ceil(weights * setup.sizes.trainable, setup.sizes.parameters) if setup.sizes.parameters else 0
+    replicas = max(setup.devices // shares, 1) if distributed else 1
+    masters = MASTER if setup.width < MASTER else 0
+    passing = max(moment.activations for moment in setup.passes) // (setup.tensor * setup.context)
     return {
-        "parameters": job.width * weights + job.sizes.buffers,
+        "parameters": setup.width * weights + setup.sizes.buffers,
         "gradients": MASTER * trained,
         "optimizer": (masters + ADAM) * _ceil(trained, replicas),
         "communication": 0,
-        "working": max(passing, job.step(shares * replicas)),
+        "working": max(passing, setup.step(shares * replicas)),
     }, 0
 
 
@@ -335,7 +339,7 @@ VARIANTS: Mapping[str, Callable[[TrainingSetup], Parts]] = {
 
 
 HEADROOM = 0.9
-"""The usable share of a device's memory; the rest is for the driver, kernels and fragmentation."""
+"""The usable share of a device's memory; the driver, kernels and fragmentation take the other tenth."""
 
 _MOST_DEVICES = 65536
 
@@ -349,15 +353,22 @@ class Suggestion:
     config: Mapping[str, Any]
 
 
-def fits(one: Estimate, memory: int, host: int | None = None, per_machine: int = 1) -> bool:
-    """Whether an estimate fits.
+def fits(needed: Estimate, memory: int, host: int | None = None, per_machine: int = 1) -> bool:
+    """Return whether an estimate fits.
+
+    Args:
+        needed: The estimate.
+        memory: Bytes of a device.
+        host: Bytes of a host; None if they do not matter.
+        per_machine: Devices that share a host.
 
     Example:
         >>> fits(Estimate(strategy="DDP", parts={"parameters": 90}), 100)
         True
     """
-    offloaded = one.host * per_machine
-    return one.device <= HEADROOM * memory and (not offloaded or host is None or offloaded <= HEADROOM * host)
+    offloaded = needed.host * per_machine
+    fits_host = not offloaded or host is None or offloaded <= HEADROOM * host
+    return needed.device <= HEADROOM * memory and fits_host
 
 
 def candidates(devices: int) -> tuple[tuple[str, bool], ...]:
@@ -375,40 +386,52 @@ def candidates(devices: int) -> tuple[tuple[str, bool], ...]:
 
 
 def suggest(
-    job: TrainingSetup, again: TrainingSetup, memory: int, *, host: int | None = None, per_machine: int = 8
+    setup: TrainingSetup,
+    checkpointed: TrainingSetup,
+    memory: int,
+    *,
+    host: int | None = None,
+    per_machine: int = 8,
 ) -> Suggestion | None:
-    """Find the fastest configuration that fits; None if none does. `again` is the job with checkpointing."""
-    for strategy, checkpointing in candidates(job.devices):
-        one = estimate(strategy, again if checkpointing else job)
-        if fits(one, memory, host, min(per_machine, job.devices)):
-            config = config_of(strategy, job, checkpointing=checkpointing)
-            return Suggestion(estimate=one, checkpointing=checkpointing, config=config)
+    """Find the fastest configuration that fits; None if none does.
+
+    Args:
+        setup: The run.
+        checkpointed: The run with activation checkpointing.
+        memory: Bytes of a device.
+        host: Bytes of a host; None if they do not matter.
+        per_machine: Devices that share a host.
+    """
+    for strategy, checkpointing in candidates(setup.devices):
+        needed = estimate(strategy, checkpointed if checkpointing else setup)
+        if fits(needed, memory, host, min(per_machine, setup.devices)):
+            config = config_of(strategy, setup, checkpointing=checkpointing)
+            return Suggestion(estimate=needed, checkpointing=checkpointing, config=config)
     return None
 
 
-def devices_needed(again: TrainingSetup, memory: int) -> int | None:
+def devices_needed(checkpointed: TrainingSetup, memory: int) -> int | None:
     """Return the power of two of devices on which fully sharded training fits; None if none is enough."""
     devices = 1
     while devices <= _MOST_DEVICES:
-        if fits(estimate("FSDP2", replace(again, devices=devices)), memory):
+        if fits(estimate("FSDP2", replace(checkpointed, devices=devices)), memory):
             return devices
         devices *= 2
     return None
 
 
-def config_of(strategy: str, job: TrainingSetup, *, checkpointing: bool) -> dict[str, Any]:
+def config_of(strategy: str, setup: TrainingSetup, *, checkpointing: bool) -> dict[str, Any]:
     """Return the keys and values for a config file.
 
     Example:
-        >>> from accel_cli.commands.estimate.memory import ModelSizes
-        >>> job = TrainingSetup(sizes=ModelSizes(parameters=1, trainable=1), devices=2)
-        >>> config_of("DDP", job, checkpointing=False)["distributed_type"]
+        >>> setup = TrainingSetup(sizes=ModelSizes(parameters=1, trainable=1), devices=2)
+        >>> config_of("DDP", setup, checkpointing=False)["distributed_type"]
         'MULTI_GPU'
     """
     base: dict[str, Any] = {
-        "distributed_type": "NO" if job.devices == 1 else "MULTI_GPU",
-        "mixed_precision": "bf16" if job.width == 2 else "no",
-        "num_processes": job.devices,
+        "distributed_type": "NO" if setup.devices == 1 else "MULTI_GPU",
+        "mixed_precision": "bf16" if setup.width == 2 else "no",
+        "num_processes": setup.devices,
     }
     if not strategy.startswith("FSDP2"):
         return base

@@ -1,4 +1,4 @@
-"""Meta models and their sizes."""
+"""Make meta models from configurations or weight files, and compute their sizes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG = "config.json"
 
 
 def meta_model(name: str, *, library: str | None = None, trust_remote_code: bool = False) -> nn.Module:
-    """Make the meta model, or modules with the same tensors if only weight files are there.
+    """Make the meta model, or modules with the same tensors if there are only weight files.
 
     Args:
         name: A configuration file, a folder or file with weights, or the id of a model on the hub.
@@ -137,13 +137,17 @@ def _config_on_hub(name: str) -> Path:
         if not hub.constants.HF_HUB_OFFLINE:
             _check_reachable(hub.constants.ENDPOINT)
         return Path(hub.hf_hub_download(name, CONFIG))
-    except (OSError, ValueError) as error:  # what the hub's errors are: not found, gated, no network, no id
+    except (OSError, ValueError) as error:  # The hub's errors are these: not found, gated, no network, no id.
         text = str(error).strip()
         reason = text.splitlines()[0] if text else type(error).__name__
         raise SettingsError(
             f"model {name!r}: neither a file here nor in the hub's cache, and the hub does not give its "
             f"{CONFIG} ({reason})."
         ) from None
+
+
+_PORTS: Mapping[str, int] = {"http": 80, "https": 443}
+_CONNECT_TIMEOUT = 5.0  # Seconds.
 
 
 def _check_reachable(endpoint: str) -> None:
@@ -154,14 +158,10 @@ def _check_reachable(endpoint: str) -> None:
     """
     address = urlsplit(endpoint)
     host = address.hostname or ""
-    if getproxies() and not proxy_bypass(host):  # which alone may know the way
+    if getproxies() and not proxy_bypass(host):  # The proxy may reach the hub where this machine does not.
         return
     with socket.create_connection((host, address.port or _PORTS[address.scheme]), _CONNECT_TIMEOUT):
         pass
-
-
-_PORTS: Mapping[str, int] = {"http": 80, "https": 443}
-_CONNECT_TIMEOUT = 5.0  # seconds
 
 
 def _transformers(name: str, config: Path, content: Mapping[str, Any], trust: bool) -> nn.Module:
@@ -176,21 +176,21 @@ def _transformers(name: str, config: Path, content: Mapping[str, Any], trust: bo
         )
     transformers: Any = import_module("transformers")
     source = str(config)
-    if trust:  # its code lies beside the configuration, or where the hub has it
+    if trust:  # Its code is stored next to the configuration, or in its repository on the hub.
         source = name if not Path(name).exists() else str(config.parent if config.name == CONFIG else config)
     try:
         made = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust)
         with init_empty_weights():
             model = _class_of(transformers, made, trust)(made)
     except (*_UNFIT, ImportError, OSError) as error:
-        # What its constructors raise for a configuration that they do not understand.
+        # Constructors raise all of these for a configuration that they do not support.
         raise SettingsError(f"model {name!r}: transformers refuses its configuration: {error}") from None
     model.tie_weights()
     return model
 
 
 def _class_of(transformers: Any, config: Any, trust: bool) -> Callable[[Any], Any]:
-    named = [getattr(transformers, one, None) for one in config.architectures or ()]
+    named = [getattr(transformers, name, None) for name in config.architectures or ()]
     if named and named[0] is not None:
         return named[0]
     return lambda config: transformers.AutoModel.from_config(config, trust_remote_code=trust)
@@ -264,7 +264,9 @@ def sizes_of(model: nn.Module) -> ModelSizes:
     return ModelSizes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trainable=sum(trainable),
-        blocks=tuple(sum(one.numel() for one in block.parameters()) for block in blocks_of(model)),
+        blocks=tuple(
+            sum(parameter.numel() for parameter in block.parameters()) for block in blocks_of(model)
+        ),
         largest=max(trainable, default=0),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
     )
@@ -280,11 +282,11 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     if named:
         return _outermost(named)
     lists = [module for module in model.modules() if _is_list(module)]
-    return _outermost([item for one in lists for item in one.children()])
+    return _outermost([item for module in lists for item in module.children()])
 
 
 def _is_list(module: nn.Module) -> bool:
-    """Whether a module is a list of layers; one made from names of weights has numbered children."""
+    """Return whether a module is a list of layers; in models of weight files it has numbered children."""
     names = [name for name, _ in module.named_children()]
     if isinstance(module, nn.Sequential) or len(names) < 2:
         return False

@@ -1,6 +1,6 @@
-"""Find the memory peaks of a forward and backward pass without computing it.
+"""Track live storages by kind, and find the memory peaks of a forward and backward pass without computing it.
 
-The passes run on fake tensors (`FakeTensorMode`), while a ledger tracks the live storages.
+The passes run on fake tensors (`FakeTensorMode`). `accel check` extends the tracker by optimizer steps.
 """
 
 from __future__ import annotations
@@ -8,144 +8,177 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accel_cli.commands.estimate.memory import MemoryPeak
+from accel_ops.tree import local_part
+from accel_plugins.fp8.recipe import plain_tensor
 from accel_state.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
+    active_fake_mode,
     parameter_table,
     storage_address,
     tree_leaves,
 )
 
+_DEVICE_KINDS = ("parameters", "casts", "gradients", "optimizer", "working")
+"""The kinds of device memory: `casts` are parameters in the autocast dtype, `working` is everything else."""
+
+_HOST = "host"
 _CAST = torch.ops.aten._to_copy.default
 
 
-class LiveStorageTracker(TorchDispatchMode):
-    """Tracker of the storages that are created within it and alive; weights of a module are not counted.
+@dataclass(slots=True)
+class LiveStorage:
+    """A storage that is alive.
 
     Args:
-        module: Its parameters and buffers are weights; copies of them in another dtype are casts.
+        elements: Elements of the parameter, if the storage is its complete gradient.
+    """
+
+    kind: str
+    nbytes: int
+    reference: weakref.ref[torch.UntypedStorage]
+    elements: int = 0
+
+
+class LiveStorageTracker(TorchDispatchMode):
+    """Tracks the live storages that are created within it by kind, and the peaks of passes.
+
+    Operations on tensors that have others inside, such as `DTensor`, are seen as those on their shards.
+
+    Args:
+        fakes: The mode of the tensors to track; None to track real ones. DTensor may have another mode, which
+            allocates nothing.
 
     Attributes:
+        is_paused: Whether new tensors are ignored.
         host: Peak of host bytes: of tensors that were moved there, and of all computed from them.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, fakes: FakeTensorMode | None) -> None:
         super().__init__()
-        self._weights: set[int] = set()
-        self._weight_bytes = 0
-        self._alive: dict[int, tuple[str, int, Any]] = {}
-        self._bytes: dict[str, int] = dict.fromkeys(("activations", "casts", "gradients", "state", "host"), 0)
-        self._lengths: dict[int, int] = {}
-        self._elements = 0
-        self._kind = "activations"
-        self._tops: dict[int, tuple[MemoryPeak, MemoryPeak]] = {}
+        self._fakes = fakes
+        self._alive: dict[int, LiveStorage] = {}
+        self._bytes: dict[str, int] = dict.fromkeys((*_DEVICE_KINDS, _HOST), 0)
+        self._moved_to: str | None = None
+        self._complete_elements = 0
+        self._peaks: dict[int, tuple[MemoryPeak, MemoryPeak]] = {}
+        self.is_paused = False
         self.host = 0
-        self.add_weights(module)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(map(wraps_tensors, types)):
-            return NotImplemented  # it is dispatched again with the tensors inside
+            return NotImplemented  # It is dispatched again with the tensors inside.
         result = func(*args, **(kwargs or {}))
-        kind = "casts" if func is _CAST and storage_key(args[0]) in self._weights else self._kind
-        if kind == "activations" and self._bytes["host"] and any(map(self.has_on_host, tree_leaves(args))):
-            kind = "host"
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._see(leaf, kind)
+        if active_fake_mode() is self._fakes and not self.is_paused:
+            self._track(func, args, result)
         return result
 
     @property
     def moments(self) -> tuple[MemoryPeak, ...]:
-        """The moments of peak memory for every number of finished gradients, with casts and without."""
-        return tuple(dict.fromkeys(moment for pair in self._tops.values() for moment in pair))
+        """The moments of peak memory for every number of complete gradients, with casts and without."""
+        return tuple(dict.fromkeys(moment for pair in self._peaks.values() for moment in pair))
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that are alive on the device at present, weights included."""
-        return self._weight_bytes + sum(size for kind, size in self._bytes.items() if kind != "host")
+        """Bytes that are alive on the device at present."""
+        return sum(self._bytes[kind] for kind in _DEVICE_KINDS)
 
-    def has_on_host(self, leaf: object) -> bool:
-        """Whether a value is a tensor that was moved to the host, or computed from one there."""
-        return isinstance(leaf, Tensor) and self._alive.get(storage_key(leaf), ("",))[0] == "host"
+    def add(self, model: nn.Module) -> None:
+        """Track the parameters and buffers of a model, and its gradients from now on."""
+        for tensor in [*model.parameters(), *model.buffers()]:
+            self._mark(tensor, "parameters")
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._complete_gradient)
 
-    def moving(self, *, to_host: bool) -> AbstractContextManager[None]:
-        """Place tensors that are created within the block on the host, or on the device."""
-        return self._counting("host" if to_host else "back")
-
-    def add_weights(self, module: nn.Module) -> None:
-        """Count the parameters and buffers of another module as weights, too."""
-        for tensor in [*module.parameters(), *module.buffers()]:
-            key = storage_key(tensor)
-            if key not in self._weights:
-                self._weight_bytes += tensor.untyped_storage().nbytes()
-            self._weights.add(key)
-            if key in self._alive:
-                kind, size, _ = self._alive.pop(key)
-                self._bytes[kind] -= size
-
-    def finish(self, parameter: Tensor) -> None:
-        """Count the gradient of a parameter as complete; for `register_post_accumulate_grad_hook`."""
-        key = storage_key(parameter.grad)
-        kind, size, reference = self._alive.get(key, ("gradients", 0, None))
-        if kind != "gradients":
-            self._bytes[kind] -= size
-            self._bytes["gradients"] += size
-            self._alive[key] = ("gradients", size, reference)
-            self._lengths[key] = parameter.numel()
-            self._elements += parameter.numel()
-            self._update_peak()
-
-    def stepping(self) -> AbstractContextManager[None]:
-        """Leave tensors that are created within the block uncounted: they are optimizer state."""
-        return self._counting("state")
+    def has_on_host(self, value: object) -> bool:
+        """Return whether a value is a tensor that was moved to the host, or computed from one there."""
+        return isinstance(value, Tensor) and self._kind_of(value) == _HOST
 
     @contextlib.contextmanager
-    def _counting(self, kind: str) -> Generator[None]:
-        before, self._kind = self._kind, kind
+    def moving(self, *, to_host: bool) -> Generator[None]:
+        """Place tensors that are created within the block on the host, or on the device."""
+        before, self._moved_to = self._moved_to, _HOST if to_host else "working"
         try:
             yield
         finally:
-            self._kind = before
+            self._moved_to = before
+
+    def _track(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Track the new storages among the results of an operation."""
+        kind = self._moved_to
+        if kind is None:
+            kind = "working"
+            if func is _CAST and self._kind_of(args[0]) == "parameters":
+                kind = "casts"
+            elif self._bytes[_HOST] and any(map(self.has_on_host, tree_leaves(args))):
+                kind = _HOST
+        known = len(self._alive)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf, kind)
+        if len(self._alive) > known:
+            self._update_peaks()
 
     def _see(self, tensor: Tensor, kind: str) -> None:
-        storage = tensor.untyped_storage()
         key = storage_key(tensor)
-        if key in self._alive or key in self._weights:
+        if key in self._alive or tensor.is_meta:
             return
-        size = storage.nbytes()
 
         def on_free(_: object) -> None:
-            if key in self._alive:
-                was, _, _ = self._alive.pop(key)
-                self._bytes[was] -= size
-                self._elements -= self._lengths.pop(key, 0)
+            entry = self._alive.pop(key, None)
+            if entry is not None:
+                self._bytes[entry.kind] -= entry.nbytes
+                self._complete_elements -= entry.elements
 
-        kind = "activations" if kind == "back" else kind
-        self._alive[key] = (kind, size, weakref.ref(storage, on_free))
-        self._bytes[kind] += size
-        self._update_peak()
+        storage = tensor.untyped_storage()
+        entry = LiveStorage(kind, storage.nbytes(), weakref.ref(storage, on_free))
+        self._alive[key] = entry
+        self._bytes[kind] += entry.nbytes
+        self.host = max(self.host, self._bytes[_HOST])
 
-    def _update_peak(self) -> None:
-        self.host = max(self.host, self._bytes["host"])
-        elements = self._elements
-        now = MemoryPeak(
-            activations=self._bytes["activations"], casts=self._bytes["casts"], gradients=elements
-        )
-        most, widest = self._tops.get(elements, (now, now))
+    def _mark(self, tensor: Tensor, kind: str) -> LiveStorage | None:
+        """Attribute the storage of a tensor, of a sharded one that of its shard, to a kind."""
+        shard = plain_tensor(local_part(tensor))
+        self._see(shard, kind)
+        entry = self._alive.get(storage_key(shard))
+        if entry is not None:
+            self._bytes[entry.kind] -= entry.nbytes
+            self._bytes[kind] += entry.nbytes
+            entry.kind = kind
+        return entry
+
+    def _complete_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        entry = self._mark(parameter.grad, "gradients")
+        if entry is not None and not entry.elements:
+            entry.elements = parameter.numel()
+            self._complete_elements += entry.elements
+        self._update_peaks()
+
+    def _kind_of(self, tensor: Tensor) -> str | None:
+        entry = self._alive.get(storage_key(tensor))
+        return None if entry is None else entry.kind
+
+    def _update_peaks(self) -> None:
+        elements = self._complete_elements
+        now = MemoryPeak(activations=self._bytes["working"], casts=self._bytes["casts"], gradients=elements)
+        most, widest = self._peaks.get(elements, (now, now))
         if now.activations + now.casts > most.activations + most.casts:
             most = now
         if now.activations > widest.activations:
             widest = now
-        self._tops[elements] = (most, widest)
+        self._peaks[elements] = (most, widest)
 
 
 def moments_of(
@@ -170,26 +203,20 @@ def moments_of(
     """
     precision = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
     with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        _placeholders(model),
-        LiveStorageTracker(model) as ledger,
+        FakeTensorMode(allow_non_fake_inputs=True) as fakes,
+        _fake_parameters(model),
+        LiveStorageTracker(fakes) as tracker,
     ):
-        handles = [
-            parameter.register_post_accumulate_grad_hook(ledger.finish)
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        ]
+        tracker.add(model)
         with precision:
             held = passes(model)
         (held if isinstance(held, Tensor) else held[0]).backward()
         del held
-        for handle in handles:
-            handle.remove()
-    return ledger.moments
+    return tracker.moments
 
 
 @contextlib.contextmanager
-def _placeholders(model: nn.Module) -> Generator[None]:
+def _fake_parameters(model: nn.Module) -> Generator[None]:
     """Replace every parameter by a fake one on the CPU; tied parameters stay tied."""
     fakes: dict[int, nn.Parameter] = {}
     replaced: list[tuple[Any, str, nn.Parameter]] = []

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from accel_cli.commands.estimate.meta_model import meta_model, sizes_of, weights_in
+from accel_cli.commands.estimate.command import draw
+from accel_cli.commands.estimate.memory import MemoryPeak, ModelSizes, TrainingSetup, estimate
 from accel_cli.main import main
 from accel_ops.weights.write import save_state_dict
-from accel_state.errors import SettingsError
 
 
 @pytest.fixture
@@ -21,35 +21,6 @@ def folder(tmp_path):
     model.register_buffer("ids", torch.arange(10))
     save_state_dict(model.state_dict(), tmp_path / "weights", max_shard_size=200)
     return tmp_path / "weights"
-
-
-def test_weight_files_alone_tell_sizes_and_blocks(folder):
-    assert len(list(folder.glob("*.safetensors"))) > 1
-    model = meta_model(str(folder))
-    sizes = sizes_of(model)
-    assert (sizes.parameters, sizes.blocks, sizes.buffers) == (40 + 3 * 20, (20, 20, 20), 80)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert weights_in(model, "float16").total == 2 * 100 + 80
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "parts"),
-    [
-        ("/nowhere/model", None, ["'/nowhere/model'", "no such file"]),
-        ("a/b/c", None, ["'a/b/c'"]),
-        ("config.json", "{", ["config.json", "is no configuration"]),
-        ("config.json", "[]", ["config.json", "not a JSON object"]),
-        ("config.json", "{}", ["config.json", "--library_name"]),
-        ("empty", None, ["empty", "weight files"]),
-    ],
-)
-def test_what_describes_no_model_is_reported(name, content, parts, tmp_path):
-    (tmp_path / "empty").mkdir()
-    if content is not None:
-        (tmp_path / name).write_text(content)
-    with pytest.raises(SettingsError) as caught:
-        meta_model(name if "/" in name else str(tmp_path / name))
-    assert [part for part in parts if part not in str(caught.value)] == []
 
 
 def test_the_command_shows_weights_strategies_and_a_suggestion(folder, capsys):
@@ -115,3 +86,23 @@ def test_the_numbers_come_as_json_too(folder, capsys):
 def test_a_value_that_cannot_be_used_is_reported_with_its_flag(folder, words, part, capsys):
     assert main(["estimate-memory", str(folder), *words]) == 2
     assert part in capsys.readouterr().err
+
+
+def test_estimates_are_drawn_by_strategy_and_over_the_backward_pass(tmp_path):
+    pytest.importorskip("matplotlib")
+    sizes = ModelSizes(parameters=10**6, trainable=10**6)
+    moments = (MemoryPeak(activations=4 * 10**6), MemoryPeak(activations=10**6, gradients=10**6))
+    setup = TrainingSetup(sizes=sizes, moments=moments, devices=2)
+    draw(tmp_path / "estimates.png", [estimate("DDP", setup), estimate("FSDP2", setup)], setup, 10**8, None)
+    assert (tmp_path / "estimates.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_refuses_a_picture_that_it_cannot_draw(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert"}))
+    assert main(["estimate-memory", str(config), "--plot", "picture.doc"]) == 2
+    assert (
+        "argument --plot is 'picture.doc': expected a file that ends in one of .svg, .png, .pdf"
+        in capsys.readouterr().err
+    )

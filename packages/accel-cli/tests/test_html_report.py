@@ -1,22 +1,19 @@
-"""Pictures and reports of the commands: what they show, and that they open without a network."""
+"""Reports of the commands: what they show, and that they open without a network."""
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 
-pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 
 from accel_cli.commands import selftest
 from accel_cli.commands.check.command import find_problems, write_html
 from accel_cli.commands.check.record import RankRecord, RecordedCollective, SelectedStrategy
-from accel_cli.commands.estimate.memory import MemoryPeak, ModelSizes, TrainingSetup, estimate
+from accel_cli.commands.estimate.memory import ModelSizes
 from accel_cli.commands.selftest import Outcome, RankReport
 from accel_cli.html_report import timeline
-from accel_cli.main import main
 from accel_state.settings import merge_layers
 
 LOADED = re.compile(r"""<(?:script|link|img)[^>]+(?:src|href)=["']?https?:""")
@@ -58,8 +55,8 @@ def test_a_timeline_marks_the_call_at_which_a_rank_differs():
 
 
 def test_the_report_of_a_check_has_its_problems_and_opens_offline(tmp_path):
-    found = find_problems(records(), merge_layers(), 2, None)
-    write_html(tmp_path / "check.html", found, "train.py", None)
+    findings = find_problems(records(), merge_layers(), 2, None)
+    write_html(tmp_path / "check.html", findings, "train.py", None)
     page = (tmp_path / "check.html").read_text()
     assert "rank 0 calls save_state at train.py:3, while rank 1 calls &lt;b&gt; at train.py:3" in page
     assert page.count("plotly.js v") == 1
@@ -67,8 +64,8 @@ def test_the_report_of_a_check_has_its_problems_and_opens_offline(tmp_path):
 
 
 def test_memory_at_a_call_does_not_make_ranks_differ():
-    one, other = (RecordedCollective(kind="gather", where="train.py:1", nbytes=size) for size in (1, 2))
-    assert one == other
+    first, second = (RecordedCollective(kind="gather", where="train.py:1", nbytes=size) for size in (1, 2))
+    assert first == second
 
 
 def test_the_report_of_a_test_has_failures_first(tmp_path):
@@ -82,22 +79,3 @@ def test_the_report_of_a_test_has_failures_first(tmp_path):
     assert page.index("training: 5 != 4") < page.index("plotly.js v")
     assert "Advice: Buy a faster one." in page
     assert not LOADED.search(page)
-
-
-def test_estimates_are_drawn_by_strategy_and_over_the_backward_pass(tmp_path):
-    from accel_cli.commands.estimate import command
-
-    moments = (MemoryPeak(activations=4 * 10**6), MemoryPeak(activations=10**6, gradients=10**6))
-    job = TrainingSetup(sizes=SIZES, moments=moments, devices=2)
-    command.draw(tmp_path / "one.png", [estimate("DDP", job), estimate("FSDP2", job)], job, 10**8, None)
-    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_refuses_a_picture_that_it_cannot_draw(tmp_path, capsys):
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert"}))
-    assert main(["estimate-memory", str(config), "--plot", "picture.doc"]) == 2
-    assert (
-        "argument --plot is 'picture.doc': expected a file that ends in one of .svg, .png, .pdf"
-        in capsys.readouterr().err
-    )
