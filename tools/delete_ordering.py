@@ -57,7 +57,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "packages/accel-bigmodel/tests/test_block_stream.py",
     ),
     "packages/accel-cli/src/accel_cli/commands/selftest_checks.py": (
-        "packages/accel-cli/tests/test_speed.py",
+        "packages/accel-cli/tests/test_selftest_checks.py",
     ),
     "packages/accel-trackers/src/accel_trackers/values.py": (
         "packages/accel-trackers/tests/test_device_values.py",

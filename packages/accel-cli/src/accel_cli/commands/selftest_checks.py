@@ -333,18 +333,18 @@ def measure_speeds() -> dict[str, float]:
     if size > 1:
         nbytes = _REDUCED_BYTES["cpu" if device.type == "cpu" else "accelerator"]
         tensor = torch.ones(nbytes // 4, device=device)
-        seconds = _median(lambda: current.collectives.all_reduce(tensor.zero_()), device)
+        seconds = median_seconds(lambda: current.collectives.all_reduce(tensor.zero_()), device)
         speeds["all-reduce"] = tensor.nbytes * 2 * (size - 1) / size / seconds
     if device.type != "cpu":
         on_device = torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=device)
         pageable = torch.zeros(_COPIED_BYTES, dtype=torch.uint8)
-        speeds["host to device"] = _COPIED_BYTES / _median(lambda: on_device.copy_(pageable), device)
+        speeds["host to device"] = _COPIED_BYTES / median_seconds(lambda: on_device.copy_(pageable), device)
         if (streams := device_streams(device)) is not None:
             pinned = streams.pinned(_COPIED_BYTES)
-            speeds["host to device, pinned"] = _COPIED_BYTES / _median(
+            speeds["host to device, pinned"] = _COPIED_BYTES / median_seconds(
                 lambda: streams.copy_(on_device, pinned), device
             )
-            speeds["device to host, pinned"] = _COPIED_BYTES / _median(
+            speeds["device to host, pinned"] = _COPIED_BYTES / median_seconds(
                 lambda: streams.copy_(pinned, on_device), device
             )
     return speeds
@@ -353,7 +353,7 @@ def measure_speeds() -> dict[str, float]:
 _ROUNDS = 5
 
 
-def _median(action: Callable[[], object], device: torch.device) -> float:
+def median_seconds(action: Callable[[], object], device: torch.device) -> float:
     """Return the median seconds of an action, without the first run."""
     times: list[float] = []
     for _ in range(_ROUNDS + 1):
