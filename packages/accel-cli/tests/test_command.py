@@ -5,7 +5,7 @@ import sys
 from importlib.metadata import version
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import accel_cli
@@ -77,6 +77,7 @@ flags = st.lists(
 
 
 @given(files, flags, st.sampled_from([".yaml", ".json", ""]))
+@example(b"", ["--tpu", ""], ".yaml")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_file_and_any_flags_end_in_an_explanation_or_a_sentence_and_code_2(
     tmp_path, capsys, file, line, suffix

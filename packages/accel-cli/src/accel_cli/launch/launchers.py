@@ -113,7 +113,7 @@ def require_script(plan: LaunchPlan) -> None:
     if not (plan.launch.module or plan.launch.no_python or Path(plan.script).exists()):
         raise SettingsError(f"there is no script {plan.script!r} to run.")
     script = Path(plan.script)
-    siblings = (script.with_name("accel"), script.with_name("accel.py"))
+    siblings = (script.parent / "accel", script.parent / "accel.py")
     if (
         find_spec("accel") is None
         and not any(path.exists() for path in siblings)
