@@ -48,7 +48,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "packages/accel-train/tests/test_side_stream.py",
     ),
     "packages/accel-train/src/accel_train/data/scatter.py": (
-        "packages/accel-train/tests/test_dispatcher_staging.py",
+        "packages/accel-train/tests/test_data_scatter.py",
     ),
     "packages/accel-bigmodel/src/accel_bigmodel/offloaded_block.py": (
         "packages/accel-bigmodel/tests/test_block_stream.py",

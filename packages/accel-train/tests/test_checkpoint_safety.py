@@ -284,20 +284,20 @@ def test_another_job_in_the_folder_is_named_and_keeps_its_work(tmp_path, monkeyp
         run.accelerator.save_state(target)
     target.parent.mkdir(exist_ok=True)
     process = other_process(HOLD, layout.lock_path(target) if numbered else layout.lock_inside(target))
-    theirs = layout.staging_path(target, "0a") if numbered else layout.staging_inside(target, "0a")
-    theirs.mkdir()
+    other_staging = layout.staging_path(target, "0a") if numbered else layout.staging_inside(target, "0a")
+    other_staging.mkdir()
     try:
         with pytest.raises(
             CheckpointWriteError, match=rf"process {process.pid} on host .* saves to '.*' at this"
         ):
             run.accelerator.save_state(None if numbered else target)
-        assert theirs.is_dir()
+        assert other_staging.is_dir()
         assert "Waiting until it is done" in told.text
     finally:
         process.kill()
         process.communicate()
     run.accelerator.save_state(None if numbered else target)
-    assert not theirs.exists()
+    assert not other_staging.exists()
     assert not list(target.parent.rglob(".*"))
 
 
@@ -314,7 +314,7 @@ def test_a_save_that_is_interrupted_lets_the_next_one_go_on(tmp_path):
         run.accelerator.save_state(tmp_path / "c")
     assert not [*tmp_path.iterdir()]
     run.accelerator.save_state(tmp_path / "c")
-    assert [one.name for one in tmp_path.iterdir()] == ["c"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
 SAVE = """

@@ -133,9 +133,9 @@ def test_a_copy_that_was_asked_for_once_is_made_once():
     storage = torch.arange(8.0)
     calls = []
 
-    def copy(one):
-        calls.append(one.nbytes())
-        return one.clone()
+    def copy(storage):
+        calls.append(storage.nbytes())
+        return storage.clone()
 
     left, right = copied_tree([storage[:2], storage[4:]], copy)
     assert calls == [32]

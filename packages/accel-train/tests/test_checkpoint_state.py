@@ -296,7 +296,7 @@ def test_a_path_with_a_scheme_makes_no_local_folder(tmp_path, monkeypatch, path)
 
 def test_a_folder_that_exists_keeps_its_other_files(tmp_path):
     run = Setup(tmp_path, numbered=False)
-    folder = tmp_path / "mine"
+    folder = tmp_path / "own"
     folder.mkdir()
     (folder / "notes.txt").write_text("kept")
     run.accelerator.register_for_checkpointing(Counter(1))
@@ -320,10 +320,10 @@ def test_hooks_see_models_weights_and_folder_and_their_files_belong_to_the_check
         assert models[0] is run.model
         weights.pop()
         Path(output_dir, "unet").mkdir()
-        torch.save(models[0].state_dict(), f"{output_dir}/unet/mine.bin")
+        torch.save(models[0].state_dict(), f"{output_dir}/unet/own.bin")
 
     def on_load(models, input_dir):
-        models.pop().load_state_dict(torch.load(f"{input_dir}/unet/mine.bin"))
+        models.pop().load_state_dict(torch.load(f"{input_dir}/unet/own.bin"))
 
     saving = run.accelerator.register_save_state_pre_hook(on_save)
     run.accelerator.register_load_state_pre_hook(on_load)
@@ -331,14 +331,14 @@ def test_hooks_see_models_weights_and_folder_and_their_files_belong_to_the_check
     before = run.weights().clone()
     run.accelerator.save_state(tmp_path / "c")
     assert not (tmp_path / "c" / "model.safetensors").exists()
-    assert "unet/mine.bin" in json.loads((tmp_path / "c" / "accel_manifest.json").read_text())["files"]
+    assert "unet/own.bin" in json.loads((tmp_path / "c" / "accel_manifest.json").read_text())["files"]
     run.train(1)
     run.accelerator.load_state(tmp_path / "c")
     assert torch.equal(run.weights(), before)
     saving.remove()
     run.accelerator.save_state(tmp_path / "c")
     assert (tmp_path / "c" / "model.safetensors").exists()
-    assert not (tmp_path / "c" / "unet" / "mine.bin").exists()
+    assert not (tmp_path / "c" / "unet" / "own.bin").exists()
 
 
 def test_registered_objects_come_back(tmp_path):
@@ -575,8 +575,8 @@ def test_the_interrupted_epoch_begins_again_in_its_order(tmp_path):
 def test_batches_that_are_skipped_after_loading_are_those_that_were_done(tmp_path):
     accelerator, loader, epoch, _ = interrupted(tmp_path)
     loader.set_epoch(1)
-    rest = accelerator.skip_first_batches(loader, 2)
-    assert [batch.tolist() for batch in rest] == epoch[2:]
+    skipped = accelerator.skip_first_batches(loader, 2)
+    assert [batch.tolist() for batch in skipped] == epoch[2:]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
@@ -617,8 +617,8 @@ def test_the_documented_functions_save_and_load_by_themselves(tmp_path):
     before = run.weights().clone()
     drawn = torch.rand(())
     run.train(1)
-    found = load_accelerator_state(folder, [run.model], optimizers, schedules, loaders, 0)
-    assert found == {"step": 3}
+    state = load_accelerator_state(folder, [run.model], optimizers, schedules, loaders, 0)
+    assert state == {"step": 3}
     assert torch.equal(run.weights(), before)
     assert torch.rand(()) == drawn
     save_custom_state(Counter(4), folder, 2)

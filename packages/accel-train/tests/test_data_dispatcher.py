@@ -200,20 +200,20 @@ BATCHES = [
 ]
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        dense = [t.to_dense() if t.is_sparse else t for t in (one, other)]
+def same(first: Any, second: Any) -> bool:
+    if isinstance(first, Tensor):
+        dense = [t.to_dense() if t.is_sparse else t for t in (first, second)]
         bits = [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in dense]
-        return one.dtype == other.dtype and torch.equal(*bits)
-    if type(one) is not type(other):
+        return first.dtype == second.dtype and torch.equal(*bits)
+    if type(first) is not type(second):
         return False
-    if isinstance(one, Record):
-        return same([one.ids, one.name], [other.ids, other.name])
-    if isinstance(one, dict | UserDict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other
+    if isinstance(first, Record):
+        return same([first.ids, first.name], [second.ids, second.name])
+    if isinstance(first, dict | UserDict):
+        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return first == second
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11's own pickles

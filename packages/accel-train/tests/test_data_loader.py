@@ -140,8 +140,11 @@ ITERABLE_WITH_WORKERS = {(Numbers, 1, 3), (Numbers, 2, 1), (Numbers, 2, 3), (Siz
 def few_with_workers(chosen, *values):
     """All combinations; those with workers, 0.1 s to fork each, are thorough unless chosen."""
     return [
-        pytest.param(*one, marks=[pytest.mark.thorough] * (one[-1] > 0 and one not in chosen))
-        for one in itertools.product(*values)
+        pytest.param(
+            *values_of_case,
+            marks=[pytest.mark.thorough] * (values_of_case[-1] > 0 and values_of_case not in chosen),
+        )
+        for values_of_case in itertools.product(*values)
     ]
 
 
@@ -356,11 +359,11 @@ def test_the_sampler_can_be_looked_at_and_replaced() -> None:
 
 def test_skipping_concerns_the_next_pass_only() -> None:
     loader = prepare_data_loader(DataLoader(list(range(7)), batch_size=2), num_processes=1)
-    rest = skip_first_batches(loader, 2)
-    assert (len(rest), len(loader)) == (2, 4)
-    assert [batch.tolist() for batch in rest] == [[4, 5], [6]]
-    assert len(rest) == 4
-    assert len(list(rest)) == 4
+    skipped = skip_first_batches(loader, 2)
+    assert (len(skipped), len(loader)) == (2, 4)
+    assert [batch.tolist() for batch in skipped] == [[4, 5], [6]]
+    assert len(skipped) == 4
+    assert len(list(skipped)) == 4
     assert len(list(loader)) == 4
 
 

@@ -52,7 +52,7 @@ def test_without_a_seed_that_of_torch_counts() -> None:
 def test_epochs_are_counted_where_nobody_else_does() -> None:
     sampler = SeedableRandomSampler(range(8), data_seed=2)
     loader = DataLoader(list(range(8)), sampler=sampler, batch_size=None)
-    passes = [[int(one) for one in loader] for _ in range(3)]
+    passes = [[int(index) for index in loader] for _ in range(3)]
     assert sampler.epoch == 3
     for epoch, order in enumerate(passes):
         sampler.set_epoch(epoch)

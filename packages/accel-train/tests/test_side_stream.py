@@ -80,17 +80,17 @@ def batches() -> st.SearchStrategy[Any]:
 
 def contents(batch: Any) -> list[Any]:
     """What a computation on the current stream sees in a batch."""
-    found: list[Any] = []
+    values: list[Any] = []
     for _, leaf in walk(batch):
         if isinstance(leaf, Graph):
-            found.append(
+            values.append(
                 (leaf.nodes | leaf.nodes if leaf.nodes.dtype is torch.bool else leaf.nodes + 0).tolist()
             )
         elif isinstance(leaf, torch.Tensor):
-            found.append((leaf | leaf if leaf.dtype is torch.bool else leaf + 0).tolist())
+            values.append((leaf | leaf if leaf.dtype is torch.bool else leaf + 0).tolist())
         else:
-            found.append(leaf)
-    return found
+            values.append(leaf)
+    return values
 
 
 @settings(deadline=None)
@@ -171,10 +171,10 @@ def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
     with late_device() as device:
         side = CopyStream(device)
-        found = side.finish_copy(side.start_copy(packed))
-        assert isinstance(found, PackedSequence)
-        assert torch.equal(found.data + 0, packed.data)
-        assert found.batch_sizes.tolist() == packed.batch_sizes.tolist()
+        transferred = side.finish_copy(side.start_copy(packed))
+        assert isinstance(transferred, PackedSequence)
+        assert torch.equal(transferred.data + 0, packed.data)
+        assert transferred.batch_sizes.tolist() == packed.batch_sizes.tolist()
 
 
 def test_what_cannot_be_pinned_is_copied_as_it_is() -> None:

@@ -89,11 +89,11 @@ def test_every_round_arrives_before_its_buffer_is_written_again(turns: list[Any]
             received.append(({"rows": batch["rows"] + 0, "name": batch["name"]}, is_last))
             del batch
     assert not mail
-    for rank, found in enumerate((kept, received)):
-        assert [is_last for _, is_last in found] == [
+    for rank, pairs in enumerate((kept, received)):
+        assert [is_last for _, is_last in pairs] == [
             number == len(turns) for number in range(1, len(turns) + 1)
         ]
-        for (batch, _), turn in zip(found, turns, strict=True):
+        for (batch, _), turn in zip(pairs, turns, strict=True):
             torch.testing.assert_close(batch["rows"], turn[rank]["rows"], rtol=0, atol=0)
             assert batch["name"] == turn[rank]["name"]
 

@@ -129,7 +129,7 @@ def test_what_is_left_of_a_pass_and_the_passes_after_it_come_as_without_the_brea
     batches = iter(loader)
     seen = [flat(batch) for batch in islice(batches, taken)]
     state = through_a_file({"loader": loader.state_dict(), "rng": torch.get_rng_state()})
-    rest = [flat(batch) for batch in batches]
+    remaining = [flat(batch) for batch in batches]
     following = [flat(batch) for batch in loader]
 
     torch.manual_seed(2)
@@ -137,9 +137,9 @@ def test_what_is_left_of_a_pass_and_the_passes_after_it_come_as_without_the_brea
     torch.set_rng_state(state["rng"])
     again.load_state_dict(state["loader"])
     assert again.iteration == 1
-    assert [flat(batch) for batch in again] == rest
+    assert [flat(batch) for batch in again] == remaining
     assert [flat(batch) for batch in again] == following
-    assert rest == [] or seen[0] != rest[0]
+    assert remaining == [] or seen[0] != remaining[0]
 
 
 @given(
@@ -190,7 +190,7 @@ def test_an_epoch_goes_on_with_another_number_of_ranks(
     "world",
     [
         *[(1, 2, 1), (2, 1, 2)],
-        *(pytest.param(one, marks=pytest.mark.thorough) for one in [(1, 3, 2), (3, 1, 2), (2, 3, 1)]),
+        *(pytest.param(sizes, marks=pytest.mark.thorough) for sizes in [(1, 3, 2), (3, 1, 2), (2, 3, 1)]),
     ],
 )
 def test_an_epoch_of_a_stream_with_workers_is_seen_once_by_changing_numbers_of_ranks(
@@ -324,13 +324,13 @@ def test_skipping_leaves_out_the_first_batches(name: str, skip: int) -> None:
 
 def test_skipping_counts_epochs_and_positions_with_the_loader_it_came_from() -> None:
     loader = prepare_data_loader(_plain(shuffle=True), use_seedable_sampler=True, data_seed=1)
-    rest = skip_first_batches(loader, 2)
-    batches = iter(rest)
+    remaining = skip_first_batches(loader, 2)
+    batches = iter(remaining)
     next(batches)
-    assert loader.state_dict() == rest.state_dict()
+    assert loader.state_dict() == remaining.state_dict()
     assert loader.state_dict()["position"]["consumed"] == [6]
     list(batches)
-    assert loader.iteration == rest.iteration == 1
+    assert loader.iteration == remaining.iteration == 1
 
 
 def test_skipping_after_loading_counts_from_the_beginning_of_the_same_order() -> None:

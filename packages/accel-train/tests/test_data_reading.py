@@ -59,10 +59,10 @@ def test_what_is_left_and_the_next_pass_come_as_without_the_break(workers: int) 
     batches = iter(loader)
     assert len(list(islice(batches, 3))) == 3
     state = loader.state_dict()
-    rest = [batch.tolist() for batch in batches]
+    remaining = [batch.tolist() for batch in batches]
     again = prepare(num_workers=workers)
     again.load_state_dict(state)
-    assert [batch.tolist() for batch in again] == rest
+    assert [batch.tolist() for batch in again] == remaining
     assert [batch.tolist() for batch in again] == [batch.tolist() for batch in loader]
 
 
@@ -117,12 +117,12 @@ def test_a_stateful_loader_stays_one_and_its_own_state_is_taken() -> None:
 
 def test_map_style_positions_hold_for_any_number_of_ranks() -> None:
     loader = DataLoader(list(range(13)), batch_size=2)
-    one = prepare_data_loader(loader, use_stateful_dataloader=True)
-    batches = iter(one)
+    prepared = prepare_data_loader(loader, use_stateful_dataloader=True)
+    batches = iter(prepared)
     seen = next(batches).tolist()
     for rank in (0, 1):
         other = prepare_data_loader(loader, num_processes=2, process_index=rank, use_stateful_dataloader=True)
-        other.load_state_dict(one.state_dict())
+        other.load_state_dict(prepared.state_dict())
         for batch in other:
             seen += batch.tolist()[: other.real_in_batch]
     assert sorted(seen) == list(range(13))
@@ -175,25 +175,27 @@ def test_torchdata_reads_our_state_and_we_read_its(kind: str, workers: int) -> N
     batches = iter(prepared)
     begun = values(islice(batches, 3))
     state = prepared.state_dict()
-    rest = values(batches)
-    assert len(begun + rest) == (24 if (kind, workers) == ("stream", 2) else 12)  # every worker reads all
-    theirs = plain()
-    theirs.load_state_dict(state)
-    assert values(theirs) == rest
+    remaining = values(batches)
+    assert len(begun + remaining) == (
+        24 if (kind, workers) == ("stream", 2) else 12
+    )  # every worker reads all
+    plain_loader = plain()
+    plain_loader.load_state_dict(state)
+    assert values(plain_loader) == remaining
 
-    theirs = plain()
-    batches = iter(theirs)
+    plain_loader = plain()
+    batches = iter(plain_loader)
     values(islice(batches, 5))
-    state = theirs.state_dict()
+    state = plain_loader.state_dict()
     again: Any = prepare_data_loader(raw(kind, workers), use_stateful_dataloader=True)
     again.set_epoch(3)
     again.load_state_dict(state)
     again.set_epoch(4)  # it says nothing about epochs
     resumed = iter(again)
     assert values(islice(resumed, 1)) == values(islice(batches, 1))
-    theirs = plain()
-    theirs.load_state_dict(again.state_dict())
-    assert values(resumed) == values(theirs) == values(batches)
+    plain_loader = plain()
+    plain_loader.load_state_dict(again.state_dict())
+    assert values(resumed) == values(plain_loader) == values(batches)
 
 
 SAMPLED = {
@@ -269,15 +271,15 @@ def test_a_state_before_the_first_pass_takes_nothing_from_a_sampler_that_knows_w
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdatas_distributed_sampler_is_continued(workers: int) -> None:
-    def theirs() -> Any:
+    def plain_loader() -> Any:
         sampler = stateful_sampler.StatefulDistributedSampler(NUMBERS, num_replicas=1, rank=0, seed=3)
         return stateful.StatefulDataLoader(NUMBERS, batch_size=2, sampler=sampler, num_workers=workers)
 
-    first: Any = prepare_data_loader(theirs())
+    first: Any = prepare_data_loader(plain_loader())
     batches = iter(first)
     values(islice(batches, 4))
     state = first.state_dict()
-    second = theirs()
+    second = plain_loader()
     second.load_state_dict(state)
     assert values(second) == values(batches)
 
@@ -291,8 +293,8 @@ def test_a_state_is_that_of_torchdatas_loader_at_the_same_batch(sampling: str) -
         batches = iter(loader)
         list(islice(batches, 4))
         states.append(loader.state_dict())
-    theirs, ours = states
-    assert str({name: ours[name] for name in theirs}) == str(theirs)
+    plain_loader, ours = states
+    assert str({name: ours[name] for name in plain_loader}) == str(plain_loader)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -311,19 +313,19 @@ def test_a_resumed_pass_goes_on_and_can_be_resumed_again(kind: str, ranks: int, 
         batches = iter(first)
         values(islice(batches, 2))
         state = first.state_dict()
-        rest = values(batches)
+        remaining = values(batches)
         marks = [(first.end_of_dataloader, first.remainder)]
         torch.manual_seed(1)
         second = loader()
         second.load_state_dict(state)
         resumed = iter(second)
-        assert values(islice(resumed, 1)) == rest[:1]
+        assert values(islice(resumed, 1)) == remaining[:1]
         state = second.state_dict()
-        assert values(resumed) == rest[1:]
+        assert values(resumed) == remaining[1:]
         assert (second.end_of_dataloader, second.remainder) == marks[0] or kind == "stream"
         third = loader()
         third.load_state_dict(state)
-        assert values(third) == rest[1:]
+        assert values(third) == remaining[1:]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -341,9 +343,9 @@ def test_a_state_before_the_first_pass_and_between_passes_is_that_of_an_epoch_th
     torch.manual_seed(0)
     assert torch.equal(drawn, torch.get_rng_state())
     for state in (before, between):
-        theirs = stateful.StatefulDataLoader(NUMBERS, batch_size=2, shuffle=True, num_workers=workers)
-        theirs.load_state_dict(state)
-        assert sorted(chain.from_iterable(values(theirs))) == NUMBERS
+        plain_loader = stateful.StatefulDataLoader(NUMBERS, batch_size=2, shuffle=True, num_workers=workers)
+        plain_loader.load_state_dict(state)
+        assert sorted(chain.from_iterable(values(plain_loader))) == NUMBERS
         ours: Any = prepare_data_loader(raw("shuffled", workers), use_stateful_dataloader=True)
         ours.load_state_dict(state)
         torch.manual_seed(0)
@@ -353,14 +355,14 @@ def test_a_state_before_the_first_pass_and_between_passes_is_that_of_an_epoch_th
 
 
 def test_torchdatas_own_shuffling_is_continued() -> None:
-    def theirs() -> Any:
+    def plain_loader() -> Any:
         return stateful.StatefulDataLoader(NUMBERS, batch_size=2, shuffle=True)
 
-    first = theirs()
+    first = plain_loader()
     batches = iter(first)
     values(islice(batches, 4))
     state = first.state_dict()
-    prepared: Any = prepare_data_loader(theirs())
+    prepared: Any = prepare_data_loader(plain_loader())
     prepared.load_state_dict(state)
     assert values(prepared) == values(batches)
 
