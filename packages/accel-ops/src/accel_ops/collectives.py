@@ -214,9 +214,9 @@ def _rows(collectives: Collectives, flat: Flat) -> list[list[int]]:
     described = flat.plan.leaves
     order = sorted(range(len(described)), key=lambda index: described[index].path)
     name = str(packing.signature(described))  # structures that differ have tables of different names
-    mine = torch.tensor([[described[index].rows for index in order]], dtype=torch.int64)
+    own = torch.tensor([[described[index].rows for index in order]], dtype=torch.int64)
     try:
-        table = uneven_gather.gather(collectives, flatten({name: mine}, "gather"), HOST)[name]
+        table = uneven_gather.gather(collectives, flatten({name: own}, "gather"), HOST)[name]
     except DistributedOperationException:
         raise call_mismatch("gather", collectives, uneven_gather.comparable_leaves(flat.plan)) from None
     columns: list[list[int]] = table.T.tolist()
@@ -504,8 +504,8 @@ def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torc
                 combine_rows(rows[:, part].view(dtype), scaling)
                 for part, dtype in zip(parts, types, strict=True)
             ]
-            for one in packed:
-                one.finish()
+            for pending in packed:
+                pending.finish()
         return flat.rebuild(flat.plan.restore_packed(_leaves_of(groups, packed)))
     with below_autograd():
         packed = [
@@ -513,11 +513,11 @@ def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torc
             for part, dtype in zip(parts, types, strict=True)
         ]
     alone = [reduce_copy(flat.leaves[index], scaling, device) for index in large]
-    for one in (*packed, *alone):
-        collectives.all_reduce(one.total, op=scaling.op)
+    for pending in (*packed, *alone):
+        collectives.all_reduce(pending.total, op=scaling.op)
         with below_autograd():
-            one.finish()
-    leaves = [*_leaves_of(groups, packed), *(one.final for one in alone)]
+            pending.finish()
+    leaves = [*_leaves_of(groups, packed), *(pending.final for pending in alone)]
     return flat.rebuild(flat.plan.restore_packed(leaves))
 
 
@@ -526,11 +526,11 @@ def _leaves_of(groups: list[list[Bucket]], packed: list[PendingReduce]) -> list[
     buckets: list[Bucket] = []
     blocks: list[Tensor] = []
     with below_autograd():
-        for group, one in zip(groups, packed, strict=True):
-            first, start = one.final.storage_offset(), group[0].start
+        for group, pending in zip(groups, packed, strict=True):
+            first, start = pending.final.storage_offset(), group[0].start
             for bucket in group:
                 offset = first + (bucket.start - start) // bucket.dtype.itemsize
-                blocks.append(one.final.as_strided(bucket.shape, bucket.strides, offset))
+                blocks.append(pending.final.as_strided(bucket.shape, bucket.strides, offset))
             buckets += group
         return cut_all(buckets, blocks)
 

@@ -106,7 +106,7 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
 
 def has_compiled_regions(module: nn.Module) -> bool:
     """Return whether a module, or any module in it, is compiled, in place or by `torch.compile`."""
-    return any(is_compiled_module(one) or is_compiled_in_place(one) for one in module.modules())
+    return any(is_compiled_module(part) or is_compiled_in_place(part) for part in module.modules())
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
@@ -208,7 +208,7 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
         >>> get_module_class_from_name(torch.nn.Sequential(torch.nn.ReLU()), "ReLU")
         <class 'torch.nn.modules.activation.ReLU'>
     """
-    return next((type(found) for found in module.modules() if type(found).__name__ == name), None)
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
@@ -353,7 +353,7 @@ def regions(module: nn.Module) -> list[nn.Module]:
     blocks = {id(block) for container in module.modules() for block in _repeated(container)}
     if not blocks:
         return [module]
-    around = {id(one) for one in module.modules() if any(id(part) in blocks for part in one.modules())}
+    around = {id(outer) for outer in module.modules() if any(id(part) in blocks for part in outer.modules())}
     return [*_walk(module, around - blocks)]
 
 

@@ -117,11 +117,11 @@ def at_rows(buckets: Sequence[Bucket], rows: Sequence[int], *, scalars: bool = T
     placed: list[Bucket] = []
     start = offset = 0
     for bucket in buckets:
-        mine = tuple(rows[offset : offset + len(bucket.members)])
-        stop = start + sum(mine) * bucket.row_bytes
+        counts = tuple(rows[offset : offset + len(bucket.members)])
+        stop = start + sum(counts) * bucket.row_bytes
         scalar = bucket.scalar and scalars
-        placed.append(replace(bucket, rows=mine, start=start, stop=stop, scalar=scalar))
-        start, offset = stop, offset + len(mine)
+        placed.append(replace(bucket, rows=counts, start=start, stop=stop, scalar=scalar))
+        start, offset = stop, offset + len(counts)
     return tuple(placed)
 
 

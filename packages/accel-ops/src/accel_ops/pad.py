@@ -115,17 +115,17 @@ def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: 
     order = sorted(range(len(leaves)), key=lambda index: leaves[index][0])
     facts = [(path, leaf.dim(), leaf.dtype) for path, leaf in (leaves[index] for index in order)]
     device = HOST if is_recorded(runtime.device) else runtime.device
-    mine = torch.tensor([[_size(leaves[index][1], dim) for index in order]], device=device)
+    own = torch.tensor([[_size(leaves[index][1], dim) for index in order]], device=device)
     try:
         # The name is a hash of the structure: a gather refuses to join structures that differ.
-        named = flatten({str(digest(repr(facts))): mine}, "pad_across_processes")
+        named = flatten({str(digest(repr(facts))): own}, "pad_across_processes")
         sizes = uneven_gather.gather(runtime.collectives, named, device)
     except DistributedOperationException:
-        mine_shown = {
+        own_leaves = {
             path: ((leaf.dim(), leaf.dtype), f"{leaf.dim()} dimensions of {leaf.dtype}")
             for path, leaf in leaves
         }
-        raise call_mismatch("pad_across_processes", runtime.collectives, mine_shown) from None
+        raise call_mismatch("pad_across_processes", runtime.collectives, own_leaves) from None
     ((table),) = sizes.values()
     by_path: list[int] = table.amax(0).tolist() if leaves else []
     largest = [0] * len(leaves)

@@ -184,8 +184,8 @@ def find_batch_size(data: Any) -> int:
         other, empty = leaf, False
     if empty:
         raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
-    found = "a tensor without dimensions" if isinstance(other, torch.Tensor) else type(other)
-    raise TypeError(f"Can only find the batch size of tensors but got {found}.")
+    kind = "a tensor without dimensions" if isinstance(other, torch.Tensor) else type(other)
+    raise TypeError(f"Can only find the batch size of tensors but got {kind}.")
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
@@ -362,13 +362,13 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """
     runtime = current_or_single()
     collectives = runtime.collectives
-    mine = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
-    calls = collectives.all_gather_object(mine)
+    own = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+    calls = collectives.all_gather_object(own)
     owners = [rank for rank, facts in enumerate(calls) if facts is not None]
     if len(owners) != 1:
-        found = f"ranks {owners} have one" if owners else "no rank has one"
+        problem = f"ranks {owners} have one" if owners else "no rank has one"
         raise DistributedOperationException(
-            f"copy_tensor_to_devices needs a tensor on exactly one rank; {found}."
+            f"copy_tensor_to_devices needs a tensor on exactly one rank; {problem}."
         )
     if tensor is None:
         dtype, shape = calls[owners[0]]
@@ -496,7 +496,8 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     each: Iterable[Any] = tensors
     # `to_local()` would wait for, and record, more.
     return [
-        local_tensor(one) if module is not None and isinstance(one, module.DTensor) else one for one in each
+        local_tensor(tensor) if module is not None and isinstance(tensor, module.DTensor) else tensor
+        for tensor in each
     ]
 
 

@@ -1,15 +1,15 @@
-"""Gather leaves of uneven rows: header, then data.
-
-A collective that moves different numbers of bytes on different ranks ends a process or mixes values silently,
-so ranks compare digests of their calls. Where a backend lets every rank send as many bytes as it likes, the
-digest goes in front of the data, in one message. Elsewhere a small all-reduce comes first, with the maximum
-of the digest and of its negative: both stay as they are if and only if all ranks have the same digest.
+"""Gather tensors whose number of rows differs between ranks: a header, then all leaves as one run of bytes.
 
 Every rank sends a chunk of the same size: a prefix of four numbers (a hash of the structure, a hash of the
-sizes of dimension 0, the number of leaves, the bytes it needs), these sizes, and the data. Ranks learn from
-the prefixes whether they agree, and whether everything was in the chunk; if not, a second collective of the
-right size follows. The size of the first chunk is guessed from what followed the last two times, on grounds
-that all ranks share: in a loop the guess soon is right.
+sizes of dimension 0, the number of leaves, the bytes that the rank needs), these sizes, and the data. Ranks
+learn from the prefixes whether they agree, and whether each chunk held all data; if not, a second collective
+of the right size follows. The size of the first chunk is predicted from what followed the last two gathers,
+which all ranks know: in a loop the prediction soon is right.
+
+A collective that moves different numbers of bytes on different ranks ends a process or mixes values silently,
+so ranks compare digests of their calls. Where a backend lets every rank send any number of bytes, the digest
+precedes the data in one message. Elsewhere a small all-reduce comes first, with the maximum of the digest and
+of its negative: both are unchanged if and only if all ranks have the same digest.
 """
 
 from __future__ import annotations
@@ -34,19 +34,315 @@ if TYPE_CHECKING:
     from accel_ops.packing import Bucket, Flat, PackingPlan, Restore
 
 
-UNSENT = -1  # where a message has not been filled in
+def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
+    """Gather leaves whose sizes of dimension 0 may differ between ranks; see `collectives.gather`."""
+    # 1. Describe this rank's data, and predict what the others send.
+    extras = flat.plan.extras
+    header = _header(flat.plan, device)
+    predictor = predictor_of(collectives)
+    world_size = collectives.world_size
+    at_once = device.type == "cpu" and collectives.chunk_bytes
+    if not at_once:
+        predictor.catch_up(collectives.rank)
+    capacity = at_once or predictor.capacity()
+    likely = extras.get(("likely", world_size, capacity, device))
+    pending = PendingGather(flat, likely, device) if likely is not None else None
+    # 2. Exchange headers and data. The scope includes the read, which waits for a GPU's collective.
+    with collective_scope("gather"):
+        if at_once:
+            received, heads = _send_chunks(collectives, header, flat, capacity, pending, device)
+        else:
+            received, heads = _exchange(collectives, header, flat, capacity, pending, device, predictor)
+        prefixes: list[list[int]] = heads[:, :4].tolist()
+    # 3. Learn from the headers, and compare them.
+    if not at_once:
+        predictor.learn_from(prefixes)
+    if any(prefix[0] != header.structure for prefix in prefixes):
+        raise call_mismatch("gather", collectives, comparable_leaves(flat.plan))
+    need = max(prefix[3] for prefix in prefixes)
+    sizes = tuple(prefix[1] for prefix in prefixes)
+    if pending is not None and pending.layout.sizes == sizes:
+        return pending.finish(received)
+    # 4. Exchange again where the data did not fit.
+    even = sizes.count(header.sizes) == world_size
+    if need > capacity:
+        if even:
+            return gather_even(collectives, flat, device)
+        capacity = _aligned(need)
+        received, heads = _exchange(collectives, header, flat, capacity, None, device)
+    # 5. Extract the leaves by the layout of these sizes.
+    layout = extras.get((sizes, capacity, device))
+    if layout is None:
+        ranks = [flat.plan.buckets] * world_size
+        if not even:
+            rows = heads[:, 4 : 4 + len(flat.leaves)].tolist()
+            ranks = [packing.at_rows(flat.plan.buckets, counts) for counts in rows]
+        layout = _layout_of(ranks, flat.plan.restore, header.start, received, sizes)
+        _keep(flat.plan, (sizes, capacity, device), layout)
+    _keep(flat.plan, ("likely", world_size, capacity, device), layout)
+    return PendingGather(flat, layout, device).finish(received)
+
+
+def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
+    """Gather leaves that have the same shape on every rank: no exchange of shapes, large leaves uncopied."""
+    world_size = collectives.world_size
+    buckets, large = flat.plan.packed, flat.plan.large
+    joined: list[Tensor] = []
+    for index in large:
+        leaf = flat.leaves[index].detach().to(device).contiguous()
+        joined.append(leaf.new_empty((world_size * leaf.shape[0], *leaf.shape[1:])))
+        collectives.all_gather_into(joined[-1], leaf)
+    if not buckets:
+        return flat.rebuild(flat.plan.restore_packed(joined))
+    size = _aligned(size_of(buckets))
+    buffer, _ = cached_buffer(flat.plan, "even", buckets, device, capacity=size)
+    buffer.fill(flat.leaves)
+    received = torch.empty(world_size * size, dtype=torch.uint8, device=device)
+    layout = flat.plan.extras.get((world_size, device))
+    if layout is None:
+        layout = _layout_of([buckets] * world_size, flat.plan.restore_packed, 0, received, ())
+        _keep(flat.plan, (world_size, device), layout)
+    pending = PendingGather(flat, layout, device, joined)
+    collectives.all_gather_into(received, buffer.content, pending.prepare)
+    return pending.finish(received)
+
+
+class PendingGather:
+    """The result of a gather, allocated during the transfer and filled after it."""
+
+    __slots__ = ("_device", "_flat", "_large", "_made", "layout")
+
+    def __init__(
+        self, flat: Flat, layout: GatherLayout, device: torch.device, large: Sequence[Tensor] = ()
+    ) -> None:
+        self.layout = layout
+        self._flat = flat
+        self._device = device
+        self._large = large
+        self._made: tuple[Tensor, Any] | None = None
+
+    def prepare(self) -> None:
+        """Allocate the result and cut it into leaves."""
+        self._made = self._make()
+
+    def finish(self, received: Tensor) -> Any:
+        """Copy the data into the result and return it."""
+        content, result = self._made or self._make()
+        layout = self.layout
+        with below_autograd():
+            if layout.order is not None:
+                units = received.view(layout.carrier).view(-1, layout.unit)
+                slots = content.view(layout.carrier).view(-1, layout.unit)
+                torch.index_select(units, 0, layout.order, out=slots)
+            elif layout.segments:
+                torch.cat(
+                    [received[first : first + length] for first, length in layout.segments], out=content
+                )
+        return result
+
+    def _make(self) -> tuple[Tensor, Any]:
+        layout = self.layout
+        with below_autograd():
+            content = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+            leaves = cut_all(layout.joined, sections(layout.joined, content))
+        return content, self._flat.rebuild(layout.restore([*leaves, *self._large]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherLayout:
+    """The plan that extracts leaves, concatenated over the ranks, from the chunks of all ranks.
+
+    Attributes:
+        sizes: Hashes of the ranks' sizes of dimension 0 to which the plan applies.
+        joined: Where the leaves are once the pieces are in order.
+        restore: Puts them into the order of the structure.
+        segments: Offset and length of every piece, in order.
+        nbytes: The length of all.
+        order: The pieces as indices of units; None if they are too few or too many for that.
+        unit: The unit, in elements of `carrier`.
+        carrier: The type in which units are moved.
+    """
+
+    sizes: tuple[int, ...]
+    joined: tuple[Bucket, ...]
+    restore: Restore
+    segments: list[tuple[int, int]]
+    nbytes: int
+    order: Tensor | None
+    unit: int
+    carrier: torch.dtype
+
+
+PREFIX = 32  # bytes: four 64-bit numbers
+MAX_INDEX = 1 << 16  # indices that a layout keeps, 4 bytes each
+FEW = 4  # up to so many pieces, concatenating is faster than selecting by an index
+_CARRIERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def _layout_of(
+    ranks: Sequence[tuple[Bucket, ...]],
+    restore: Restore,
+    start: int,
+    received: Tensor,
+    sizes: tuple[int, ...],
+) -> GatherLayout:
+    stride = len(received) // len(ranks)
+    segments = packing.interleave(ranks, start, stride)
+    by_rank = [[count for bucket in buckets for count in bucket.rows] for buckets in ranks]
+    totals = [sum(counts) for counts in zip(*by_rank, strict=True)]
+    nbytes = sum(length for _, length in segments)
+    order, unit = None, packing.unit_of([*segments, (0, stride)])
+    carrier = next(dtype for dtype in _CARRIERS if unit % dtype.itemsize == 0)
+    if len(segments) > FEW and nbytes and nbytes // unit <= MAX_INDEX:
+        with torch.inference_mode(mode=False):
+            order = torch.tensor(packing.index_of(segments, unit), dtype=torch.int32, device=received.device)
+    return GatherLayout(
+        sizes=sizes,
+        joined=packing.at_rows(ranks[0], totals, scalars=False),
+        restore=restore,
+        segments=segments,
+        nbytes=nbytes,
+        order=order,
+        unit=unit // carrier.itemsize,
+        carrier=carrier,
+    )
+
+
+MAX_LAYOUTS = 32  # kept with a plan
+
+
+def _keep(flat_plan: PackingPlan, key: Hashable, layout: GatherLayout) -> None:
+    """Cache a layout; drop all of them at a limit, which sizes that change from call to call reach."""
+    if len(flat_plan.extras) >= MAX_LAYOUTS:
+        flat_plan.clear_cache()
+    cache(flat_plan, key, layout, 0 if layout.order is None else layout.order.nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkHeader:
+    """The header of the data that a rank sends.
+
+    Attributes:
+        structure: Hash of paths, types and shapes but for dimension 0.
+        sizes: Hash of the sizes of dimension 0.
+        start: Offset of the data in the chunk.
+        nbytes: Bytes of prefix, sizes and data.
+        content: Prefix and sizes, on the device that sends them.
+    """
+
+    structure: int
+    sizes: int
+    start: int
+    nbytes: int
+    content: Tensor
+
+
+def _header(flat_plan: PackingPlan, device: torch.device) -> ChunkHeader:
+    header = flat_plan.extras.get(device)
+    if header is None:
+        rows = [count for bucket in flat_plan.buckets for count in bucket.rows]
+        structure = packing.signature(flat_plan.leaves)
+        sizes = packing.digest(repr(rows))
+        start = _aligned(PREFIX + 8 * len(rows), 64)
+        nbytes = start + flat_plan.nbytes
+        content = struct.pack(f"<{4 + len(rows)}q", structure, sizes, len(rows), nbytes, *rows)
+        header = flat_plan.extras[device] = ChunkHeader(
+            structure=structure,
+            sizes=sizes,
+            start=start,
+            nbytes=nbytes,
+            content=torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device),
+        )
+    return header
+
+
+def _exchange(
+    collectives: Collectives,
+    header: ChunkHeader,
+    flat: Flat,
+    capacity: int,
+    pending: PendingGather | None,
+    device: torch.device,
+    predictor: ChunkSizePredictor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """All-gather chunks, or prefixes where they do not fit; return them with 64-bit prefixes by rank."""
+    if header.nbytes <= capacity:
+        chunk = _chunk(header, flat, "gather", capacity, device)
+    else:
+        chunk = torch.empty(capacity, dtype=torch.uint8, device=device)
+        chunk[:PREFIX].copy_(header.content[:PREFIX])
+    received, heads = _receive_buffer(flat.plan, collectives.world_size, capacity, device)
+    if predictor is not None:
+        heads[collectives.rank, 0] = UNSENT
+        predictor.pending = heads
+    collectives.all_gather_into(received, chunk, pending.prepare if pending is not None else None)
+    return received, heads
+
+
+def _send_chunks(
+    collectives: Collectives,
+    header: ChunkHeader,
+    flat: Flat,
+    capacity: int,
+    pending: PendingGather | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Exchange as `_exchange` does, where ranks may send different numbers of bytes."""
+    chunk = header.content[:PREFIX]
+    if header.nbytes <= capacity:
+        chunk = _chunk(header, flat, "chunk", header.nbytes, device)
+    rows = collectives.exchange_chunks(chunk, pending.prepare if pending is not None else None)
+    return rows.view(-1), rows.view(torch.int64)
+
+
+def _chunk(header: ChunkHeader, flat: Flat, key: str, capacity: int, device: torch.device) -> Tensor:
+    """Return header and leaves in a buffer of a size."""
+    buffer, new = cached_buffer(
+        flat.plan, key, flat.plan.buckets, device, capacity=capacity, start=header.start
+    )
+    if new:
+        buffer.content[: len(header.content)].copy_(header.content)
+    buffer.fill(flat.leaves)
+    return buffer.content
+
+
+MAX_RECEIVE_BUFFER = 1 << 20  # bytes of the chunks of all ranks that are kept with a plan
+
+
+def _receive_buffer(
+    owner: PackingPlan, world_size: int, capacity: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return memory for the chunks of all ranks, that of the last gather if it has the size."""
+    size = world_size * capacity
+    cached: tuple[Tensor, Tensor] | None = owner.extras.get(("receive", device))
+    if cached is not None and len(cached[0]) == size:
+        return cached
+    with torch.inference_mode(mode=False):
+        received = torch.empty(size, dtype=torch.uint8, device=device)
+        made = received, received.view(torch.int64).view(world_size, -1)
+    if size <= MAX_RECEIVE_BUFFER and device.type == "cpu":
+        cache(owner, ("receive", device), made, size)
+    return made
+
+
+def _aligned(nbytes: int, to: int = 16) -> int:
+    """Round up to a multiple: by default of 16, the largest element size."""
+    return -(-nbytes // to) * to
+
+
+UNSENT = -1  # marks a prefix that no message has overwritten
 SMALLEST = 1 << 10  # bytes of the smallest first chunk
 LARGEST = 1 << 18  # bytes of the largest first chunk: beyond that, a second message costs less
-MOST = 1 << 25  # bytes that the first chunks of all ranks together may take
-MAX_GUESSES = 1024
+MOST_TOGETHER = 1 << 25  # bytes that the first chunks of all ranks together may take
+MAX_PREDICTIONS = 1024
 
 
 @dataclass(slots=True)
 class ChunkSizePredictor:
     """The predicted size of the first chunk of the next gather; equal on all ranks.
 
-    A guess may depend only on what all ranks know, or chunks would differ in size: on the structure that was
-    gathered last, not on the one that this rank is about to gather.
+    A prediction depends only on what all ranks know, or chunks would differ in size: on the structure of
+    the last gather, not on the structure that this rank is about to gather.
     """
 
     largest: int = LARGEST
@@ -59,7 +355,7 @@ class ChunkSizePredictor:
         return max(self.after.get(self.last, (SMALLEST,)))
 
     def catch_up(self, rank: int) -> None:
-        """Learn from the last message if an exception on this rank came in between: the others have."""
+        """Learn from the last message, as other ranks have, if an exception prevented that on this rank."""
         heads, self.pending = self.pending, None
         if heads is not None and heads[rank, 0] != UNSENT:
             self.learn_from(heads[:, :4].tolist())
@@ -75,7 +371,7 @@ class ChunkSizePredictor:
 
     def learn(self, structure: int, need: int) -> None:
         """Record a gather: its structure's hash, and the bytes of the largest chunk that a rank needed."""
-        if len(self.after) >= MAX_GUESSES:
+        if len(self.after) >= MAX_PREDICTIONS:
             self.after.clear()
         enough = max(SMALLEST, 1 << (need - 1).bit_length()) if need <= self.largest else SMALLEST
         before = self.after.get(self.last, (SMALLEST,))[0]
@@ -83,19 +379,18 @@ class ChunkSizePredictor:
         self.last = structure
 
 
-_guesses: tuple[Any, ChunkSizePredictor] = (None, ChunkSizePredictor())
+_predictors: tuple[Any, ChunkSizePredictor] = (None, ChunkSizePredictor())
 
 
-def guess_of(collectives: Collectives) -> ChunkSizePredictor:
-    """Return the guess that belongs to these ranks; another run starts with a new one."""
-    global _guesses  # noqa: PLW0603 - memory of this process about its peers
-    if _guesses[0] is not collectives:
-        share = max(SMALLEST, MOST // collectives.world_size)
-        _guesses = (collectives, ChunkSizePredictor(largest=min(LARGEST, share)))
-    return _guesses[1]
+def predictor_of(collectives: Collectives) -> ChunkSizePredictor:
+    """Return the predictor of these ranks; another run starts with a new predictor."""
+    global _predictors  # noqa: PLW0603 - memory of this process about its peers
+    if _predictors[0] is not collectives:
+        share = max(SMALLEST, MOST_TOGETHER // collectives.world_size)
+        _predictors = (collectives, ChunkSizePredictor(largest=min(LARGEST, share)))
+    return _predictors[1]
 
 
-MAX_SHOWN = 8  # differing leaves that a message lists
 HEADER_BYTES = 32  # in front of the data of a chunk
 
 
@@ -141,6 +436,59 @@ def check_same_call(
     return rows
 
 
+def _facts(structure: PackingPlan | int) -> dict[str, tuple[Hashable, str]]:
+    """Return the properties that must agree, for `call_mismatch`."""
+    if isinstance(structure, int):
+        return {"": (structure, f"{structure} objects")}
+    return {
+        leaf.path: ((leaf.dtype, leaf.shape), describe(leaf.dtype, leaf.shape)) for leaf in structure.leaves
+    }
+
+
+def structure_digest(structure: PackingPlan) -> int:
+    """Return a number that is equal on ranks whose leaves agree in paths, dtypes and shapes."""
+    digest: int | None = structure.extras.get("structure")
+    if digest is None:
+        facts = sorted((leaf.path, str(leaf.dtype), leaf.shape) for leaf in structure.leaves)
+        digest = structure.extras["structure"] = packing.digest(repr(facts))
+    return digest
+
+
+def comparable_leaves(flat_plan: PackingPlan) -> dict[str, tuple[Hashable, str]]:
+    """Return what `gather` compares, for `call_mismatch`: received but the sizes of dimension 0."""
+    return {
+        leaf.path: ((leaf.dtype, len(leaf.shape), leaf.shape[1:]), describe(leaf.dtype, leaf.shape))
+        for leaf in flat_plan.leaves
+    }
+
+
+MAX_SHOWN = 8  # differing leaves that a message lists
+
+
+def call_mismatch(
+    call: str, collectives: Collectives, own: Mapping[str, tuple[Hashable, str]]
+) -> DistributedOperationException:
+    """Return the error for calls that differ; every rank must ask for it at the same time."""
+    calls: list[str]
+    structures: list[Mapping[str, tuple[Hashable, str]]]
+    calls, structures = zip(*collectives.all_gather_object((call, own)), strict=True)  # pyright: ignore[reportAssignmentType] - pairs of these
+    if len(set(calls)) > 1:
+        listed = ", ".join(f"rank {rank} calls `{other}`" for rank, other in enumerate(calls))
+        return DistributedOperationException(f"The ranks call different collectives: {listed}.")
+    paths = dict.fromkeys(path for described in structures for path in described)
+    rows = [(path, [described.get(path, (None, "nothing")) for described in structures]) for path in paths]
+    differing = [(path, leaves) for path, leaves in rows if len({fact for fact, _ in leaves}) > 1]
+    lines = [
+        f"  data{path}: " + ", ".join(f"rank {rank} has {shown}" for rank, (_, shown) in enumerate(leaves))
+        for path, leaves in differing[:MAX_SHOWN]
+    ]
+    if len(differing) > MAX_SHOWN:
+        lines.append(f"  and {len(differing) - MAX_SHOWN} more")
+    return DistributedOperationException(
+        f"`{call}` needs the same structure on every rank. These leaves differ:\n" + "\n".join(lines)
+    )
+
+
 def compare_in_debug_mode(
     collectives: Collectives, operation: str, *data: Any, detail: str = "", rows_differ: bool = False
 ) -> None:
@@ -158,342 +506,3 @@ def _describe(path: str, leaf: Any) -> Description:
     if isinstance(leaf, torch.Tensor):
         return path, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape)
     return path, type(leaf).__name__, None
-
-
-def _facts(structure: PackingPlan | int) -> dict[str, tuple[Hashable, str]]:
-    """Return the properties that must agree, for `call_mismatch`."""
-    if isinstance(structure, int):
-        return {"": (structure, f"{structure} objects")}
-    return {
-        leaf.path: ((leaf.dtype, leaf.shape), describe(leaf.dtype, leaf.shape)) for leaf in structure.leaves
-    }
-
-
-def structure_digest(structure: PackingPlan) -> int:
-    """Return a number that is equal on ranks whose leaves agree in paths, dtypes and shapes."""
-    found: int | None = structure.extras.get("structure")
-    if found is None:
-        facts = sorted((leaf.path, str(leaf.dtype), leaf.shape) for leaf in structure.leaves)
-        found = structure.extras["structure"] = packing.digest(repr(facts))
-    return found
-
-
-def call_mismatch(
-    call: str, collectives: Collectives, mine: Mapping[str, tuple[Hashable, str]]
-) -> DistributedOperationException:
-    """Return the error for calls that differ; every rank must ask for it at the same time."""
-    calls: list[str]
-    structures: list[Mapping[str, tuple[Hashable, str]]]
-    calls, structures = zip(*collectives.all_gather_object((call, mine)), strict=True)  # pyright: ignore[reportAssignmentType] - pairs of these
-    if len(set(calls)) > 1:
-        listed = ", ".join(f"rank {rank} calls `{other}`" for rank, other in enumerate(calls))
-        return DistributedOperationException(f"The ranks call different collectives: {listed}.")
-    paths = dict.fromkeys(path for described in structures for path in described)
-    rows = [(path, [described.get(path, (None, "nothing")) for described in structures]) for path in paths]
-    differing = [(path, found) for path, found in rows if len({fact for fact, _ in found}) > 1]
-    lines = [
-        f"  data{path}: " + ", ".join(f"rank {rank} has {shown}" for rank, (_, shown) in enumerate(found))
-        for path, found in differing[:MAX_SHOWN]
-    ]
-    if len(differing) > MAX_SHOWN:
-        lines.append(f"  and {len(differing) - MAX_SHOWN} more")
-    return DistributedOperationException(
-        f"`{call}` needs the same structure on every rank. These leaves differ:\n" + "\n".join(lines)
-    )
-
-
-PREFIX = 32  # bytes: four 64-bit numbers
-MAX_INDEX = 1 << 16  # indices that are kept with a cutter, 4 bytes each
-MAX_GRID = 1 << 20  # bytes of the chunks of all ranks that are kept with a plan
-MAX_CUTTERS = 32  # kept with a plan
-FEW = 4  # pieces that are faster concatenated than found by an index
-_CARRIERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkHeader:
-    """The header of the data that a rank sends.
-
-    Attributes:
-        structure: Hash of paths, types and shapes but for dimension 0.
-        sizes: Hash of the sizes of dimension 0.
-        start: Offset of the data in the chunk.
-        nbytes: Bytes of prefix, sizes and data.
-        content: Prefix and sizes, on the device that sends them.
-    """
-
-    structure: int
-    sizes: int
-    start: int
-    nbytes: int
-    content: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatherLayout:
-    """The plan that extracts leaves, concatenated over the ranks, from the chunks of all ranks.
-
-    Attributes:
-        sizes: Hashes of the ranks' sizes of dimension 0 to which the plan applies.
-        joined: Where the leaves lie once the pieces are in order.
-        restore: Puts them into the order of the structure.
-        segments: Offset and length of every piece, in order.
-        nbytes: The length of all.
-        order: The pieces as indices of units; None if they are too few or too many for that.
-        unit: The unit, in elements of `carrier`.
-        carrier: The type in which units are moved.
-    """
-
-    sizes: tuple[int, ...]
-    joined: tuple[Bucket, ...]
-    restore: Restore
-    segments: list[tuple[int, int]]
-    nbytes: int
-    order: Tensor | None
-    unit: int
-    carrier: torch.dtype
-
-
-class PendingGather:
-    """The result of a gather, allocated during the transfer and filled after it."""
-
-    __slots__ = ("_device", "_flat", "_large", "_made", "cutter")
-
-    def __init__(
-        self, flat: Flat, cutter: GatherLayout, device: torch.device, large: Sequence[Tensor] = ()
-    ) -> None:
-        self.cutter = cutter
-        self._flat = flat
-        self._device = device
-        self._large = large
-        self._made: tuple[Tensor, Any] | None = None
-
-    def prepare(self) -> None:
-        """Allocate the result and cut it into leaves."""
-        self._made = self._make()
-
-    def finish(self, everything: Tensor) -> Any:
-        """Copy the data into the result and return it."""
-        content, result = self._made or self._make()
-        cutter = self.cutter
-        with below_autograd():
-            if cutter.order is not None:
-                units = everything.view(cutter.carrier).view(-1, cutter.unit)
-                slots = content.view(cutter.carrier).view(-1, cutter.unit)
-                torch.index_select(units, 0, cutter.order, out=slots)
-            elif cutter.segments:
-                torch.cat(
-                    [everything[first : first + length] for first, length in cutter.segments], out=content
-                )
-        return result
-
-    def _make(self) -> tuple[Tensor, Any]:
-        cutter = self.cutter
-        with below_autograd():
-            content = torch.empty(cutter.nbytes, dtype=torch.uint8, device=self._device)
-            leaves = cut_all(cutter.joined, sections(cutter.joined, content))
-        return content, self._flat.rebuild(cutter.restore([*leaves, *self._large]))
-
-
-def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
-    """Gather leaves whose sizes of dimension 0 may differ between ranks; see `collect.gather`."""
-    extras = flat.plan.extras
-    header = _header(flat.plan, device)
-    guess = guess_of(collectives)
-    world_size = collectives.world_size
-    at_once = device.type == "cpu" and collectives.chunk_bytes
-    if not at_once:
-        guess.catch_up(collectives.rank)
-    capacity = at_once or guess.capacity()
-    predicted = extras.get(("likely", world_size, capacity, device))
-    draft = PendingGather(flat, predicted, device) if predicted is not None else None
-    with collective_scope("gather"):  # also over the read, in which a GPU's collective is waited for
-        if at_once:
-            everything, heads = _send_chunks(collectives, header, flat, capacity, draft, device)
-        else:
-            everything, heads = _exchange(collectives, header, flat, capacity, draft, device, guess)
-        prefixes: list[list[int]] = heads[:, :4].tolist()
-    if not at_once:
-        guess.learn_from(prefixes)
-    if any(prefix[0] != header.structure for prefix in prefixes):
-        raise call_mismatch("gather", collectives, comparable_leaves(flat.plan))
-    need = max(prefix[3] for prefix in prefixes)
-    sizes = tuple(prefix[1] for prefix in prefixes)
-    if draft is not None and draft.cutter.sizes == sizes:
-        return draft.finish(everything)
-    even = sizes.count(header.sizes) == world_size
-    if need > capacity:
-        if even:
-            return gather_even(collectives, flat, device)
-        capacity = _aligned(need)
-        everything, heads = _exchange(collectives, header, flat, capacity, None, device)
-    cutter = extras.get((sizes, capacity, device))
-    if cutter is None:
-        ranks = [flat.plan.buckets] * world_size
-        if not even:
-            rows = heads[:, 4 : 4 + len(flat.leaves)].tolist()
-            ranks = [packing.at_rows(flat.plan.buckets, counts) for counts in rows]
-        cutter = _cutter(ranks, flat.plan.restore, header.start, everything, sizes)
-        _keep(flat.plan, (sizes, capacity, device), cutter)
-    _keep(flat.plan, ("likely", world_size, capacity, device), cutter)
-    return PendingGather(flat, cutter, device).finish(everything)
-
-
-def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
-    """Gather leaves that have the same shape on every rank: no exchange of shapes, large leaves uncopied."""
-    world_size = collectives.world_size
-    buckets, large = flat.plan.packed, flat.plan.large
-    joined: list[Tensor] = []
-    for index in large:
-        leaf = flat.leaves[index].detach().to(device).contiguous()
-        joined.append(leaf.new_empty((world_size * leaf.shape[0], *leaf.shape[1:])))
-        collectives.all_gather_into(joined[-1], leaf)
-    if not buckets:
-        return flat.rebuild(flat.plan.restore_packed(joined))
-    size = _aligned(size_of(buckets))
-    buffer, _ = cached_buffer(flat.plan, "even", buckets, device, capacity=size)
-    buffer.fill(flat.leaves)
-    everything = torch.empty(world_size * size, dtype=torch.uint8, device=device)
-    cutter = flat.plan.extras.get((world_size, device))
-    if cutter is None:
-        cutter = _cutter([buckets] * world_size, flat.plan.restore_packed, 0, everything, ())
-        _keep(flat.plan, (world_size, device), cutter)
-    draft = PendingGather(flat, cutter, device, joined)
-    collectives.all_gather_into(everything, buffer.content, draft.prepare)
-    return draft.finish(everything)
-
-
-def comparable_leaves(flat_plan: PackingPlan) -> dict[str, tuple[Hashable, str]]:
-    """Return what `gather` compares, for `call_mismatch`: everything but the sizes of dimension 0."""
-    return {
-        leaf.path: ((leaf.dtype, len(leaf.shape), leaf.shape[1:]), describe(leaf.dtype, leaf.shape))
-        for leaf in flat_plan.leaves
-    }
-
-
-def _header(flat_plan: PackingPlan, device: torch.device) -> ChunkHeader:
-    header = flat_plan.extras.get(device)
-    if header is None:
-        rows = [count for bucket in flat_plan.buckets for count in bucket.rows]
-        structure = packing.signature(flat_plan.leaves)
-        sizes = packing.digest(repr(rows))
-        start = _aligned(PREFIX + 8 * len(rows), 64)
-        nbytes = start + flat_plan.nbytes
-        content = struct.pack(f"<{4 + len(rows)}q", structure, sizes, len(rows), nbytes, *rows)
-        header = flat_plan.extras[device] = ChunkHeader(
-            structure=structure,
-            sizes=sizes,
-            start=start,
-            nbytes=nbytes,
-            content=torch.frombuffer(bytearray(content), dtype=torch.uint8).to(device),
-        )
-    return header
-
-
-def _exchange(
-    collectives: Collectives,
-    header: ChunkHeader,
-    flat: Flat,
-    capacity: int,
-    draft: PendingGather | None,
-    device: torch.device,
-    guess: ChunkSizePredictor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """All-gather chunks, or prefixes where they do not fit; return them with 64-bit prefixes by rank."""
-    if header.nbytes <= capacity:
-        chunk = _chunk(header, flat, "gather", capacity, device)
-    else:
-        chunk = torch.empty(capacity, dtype=torch.uint8, device=device)
-        chunk[:PREFIX].copy_(header.content[:PREFIX])
-    everything, heads = _receive_buffer(flat.plan, collectives.world_size, capacity, device)
-    if guess is not None:
-        heads[collectives.rank, 0] = UNSENT
-        guess.pending = heads
-    collectives.all_gather_into(everything, chunk, draft.prepare if draft is not None else None)
-    return everything, heads
-
-
-def _send_chunks(
-    collectives: Collectives,
-    header: ChunkHeader,
-    flat: Flat,
-    capacity: int,
-    draft: PendingGather | None,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Exchange as `_exchange` does, where ranks may send different numbers of bytes."""
-    chunk = header.content[:PREFIX]
-    if header.nbytes <= capacity:
-        chunk = _chunk(header, flat, "chunk", header.nbytes, device)
-    rows = collectives.exchange_chunks(chunk, draft.prepare if draft is not None else None)
-    return rows.view(-1), rows.view(torch.int64)
-
-
-def _chunk(header: ChunkHeader, flat: Flat, key: str, capacity: int, device: torch.device) -> Tensor:
-    """Return header and leaves in a buffer of a size."""
-    buffer, new = cached_buffer(
-        flat.plan, key, flat.plan.buckets, device, capacity=capacity, start=header.start
-    )
-    if new:
-        buffer.content[: len(header.content)].copy_(header.content)
-    buffer.fill(flat.leaves)
-    return buffer.content
-
-
-def _receive_buffer(
-    owner: PackingPlan, world_size: int, capacity: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return memory for the chunks of all ranks: that of the last gather, as `cached_buffer`."""
-    size = world_size * capacity
-    cached: tuple[Tensor, Tensor] | None = owner.extras.get(("grid", device))
-    if cached is not None and len(cached[0]) == size:
-        return cached
-    with torch.inference_mode(mode=False):
-        everything = torch.empty(size, dtype=torch.uint8, device=device)
-        made = everything, everything.view(torch.int64).view(world_size, -1)
-    if size <= MAX_GRID and device.type == "cpu":
-        cache(owner, ("grid", device), made, size)
-    return made
-
-
-def _cutter(
-    ranks: Sequence[tuple[Bucket, ...]],
-    restore: Restore,
-    start: int,
-    everything: Tensor,
-    sizes: tuple[int, ...],
-) -> GatherLayout:
-    stride = len(everything) // len(ranks)
-    segments = packing.interleave(ranks, start, stride)
-    by_rank = [[count for bucket in buckets for count in bucket.rows] for buckets in ranks]
-    totals = [sum(counts) for counts in zip(*by_rank, strict=True)]
-    nbytes = sum(length for _, length in segments)
-    order, unit = None, packing.unit_of([*segments, (0, stride)])
-    carrier = next(dtype for dtype in _CARRIERS if unit % dtype.itemsize == 0)
-    if len(segments) > FEW and nbytes and nbytes // unit <= MAX_INDEX:
-        with torch.inference_mode(mode=False):
-            order = torch.tensor(
-                packing.index_of(segments, unit), dtype=torch.int32, device=everything.device
-            )
-    return GatherLayout(
-        sizes=sizes,
-        joined=packing.at_rows(ranks[0], totals, scalars=False),
-        restore=restore,
-        segments=segments,
-        nbytes=nbytes,
-        order=order,
-        unit=unit // carrier.itemsize,
-        carrier=carrier,
-    )
-
-
-def _keep(flat_plan: PackingPlan, key: Hashable, cutter: GatherLayout) -> None:
-    """Cache a cutter, up to a limit where sizes change from call to call."""
-    if len(flat_plan.extras) >= MAX_CUTTERS:
-        flat_plan.clear_cache()
-    cache(flat_plan, key, cutter, 0 if cutter.order is None else cutter.order.nbytes)
-
-
-def _aligned(nbytes: int, to: int = 16) -> int:
-    """Round up to a multiple: by default of 16, the largest element size."""
-    return -(-nbytes // to) * to

@@ -1,9 +1,9 @@
-"""Tensor collectives: protocol, single process, torch, recorded."""
+"""Collectives on tensors: their protocol, and those of one process, of torch, and of devices that record."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -22,7 +22,7 @@ ReduceOp = Literal["sum", "max", "min", "prod"]
 class Collectives(Protocol):
     """Collectives on single tensors; `accel_ops` flattens nested data.
 
-    Every method is called by all ranks in the same order. Tensors are contiguous and live on the CPU or on
+    Every method is called by all ranks in the same order. Tensors are contiguous and on the CPU or on
     the device of the run. Every dtype is supported; an operation that fails raises on the ranks that see it.
 
     Work that a caller passes as `meanwhile` is done exactly once, while the message is under way if the
@@ -131,62 +131,52 @@ class SingleCollectives:
     chunk_bytes: int = 0
 
     def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """Return the only chunk."""
-        if meanwhile is not None:
-            meanwhile()
+        _call(meanwhile)
         return chunk[None]
 
     def all_gather_into(
         self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """Copy `tensor` into `out`."""
         out.view(-1).copy_(tensor.view(-1))
-        if meanwhile is not None:
-            meanwhile()
+        _call(meanwhile)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Do nothing, if `src` is this process."""
         del tensor
         self._check(src)
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        """Copy the only part at once, if `src` is this process."""
         self._check(src)
         if parts is not None and parts[0] is not out:
             out.copy_(parts[0])
-        return _done
+        return _wait_for_nothing
 
     def all_reduce(
         self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
     ) -> None:
-        """Do the work of `meanwhile` only."""
         del tensor, op
-        if meanwhile is not None:
-            meanwhile()
+        _call(meanwhile)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Return a list of the object."""
         return [obj]
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        """Do nothing, if `src` is this process."""
         del objects
         self._check(src)
 
     def barrier(self) -> None:
-        """Do nothing."""
+        """Do nothing: there is no other rank."""
 
     def _check(self, src: int) -> None:
         if src != 0:
             raise ValueError(f"There is no rank {src!r} to broadcast from: this process is alone.")
 
 
-def _done() -> None:
-    """Do nothing: there is nothing to wait for."""
+def _wait_for_nothing() -> None:
+    """Do nothing: the tensor is filled already."""
 
 
-# Every backend moves these as they are; all others travel as bytes. bfloat16: since torch 2.2.
-_MOVED = frozenset(
+# Every backend sends these types unchanged; all other types are sent as bytes.
+_SENDABLE = frozenset(
     {
         torch.float32,
         torch.float64,
@@ -198,7 +188,7 @@ _MOVED = frozenset(
         torch.uint8,
     }
 )
-# What is added in another type, which holds the sums of the first.
+# Types that are reduced in a wider type, which holds their sums.
 _WIDER = {
     torch.bool: torch.int32,
     torch.int16: torch.int32,
@@ -216,8 +206,8 @@ _OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 _SIGN = -(1 << 63)
-# Between so few ranks every one sends its chunk to all others at once. gloo accepts less than a receiver has
-# room for, so that all ranks can offer the same room for chunks of any size.
+# Up to this number of ranks, each sends its chunk to every other rank at once. gloo accepts a message that is
+# smaller than its receiver's buffer, so that all ranks can offer buffers of one size for chunks of any size.
 _CHUNK_BYTES = 1 << 17
 _CHUNK_RANKS = 16
 
@@ -229,7 +219,7 @@ class TorchCollectives:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._device_types = _supported_device_types()
+        self._device_types = torch_private.device_types(torch_private.get_default_group())
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         direct = self.world_size <= _CHUNK_RANKS and _is_gloo()
@@ -237,15 +227,14 @@ class TorchCollectives:
         self._rows = self._sent = torch.empty(0, dtype=torch.uint8)
 
     def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """Send some bytes to every rank, each rank as many as it likes."""
         limit, ranks, own = self.chunk_bytes, self.world_size, self.rank
         if not len(self._rows):
-            with torch.inference_mode(mode=False):  # else later calls outside of it could not write here
+            with torch.inference_mode(mode=False):  # Later calls outside of it write here.
                 self._rows = torch.empty(ranks, limit, dtype=torch.uint8)
                 self._sent = torch.empty(ranks * limit, dtype=torch.uint8)
         nbytes = len(chunk)
         sizes = [nbytes] * ranks
-        sizes[own] = limit  # gloo wants as much from a rank to itself as it has room for
+        sizes[own] = limit  # gloo wants a full buffer from a rank to itself.
         sent = self._sent[: sum(sizes)]
         sent[: (own + 1) * nbytes].view(own + 1, nbytes).copy_(chunk)
         sent[own * nbytes + limit :].view(ranks - own - 1, nbytes).copy_(chunk)
@@ -259,13 +248,12 @@ class TorchCollectives:
     def all_gather_into(
         self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """Fill `out` with the tensors of all ranks, in rank order."""
-        if self._goes_as_it_is(tensor):
+        if self._is_sent_unchanged(tensor):
             with collective_scope("all_gather"):
                 self._all_gather(out.view(-1), tensor.view(-1), meanwhile)
             return
         if tensor.numel() == 0:
-            _do(meanwhile)
+            _call(meanwhile)
             return
         with (
             collective_scope("all_gather"),
@@ -274,28 +262,26 @@ class TorchCollectives:
         ):
             resolved = source.resolve_conj() if source.is_complex() else source
             # Flat, since backends differ in which shapes of `out` they take.
-            self._all_gather(_as_moved(target.view(-1)), _as_moved(resolved.view(-1)), meanwhile)
+            self._all_gather(_as_sendable(target.view(-1)), _as_sendable(resolved.view(-1)), meanwhile)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Overwrite `tensor` with that of rank `src`."""
-        if self._goes_as_it_is(tensor):
+        if self._is_sent_unchanged(tensor):
             with collective_scope("broadcast"):
                 dist.broadcast(tensor, src=src)
             return
         if tensor.numel() == 0:
             return
         with collective_scope("broadcast"), self._transferable(tensor) as buffer:
-            dist.broadcast(_as_moved(buffer), src=src)
+            dist.broadcast(_as_sendable(buffer), src=src)
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        """Begin to fill `out` with this rank's tensor of those of rank `src`; return what waits."""
         if out.numel() == 0:
-            return _done
+            return _wait_for_nothing
         if out.device.type not in self._device_types:
             with collective_scope("scatter"), self._staged(out) as target:
-                dist.scatter(_as_moved(target), _sources(out, target, parts), src=src)
-            return _done
-        work: Any = dist.scatter(_as_moved(out), _sources(out, out, parts), src=src, async_op=True)
+                dist.scatter(_as_sendable(target), _sources(out, target, parts), src=src)
+            return _wait_for_nothing
+        work: Any = dist.scatter(_as_sendable(out), _sources(out, out, parts), src=src, async_op=True)
 
         def finish() -> None:
             with collective_scope("scatter"):
@@ -306,20 +292,19 @@ class TorchCollectives:
     def all_reduce(
         self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
     ) -> None:
-        """Overwrite `tensor` with the values of all ranks combined."""
-        if self._goes_as_it_is(tensor):
+        if self._is_sent_unchanged(tensor):
             with collective_scope("all_reduce"):
                 self._all_reduce(tensor, meanwhile, op)
             return
         if tensor.numel() == 0:
-            _do(meanwhile)
+            _call(meanwhile)
             return
         with collective_scope("all_reduce"), self._transferable(tensor) as buffer:
             wider = _WIDER.get(buffer.dtype)
             total = _as_reduced(buffer) if wider is None else buffer.to(wider)
             unsigned = buffer.dtype == torch.uint64 and op in {"max", "min"}
             if unsigned:
-                total.bitwise_xor_(_SIGN)  # the order of unsigned numbers in that of signed ones
+                total.bitwise_xor_(_SIGN)  # This maps the order of unsigned numbers to that of signed ones.
             self._all_reduce(total, meanwhile, op)
             if unsigned:
                 total.bitwise_xor_(_SIGN)
@@ -327,30 +312,27 @@ class TorchCollectives:
                 buffer.copy_(total)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Gather the picklable objects of all ranks, in rank order."""
         gathered: list[Any] = [None] * self.world_size
         with collective_scope("all_gather_object"):
             dist.all_gather_object(gathered, obj)
         return gathered
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        """Replace the items of `objects` by those of rank `src`."""
         with collective_scope("broadcast_object_list"):
             device = None if "cpu" in self._device_types else self._device
             dist.broadcast_object_list(objects, src=src, device=device)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         with collective_scope("barrier"):
-            # Without the CPU's backend the barrier runs on the device, which is named lest one be guessed.
+            # Without a CPU backend the barrier runs on the device; torch would guess which one.
             indices = (
                 None if "cpu" in self._device_types or self._device.index is None else [self._device.index]
             )
             dist.barrier(device_ids=indices)
 
-    def _goes_as_it_is(self, tensor: Tensor) -> bool:
-        """Whether a tensor can be sent as it is: the common case, in which microseconds count."""
-        return tensor.dtype in _MOVED and tensor.device.type in self._device_types and tensor.numel() > 0
+    def _is_sent_unchanged(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is sent without a copy: the common case, where microseconds count."""
+        return tensor.dtype in _SENDABLE and tensor.device.type in self._device_types and tensor.numel() > 0
 
     def _all_gather(self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None) -> None:
         deferred = meanwhile is not None
@@ -362,35 +344,21 @@ class TorchCollectives:
 
     @contextmanager
     def _staged(self, tensor: Tensor) -> Generator[Tensor]:
-        """Yield a copy on the run's device of a tensor whose device has no backend; copy it back after."""
+        """Yield a copy of a tensor on the run's device; copy its values back at the end."""
         staged = tensor.to(self._device)
         yield staged
         tensor.copy_(staged)
 
-    def _transferable(self, tensor: Tensor) -> Any:
-        return _Same(tensor) if tensor.device.type in self._device_types else self._staged(tensor)
+    def _transferable(self, tensor: Tensor) -> AbstractContextManager[Tensor]:
+        """Yield a tensor, or a copy on the run's device where the tensor's own has no backend."""
+        return nullcontext(tensor) if tensor.device.type in self._device_types else self._staged(tensor)
 
 
 def _sources(out: Tensor, target: Tensor, parts: Sequence[Tensor] | None) -> list[Tensor] | None:
     """Return the tensors to scatter, on the device of `target`, the staged `out`."""
     if parts is None:
         return None
-    return [_as_moved(target if part is out else part.to(target.device)) for part in parts]
-
-
-class _Same:
-    """A context manager of a tensor that needs no staging."""
-
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._tensor = tensor
-
-    def __enter__(self) -> Tensor:
-        return self._tensor
-
-    def __exit__(self, *_: object) -> None:
-        return None
+    return [_as_sendable(target if part is out else part.to(target.device)) for part in parts]
 
 
 def group_timeout(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:
@@ -399,7 +367,7 @@ def group_timeout(device: torch.device, group: dist.ProcessGroup | None = None) 
         return torch_private.backend_timeout(
             torch_private.backend_of(group or torch_private.get_default_group(), device)
         )
-    except (AttributeError, RuntimeError):  # backends of third parties have no such option
+    except (AttributeError, RuntimeError):  # Backends of third parties have no such option.
         return dist.default_pg_timeout
 
 
@@ -409,38 +377,33 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None
     change(timeout, group)
 
 
-def _supported_device_types() -> frozenset[str]:
-    """Return the device types for which the default process group has a backend."""
-    return torch_private.device_types(torch_private.get_default_group())
-
-
 def _is_gloo() -> bool:
     """Return whether the backend of CPU tensors is gloo."""
     try:
         return (
             torch_private.backend_of(torch_private.get_default_group(), torch.device("cpu")).name() == "gloo"
         )
-    except RuntimeError:  # a group without a backend for the CPU
+    except RuntimeError:  # The group has no backend for the CPU.
         return False
 
 
-def _do(work: Callable[[], None] | None) -> None:
-    if work is not None:
-        work()
-
-
-def _finish(under_way: dist.Work | None, meanwhile: Callable[[], None] | None) -> None:
-    """Do the work of `meanwhile`, then wait, also if it fails: until then the message uses its memory."""
+def _finish(message: dist.Work | None, meanwhile: Callable[[], None] | None) -> None:
+    """Call `meanwhile`, then wait for a message, also if the call fails: the message uses its memory."""
     try:
-        _do(meanwhile)
+        _call(meanwhile)
     finally:
-        if under_way is not None:
-            under_way.wait()
+        if message is not None:
+            message.wait()
 
 
-def _as_moved(tensor: Tensor) -> Tensor:
+def _call(meanwhile: Callable[[], None] | None) -> None:
+    if meanwhile is not None:
+        meanwhile()
+
+
+def _as_sendable(tensor: Tensor) -> Tensor:
     """View a contiguous tensor in a dtype that every backend sends."""
-    if tensor.dtype in _MOVED:
+    if tensor.dtype in _SENDABLE:
         return tensor
     flat = tensor.reshape(-1)
     return torch.view_as_real(flat) if flat.is_complex() else flat.view(torch.uint8)
@@ -454,20 +417,17 @@ def _as_reduced(tensor: Tensor) -> Tensor:
     return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor
 
 
-_NUMBERS = frozenset(
-    {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16}
-    | {torch.int8, torch.uint8}
-)
-# What every device has collectives for; all other types are sent as the second.
-_SENT_AS = {dtype: dtype for dtype in _NUMBERS} | {torch.bool: torch.uint8}
-_ADDED_AS = {dtype: dtype for dtype in _NUMBERS} | {torch.bool: torch.int32}
+# Types that every recording device has collectives for, and the types as which they are sent or reduced.
+_RECORDED = {dtype: dtype for dtype in (*_SENDABLE, torch.int16)}
+_SENT_AS = _RECORDED | {torch.bool: torch.uint8}
+_REDUCED_AS = _RECORDED | {torch.bool: torch.int32}
 
 
 class RecordedCollectives:
     """The collectives of a device that records operations; see `Collectives` for their contracts.
 
-    Those of the device's tensors become a part of the recorded program, and wait for nothing. Tensors of the
-    CPU and objects go over the process group of the host, as do types that the device does not have.
+    Collectives on the device's tensors become a part of the recorded program, and wait for nothing. Tensors
+    of the CPU, objects, and types that the device does not have use the process group of the hosts.
 
     Args:
         device: The device of this process.
@@ -485,23 +445,22 @@ class RecordedCollectives:
         self.start_scatter = host.start_scatter
         self.all_gather_object = host.all_gather_object
         self.broadcast_object_list = host.broadcast_object_list
-        self.barrier = host.barrier  # what ranks have recorded waits only once something needs it
+        self.barrier = (
+            host.barrier
+        )  # Recorded operations are not waited for: they run when a value is needed.
 
     def all_gather_into(
         self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """Fill `out` with the tensors of all ranks, in rank order."""
         if not self._is_recorded(tensor):
             self._host.all_gather_into(out, tensor, meanwhile)
             return
-        if meanwhile is not None:
-            meanwhile()
+        _call(meanwhile)
         with collective_scope("all_gather"):
             gathered = self._own.all_gather(tensor.reshape(-1).to(_SENT_AS[tensor.dtype]))
             out.copy_(gathered.reshape(out.shape))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Overwrite `tensor` with that of rank `src`."""
         if not self._is_recorded(tensor):
             self._host.broadcast(tensor, src)
             return
@@ -512,14 +471,12 @@ class RecordedCollectives:
     def all_reduce(
         self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
     ) -> None:
-        """Overwrite `tensor` with the values of all ranks combined."""
         if not self._is_recorded(tensor):
             self._host.all_reduce(tensor, meanwhile, op=op)
             return
-        if meanwhile is not None:
-            meanwhile()
+        _call(meanwhile)
         with collective_scope("all_reduce"):
-            tensor.copy_(self._own.all_reduce(tensor.to(_ADDED_AS[tensor.dtype]), op))
+            tensor.copy_(self._own.all_reduce(tensor.to(_REDUCED_AS[tensor.dtype]), op))
 
     def _is_recorded(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device.type and tensor.dtype in _SENT_AS and tensor.numel() > 0

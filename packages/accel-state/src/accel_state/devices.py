@@ -295,12 +295,12 @@ def _warn_of_old_torch(kind: DeviceKind) -> None:
 @functools.cache
 def _warn_of_unknown_device() -> None:
     """Warn, once, that torch can use an accelerator that no family has."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is not None and all(found.type != kind.type for kind in KINDS):
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is not None and all(device.type != kind.type for kind in KINDS):
         logger.warning(
             "PyTorch can use a device of type %r, which accel does not know: this process computes on the "
             "CPU (cpu=True says that this is meant).",
-            found.type,
+            device.type,
         )
 
 

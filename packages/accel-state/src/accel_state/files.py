@@ -1,6 +1,7 @@
-"""Read JSON and files of unknown origin; libc.
+"""Read files of unknown origin, and JSON; the C library.
 
-A FIFO in place of a file would be waited for, and `/dev/zero` read until memory is full.
+Opening a FIFO would block, and reading `/dev/zero` would fill memory: only regular files are read, and no
+more of them than a limit.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def open_regular(
     """
     kind = stat.S_IFMT(Path(path).stat().st_mode)
     if kind == stat.S_IFREG:
-        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - it is the caller's; Path has no opener
-        kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)  # another may have taken its name meanwhile
+        file = open(path, "rb", opener=_open_without_blocking)  # noqa: SIM115 - it is the caller's; Path has no opener
+        kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)  # Another file may have replaced it.
         if kind == stat.S_IFREG:
             return file
         file.close()
@@ -98,12 +99,12 @@ def parse_json(
         return json.loads(text if isinstance(text, str) else text.decode(), **how)
     except RecursionError:
         reason = "it is nested too deeply"
-    except ValueError as found:
-        reason = str(found)
+    except ValueError as problem:
+        reason = str(problem)
     raise error(f"{str(path)!r} is no {what}: {reason}")
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def _open_without_blocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 

@@ -68,11 +68,11 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
         ...     pass
     """
 
-    __slots__ = ("_mine", "_operation")
+    __slots__ = ("_monitor", "_operation")
 
     def __init__(self, operation: str) -> None:
         self._operation = operation
-        self._mine: HangMonitor | None = None
+        self._monitor: HangMonitor | None = None
 
     def __enter__(self) -> None:
         monitor = _active
@@ -80,7 +80,7 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
             return
         if monitor.diagnosis is not None:
             raise StalledCollectiveError(monitor.diagnosis)
-        self._mine = monitor
+        self._monitor = monitor
         monitor.failed = None
         monitor.count = number = monitor.count + 1
         monitor.slot = slot = (number, self._operation, call_site(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage] - public in all but name
@@ -89,7 +89,7 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        monitor = self._mine
+        monitor = self._monitor
         if monitor is None:
             return
         if error is None:
@@ -309,9 +309,9 @@ class HangMonitor:
         """Return the last status of ranks, in two requests if all have one; `None` for a rank without one."""
         absent = set(absent_keys(self._store, [f"{rank}" for rank in ranks]))
         present = [f"{rank}" for rank in ranks if f"{rank}" not in absent]
-        found = dict(zip(present, get_all(self._store, present), strict=True))
+        texts = dict(zip(present, get_all(self._store, present), strict=True))
         return {
-            rank: RankStatus.from_text(found[f"{rank}"]) if f"{rank}" in found else None for rank in ranks
+            rank: RankStatus.from_text(texts[f"{rank}"]) if f"{rank}" in texts else None for rank in ranks
         }
 
     def _close_store(self) -> None:

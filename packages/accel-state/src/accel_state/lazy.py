@@ -1,4 +1,4 @@
-"""Names and entry points, imported at first use."""
+"""Import names at their first use: those of a package, by its stub, and those of entry points."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AS_ITSELF = re.compile(r"\b(\w+) as \1\b")
 
 
 class LazyModule(ModuleType):
-    """A package or module whose names live in others.
+    """A package or module whose names are defined in other modules.
 
     What is assigned to such a name replaces it there, too, and in each of our modules that has imported it:
     a program that replaces a function under the documented name replaces the one that is called. Deleting
@@ -157,7 +157,7 @@ class Registry(Generic[Row]):
             SettingsError: Two distributions claim one name, or a built-in one; or what an entry point names
                 cannot be imported, or is no such row.
         """
-        found: dict[str, Row] = {}
+        rows: dict[str, Row] = {}
         values: dict[str, str] = dict.fromkeys(self.built_in, "accel's own")
         for point in self._points(installed):
             if values.setdefault(point.name, point.value) != point.value:
@@ -165,19 +165,19 @@ class Registry(Generic[Row]):
                     f"The entry point {point.name!r} = {point.value!r} in the group {self.group!r} takes "
                     f"a name that {values[point.name]!r} has already; uninstall one of the two."
                 )
-            found[point.name] = self._load(point)
-        return {**found, **self.built_in}
+            rows[point.name] = self._load(point)
+        return {**rows, **self.built_in}
 
     def find(self, name: str, *, source: str | None = None) -> Row:
         """Return one row."""
-        found = self.available()
-        if name not in found:
-            hint = did_you_mean(name, found, "")
+        rows = self.available()
+        if name not in rows:
+            hint = did_you_mean(name, rows, "")
             raise SettingsError(
                 f"{f'{source}: ' if source else ''}There is no {self.noun} {name!r}: registered are "
-                f"{', '.join(map(repr, found))}{f'; {hint}' if hint else '.'}"
+                f"{', '.join(map(repr, rows))}{f'; {hint}' if hint else '.'}"
             )
-        return found[name]
+        return rows[name]
 
     def resolve(self, name: str, reference: Any) -> Any:
         """Import what a row names as `"module:object"`; return anything else as it is."""

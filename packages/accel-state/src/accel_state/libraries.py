@@ -61,10 +61,10 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         raise SettingsError(
             f"operation {operation!r} is unknown: use one of {', '.join(STR_OPERATION_TO_FUNC)}"
         )
-    found = (
+    known = (
         installed_version(library_or_version) if isinstance(library_or_version, str) else library_or_version
     )
-    return STR_OPERATION_TO_FUNC[operation](found, _parsed(requirement_version))
+    return STR_OPERATION_TO_FUNC[operation](known, _parsed(requirement_version))
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -388,17 +388,17 @@ def why_unusable(backend: Fp8Backend, device: Fp8Device, *, emulate: bool = Fals
     """
     if device.type not in backend.devices:
         supported = " or ".join(map(repr, backend.devices))
-        found = f"{backend.title} trains on devices of type {supported}, not {device.type!r}"
-        return f"{found}: {backend.otherwise}."
+        reason = f"{backend.title} trains on devices of type {supported}, not {device.type!r}"
+        return f"{reason}: {backend.otherwise}."
     if device.type != "cuda" or device.capability is None or emulate:
         return None
     least, names = (_MI300, "MI300") if device.is_rocm else (ADA, "Ada, Hopper")
     if device.capability >= least:
         return None
-    found = ".".join(map(str, device.capability))
+    capability = ".".join(map(str, device.capability))
     needed = ".".join(map(str, least))
     return (
-        f"FP8 needs a GPU of compute capability {needed} or newer ({names}), and this one has {found}: "
+        f"FP8 needs a GPU of compute capability {needed} or newer ({names}), and this one has {capability}: "
         "use 'bf16'."
     )
 
@@ -416,12 +416,12 @@ def choose_backend(
         >>> choose_backend(None, Fp8Device(type="cpu"), installed=["TE", "AO"]).title
         'torchao'
     """
-    current = (
-        [one.name for one in BACKENDS if is_installed(one.library)] if installed is None else [*installed]
-    )
-    candidates = [one for one in BACKENDS if one.name in current] if named is None else [BY_NAME[named]]
+    if installed is None:
+        installed = [backend.name for backend in BACKENDS if is_installed(backend.library)]
+    usable = set(installed)
+    candidates = [row for row in BACKENDS if row.name in usable] if named is None else [BY_NAME[named]]
     for backend in candidates:
-        if backend.name in current and why_unusable(backend, device, emulate=emulate) is None:
+        if backend.name in usable and why_unusable(backend, device, emulate=emulate) is None:
             return backend
     wanted = (candidates or BACKENDS)[0]
     reason = why_unusable(wanted, device, emulate=emulate)

@@ -189,10 +189,10 @@ class RankMethods:
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)  # noqa: T201 - it is what was asked for
 
-    def _on(self, function: Any, name: str, mine: int, wanted: int | None) -> Any:
+    def _on(self, function: Any, name: str, own: int, wanted: int | None) -> Any:
         if wanted is None:
             raise ValueError(f"Say which process shall run the function: {name}=0, for example.")
-        return _run_if(mine == wanted or not self.use_distributed, function)
+        return _run_if(own == wanted or not self.use_distributed, function)
 
 
 def _run_if(condition: bool, function: Any) -> Any:

@@ -221,8 +221,8 @@ def compare_calls(
             is, what it calls, and on what.
     """
     where, _ = source_location(call_site(inspect.currentframe()))
-    mine = Call(where=where, operation=operation, detail=detail, leaves=tuple(leaves))
-    calls: list[Call] = collectives.all_gather_object(mine)
+    own = Call(where=where, operation=operation, detail=detail, leaves=tuple(leaves))
+    calls: list[Call] = collectives.all_gather_object(own)
     if len({_comparable(call, rows_differ=rows_differ) for call in calls}) > 1:
         raise DistributedOperationException(explain(calls, rows_differ=rows_differ))
 

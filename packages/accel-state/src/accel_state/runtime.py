@@ -187,15 +187,15 @@ def _check_peer_access(kind: DeviceKind, variables: Mapping[str, str]) -> None:
 
 
 def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topology:
-    found = detect(variables)
+    launched = detect(variables)
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     elif "rank" in group and "world_size" in group:
         rank, world_size = group["rank"], group["world_size"]
     else:
-        return found
-    if (rank, world_size) == (found.rank, found.world_size):
-        return found
+        return launched
+    if (rank, world_size) == (launched.rank, launched.world_size):
+        return launched
     # A group made by hand, as after `torch.multiprocessing.spawn`: one machine unless told otherwise.
     local = int(variables.get("LOCAL_WORLD_SIZE") or world_size)
     local_rank = int(variables.get("LOCAL_RANK") or rank % local)

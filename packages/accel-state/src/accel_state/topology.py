@@ -309,8 +309,8 @@ def get_cpu_distributed_information() -> CPUInformation:
         >>> get_cpu_distributed_information().world_size >= 1
         True
     """
-    found = detect(process_environment.read())
-    return CPUInformation(found.rank, found.world_size, found.local_rank, found.local_world_size)
+    topology = detect(process_environment.read())
+    return CPUInformation(topology.rank, topology.world_size, topology.local_rank, topology.local_world_size)
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:

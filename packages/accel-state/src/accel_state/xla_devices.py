@@ -46,11 +46,11 @@ def check_versions(torch_version: str, xla_version: str) -> None:
     Example:
         >>> check_versions("2.9.1+cpu", "2.9.0")
     """
-    ours, theirs = (".".join(text.split(".")[:2]) for text in (torch_version, xla_version))
-    if ours != theirs:
+    torch_minor, xla_minor = (".".join(text.split(".")[:2]) for text in (torch_version, xla_version))
+    if torch_minor != xla_minor:
         raise MissingDependencyError(
             f"torch {torch_version} and torch_xla {xla_version} are installed, which do not belong together: "
-            f"run `pip install 'torch=={theirs}.*' 'torch_xla=={theirs}.*'`, or pass cpu=True (or set "
+            f"run `pip install 'torch=={xla_minor}.*' 'torch_xla=={xla_minor}.*'`, or pass cpu=True (or set "
             "ACCELERATE_USE_CPU=1) to compute on the CPU."
         )
 
@@ -65,7 +65,7 @@ def topology(launched: Topology) -> Topology:
     runtime = import_module("torch_xla.runtime")
     ranks = runtime.world_size()
     if ranks == 1:
-        found = Topology(rank=runtime.process_index(), world_size=runtime.process_count())
+        known = Topology(rank=runtime.process_index(), world_size=runtime.process_count())
     elif ranks > runtime.process_count():
         raise SettingsError(
             f"torch_xla runs {ranks} ranks in {runtime.process_count()} processes, as threads, which TPU v2 "
@@ -73,20 +73,20 @@ def topology(launched: Topology) -> Topology:
             "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)."
         )
     else:
-        found = Topology(
+        known = Topology(
             rank=runtime.global_ordinal(),
             world_size=ranks,
             local_rank=runtime.local_ordinal(),
             local_world_size=runtime.local_process_count(),
             launcher="torch_xla",
         )
-    if launched.world_size not in {1, found.world_size}:
+    if launched.world_size not in {1, known.world_size}:
         raise SettingsError(
             f"{launched.launcher} started {launched.world_size} processes, and PJRT (PJRT_DEVICE="
-            f"{runtime.device_type()}) knows of {found.world_size}: XLA devices are for processes that "
+            f"{runtime.device_type()}) knows of {known.world_size}: XLA devices are for processes that "
             "torch_xla starts, as `accel launch --tpu` does; pass cpu=True to compute on the CPU."
         )
-    return found
+    return known
 
 
 def group_options(earlier: int) -> dict[str, Any]:
@@ -166,10 +166,10 @@ _inherited: list[tuple[Callable[..., Any], Sequence[Any], int | None]] = []
 
 def _run_inherited() -> Any:
     ((function, args, count),) = _inherited
-    found = import_module("torch_xla.runtime").world_size()
-    if count not in {None, found}:
+    world_size = import_module("torch_xla.runtime").world_size()
+    if count not in {None, world_size}:
         raise SettingsError(
-            f"notebook_launcher(num_processes={count!r}): PJRT runs {found}, one for each device; leave "
+            f"notebook_launcher(num_processes={count!r}): PJRT runs {world_size}, one for each device; leave "
             "num_processes out, or pass 1 for one process that drives all devices."
         )
     return function(*args)

@@ -181,7 +181,7 @@ def parse_file(content: Mapping[str, Any], source: str) -> dict[str, SourcedValu
         >>> parse_file({"num_machines": 2}, "c.yaml")["launch.num_machines"].value
         2
     """
-    found: dict[str, SourcedValue] = {}
+    values: dict[str, SourcedValue] = {}
     problems = ErrorCollector()
     entries = _flat(translate(content).content, source)
     unknown = [key for key, _ in entries if key not in BY_KEY]
@@ -194,14 +194,14 @@ def parse_file(content: Mapping[str, Any], source: str) -> dict[str, SourcedValu
         with problems:
             for sourced in _read(key, value, f"key {key} of {source}"):
                 path = BY_KEY[key].path
-                found[path] = concat(found.get(path), sourced)
+                values[path] = concat(values.get(path), sourced)
     problems.raise_if_any()
-    if any(path.startswith("parallelism.") for path in found):
+    if any(path.startswith("parallelism.") for path in values):
         origin = f"key parallelism_config of {source}"
-        found["parallelism"] = SourcedValue(value=True, layer=Layer.FILE, origin=origin)
-    if "fsdp.xla" in found and found.get("launch.distributed_type", DEFAULT).value == "XLA":
-        found["fsdp"] = found["fsdp.xla"]
-    return found
+        values["parallelism"] = SourcedValue(value=True, layer=Layer.FILE, origin=origin)
+    if "fsdp.xla" in values and values.get("launch.distributed_type", DEFAULT).value == "XLA":
+        values["fsdp"] = values["fsdp.xla"]
+    return values
 
 
 def to_content(settings: Settings) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def _texts(option: Option, value: object, origin: str) -> list[str]:
             raise SettingsError(f"{origin} is {value!r}: expected a single value")
         return [json.dumps(value, default=str)]
     if isinstance(value, (list, tuple)):
-        texts = [_text(one) for one in value]
+        texts = [_text(item) for item in value]
         return texts if option.kind == "list" else [",".join(texts)]
     return [_text(value)]
 
@@ -287,7 +287,7 @@ def _written(option: Option, value: Any) -> Any:
     if option.kind == "list":
         return list(value)
     if isinstance(value, tuple):
-        return ",".join(_text(one) for one in value)
+        return ",".join(_text(item) for item in value)
     return value
 
 

@@ -105,10 +105,10 @@ def value_at(settings: Settings, path: str) -> object:
         (False, None)
     """
     section, _, name = path.partition(".")
-    found = getattr(settings, section)
+    record = getattr(settings, section)
     if not name:
-        return found is not None
-    return None if found is None else getattr(found, name)
+        return record is not None
+    return None if record is None else getattr(record, name)
 
 
 OPTIONS: tuple[Option, ...] = (
@@ -318,7 +318,7 @@ def _switches(sourced: Mapping[str, SourcedValue]) -> tuple[dict[str, SourcedVal
     by_kind = ENGINE_TYPES.get(str(kind.value))
     if by_kind is not None and kind.layer <= asked.get(by_kind, DEFAULT).layer:
         asked[by_kind] = replace(kind, value=True)
-    on = sorted((one.layer, name) for name, one in asked.items() if one.value)
+    on = sorted((switch.layer, name) for name, switch in asked.items() if switch.value)
     conflicts = tuple(
         f"{asked[on[0][1]].origin} asks for {TITLES[on[0][1]]} and {asked[name].origin} for {TITLES[name]}: "
         "choose one."
@@ -345,19 +345,19 @@ def parse_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     Raises:
         SettingsError: Variables cannot be read; the message names all.
     """
-    found: dict[str, SourcedValue | None] = {}
+    values: dict[str, SourcedValue | None] = {}
     problems = ErrorCollector()
     for name, option in BY_VARIABLE.items():
         if name in environ:
             with problems:
-                found[option.path] = parse(option, environ[name], Layer.ENVIRONMENT, f"variable {name}")
+                values[option.path] = parse(option, environ[name], Layer.ENVIRONMENT, f"variable {name}")
     for path, names in SPLIT_VARIABLES.items():
-        if found.get(path) is None and any(environ.get(name) for name in names):
+        if values.get(path) is None and any(environ.get(name) for name in names):
             text = ",".join(environ.get(name) or "false" for name in names)
             with problems:
-                found[path] = parse(BY_PATH[path], text, Layer.ENVIRONMENT, f"variables {', '.join(names)}")
+                values[path] = parse(BY_PATH[path], text, Layer.ENVIRONMENT, f"variables {', '.join(names)}")
     problems.raise_if_any()
-    return {path: value for path, value in found.items() if value is not None}
+    return {path: value for path, value in values.items() if value is not None}
 
 
 def from_environ(environ: Mapping[str, str]) -> Settings:

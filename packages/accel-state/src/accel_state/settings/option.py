@@ -162,12 +162,12 @@ def json_object(text: str) -> dict[str, Any]:
         {'volume_size': 100}
     """
     try:
-        found = json.loads(text)
+        table = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        table = None
+    if not isinstance(table, dict):
         raise ValueError("expected a table (in JSON on the command line)")
-    return found
+    return table
 
 
 _Section = TypeVar("_Section")
@@ -229,8 +229,8 @@ class Option:
     @property
     def sources_help(self) -> str:
         """The variable and the key, for help: `"[VARIABLE; key table.key]"`; empty if there are none."""
-        found = [source for source in (self.variable, self.key and f"key {self.key}") if source]
-        return f"[{'; '.join(found)}]" if found else ""
+        sources = [source for source in (self.variable, self.key and f"key {self.key}") if source]
+        return f"[{'; '.join(sources)}]" if sources else ""
 
 
 def setting(
@@ -271,17 +271,17 @@ def spelled(name: str, table: str, *, variable: str | None = None, **row: Any) -
 
 def rows_of(section: str, kind: type[Any], *, topic: str) -> tuple[Option, ...]:
     """Return the rows of a section, in the order of its fields."""
-    return tuple(_row_of(section, one, topic) for one in fields(kind))
+    return tuple(_row_of(section, item, topic) for item in fields(kind))
 
 
-def _row_of(section: str, one: Field[Any], topic: str) -> Option:
-    row: dict[str, Any] = one.metadata["row"](one.name)
+def _row_of(section: str, item: Field[Any], topic: str) -> Option:
+    row: dict[str, Any] = item.metadata["row"](item.name)
     implied: dict[str, Any] = {"parse": one_of(*row["choices"])} if "choices" in row else {}
-    if str(one.type).startswith("bool"):
-        implied = {"parse": boolean, "const": "true" if one.type == "bool" else None}
-    elif str(one.type).startswith("int"):
+    if str(item.type).startswith("bool"):
+        implied = {"parse": boolean, "const": "true" if item.type == "bool" else None}
+    elif str(item.type).startswith("int"):
         implied = {"parse": integer(1)}
-    return Option(path=f"{section}.{one.name}", topic=topic, **{**implied, **row})
+    return Option(path=f"{section}.{item.name}", topic=topic, **{**implied, **row})
 
 
 def switch(section: str, name: str, **row: Any) -> Option:

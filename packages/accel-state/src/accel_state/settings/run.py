@@ -24,7 +24,7 @@ from accel_state.settings.option import (
 )
 
 _OF_DEVICES = {kind.distributed_type for kind in KINDS if kind.runtime is None}
-DEVICE_TYPES = tuple(one.value for one in DistributedType if one in _OF_DEVICES)
+DEVICE_TYPES = tuple(label.value for label in DistributedType if label in _OF_DEVICES)
 """The values of `distributed_type` that only say on what processes compute."""
 
 ENGINE_TYPES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
@@ -213,7 +213,7 @@ class LaunchSettings:
             (('0', '2'), ())
         """
         text = self.gpu_ids or "all"
-        return () if text.strip().lower() == "all" else tuple(one.strip() for one in text.split(","))
+        return () if text.strip().lower() == "all" else tuple(item.strip() for item in text.split(","))
 
 
 LAUNCH = rows_of("launch", LaunchSettings, topic="processes and machines")

@@ -430,20 +430,20 @@ class Storages:
     def find(self, tensor: Tensor) -> Tracked:
         """Return what is known of a tensor's storage; begin to track it if it is new."""
         key = storage_id(tensor)
-        found = self._table.get(key)
-        if found is None:
+        tracked = self._table.get(key)
+        if tracked is None:
             if len(self._table) > self._limit:
                 self._table = {
-                    key: tracked for key, tracked in self._table.items() if not tracked.reference.expired()
+                    known: row for known, row in self._table.items() if not row.reference.expired()
                 }
                 self._limit = 2 * len(self._table) + _SWEEP
-            found = self._table[key] = Tracked(
+            tracked = self._table[key] = Tracked(
                 StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
             )
-        return found
+        return tracked
 
     def kind(self, tensor: Tensor) -> Kind:
-        """Return where a tensor lies."""
+        """Return where a tensor is stored."""
         return self.find(tensor).kind
 
     def nbytes(self, kind: Kind, device: LateDevice | None = None) -> int:
@@ -611,10 +611,10 @@ class Copy:
 
     def overlaps(self, other: Copy) -> bool:
         """Whether a copy that runs earlier may change what this one's operands hold."""
-        mine = [_addresses(self.target), _addresses(self.source)]
+        own = [_addresses(self.target), _addresses(self.source)]
         return any(
             a[0] < b[1] and b[0] < a[1]
-            for a in mine
+            for a in own
             for b in (_addresses(other.target), _addresses(other.source))
         )
 
@@ -627,9 +627,9 @@ class Copy:
 
     def run(self) -> list[Race]:
         """Copy the bytes; return what was done to the source meanwhile."""
-        found: list[Race] = []
+        races: list[Race] = []
         if self.expected is not None and not _same_bytes(self.expected, self.source):
-            found = [
+            races = [
                 Race(
                     f"a copy\n    at {self.where}",
                     "a change of the memory that a copy reads, by the host or by a stream",
@@ -637,7 +637,7 @@ class Copy:
             ]
         with torch.no_grad():
             self.target.copy_(self.source)
-        return found
+        return races
 
 
 _LOWEST = {torch.uint8: 255, torch.uint16: 65535, torch.uint32: 2**32 - 1}
@@ -649,6 +649,6 @@ def _addresses(tensor: Tensor) -> tuple[int, int]:
     return base + start, base + end
 
 
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
-    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)]
+def _same_bytes(first: Tensor, second: Tensor) -> bool:
+    flat = [tensor.reshape(-1).view(torch.uint8) for tensor in (first, second)]
     return torch.equal(*flat)

@@ -75,31 +75,31 @@ class ThreadRanks:
             AssertionError: Ranks are in different collectives.
             threading.BrokenBarrierError: Some ranks have not come in time.
         """
-        mine = runtime._current  # pyright: ignore[reportPrivateUsage]
+        own = runtime._current  # pyright: ignore[reportPrivateUsage]
         if rank == 0:
             self.messages.append(name)
         self._posted[rank] = (name, copy.deepcopy(value))
         self._turn.release()
         try:
             self._barrier.wait()
-            found = [self._posted[other] for other in range(self.size)]
+            posted = [self._posted[other] for other in range(self.size)]
             self._barrier.wait()
         finally:
             self._turn.acquire()
-            runtime._current = mine  # pyright: ignore[reportPrivateUsage]
-        if any(other != name for other, _ in found):
-            raise AssertionError(f"The ranks are in different collectives: {[other for other, _ in found]}.")
-        return [copy.deepcopy(value) for _, value in found]
+            runtime._current = own  # pyright: ignore[reportPrivateUsage]
+        if any(other != name for other, _ in posted):
+            raise AssertionError(f"The ranks are in different collectives: {[other for other, _ in posted]}.")
+        return [copy.deepcopy(value) for _, value in posted]
 
     def _run_rank(self, rank: int, body: Callable[[int], Any], results: list[Any]) -> None:
-        mine = runtime.Runtime(
+        own = runtime.Runtime(
             topology=Topology(rank=rank, world_size=self.size, local_rank=rank, local_world_size=self.size),
             collectives=ThreadCollectives(rank, self),
             debug=self.debug,
             device=self.device,
         )
         with self._turn:
-            runtime._current = mine  # pyright: ignore[reportPrivateUsage]
+            runtime._current = own  # pyright: ignore[reportPrivateUsage]
             try:
                 results[rank] = body(rank)
             except Exception as error:  # noqa: BLE001 - the test looks at it, whatever it is
@@ -119,21 +119,21 @@ class ThreadCollectives:
 
     def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """Send some bytes to every rank; what is behind them in the rows is 255."""
-        found = self._exchange("exchange_chunks", chunk.detach())
+        chunks = self._exchange("exchange_chunks", chunk.detach())
         rows = torch.full((self.world_size, self.chunk_bytes), 255, dtype=torch.uint8)
-        for row, received in zip(rows, found, strict=True):
+        for row, received in zip(rows, chunks, strict=True):
             row[: len(received)] = received
-        _do(meanwhile)
+        _call(meanwhile)
         return rows
 
     def all_gather_into(
         self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> None:
         """Fill `out` with the tensors of all ranks, in rank order."""
-        found = self._alike("all_gather_into", tensor)
-        for part, received in zip(out.view(self.world_size, -1), found, strict=True):
+        tensors = self._alike("all_gather_into", tensor)
+        for part, received in zip(out.view(self.world_size, -1), tensors, strict=True):
             part.copy_(received.view(-1))
-        _do(meanwhile)
+        _call(meanwhile)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite `tensor` with that of rank `src`."""
@@ -148,10 +148,10 @@ class ThreadCollectives:
         self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
     ) -> None:
         """Overwrite `tensor` with the values of all ranks combined."""
-        combined = torch.stack([one.to(_wide(one.dtype)) for one in self._alike("all_reduce", tensor)])
+        combined = torch.stack([part.to(_wide(part.dtype)) for part in self._alike("all_reduce", tensor)])
         by_op = {"sum": combined.sum, "max": combined.amax, "min": combined.amin, "prod": combined.prod}
         tensor.copy_(by_op[op](0))
-        _do(meanwhile)
+        _call(meanwhile)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Gather the objects of all ranks, in rank order."""
@@ -169,10 +169,12 @@ class ThreadCollectives:
         """Return the tensors of all ranks, which have one shape and dtype."""
         if not tensor.is_contiguous():
             raise AssertionError(f"{name}: the tensor of rank {self.rank} is not contiguous.")
-        found = self._exchange(name, tensor.detach())
-        if any((one.shape, one.dtype) != (tensor.shape, tensor.dtype) for one in found):
-            raise AssertionError(f"{name}: the ranks have {[(one.dtype, [*one.shape]) for one in found]}.")
-        return found
+        tensors = self._exchange(name, tensor.detach())
+        if any((other.shape, other.dtype) != (tensor.shape, tensor.dtype) for other in tensors):
+            raise AssertionError(
+                f"{name}: the ranks have {[(other.dtype, [*other.shape]) for other in tensors]}."
+            )
+        return tensors
 
     def _exchange(self, name: str, value: Any) -> list[Any]:
         return self._ranks.exchange(self.rank, name, value)
@@ -185,9 +187,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else torch.int64
 
 
-def _do(work: Callable[[], None] | None) -> None:
-    if work is not None:
-        work()
+def _call(meanwhile: Callable[[], None] | None) -> None:
+    if meanwhile is not None:
+        meanwhile()
 
 
 def _done() -> None:
