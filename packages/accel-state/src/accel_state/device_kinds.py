@@ -1,6 +1,6 @@
-"""Table of device families; driver facts; torch-free.
+"""Table of device families, and what drivers report, without importing torch.
 
-Without torch, so that settings and the command derive their lists from it; `probe` and `module` import it.
+Settings and the command derive their lists from the table; only `probe` and `module` import torch.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from accel_state.labels import DistributedType
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceKind:
@@ -34,12 +36,12 @@ class DeviceKind:
         distributed_type: What users call several processes on such devices.
         visible_devices_env: The variable that restricts which devices a process sees.
         rng_key: The `RNGType` of its random number generator, if it has one of its own.
-        plugin: The package that teaches torch the device type, if torch does not know it by itself.
+        plugin: The package that registers the device type with torch, if torch does not know it by itself.
         least_torch: The oldest torch with which all works; `None` for that of the package's metadata.
         probe: Whether a device of this family can be used by this process.
-        runtime: The module that stands for `torch.<type>`, for devices that torch does not know. It also says
-            which ranks there are (`topology`), how they meet (`group_options`), makes their `collectives`,
-            and executes what was recorded (`flush`), since such devices record operations.
+        runtime: The module in place of `torch.<type>`, for devices that torch does not know. It also finds
+            the ranks (`topology`) and how they connect (`group_options`), makes their `collectives`, and
+            executes what was recorded (`flush`), since such devices record operations.
     """
 
     name: str
@@ -130,7 +132,7 @@ KINDS: tuple[DeviceKind, ...] = (
     _row("xla", "xla", DistributedType.XLA, "TPU_VISIBLE_CHIPS", "torch_xla", **_XLA),
     _row("cpu", "gloo", DistributedType.MULTI_CPU, None, rng_key=None, probe=lambda: True),
 )
-"""In probe order; the CPU, which is always there, comes last."""
+"""All families in probe order; the CPU, which always works, is last."""
 
 WITHOUT_STORAGE = frozenset(kind.type for kind in KINDS if kind.runtime is not None)
 """Types of devices whose tensors have no storage that could be addressed."""
@@ -140,7 +142,7 @@ CPU = BY_NAME["cpu"]
 
 
 def available_kind() -> DeviceKind:
-    """The first family of `KINDS` of which this process can use a device.
+    """Return the first family of `KINDS` of which this process can use a device.
 
     Example:
         >>> available_kind().probe()
@@ -150,7 +152,7 @@ def available_kind() -> DeviceKind:
 
 
 def kind_of(device: torch.device) -> DeviceKind:
-    """The family that a device belongs to.
+    """Return the family of a device.
 
     Raises:
         ValueError: No family has devices of this type.
@@ -168,7 +170,7 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 
 def runtime_module(device: torch.device) -> Any:
-    """The module that stands for `torch.<type>` of a device that torch does not know; `None` for any other.
+    """Return the module in place of `torch.<type>` for a device that torch does not know, else `None`.
 
     Example:
         >>> import torch
@@ -185,8 +187,6 @@ PEER_ACCESS_DRIVER = Version("550.40.07")
 """The first driver of NVIDIA whose peer-to-peer copies are right on consumer cards."""
 
 _KERNEL = Version("5.5.0")
-
-logger = logging.getLogger(__name__)
 
 
 def get_gpu_info() -> tuple[list[str], int]:

@@ -1,4 +1,4 @@
-"""PartialState and its rank methods."""
+"""PartialState: rank, world size and device of this process, with the methods that ask for the rank."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from accel_state.libraries import require
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings, from_environ
 
+logger = logging.getLogger(__name__)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class RankMethods:
-    """The methods that `PartialState`, `AcceleratorState` and `Accelerator` have in common."""
+    """Methods of `PartialState`, `AcceleratorState` and `Accelerator` that ask for the rank."""
 
     __slots__ = ()
 
@@ -65,7 +67,7 @@ class RankMethods:
         self._process.runtime.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Run a block on the main process first, then on the others.
+        """Run a block on the main process first, then on the other ranks.
 
         Example:
             >>> from accel_state import PartialState
@@ -75,7 +77,7 @@ class RankMethods:
         return goes_first(self.is_main_process, self.wait_for_everyone)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run a block on the first process of each node first, then on the others."""
+        """Run a block on the first process of each node first, then on the other ranks."""
         return goes_first(self.is_local_main_process, self.wait_for_everyone)
 
     @overload
@@ -219,7 +221,7 @@ def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
 
 @contextmanager
 def goes_first(first: bool, barrier: Callable[[], None]) -> Generator[None]:
-    """Run the block on some ranks first, then on the others.
+    """Run the block on some ranks first, then on the other ranks.
 
     Args:
         first: Whether this rank is one of the first.
@@ -301,11 +303,8 @@ def _is_dataset(inputs: Any) -> bool:
     )
 
 
-logger = logging.getLogger(__name__)
-
-
 class SharedState(RankMethods):
-    """What `PartialState` and `AcceleratorState` have in common: attributes that all instances share."""
+    """Base of `PartialState` and `AcceleratorState`: attributes that all instances share."""
 
     _shared_state: ClassVar[dict[str, Any]]
 
@@ -320,7 +319,7 @@ class SharedState(RankMethods):
 
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
-        message = f"{kind!r} object has no attribute {name!r}"  # Python's words, which programs look for
+        message = f"{kind!r} object has no attribute {name!r}"  # Programs look for these words of Python.
         if not name.startswith("__") and not self._shared_state:
             message += (
                 f". This happens if `{kind}._reset_state()` was called and no `{kind}()` or `Accelerator()` "
@@ -355,7 +354,7 @@ class PartialState(SharedState):
         backend (str | None): The backend that moves tensors between processes; `None` for one process.
         debug (bool): Whether collectives check first that all ranks agree.
         fork_launched (bool): Whether a notebook's launcher forked this process.
-        runtime (Runtime): The record behind this face.
+        runtime (Runtime): The record behind this class.
 
     Raises:
         SettingsError: The environment or `kwargs` ask for what cannot be done, or for something else

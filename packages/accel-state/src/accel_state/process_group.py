@@ -1,9 +1,9 @@
-"""Destroy groups; use their store from threads.
+"""Make and destroy the default process group; use its store from several threads.
 
-gloo's destructor waits for collectives that have not completed, NCCL's `shutdown` for kernels; both for as
-long as the limit of the group allows, half an hour by default. A rank that is dead breaks its connections,
-and ends such a wait at once under gloo; one that is stopped or busy elsewhere does not. Where nothing may
-wait, gloo's groups are therefore left to the end of the process, and NCCL gets some seconds.
+gloo's destructor waits for collectives that have not completed, NCCL's `shutdown` for kernels; both up to the
+timeout of the group, half an hour by default. A dead rank breaks its connections, which ends such a wait at
+once under gloo; a rank that is stopped or busy elsewhere does not. Where nothing may wait, gloo's groups are
+therefore left to the end of the process, and NCCL gets some seconds.
 
 Before the interpreter ends, gloo's threads have to finish: a collective is done as soon as its result is
 there, and the thread that has carried it out drops it a moment later, and with it the last reference to its
@@ -36,26 +36,9 @@ from torch.distributed import (
 from accel_state.libraries import is_torch_version
 from accel_state.torch_private import abort_process_groups, process_groups
 
-EXIT_LIMIT_S = 5.0  # what is left undone at the end of a program; the usual end takes milliseconds
-FAILED_LIMIT_S = 1.0
-_NAME = "pt_gloo_runloop"  # in newer versions of torch; 2.9 and older give no name
-_PAUSE = 0.001
-_CALM = 3  # looks in a row that find all asleep: one may have waited for the lock that a look held
-_LIMIT = (
-    5.0  # seconds; a thread that waits for another rank sleeps, so this is for a machine without any time
-)
-
 logger = logging.getLogger(__name__)
-
 _joined: tuple[int, weakref.ref[Any]] | None = None
-_number = 0
-
-
-def joined() -> None:
-    """Record that this process has initialised the default group, which `destroy_at_exit` destroys."""
-    global _joined, _number  # noqa: PLW0603 - a process has one default group at a time
-    _number = groups_joined() + 1
-    _joined = os.getpid(), weakref.ref(dist.group.WORLD)
+_num_joined = 0
 
 
 def join_single(backend: str | None, device: torch.device) -> None:
@@ -77,9 +60,19 @@ def bound_device(backend: str, device: torch.device) -> dict[str, Any]:
     return {"device_id": device}
 
 
+def joined() -> None:
+    """Record that this process has initialised the default group, which `destroy_at_exit` destroys."""
+    global _joined, _num_joined  # noqa: PLW0603 - a process has one default group at a time
+    _num_joined = groups_joined() + 1
+    _joined = os.getpid(), weakref.ref(dist.group.WORLD)
+
+
 def groups_joined() -> int:
     """Return how many default process groups this process has initialised, itself and not its parent."""
-    return _number if _joined is not None and _joined[0] == os.getpid() else 0
+    return _num_joined if _joined is not None and _joined[0] == os.getpid() else 0
+
+
+FAILED_LIMIT_S = 1.0
 
 
 def destroy(group: Any = None) -> None:
@@ -94,21 +87,26 @@ def destroy(group: Any = None) -> None:
         _destroy_with_timeout(FAILED_LIMIT_S, abort=True)
 
 
+EXIT_LIMIT_S = 5.0  # for destroying groups at the end of a program, which usually takes milliseconds
+
+
 def destroy_at_exit() -> None:
     """Destroy the default process group at the end of the program, if this process has initialised it."""
     if _joined is None or not dist.is_initialized():
         return
     pid, group = _joined
     if pid != os.getpid() or group() is not dist.group.WORLD:
-        return  # a forked child has no threads that could be joined; a group of the user is theirs
-    failed = getattr(sys, "last_value", None) is not None  # what the interpreter has shown of an exception
+        return  # A forked child has no threads that could be joined; a group that the user made is not ours.
+    failed = getattr(sys, "last_value", None) is not None  # The interpreter has printed an exception.
     _destroy_with_timeout(FAILED_LIMIT_S if failed else EXIT_LIMIT_S, abort=failed)
 
 
 def _destroy_with_timeout(seconds: float, *, abort: bool) -> None:
     """Destroy all groups in another thread; abandon it after a timeout."""
     for group in process_groups():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # gloo's destructor would wait
+        ctypes.pythonapi.Py_IncRef(
+            ctypes.py_object(group)
+        )  # Without a reference, gloo's destructor would wait.
     end = abort_process_groups if abort else dist.destroy_process_group
     thread = threading.Thread(target=_run, args=(end,), name="accel-destroy", daemon=True)
     try:
@@ -132,6 +130,12 @@ def _run(end: Any) -> None:
         logger.debug("the process group could not be destroyed: %s", error)
 
 
+_THREAD_NAME = "pt_gloo_runloop"  # given by newer versions of torch than 2.9
+_PAUSE = 0.001
+_CALM = 3  # polls in a row that see all threads asleep: a thread may wait for the lock that a poll holds
+_LIMIT = 5.0  # seconds; a thread that waits for another rank sleeps: this is for a machine without free cores
+
+
 def wait_for_gloo_threads(*, or_unnamed: bool = False) -> None:
     """Wait until no thread of gloo runs.
 
@@ -144,21 +148,21 @@ def wait_for_gloo_threads(*, or_unnamed: bool = False) -> None:
     calm, deadline = 0, time.monotonic() + _LIMIT
     while calm < _CALM and time.monotonic() < deadline:
         time.sleep(_PAUSE)  # which hands over the lock
-        calm = 0 if any(map(_runs, threads)) else calm + 1
+        calm = 0 if any(map(_is_running, threads)) else calm + 1
 
 
 def _threads(*, or_unnamed: bool) -> list[Path]:
-    """The folders of gloo's threads in `/proc`, which only Linux has."""
+    """Return the folders of gloo's threads in `/proc`, which only Linux has."""
     threads = list(Path("/proc/self/task").glob("*"))
-    named = [path for path in threads if _read(path / "comm").strip() == _NAME]
+    named = [path for path in threads if _read(path / "comm").strip() == _THREAD_NAME]
     if named or not or_unnamed:
         return named
     known = {str(thread.native_id) for thread in threading.enumerate()}
     return [path for path in threads if path.name not in known]
 
 
-def _runs(thread: Path) -> bool:
-    """Whether a thread runs or would run if there were a core for it, rather than wait for something."""
+def _is_running(thread: Path) -> bool:
+    """Return whether a thread runs, or would run if a core were free, rather than wait for something."""
     return _read(thread / "stat").rpartition(")")[2].split()[:1] == ["R"]
 
 
