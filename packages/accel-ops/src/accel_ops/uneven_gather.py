@@ -45,8 +45,8 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     if not at_once:
         predictor.catch_up(collectives.rank)
     capacity = at_once or predictor.capacity()
-    likely = extras.get(("likely", world_size, capacity, device))
-    pending = PendingGather(flat, likely, device) if likely is not None else None
+    predicted = extras.get(("predicted", world_size, capacity, device))
+    pending = PendingGather(flat, predicted, device) if predicted is not None else None
     # 2. Exchange headers and data. The scope includes the read, which waits for a GPU's collective.
     with collective_scope("gather"):
         if at_once:
@@ -79,7 +79,7 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
             ranks = [packing.at_rows(flat.plan.buckets, counts) for counts in rows]
         layout = _layout_of(ranks, flat.plan.restore, header.start, received, sizes)
         _keep(flat.plan, (sizes, capacity, device), layout)
-    _keep(flat.plan, ("likely", world_size, capacity, device), layout)
+    _keep(flat.plan, ("predicted", world_size, capacity, device), layout)
     return PendingGather(flat, layout, device).finish(received)
 
 

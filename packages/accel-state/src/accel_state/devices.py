@@ -137,7 +137,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 @functools.cache
 def is_cuda_available() -> bool:
-    """Return whether torch can use an NVIDIA or AMD GPU, without initialising CUDA: forking stays possible."""
+    """Return whether torch can use an NVIDIA or AMD GPU; CUDA stays uninitialised, so one may fork."""
     with patch_environment(pytorch_nvml_based_cuda_check="1"):
         return torch.cuda.is_available()
 
