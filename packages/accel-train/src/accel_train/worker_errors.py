@@ -45,7 +45,7 @@ def worker_error(kind: str, message: str, trace: str, rank: int, time: float) ->
     return {"message": {"message": f"{kind}: {message}", "extraInfo": details}}
 
 
-_STACK_FILE = "stood-{}.txt"
+_STACK_FILE = "stack-{}.txt"
 
 
 def stack_file(error_file: str, rank: int) -> Path:

@@ -62,9 +62,9 @@ class Accelerator(
         project_dir: Directory of the project's files.
         project_config: That and more about them.
         gradient_accumulation_plugin: The number of micro-batches and more about them.
-        step_scheduler_with_optimizer: Whether schedulers step only when their optimizers have, and as
-            `step_scheduler_per` says; else they step at every call.
-        kwargs_handlers: Options of what PyTorch does for us: one each of `AutocastKwargs`,
+        step_scheduler_with_optimizer: Whether schedulers step only when their optimizers have stepped, by
+            the clock of `step_scheduler_per`; else they step at every call.
+        kwargs_handlers: Options of PyTorch's own parts, one each of `AutocastKwargs`,
             `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`.
         dynamo_backend: With which compiler `prepare` compiles models; else `ACCELERATE_DYNAMO_BACKEND`.
         dynamo_plugin: The compiler and its options.
@@ -75,7 +75,7 @@ class Accelerator(
             for every process when the optimizer steps, `"update"` once, `"sample"` by the samples that were
             read; `"process"` if `None`, with a line in the log.
         on_tracker_error: What an error of a tracker does: `"raise"` raises it on the main process; `"warn"`
-            says it in one line, and the training goes on.
+            logs a line, and the training continues.
         strategy: How models are trained: the name of a strategy, such as `"ddp"` or that of an installed
             distribution, or a `StrategySpec`. If `None`, that of an earlier `Accelerator`, else
             `ACCELERATE_STRATEGY`, else the first that applies to the plugins and the number of processes.
@@ -83,8 +83,8 @@ class Accelerator(
             which data was waited for, under names that begin with `system/`.
 
     Raises:
-        SettingsError: An argument, or an environment variable that stands for it, cannot be used.
-        UnsupportedError: What was asked for is not available.
+        SettingsError: An argument, or its environment variable, cannot be used.
+        UnsupportedError: A requested feature is not available.
 
     Example:
         >>> import torch

@@ -372,7 +372,7 @@ class ObserveFacet(Facet):
             profile_handler: What to record; the accelerator's `ProfileKwargs` if `None`.
 
         Raises:
-            SettingsError: The profiler cannot be built as the handler says.
+            SettingsError: The profiler cannot be built with the handler's options.
             MissingDependencyError: A flame graph needs plotly, which is not installed.
 
         Example:

@@ -47,7 +47,7 @@ class SteppingFacet(Facet):
         Raises:
             TypeError: The loss is no tensor.
             ValueError: `num_items` is no such number, or was given in some backward passes of a window only.
-            UnsupportedError: The strategy cannot count items, or it is asked to within `join_uneven_inputs`.
+            UnsupportedError: The strategy cannot count items, or is asked to within `join_uneven_inputs`.
 
         Example:
             >>> import torch
