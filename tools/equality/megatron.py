@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-HARNESS = Path(__file__).resolve().parents[1] / "tests-integration"
+HARNESS = Path(__file__).resolve().parents[2] / "tests-integration"
 
 
 class FaultyStep(GPTTrainStep):
