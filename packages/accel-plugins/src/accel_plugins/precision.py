@@ -283,7 +283,12 @@ class LossScaling:
     def add(self, optimizers: Iterable[Optimizer]) -> None:
         """Add optimizers, whose steps an update waits for; the dtypes of their parameters are checked now."""
         for optimizer in optimizers:
-            if self.scaler.is_enabled() and not self._master_weights and _has_half_parameters(optimizer):
+            has_half = any(
+                p.dtype is torch.float16 and p.requires_grad
+                for group in optimizer.param_groups
+                for p in group["params"]
+            )
+            if has_half and self.scaler.is_enabled() and not self._master_weights:
                 raise SettingsError(
                     f"{type(optimizer).__qualname__} trains parameters in float16 with "
                     "mixed_precision='fp16', whose loss scaling needs them in float32. Load the model in "
@@ -399,14 +404,6 @@ class LossScaling:
         self._stepped.clear()
         self._unscaled.clear()
         self._versions.clear()
-
-
-def _has_half_parameters(optimizer: Optimizer) -> bool:
-    return any(
-        p.dtype is torch.float16 and p.requires_grad
-        for group in optimizer.param_groups
-        for p in group["params"]
-    )
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

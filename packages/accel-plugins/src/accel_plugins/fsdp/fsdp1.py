@@ -237,11 +237,13 @@ class Fsdp1Wrapper:
             init = partial(nn.Module.to_empty, device=device, recurse=False)
         # 3. Wrap it.
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
+        # On the CPU nothing is to be offloaded, and FSDP1 would pin memory, which needs a driver.
+        offload = plugin.cpu_offload if isinstance(plugin.cpu_offload, CPUOffload) and not on_cpu else None
         with hang_monitor.collective_scope("prepare"), suppress_fsdp1_warnings(), _explain_errors(model):
             root = FullyShardedDataParallel(
                 model,
                 sharding_strategy=plugin.sharding_strategy,  # pyright: ignore[reportArgumentType] - settled by the plugin
-                cpu_offload=_offload(plugin, on_cpu=on_cpu),
+                cpu_offload=offload,
                 auto_wrap_policy=plugin.auto_wrap_policy,  # pyright: ignore[reportArgumentType] - settled above
                 backward_prefetch=plugin.backward_prefetch,  # pyright: ignore[reportArgumentType] - settled by the plugin
                 mixed_precision=plugin.mixed_precision_policy,  # pyright: ignore[reportArgumentType] - settled by the plugin
@@ -263,11 +265,6 @@ class Fsdp1Wrapper:
         self.roots.add(root)
         self.remap.add(root, before, parameters_by_name(root, flat=not plugin.use_orig_params))
         return root
-
-
-def _offload(plugin: FullyShardedDataParallelPlugin, *, on_cpu: bool) -> CPUOffload | None:
-    # On the CPU nothing is to be offloaded, and FSDP1 would pin memory, which needs a driver.
-    return None if on_cpu or not isinstance(plugin.cpu_offload, CPUOffload) else plugin.cpu_offload
 
 
 @contextmanager

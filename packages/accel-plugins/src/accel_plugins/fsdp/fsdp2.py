@@ -160,7 +160,9 @@ class FullSharding:
         for unit in units:
             cast("Any", type(unit)).__deepcopy__ = _refuse_copy
         if plugin.forward_prefetch:
-            _prefetch_forward(model)
+            sharded = [cast("Any", module) for module in model.modules() if isinstance(module, FSDPModule)]
+            for unit, following in itertools.pairwise(sharded):
+                unit.set_modules_to_forward_prefetch([following])
 
     def validate(self, model: nn.Module) -> None:
         """Check that torch can shard a model."""
@@ -258,9 +260,3 @@ def _refuse_copy(model: nn.Module, _: Any) -> NoReturn:
         f"{type(model).__name__} is sharded by FSDP2 and cannot be copied. Make the copy, or the "
         "torch.optim.swa_utils.AveragedModel, before prepare(), and pass both to prepare()."
     )
-
-
-def _prefetch_forward(model: nn.Module) -> None:
-    units = [cast("Any", module) for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit, following in itertools.pairwise(units):
-        unit.set_modules_to_forward_prefetch([following])
