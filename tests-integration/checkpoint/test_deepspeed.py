@@ -53,8 +53,8 @@ class Run:
         model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 1))
         model[0].bias.requires_grad_(requires_grad=False)
         decays = [p for p in model.parameters() if p.dim() > 1]
-        others = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
-        optimizer = torch.optim.AdamW([{"params": decays}, {"params": others, "weight_decay": 0.0}], lr=0.05)
+        vectors = [p for p in model.parameters() if p.dim() < 2 and p.requires_grad]
+        optimizer = torch.optim.AdamW([{"params": decays}, {"params": vectors, "weight_decay": 0.0}], lr=0.05)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         generator = torch.Generator().manual_seed(3)
         data = TensorDataset(torch.randn(96, 5, generator=generator), torch.randn(96, 1, generator=generator))
@@ -82,17 +82,17 @@ class Run:
         return self
 
     def state(self):
-        found = self.accelerator.get_state_dict(self.model)
-        return {name: value.clone() for name, value in found.items()}
+        weights = self.accelerator.get_state_dict(self.model)
+        return {name: value.clone() for name, value in weights.items()}
 
     def end(self):
         self.accelerator.free_memory()
 
 
-def assert_same(found, wanted, tolerance=0.0):
-    assert found.keys() == wanted.keys()
+def assert_same(actual, wanted, tolerance=0.0):
+    assert actual.keys() == wanted.keys()
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name].float(), value.float(), rtol=0, atol=tolerance)
+        torch.testing.assert_close(actual[name].float(), value.float(), rtol=0, atol=tolerance)
 
 
 def shared(tmp_path):
@@ -149,7 +149,7 @@ def native_batch(number):
     return torch.randn(8, 5, generator=generator), torch.randn(8, 1, generator=generator)
 
 
-def mine(batch):
+def shard_of(batch):
     return [tensor[4 * dist.get_rank() : 4 * dist.get_rank() + 4] for tensor in batch]
 
 
@@ -166,7 +166,7 @@ def train_without_us(stage, folder):
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for number in range(3):
-        inputs, targets = mine(native_batch(number))
+        inputs, targets = shard_of(native_batch(number))
         engine.backward(nn.functional.mse_loss(engine(inputs), targets))
         engine.step()
     engine.save_checkpoint(folder)
@@ -205,7 +205,7 @@ def test_a_folder_of_deepspeed_alone_goes_on_elsewhere(stage, after, tmp_path):
         for number in (3, 4):
             if state := accelerator.get_state_dict(model):
                 assert_same(state, right.state_dict(), 1e-6)
-            inputs, targets = mine(native_batch(number))
+            inputs, targets = shard_of(native_batch(number))
             accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
@@ -231,9 +231,9 @@ def test_the_folder_of_an_engine_is_read_without_an_engine(stage, tmp_path):
         trained = {name for name, p in run.model.module.named_parameters() if p.requires_grad}
         assert {*state["state"]} == trained
         assert [len(group["params"]) for group in state["param_groups"]] == [2, 3]
-        assert all(one["step"] == 2 for one in state["state"].values())
+        assert all(entry["step"] == 2 for entry in state["state"].values())
         shapes = {name: value.shape for name, value in folder.weights().items()}
-        assert all(one["exp_avg"].shape == shapes[name] for name, one in state["state"].items())
+        assert all(entry["exp_avg"].shape == shapes[name] for name, entry in state["state"].items())
         run.end()
 
 

@@ -74,8 +74,8 @@ def test_gradients_that_are_given_up_do_not_come_back(stage):
         assert strategy.stepper.step(optimizer)
         right = make_model()
         for rank in range(2):
-            theirs = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(rank))
-            (right(theirs[1]).mean() / 2).backward()
+            batch = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(rank))
+            (right(batch[1]).mean() / 2).backward()
         torch.optim.SGD(right.parameters(), lr=0.1).step()
         for name, value in right.state_dict().items():
             torch.testing.assert_close(whole(strategy, engine)[name], value, rtol=0, atol=1e-6)
@@ -170,13 +170,16 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_before_it_begins():
             strategy.wrapper.check(Bundle(models=several, optimizers=optimizers))
 
     with deepspeed_process():
-        one, other = make_model(), make_model()
-        foreign = torch.optim.SGD(other.parameters(), lr=0.1)
+        first, second = make_model(), make_model()
+        foreign = torch.optim.SGD(second.parameters(), lr=0.1)
         refused(
-            SettingsError, r"4 of the 4 parameter\(s\) of SGD do not belong", model=one, optimizers=[foreign]
+            SettingsError,
+            r"4 of the 4 parameter\(s\) of SGD do not belong",
+            model=first,
+            optimizers=[foreign],
         )
         refused(SettingsError, "together", models=[], optimizers=[foreign])
-        refused(UnsupportedError, "one model with one optimizer", models=[one, other])
+        refused(UnsupportedError, "one model with one optimizer", models=[first, second])
         zero = {"stage": 2}
         refused(
             SettingsError, "'gradient_clippin'.*'gradient_clipping'", hf_ds_config={"gradient_clippin": 1.0}

@@ -105,8 +105,8 @@ def test_two_ranks_end_like_one_process(stage):
                     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
                     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
                     prepared = accelerator.prepare(model, optimizer, scheduler, make_loader())
-                    found = train(accelerator, *prepared, clip=clip)
-                    assert found == pytest.approx(norms, abs=1e-5)
+                    actual = train(accelerator, *prepared, clip=clip)
+                    assert actual == pytest.approx(norms, abs=1e-5)
                     assert_equal(accelerator, prepared[0], right)
                     assert accelerator.distributed_type == "DEEPSPEED"
 
@@ -218,9 +218,9 @@ def test_evaluation_counts_every_sample_once_and_other_strategies_refuse_what_st
             model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
             model.eval()
             with torch.no_grad():
-                found = torch.cat([accelerator.gather_for_metrics(model(batch)) for batch in loader])
+                outputs = torch.cat([accelerator.gather_for_metrics(model(batch)) for batch in loader])
             wanted = make_model()(torch.arange(13.0)[:, None].expand(13, 5))
-            torch.testing.assert_close(found.sort(0).values, wanted.detach().sort(0).values)
+            torch.testing.assert_close(outputs.sort(0).values, wanted.detach().sort(0).values)
             with pytest.raises(UnsupportedError, match="ITEM_COUNTS"):
                 accelerator.backward(model(torch.ones(1, 5)).sum(), num_items=3)
         AcceleratorState._reset_state()

@@ -52,8 +52,8 @@ def with_float16():
 
 
 def whole(accelerator, model):
-    found = accelerator._parts.strategy.persister.full_state_dict(model, exact=True)
-    return {name: value.clone() for name, value in found.items()}
+    weights = accelerator._parts.strategy.persister.full_state_dict(model, exact=True)
+    return {name: value.clone() for name, value in weights.items()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -84,14 +84,14 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(stage):
             assert torch.equal(value, before[name])
         right = make_model().half().float()
         optimizer_alone = torch.optim.SGD(right.parameters(), lr=0.1)
-        mine, theirs = rows(dist.get_rank())[1], [rows(rank)[1] for rank in range(WORLD)]
-        accelerator.backward(model(mine).square().mean())
+        shard, shards = rows(dist.get_rank())[1], [rows(rank)[1] for rank in range(WORLD)]
+        accelerator.backward(model(shard).square().mean())
         norm = accelerator.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
         schedule.step()
         assert not optimizer.step_was_skipped
         assert schedule.get_last_lr() == [pytest.approx(0.1 / 3)]
-        (right(torch.cat(theirs)).square().mean()).backward()
+        (right(torch.cat(shards)).square().mean()).backward()
         wanted = nn.utils.clip_grad_norm_(right.parameters(), 0.05)
         optimizer_alone.step()
         if norm is not None:
@@ -133,9 +133,9 @@ class Experts(nn.Module):
         weights, chosen = self.router(x).softmax(-1).max(-1)
         out = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
-            mine = chosen == index
-            if mine.any():
-                out[mine] = expert(x[mine]) * weights[mine, None]
+            is_chosen = chosen == index
+            if is_chosen.any():
+                out[is_chosen] = expert(x[is_chosen]) * weights[is_chosen, None]
         return x + out
 
 
@@ -186,8 +186,8 @@ def test_experts_are_gathered_together_whichever_are_used(make):
         alone = torch.optim.SGD(right.parameters(), lr=0.1)
         plugin = {"hf_ds_config": {"zero_optimization": DIVIDE_ALL}, "transformer_moe_cls_names": name}
         with prepared(plugin, model) as (accelerator, engine, optimizer, _):
-            leaves = [one for one in engine.module.modules() if getattr(one, "_z3_leaf", False)]
-            assert {type(one).__name__ for one in leaves} == {name}
+            leaves = [module for module in engine.module.modules() if getattr(module, "_z3_leaf", False)]
+            assert {type(module).__name__ for module in leaves} == {name}
             for step in range(3):
                 accelerator.backward(loss_of(engine, rows(dist.get_rank())[step]))
                 optimizer.step()
@@ -209,8 +209,8 @@ def test_the_engines_own_file_has_full_weights_if_that_is_asked_for(asked, tmp_p
         dist.barrier()
         assert written is asked
         if asked:
-            found = torch.load(tmp_path / "weights.bin")
-            assert all(torch.equal(value, found[name]) for name, value in make_model().state_dict().items())
+            weights = torch.load(tmp_path / "weights.bin")
+            assert all(torch.equal(value, weights[name]) for name, value in make_model().state_dict().items())
         else:
             assert not (tmp_path / "weights.bin").exists()
 

@@ -117,8 +117,8 @@ def check(stage, *, accumulation=1, clip=None, size=2, loss_of=loss_over_group, 
     assert_equal(accelerator, model, right)
     assert norms == pytest.approx(right_norms, abs=1e-5)
     if loss_of is loss_over_group:
-        mine = wanted[dist.get_rank() // size :: copies]
-        assert losses == pytest.approx(mine, abs=1e-5)
+        expected = wanted[dist.get_rank() // size :: copies]
+        assert losses == pytest.approx(expected, abs=1e-5)
     accelerator.free_memory()
 
 
@@ -156,11 +156,11 @@ def test_evaluation_may_shard_sequences_or_see_them_whole():
         with torch.no_grad():
             for part, batch in zip(sharded, DataLoader(Text(5), batch_size=ROWS), strict=True):
                 labels = part.pop("shift_labels")
-                found = model(**part, use_cache=False).logits
+                logits = model(**part, use_cache=False).logits
                 wanted = right(input_ids=batch["input_ids"]).logits
-                mine = wanted.chunk(2, dim=1)[dist.get_rank()]
-                torch.testing.assert_close(found, mine[: len(found)], rtol=0, atol=1e-5)
-                assert labels.shape == found.shape[:2]
+                shard = wanted.chunk(2, dim=1)[dist.get_rank()]
+                torch.testing.assert_close(logits, shard[: len(logits)], rtol=0, atol=1e-5)
+                assert labels.shape == logits.shape[:2]
             for batch in whole:
                 torch.testing.assert_close(model(**batch).loss, right(**batch).loss, rtol=0, atol=1e-5)
         model.train()

@@ -70,10 +70,10 @@ def test_a_configuration_is_read_from_a_dictionary_a_path_and_base64_alike(tmp_p
 
 
 def test_what_is_filled_in_does_not_come_back_to_the_dictionary_of_the_caller():
-    mine = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
-    before = copy.deepcopy(mine)
-    without_variables(hf_ds_config=mine, zero_stage=2).deepspeed_config_process(train_batch_size=8)
-    assert mine == before
+    configuration = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
+    before = copy.deepcopy(configuration)
+    without_variables(hf_ds_config=configuration, zero_stage=2).deepspeed_config_process(train_batch_size=8)
+    assert configuration == before
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,11 @@ def test_filling_changes_what_is_open_and_known_and_nothing_else(config, values)
     wrong = {
         key for key, value in leaves(config) if value != "auto" and _differs(value, values.get(key, value))
     }
-    assert {one.key for one in filled.mismatches} == wrong
+    assert {mismatch.key for mismatch in filled.mismatches} == wrong
 
 
-def _differs(one: Any, other: Any) -> bool:
-    return isinstance(one, bool) != isinstance(other, bool) or one != other
+def _differs(value: Any, other: Any) -> bool:
+    return isinstance(value, bool) != isinstance(other, bool) or value != other
 
 
 @given(CONFIGS)

@@ -1,4 +1,4 @@
-"""Read, fill and check the configuration."""
+"""DeepSpeed's configuration: read it, fill its `"auto"` values, check it, show it to transformers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,51 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+logger = get_logger(__name__)
+
 AUTO = "auto"
 """Value that is replaced by one from the model, the optimizer, the loaders or the arguments."""
-
-_OFFLOADS = frozenset({"cpu", "nvme"})
-
-
-def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
-    """Read a DeepSpeed configuration.
-
-    Args:
-        source: A mapping, the path of a JSON file, or the JSON text in URL-safe base64.
-
-    Returns:
-        A deep copy, so that filling it does not change the caller's.
-
-    Raises:
-        SettingsError: The source is none of these, or not one JSON object without repeated keys.
-
-    Example:
-        >>> read_config({"zero_optimization": {"stage": 2}})
-        {'zero_optimization': {'stage': 2}}
-    """
-    if not isinstance(source, (str, Path)) and not hasattr(source, "__fspath__"):
-        try:
-            return copy.deepcopy(dict(cast("Mapping[str, Any]", source)))
-        except (TypeError, ValueError):
-            raise SettingsError(
-                f"The DeepSpeed configuration {source!r} is not a dictionary, the path of a JSON file, or "
-                "JSON in base64."
-            ) from None
-    path = Path(cast("str", source)).expanduser()
-    if _is_file(path):
-        where = f"the file {str(path)!r}"
-        try:
-            return _parse(read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode(), where)
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"The DeepSpeed configuration in {where} cannot be read: {error}.") from None
-    try:
-        text = base64.urlsafe_b64decode(str(source)).decode()
-    except (binascii.Error, UnicodeError):
-        raise SettingsError(
-            f"There is no DeepSpeed configuration file {str(source)!r}, and the text is not base64; pass the "
-            "path of a JSON file."
-        ) from None
-    return _parse(text, "the base64 text")
 
 
 class HfDeepSpeedConfig:
@@ -99,7 +59,7 @@ class HfDeepSpeedConfig:
         devices = {
             self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")
         }
-        self._offload = (self.is_zero2() or self.is_zero3()) and bool(_OFFLOADS & devices)
+        self._offload = (self.is_zero2() or self.is_zero3()) and not devices.isdisjoint({"cpu", "nvme"})
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
         """Find the dictionary with a dotted key.
@@ -174,30 +134,133 @@ class HfDeepSpeedConfig:
         return self._offload
 
 
-def _is_file(path: Path) -> bool:
+def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Read a DeepSpeed configuration.
+
+    Args:
+        source: A mapping, the path of a JSON file, or the JSON text in URL-safe base64.
+
+    Returns:
+        A deep copy, so that filling it does not change the caller's.
+
+    Raises:
+        SettingsError: The source is none of these, or not one JSON object without repeated keys.
+
+    Example:
+        >>> read_config({"zero_optimization": {"stage": 2}})
+        {'zero_optimization': {'stage': 2}}
+    """
+    if not isinstance(source, (str, Path)) and not hasattr(source, "__fspath__"):
+        try:
+            return copy.deepcopy(dict(cast("Mapping[str, Any]", source)))
+        except (TypeError, ValueError):
+            raise SettingsError(
+                f"The DeepSpeed configuration {source!r} is not a dictionary, the path of a JSON file, or "
+                "JSON in base64."
+            ) from None
+    path = Path(cast("str", source)).expanduser()
     try:
-        return path.is_file()
-    except OSError:  # too long for a name: base64
-        return False
+        is_file = path.is_file()
+    except OSError:  # The text is too long for a name: it is base64.
+        is_file = False
+    if is_file:
+        where = f"the file {str(path)!r}"
+        try:
+            return _parse(read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode(), where)
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"The DeepSpeed configuration in {where} cannot be read: {error}.") from None
+    try:
+        text = base64.urlsafe_b64decode(str(source)).decode()
+    except (binascii.Error, UnicodeError):
+        raise SettingsError(
+            f"There is no DeepSpeed configuration file {str(source)!r}, and the text is not base64; pass the "
+            "path of a JSON file."
+        ) from None
+    return _parse(text, "the base64 text")
 
 
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        found = json.loads(text, object_pairs_hook=_without_repetition)
+        config = json.loads(text, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"The DeepSpeed configuration in {where} is not valid JSON: {error}.") from None
-    if not isinstance(found, dict):
-        raise SettingsError(f"The DeepSpeed configuration in {where} is {found!r}; it must be one object.")
-    return cast("dict[str, Any]", found)
+    if not isinstance(config, dict):
+        raise SettingsError(f"The DeepSpeed configuration in {where} is {config!r}; it must be one object.")
+    return cast("dict[str, Any]", config)
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    node = dict(pairs)
+    if len(node) < len(pairs):
         names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the key(s) {', '.join(map(repr, twice))} are repeated in one object")
-    return found
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"the key(s) {', '.join(map(repr, repeated))} are repeated in one object")
+    return node
+
+
+class DummyOptim:
+    """Placeholder for the optimizer that the DeepSpeed configuration describes.
+
+    Args:
+        params: Parameters, or groups of parameters, as for any optimizer.
+        lr: Learning rate, used if the configuration's is `"auto"`.
+        weight_decay: Weight decay, used if the configuration's is `"auto"`.
+        **kwargs: Other hyperparameters, such as `betas`, used if the configuration's are `"auto"`.
+
+    Example:
+        >>> import torch
+        >>> DummyOptim(torch.nn.Linear(1, 1).parameters(), lr=0.01).lr
+        0.01
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 0.001,
+        weight_decay: float = 0,
+        **kwargs: Any,
+    ) -> None:
+        # An iterator would be exhausted when the model is prepared.
+        self.params: list[Any] = [*params]
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+    def tensors(self) -> list[Tensor]:
+        """Return the parameters of all groups."""
+        return [parameter for group in self.groups() for parameter in group]
+
+    def groups(self) -> list[list[Tensor]]:
+        """Return the parameters, group by group."""
+        if self.params and isinstance(self.params[0], dict):
+            return [[*group["params"]] for group in self.params]
+        return [[*self.params]]
+
+
+class DummyScheduler:
+    """Placeholder for the learning rate scheduler that the DeepSpeed configuration describes.
+
+    Args:
+        optimizer: The optimizer, or its `DummyOptim`.
+        total_num_steps: Steps of the schedule, in batches of one rank.
+        warmup_num_steps: Steps of the warm-up, in batches of one rank.
+        lr_scheduler_callable: Builds a scheduler from the optimizer, instead of the configuration's.
+        **kwargs: Stored in the attribute `kwargs`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
 
 
 def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
@@ -207,13 +270,13 @@ def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
     """
     if "transformers" not in sys.modules or not is_installed("deepspeed"):
         return None
-    theirs = importlib.import_module("transformers.integrations.deepspeed")
+    integration = importlib.import_module("transformers.integrations.deepspeed")
     if not asked:
-        theirs.unset_hf_deepspeed_config()
+        integration.unset_hf_deepspeed_config()
         return None
-    ours = HfDeepSpeedConfig(config_for_models(config))
-    theirs.set_hf_deepspeed_config(ours)
-    return ours
+    linked = HfDeepSpeedConfig(config_for_models(config))
+    integration.set_hf_deepspeed_config(linked)
+    return linked
 
 
 def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,14 +287,14 @@ def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
         {'zero_optimization': {'stage': 3}, 'train_micro_batch_size_per_gpu': 1}
     """
 
-    def decided(node: Mapping[str, Any]) -> dict[str, Any]:
+    def without_auto(node: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            name: decided(value) if isinstance(value, dict) else value
+            name: without_auto(value) if isinstance(value, dict) else value
             for name, value in node.items()
-            if not (isinstance(value, str) and value == AUTO)
+            if not _is_auto(value)
         }
 
-    known = decided(config)
+    known = without_auto(config)
     for name in ("train_batch_size", "gradient_accumulation_steps"):
         known.pop(name, None)
     return known | {"train_micro_batch_size_per_gpu": 1}
@@ -241,11 +304,12 @@ def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
 class KnownValue:
     """A value that is known from outside of the configuration, with its source for messages.
 
-    If it is `binding`, another value in the configuration is an error; else the configuration wins.
+    If it is `binding`, another value in the configuration is an error; else the configuration wins, and no
+    message needs the source.
     """
 
     value: Any
-    source: str
+    source: str = ""
     binding: bool = True
 
 
@@ -254,12 +318,12 @@ class Mismatch:
     """A value of the configuration that contradicts a known one."""
 
     key: str
-    found: Any
+    value: Any
     known: KnownValue
 
     def __str__(self) -> str:
         known = self.known
-        return f"{self.key} is {self.found!r} in the configuration, but {known.value!r} by {known.source}"
+        return f"{self.key} is {self.value!r} in the configuration, but {known.value!r} by {known.source}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,20 +335,6 @@ class Filled:
     open_keys: tuple[str, ...] = ()
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of a configuration that is not a dictionary, with its dotted key.
-
-    Example:
-        >>> [*leaves({"a": {"b": 1, "c": 2}, "d": 3})]
-        [('a.b', 1), ('a.c', 2), ('d', 3)]
-    """
-    for name, value in config.items():
-        if isinstance(value, dict):
-            yield from leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
-
-
 def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
     """Replace every `"auto"` whose value is known by its dotted key, and compare the other values.
 
@@ -293,7 +343,7 @@ def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
     Example:
         >>> known = {"a": KnownValue(value=1, source="us"), "b.c": KnownValue(value=2, source="us")}
         >>> filled = fill({"a": "auto", "b": {"c": 3}}, known)
-        >>> filled.config["a"], [str(one) for one in filled.mismatches]
+        >>> filled.config["a"], [str(mismatch) for mismatch in filled.mismatches]
         (1, ['b.c is 3 in the configuration, but 2 by us'])
     """
     mismatches: list[Mismatch] = []
@@ -306,10 +356,10 @@ def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
             if isinstance(value, dict):
                 result[name] = walk(cast("dict[str, Any]", value), f"{key}.")
                 continue
-            found = known.get(key)
-            result[name] = found.value if found is not None and _is_auto(value) else value
-            if found is not None and found.binding and not _same(result[name], found.value):
-                mismatches.append(Mismatch(key=key, found=value, known=found))
+            other = known.get(key)
+            result[name] = other.value if other is not None and _is_auto(value) else value
+            if other is not None and other.binding and not _is_same(result[name], other.value):
+                mismatches.append(Mismatch(key=key, value=value, known=other))
             if _is_auto(result[name]):
                 unknown.append(key)
         return result
@@ -361,9 +411,23 @@ def _is_auto(value: Any) -> bool:
     return isinstance(value, str) and value == AUTO
 
 
-def _same(found: Any, known: Any) -> bool:
+def _is_same(value: Any, known: Any) -> bool:
     # JSON has one kind of number: 2 is 2.0, but true is not 1.
-    return isinstance(found, bool) == isinstance(known, bool) and found == known
+    return isinstance(value, bool) == isinstance(known, bool) and value == known
+
+
+def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of a configuration that is not a dictionary, with its dotted key.
+
+    Example:
+        >>> [*leaves({"a": {"b": 1, "c": 2}, "d": 3})]
+        [('a.b', 1), ('a.c', 2), ('d', 3)]
+    """
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from leaves(cast("dict[str, Any]", value), f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
 
 
 KEYS: Mapping[str, str] = {
@@ -379,20 +443,19 @@ KEYS: Mapping[str, str] = {
 """Keys of the configuration by field of `DeepSpeedPlugin`."""
 
 _DEVICES = ("none", "cpu", "nvme")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-
-
+_COUNT = ("a whole number above 0", partial(is_count, least=1))
+_DEVICE = (f"one of {_DEVICES}", _DEVICES.__contains__)
 _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    KEYS["gradient_accumulation_steps"]: ("a whole number above 0", lambda value: is_count(value, least=1)),
-    KEYS["gradient_clipping"]: ("a number, 0 or more", _is_number),
+    KEYS["gradient_accumulation_steps"]: _COUNT,
+    KEYS["gradient_clipping"]: (
+        "a number, 0 or more",
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0,
+    ),
     KEYS["zero_stage"]: ("0, 1, 2 or 3", lambda value: is_count(value, least=0) and value <= 3),
-    KEYS["offload_optimizer_device"]: (f"one of {_DEVICES}", lambda value: value in _DEVICES),
-    KEYS["offload_param_device"]: (f"one of {_DEVICES}", lambda value: value in _DEVICES),
-    "train_micro_batch_size_per_gpu": ("a whole number above 0", lambda value: is_count(value, least=1)),
-    "train_batch_size": ("a whole number above 0", lambda value: is_count(value, least=1)),
+    KEYS["offload_optimizer_device"]: _DEVICE,
+    KEYS["offload_param_device"]: _DEVICE,
+    "train_micro_batch_size_per_gpu": _COUNT,
+    "train_batch_size": _COUNT,
 }
 
 
@@ -404,7 +467,7 @@ def check_fields(config: HfDeepSpeedConfig) -> None:
         if (value := config.get_value(key)) not in {None, AUTO} and not holds(value)
     ]
     stage = config.get_value(KEYS["zero_stage"], 0)
-    problems += [] if problems or stage == AUTO else _offloading(config, stage)
+    problems += [] if problems or stage == AUTO else _describe_offload_problems(config, stage)
     if config.get_value("managed_gradient_accumulation") is False:
         problems.append(
             "managed_gradient_accumulation=False: accel sets the engine's accumulation boundary itself; "
@@ -414,22 +477,7 @@ def check_fields(config: HfDeepSpeedConfig) -> None:
         raise SettingsError(f"The DeepSpeed configuration cannot be used: {'; '.join(problems)}.")
 
 
-def without_none(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove offload sections whose device is `"none"`.
-
-    Example:
-        >>> without_none({"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}})
-        {'zero_optimization': {'stage': 2}}
-    """
-    zero = dict(config.get("zero_optimization", {}))
-    for what in ("offload_optimizer", "offload_param"):
-        node = zero.get(what)
-        if isinstance(node, dict) and cast("dict[str, Any]", node).get("device") in {None, "none"}:
-            del zero[what]
-    return {**config, "zero_optimization": zero}
-
-
-def _offloading(config: HfDeepSpeedConfig, stage: int) -> list[str]:
+def _describe_offload_problems(config: HfDeepSpeedConfig, stage: int) -> list[str]:
     problems: list[str] = []
     for what, least in (("optimizer", 1), ("param", 3)):
         device = config.get_value(KEYS[f"offload_{what}_device"]) or "none"
@@ -449,75 +497,19 @@ def _offloading(config: HfDeepSpeedConfig, stage: int) -> list[str]:
     return problems
 
 
-class DummyOptim:
-    """Placeholder for the optimizer that the DeepSpeed configuration describes.
-
-    Args:
-        params: Parameters, or groups of parameters, as for any optimizer.
-        lr: Learning rate, used if the configuration's is `"auto"`.
-        weight_decay: Weight decay, used if the configuration's is `"auto"`.
-        **kwargs: Other hyperparameters, such as `betas`, used if the configuration's are `"auto"`.
+def without_none(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove offload sections whose device is `"none"`.
 
     Example:
-        >>> import torch
-        >>> DummyOptim(torch.nn.Linear(1, 1).parameters(), lr=0.01).lr
-        0.01
+        >>> without_none({"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}})
+        {'zero_optimization': {'stage': 2}}
     """
-
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
-        lr: float = 0.001,
-        weight_decay: float = 0,
-        **kwargs: Any,
-    ) -> None:
-        # An iterator would be exhausted when the model is prepared.
-        self.params: list[Any] = [*params]
-        self.lr = lr
-        self.weight_decay = weight_decay
-        self.kwargs = kwargs
-
-    def tensors(self) -> list[Tensor]:
-        """Return the parameters of all groups."""
-        found: list[Tensor] = []
-        for one in self.params:
-            found += one["params"] if isinstance(one, dict) else [one]
-        return found
-
-
-class DummyScheduler:
-    """Placeholder for the learning rate scheduler that the DeepSpeed configuration describes.
-
-    Args:
-        optimizer: The optimizer, or its `DummyOptim`.
-        total_num_steps: Steps of the schedule, in batches of one rank.
-        warmup_num_steps: Steps of the warm-up, in batches of one rank.
-        lr_scheduler_callable: Builds a scheduler from the optimizer, instead of the configuration's.
-        **kwargs: Stored in the attribute `kwargs`.
-    """
-
-    def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        lr_scheduler_callable: Callable[[Any], Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self.optimizer = optimizer
-        self.total_num_steps = total_num_steps
-        self.warmup_num_steps = warmup_num_steps
-        self.lr_scheduler_callable = lr_scheduler_callable
-        self.kwargs = kwargs
-
-
-logger = get_logger(__name__)
-
-_FROM_HIDDEN_SIZE = (
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
-)
+    zero = dict(config.get("zero_optimization", {}))
+    for what in ("offload_optimizer", "offload_param"):
+        node = zero.get(what)
+        if isinstance(node, dict) and cast("dict[str, Any]", node).get("device") in {None, "none"}:
+            del zero[what]
+    return {**config, "zero_optimization": zero}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -548,12 +540,11 @@ def autofill(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
         8
     """
     batches, mismatches = _batches(config, facts)
-    known = {**batches, **_sizes(facts), **_optimizer(facts), **_schedule(facts)}
-    filled = fill(config, known)
+    filled = fill(config, {**batches, **_known_values(facts)})
     refuse_mismatches([*mismatches, *filled.mismatches])
     result = _without_optional(filled)
-    for key, one in batches.items():
-        put(result, key, one.value)
+    for key, known in batches.items():
+        put(result, key, known.value)
     # DeepSpeed's own default would clip to 1.
     result.setdefault("gradient_clipping", 0.0)
     return result
@@ -571,9 +562,7 @@ def batch_size_of(loaders: Sequence[Any], *, smallest: bool, split_into: int) ->
             size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         if isinstance(size, int) and size > 0:
             sizes.append(max(1, size // split_into))
-    if not sizes:
-        return None
-    return min(sizes) if smallest else max(sizes)
+    return (min if smallest else max)(sizes, default=None)
 
 
 def hidden_size_of(model: Any) -> int | None:
@@ -589,24 +578,24 @@ def hidden_size_of(model: Any) -> int | None:
         size = getattr(owner, "hidden_size", None)
         if isinstance(size, int):
             return size
-        several = getattr(owner, "hidden_sizes", None)
-        if isinstance(several, (list, tuple)) and several:
-            return max(several)
+        sizes = getattr(owner, "hidden_sizes", None)
+        if isinstance(sizes, (list, tuple)) and sizes:
+            return max(sizes)
     return None
 
 
 def _batches(config: Mapping[str, Any], facts: RunFacts) -> tuple[dict[str, KnownValue], list[Mismatch]]:
     """Return the three batch sizes, of which any two determine the third, and their contradictions."""
-    configured = {
-        name: _configured(config, name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")
-    }
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    configured: list[int | None] = [
+        None if _is_auto(value) else value for value in (config.get(name) for name in names)
+    ]
+    total, micro, steps = configured
     mismatches: list[Mismatch] = []
-    steps = _configured(config, "gradient_accumulation_steps")
     accumulation = facts.accumulation
     if steps is not None and accumulation.binding and accumulation.value != steps:
-        mismatches.append(Mismatch(key="gradient_accumulation_steps", found=steps, known=accumulation))
+        mismatches.append(Mismatch(key="gradient_accumulation_steps", value=steps, known=accumulation))
     steps = accumulation.value if steps is None else steps
-    total, micro = configured["train_batch_size"], configured["train_micro_batch_size_per_gpu"]
     if micro is None and total is not None and facts.micro_batch is None:
         micro = max(1, total // (facts.world_size * steps))
     if micro is None:
@@ -624,70 +613,51 @@ def _batches(config: Mapping[str, Any], facts: RunFacts) -> tuple[dict[str, Know
             f"{micro} samples of a batch x {steps} micro-batches of a step x {facts.world_size} process(es)"
         )
         known = KnownValue(value=product, source=source)
-        mismatches.append(Mismatch(key="train_batch_size", found=total, known=known))
-    values = {
-        "train_batch_size": product,
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": steps,
-    }
-    return {
-        key: KnownValue(value=value, source="", binding=False) for key, value in values.items()
-    }, mismatches
+        mismatches.append(Mismatch(key="train_batch_size", value=total, known=known))
+    return _defaults("", dict(zip(names, (product, micro, steps), strict=True))), mismatches
 
 
-def _configured(config: Mapping[str, Any], name: str) -> int | None:
-    value = config.get(name)
-    return None if value == AUTO else value
-
-
-def _sizes(facts: RunFacts) -> dict[str, KnownValue]:
-    # The formulas of transformers: https://huggingface.co/docs/transformers/deepspeed
-    size = facts.hidden_size
-    if size is None:
-        return {}
-    values = (size * size, int(0.9 * size * size), 10 * size)
-    return {
-        key: KnownValue(value=value, source="the model", binding=False)
-        for key, value in zip(_FROM_HIDDEN_SIZE, values, strict=True)
-    }
-
-
-def _optimizer(facts: RunFacts) -> dict[str, KnownValue]:
-    one = facts.optimizer
-    if not isinstance(one, DummyOptim):
-        return {}
-    values = {"lr": one.lr, "weight_decay": one.weight_decay, **one.kwargs}
-    return {
-        f"optimizer.params.{name}": KnownValue(
-            value=value, source=f"DummyOptim({name}={value!r})", binding=False
-        )
-        for name, value in values.items()
-    }
-
-
-def _schedule(facts: RunFacts) -> dict[str, KnownValue]:
-    one = facts.scheduler
-    if not isinstance(one, DummyScheduler):
-        return {}
-    values: dict[str, Any] = {
-        "warmup_min_lr": 0,
-        "warmup_num_steps": math.ceil(one.warmup_num_steps / facts.schedule_shards),
-    }
-    rate = _rate(facts.optimizer)
-    if rate is not None:
-        values["warmup_max_lr"] = rate
-    if one.total_num_steps is not None:
-        values["total_num_steps"] = math.ceil(one.total_num_steps / facts.schedule_shards)
-    return {
-        f"scheduler.params.{name}": KnownValue(value=value, source="DummyScheduler", binding=False)
-        for name, value in values.items()
-    }
-
-
-def _rate(optimizer: Any) -> float | None:
+def _known_values(facts: RunFacts) -> dict[str, KnownValue]:
+    """Return the values that the model, and the placeholders of optimizer and schedule, decide."""
+    size, optimizer, scheduler, shards = (
+        facts.hidden_size,
+        facts.optimizer,
+        facts.scheduler,
+        facts.schedule_shards,
+    )
+    known: dict[str, KnownValue] = {}
+    if size is not None:
+        # The formulas of transformers: https://huggingface.co/docs/transformers/deepspeed
+        buckets = {
+            "reduce_bucket_size": size * size,
+            "stage3_prefetch_bucket_size": int(0.9 * size * size),
+            "stage3_param_persistence_threshold": 10 * size,
+        }
+        known |= _defaults("zero_optimization.", buckets)
     if isinstance(optimizer, DummyOptim):
-        return optimizer.lr
-    return None if optimizer is None else optimizer.defaults.get("lr")
+        values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+        known |= _defaults("optimizer.params.", values)
+    if isinstance(scheduler, DummyScheduler):
+        rate = (
+            optimizer.lr
+            if isinstance(optimizer, DummyOptim)
+            else getattr(optimizer, "defaults", {}).get("lr")
+        )
+        steps = scheduler.total_num_steps
+        values = {
+            "warmup_min_lr": 0,
+            "warmup_max_lr": rate,
+            "warmup_num_steps": math.ceil(scheduler.warmup_num_steps / shards),
+            "total_num_steps": None if steps is None else math.ceil(steps / shards),
+        }
+        known |= _defaults(
+            "scheduler.params.", {name: value for name, value in values.items() if value is not None}
+        )
+    return known
+
+
+def _defaults(prefix: str, values: Mapping[str, Any]) -> dict[str, KnownValue]:
+    return {f"{prefix}{name}": KnownValue(value=value, binding=False) for name, value in values.items()}
 
 
 def _without_optional(filled: Filled) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Engine adapter, stepper, wrappers."""
+"""Run DeepSpeed's engine: backward passes, clipping and steps; its stepper, optimizer and scheduler."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class DeepSpeedEngineWrapper:
                 f"clip_grad_norm_(max_norm={max_norm!r}) contradicts gradient_clipping={configured!r} in the "
                 "DeepSpeed configuration; set that to 'auto', or use the same number."
             )
-        if not hasattr(self.optimizer, "clip_grad"):  # the prepared optimizer: gradients are in `.grad`
+        if not hasattr(self.optimizer, "clip_grad"):  # It is the prepared one; gradients are in `.grad`.
             return self._clip_grad_attributes(max_norm, norm_type) if self._is_complete else None
         if norm_type != 2:
             raise UnsupportedError(
@@ -136,11 +136,11 @@ class DeepSpeedEngineWrapper:
                 "gradients; run the last backward pass of a step outside of no_sync()."
             )
         configured = self.engine.gradient_clipping()
-        if configured and not hasattr(self.optimizer, "clip_grad"):  # the engine would not store the norm
+        if configured and not hasattr(self.optimizer, "clip_grad"):  # The engine would not store the norm.
             self._clip_grad_attributes(configured)
         with hang_monitor.collective_scope("step"), self._clipping():
             self.engine.step()
-        self._clear_saved()
+        self._reset()
         return self.engine.was_step_applied()
 
     def discard(self) -> None:
@@ -162,7 +162,7 @@ class DeepSpeedEngineWrapper:
             optimizer.reset_cpu_buffers()
         if hasattr(optimizer, "micro_step_id"):
             optimizer.micro_step_id = -1 if hasattr(optimizer, "bit16_groups") else 0
-        self._clear_saved()
+        self._reset()
 
     def get_global_grad_norm(self) -> float | None:
         """Return the gradient norm of the last step, before clipping; `None` before the first."""
@@ -177,14 +177,14 @@ class DeepSpeedEngineWrapper:
         optimizers of stages 1 to 3.
         """
         optimizer = self.optimizer
-        scaled = hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "scale_if_loss")
-        return scaled and hasattr(self.engine, "scale")
+        is_scaled = hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "scale_if_loss")
+        return is_scaled and hasattr(self.engine, "scale")
 
     def _clip_grad_attributes(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients in the parameters' `.grad`."""
         parameters = self.engine.module.parameters()
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        self.engine._global_grad_norm = norm  # what `get_global_grad_norm` returns
+        self.engine._global_grad_norm = norm  # `get_global_grad_norm` returns it.
         return norm
 
     @property
@@ -210,7 +210,7 @@ class DeepSpeedEngineWrapper:
                 now.add_(before)
         self._saved_grads = {}
 
-    def _clear_saved(self) -> None:
+    def _reset(self) -> None:
         self._has_gradients = False
         self._max_grad_norm = None
         self._known.clear()
@@ -303,9 +303,9 @@ class DeepSpeedStepper:
 
     def owner_of(self, model: nn.Module) -> DeepSpeedEngineWrapper | None:
         """Return the engine of a model if it is the one that is trained, else `None`."""
-        found = self._wrapper
-        inner = without_compiler(model)
-        return found if found is not None and inner in {found.engine, found.engine.module} else None
+        wrapper, inner = self._wrapper, without_compiler(model)
+        is_own = wrapper is not None and inner in {wrapper.engine, wrapper.engine.module}
+        return wrapper if is_own else None
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         """Add the gradients of `loss / accumulation`; with `scale_wrt_gas=False`, of `loss`."""
@@ -315,7 +315,6 @@ class DeepSpeedStepper:
         self.wrapper.backward(loss, sync_gradients=sync, scale_wrt_gas=False, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Accumulate gradients: no backward pass within completes an optimizer step."""
         owner = self.owner_of(model)
         return nullcontext() if owner is None else owner.accumulate_without_step()
 
@@ -332,11 +331,11 @@ class DeepSpeedStepper:
         self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
     ) -> Tensor | None:
         """Let the engine clip all its gradients at its next step; clip parameters outside the engine now."""
-        del optimizers  # the engine has one
+        del optimizers  # The engine has only one.
         clipped = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         wrapper = self.wrapper
-        own = {id(one) for one in wrapper.engine.module.parameters()}
-        if clipped and not any(id(one) in own for one in clipped):
+        own = {id(parameter) for parameter in wrapper.engine.module.parameters()}
+        if clipped and own.isdisjoint(map(id, clipped)):
             return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type=norm_type)
         return wrapper.clip(max_norm, norm_type)
 
@@ -348,17 +347,16 @@ class DeepSpeedStepper:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-        """Step the engine, which steps its optimizer at the end of an accumulation window."""
         if closure is not None:
             raise UnsupportedError(
                 "optimizer.step(closure): DeepSpeed's engine steps without one; leave it out."
             )
-        self._of(optimizer)
+        self._check_own(optimizer)
         return self.wrapper.step()
 
     def discard(self, optimizer: Optimizer) -> None:
         """Drop the gradients of the optimizer, also those that the engine has reduced already."""
-        self._of(optimizer)
+        self._check_own(optimizer)
         self.wrapper.discard()
 
     def wrap_optimizer(self, optimizer: Any, wrapper: Callable[..., Any]) -> Any:
@@ -370,7 +368,7 @@ class DeepSpeedStepper:
         is_own = self._wrapper is not None and self._wrapper.engine.lr_scheduler is scheduler
         return wrapper(scheduler, optimizers) if is_own else None
 
-    def _of(self, optimizer: Any) -> None:
+    def _check_own(self, optimizer: Any) -> None:
         if self._wrapper is not None and optimizer is not self._wrapper.optimizer:
             raise SettingsError(
                 f"{type(optimizer).__name__}.step(): this optimizer is not that of the model that "
@@ -394,7 +392,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         step: Callable[..., bool | Tensor] | None = None,
         discard: Callable[[Any], None] | None = None,
     ) -> None:
-        # Its state is where the engine has put it.
+        # The engine has placed the state of its optimizer.
         super().__init__(optimizer, device_placement=False, scaler=None, step=step)
         self._discard = discard
 

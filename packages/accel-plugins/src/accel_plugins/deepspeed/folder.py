@@ -1,4 +1,4 @@
-"""Read engine folders safely.
+"""Read checkpoint folders of DeepSpeed's engines without executing code of the file.
 
 The layout is that of https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/zero_to_fp32.py.
 DeepSpeed need not be installed.
@@ -22,6 +22,210 @@ from torch import Tensor
 from accel_plugins.deepspeed.library import ds_module
 from accel_state.errors import CheckpointError
 from accel_state.torch_private import rebuild_parameter, rebuild_tensor, rebuild_tensor_v2
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+LATEST = "latest"
+"""The file with the name of the folder that DeepSpeed wrote last."""
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+
+
+def read_folder(folder: Path) -> EngineFolder:
+    """Read a checkpoint folder."""
+    models, optimizers = _list_files(folder, _MODEL), _list_files(folder, _OPTIMIZER)
+    if not models:
+        raise CheckpointError(f"{str(folder)!r} has no *_model_states.pt: it is not a DeepSpeed checkpoint.")
+    states = [load_file(path)["optimizer_state_dict"] for path in optimizers]
+    counts = states[0]["partition_count"] if states else 0
+    ranks = counts if isinstance(counts, int) else max(counts)
+    if ranks != len(states):
+        raise CheckpointError(
+            f"{str(folder)!r} has the optimizer states of {len(states)} ranks of {ranks}; copy the files of "
+            "all ranks into it."
+        )
+    return EngineFolder(folder=folder, models=[load_file(path) for path in models], optimizers=states)
+
+
+def is_engine_folder(folder: Path) -> bool:
+    """Return whether a folder has files of DeepSpeed's engine."""
+    return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
+
+
+def engine_folder(directory: Path, name: str, index: int) -> Path:
+    """Return a model's folder in a checkpoint: by its name, else the one that the file `latest` names."""
+    latest = directory / LATEST
+    if not index and not is_engine_folder(directory / name) and latest.is_file():
+        tag = latest.read_text().strip()
+        if tag == Path(tag).name and is_engine_folder(directory / tag):
+            return directory / tag
+    return directory / name
+
+
+def _list_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    """Return the files whose names match a pattern, in the order of ranks."""
+    paths: list[tuple[int, Path]] = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        match = pattern.fullmatch(path.name)
+        if match is not None and int(match[2]):
+            raise CheckpointError(
+                f"{str(path)!r} is of a tensor- or pipeline-parallel model, which cannot be converted; load "
+                "it with the engine that saved it."
+            )
+        if match is not None:
+            paths.append((int(match[1] or 0), path))
+    return [path for _, path in sorted(paths)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFolder:
+    """The files of one checkpoint; tensors are memory-mapped.
+
+    There is a single model file if parameters are not sharded, and no optimizer file at stage 0.
+    """
+
+    folder: Path
+    models: Sequence[Mapping[str, Any]]
+    optimizers: Sequence[Mapping[str, Any]]
+
+    @property
+    def stage(self) -> int:
+        """ZeRO stage, 0 to 3."""
+        return int(self.optimizers[0]["zero_stage"]) if self.optimizers else 0
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the model's full state dict, with the float32 master weights if there are any."""
+        first = self.models[0]
+        is_sharded = self.stage == 3
+        weights = {
+            name: value
+            for name, value in first["module"].items()
+            if not is_sharded or name in first["buffer_names"] or not isinstance(value, torch.Tensor)
+        }
+        if is_sharded:
+            for name, shape in (first.get("frozen_param_shapes") or {}).items():
+                full = torch.cat([model["frozen_param_fragments"][name] for model in self.models])
+                weights[name] = full[: math.prod(shape)].view(shape)
+        if self.optimizers:
+            key = "fp32_flat_groups" if is_sharded else "single_partition_of_fp32_groups"
+            weights |= dict(self._unflatten([state[key] for state in self.optimizers]))
+        for name, tied in (first.get("shared_params") or {}).items():
+            if tied in weights:
+                weights[name] = weights[tied]
+        return weights
+
+    def numbered_optimizer(self) -> dict[str, Any] | None:
+        """Return the optimizer's state dict at stage 0, as torch has it; `None` for other stages."""
+        if self.optimizers:
+            return None
+        state = self.models[0].get("optimizer")
+        if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
+            raise CheckpointError(
+                f"{str(self.folder)!r} is of ZeRO stage 0 with 16-bit weights, whose optimizer state cannot "
+                "be converted; load it with DeepSpeed at stage 0."
+            )
+        return cast("dict[str, Any]", state)
+
+    def optimizer(self) -> dict[str, Any]:
+        """Return the optimizer's full state dict at a stage above 0, with parameters by name."""
+        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
+        bases = [state[key] for state in self.optimizers]
+        if not all(isinstance(base, dict) for base in bases):
+            raise CheckpointError(
+                f"{str(self.folder)!r} was written with elastic_checkpoint, whose optimizer state cannot be "
+                "converted; load it with the world size with which it was saved."
+            )
+        states: dict[str, dict[str, Any]] = {name: {} for group in self._shapes() for name in group}
+        for name in sorted({name for base in bases for entry in base["state"].values() for name in entry}):
+            shards = [
+                [
+                    base["state"].get(index, {}).get(name)
+                    for group in base["param_groups"]
+                    for index in group["params"]
+                ]
+                for base in bases
+            ]
+            self._add_entry(states, name, shards)
+        groups = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
+            for group, names in zip(bases[0]["param_groups"], self._names_of_groups(bases[0]), strict=False)
+        ]
+        return {"state": {name: state for name, state in states.items() if state}, "param_groups": groups}
+
+    def _names_of_groups(self, base: Mapping[str, Any]) -> Iterator[list[str]]:
+        """Yield the parameter names of each group: one flat tensor, or several at stage 3."""
+        shapes = iter(self._shapes())
+        for group in base["param_groups"]:
+            yield [name for _, names in zip(group["params"], shapes, strict=False) for name in names]
+
+    def _add_entry(
+        self, states: dict[str, dict[str, Any]], name: str, shards: Sequence[Sequence[Any]]
+    ) -> None:
+        """Add one entry of the optimizer's state to every parameter's state."""
+        flat = [
+            all(isinstance(value, torch.Tensor) and value.dim() for value in column)
+            for column in zip(*shards, strict=True)
+        ]
+        if all(flat):
+            for parameter, value in self._unflatten(shards):
+                states[parameter][name] = value
+            return
+        for group, value in zip(self._shapes(), shards[0], strict=False):
+            for parameter in group:  # Each parameter has its own step.
+                states[parameter][name] = value.clone() if isinstance(value, torch.Tensor) else value
+
+    def _shapes(self) -> Sequence[Mapping[str, Any]]:
+        return self.models[0]["param_shapes"]
+
+    def _unflatten(self, shards: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Split flat tensors by parameter: `shards` has each rank's, one per group of shapes."""
+        split = _by_parameter if self.stage == 3 else _by_range
+        paddings = self.optimizers[0].get("param_alignment_paddings")
+        for index, shapes in enumerate(self._shapes()):
+            columns = [rank[index] for rank in shards]
+            yield from split(shapes, columns, None if paddings is None else paddings[index])
+
+
+def _by_range(
+    shapes: Mapping[str, Any], columns: Sequence[Tensor], paddings: Sequence[int] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Split at stages 1 and 2: one flat tensor of all parameters, of which each rank has a range."""
+    full, offset = torch.cat([*columns]), 0
+    for index, (name, shape) in enumerate(shapes.items()):
+        yield name, full[offset : offset + math.prod(shape)].view(torch.Size(shape))
+        offset += math.prod(shape) + (0 if paddings is None else paddings[index])
+
+
+def _by_parameter(
+    shapes: Mapping[str, Any], columns: Sequence[Tensor], paddings: Sequence[int] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Split at stage 3: every rank has an equal shard of each parameter, one after the other."""
+    del paddings
+    offset = 0
+    for name, shape in shapes.items():
+        size = math.ceil(math.prod(shape) / len(columns))
+        full = torch.cat([column[offset : offset + size] for column in columns])
+        yield name, full[: math.prod(shape)].view(torch.Size(shape))
+        offset += size
+
+
+def load_file(path: Path, *, for_engine: bool = False) -> dict[str, Any]:
+    """Read one file; tensors are memory-mapped on the CPU.
+
+    Raises:
+        CheckpointError: The file is damaged, or has objects of classes that are not allowed.
+    """
+    kind = _EngineUnpickler if for_engine else _Unpickler
+    # torch.load uses these attributes of a pickle module.
+    module = SimpleNamespace(__name__="pickle", Unpickler=kind, load=_refuse, PickleError=pickle.PickleError)
+    try:
+        # The unpicklers below restrict it to tensors; weights_only refuses classes of DeepSpeed.
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=module)
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}.") from error
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    del args, kwargs
+    raise pickle.UnpicklingError("the file is of a version of PyTorch before 1.6, which is not supported")
 
 
 def _without_attributes(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
@@ -64,9 +268,9 @@ _OBJECTS: dict[str, str] = {
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return one of the allowed classes, or a placeholder for DeepSpeed's."""
-        found = _TENSORS.get((module_name, global_name))
-        if found is not None:
-            return found
+        allowed = _TENSORS.get((module_name, global_name))
+        if allowed is not None:
+            return allowed
         if module_name.partition(".")[0] == "deepspeed":
             return self.of_deepspeed(global_name)
         if module_name == "torch":
@@ -88,215 +292,3 @@ class _EngineUnpickler(_Unpickler):
         if name not in _OBJECTS:
             raise pickle.UnpicklingError(f"deepspeed's {name} is not allowed in a checkpoint of tensors")
         return getattr(ds_module(_OBJECTS[name]), name)
-
-
-def load_file(path: Path, *, for_engine: bool = False) -> dict[str, Any]:
-    """Read one file; tensors are memory-mapped on the CPU.
-
-    Raises:
-        CheckpointError: The file is damaged, or has objects of classes that are not allowed.
-    """
-    kind = _EngineUnpickler if for_engine else _Unpickler
-    # The attributes of a pickle module that torch.load uses.
-    module = SimpleNamespace(__name__="pickle", Unpickler=kind, load=_refuse, PickleError=pickle.PickleError)
-    try:
-        # Restricted to tensors by the unpicklers above; DeepSpeed's own classes keep weights_only from it.
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=False, pickle_module=module)
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {str(error).splitlines()[0]}.") from error
-
-
-def _refuse(*args: Any, **kwargs: Any) -> Any:
-    del args, kwargs
-    raise pickle.UnpicklingError("the file is of a version of PyTorch before 1.6, which is not supported")
-
-
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-LATEST = "latest"
-"""The file with the name of the folder that DeepSpeed wrote last."""
-_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineFolder:
-    """The files of one checkpoint; tensors are memory-mapped.
-
-    There is a single model file if parameters are not sharded, and no optimizer file at stage 0.
-    """
-
-    folder: Path
-    models: Sequence[Mapping[str, Any]]
-    optimizers: Sequence[Mapping[str, Any]]
-
-    @property
-    def stage(self) -> int:
-        """ZeRO stage, 0 to 3."""
-        return int(self.optimizers[0]["zero_stage"]) if self.optimizers else 0
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the model's full state dict, with the float32 master weights if there are any."""
-        first = self.models[0]
-        sharded = self.stage == 3
-        found = {
-            name: value
-            for name, value in first["module"].items()
-            if not sharded or name in first["buffer_names"] or not isinstance(value, torch.Tensor)
-        }
-        if sharded:
-            found |= self._frozen()
-        if self.optimizers:
-            key = "fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"
-            found |= dict(self._unflatten([one[key] for one in self.optimizers]))
-        for name, same in (first.get("shared_params") or {}).items():
-            if same in found:
-                found[name] = found[same]
-        return found
-
-    def numbered_optimizer(self) -> dict[str, Any] | None:
-        """Return the optimizer's state dict at stage 0, as torch has it; `None` for other stages."""
-        if self.optimizers:
-            return None
-        state = self.models[0].get("optimizer")
-        if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
-            raise CheckpointError(
-                f"{str(self.folder)!r} is of ZeRO stage 0 with 16-bit weights, whose optimizer state cannot "
-                "be converted; load it with DeepSpeed at stage 0."
-            )
-        return cast("dict[str, Any]", state)
-
-    def optimizer(self) -> dict[str, Any]:
-        """Return the optimizer's full state dict at a stage above 0, with parameters by name."""
-        key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
-        bases = [one[key] for one in self.optimizers]
-        if not all(isinstance(base, dict) for base in bases):
-            raise CheckpointError(
-                f"{str(self.folder)!r} was written with elastic_checkpoint, whose optimizer state cannot be "
-                "converted; load it with the world size with which it was saved."
-            )
-        states: dict[str, dict[str, Any]] = {name: {} for group in self._shapes() for name in group}
-        for name in sorted({key for base in bases for one in base["state"].values() for key in one}):
-            shards = [
-                [base["state"].get(index, {}).get(name) for index in self._indices(base)] for base in bases
-            ]
-            self._sort_in(states, name, shards)
-        groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-            for group, names in zip(bases[0]["param_groups"], self._names_of_groups(bases[0]), strict=False)
-        ]
-        return {"state": {name: state for name, state in states.items() if state}, "param_groups": groups}
-
-    def _indices(self, base: Mapping[str, Any]) -> list[int]:
-        return [index for group in base["param_groups"] for index in group["params"]]
-
-    def _names_of_groups(self, base: Mapping[str, Any]) -> Iterator[list[str]]:
-        """Yield the parameter names of each group: one flat tensor, or several at stage 3."""
-        shapes = iter(self._shapes())
-        for group in base["param_groups"]:
-            yield [name for _, names in zip(group["params"], shapes, strict=False) for name in names]
-
-    def _sort_in(self, states: dict[str, dict[str, Any]], name: str, shards: Sequence[Sequence[Any]]) -> None:
-        """Add one entry of the optimizer's state to every parameter's state."""
-        flat = [
-            all(isinstance(one, torch.Tensor) and one.dim() for one in column)
-            for column in zip(*shards, strict=True)
-        ]
-        if all(flat):
-            for parameter, value in self._unflatten(shards):
-                states[parameter][name] = value
-            return
-        for group, value in zip(self._shapes(), shards[0], strict=False):
-            for parameter in group:  # each parameter has its own step
-                states[parameter][name] = value.clone() if isinstance(value, torch.Tensor) else value
-
-    def _shapes(self) -> Sequence[Mapping[str, Any]]:
-        return self.models[0]["param_shapes"]
-
-    def _frozen(self) -> dict[str, Tensor]:
-        shapes = self.models[0].get("frozen_param_shapes") or {}
-        return {
-            name: torch.cat([one["frozen_param_fragments"][name] for one in self.models])[
-                : _numel(shape)
-            ].view(shape)
-            for name, shape in shapes.items()
-        }
-
-    def _unflatten(self, shards: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Split flat tensors by parameter: `shards` has each rank's, one per group of shapes."""
-        split = _by_parameter if self.stage == 3 else _by_range
-        paddings = self.optimizers[0].get("param_alignment_paddings")
-        for index, shapes in enumerate(self._shapes()):
-            columns = [rank[index] for rank in shards]
-            yield from split(shapes, columns, None if paddings is None else paddings[index])
-
-
-def read_folder(folder: Path) -> EngineFolder:
-    """Read a checkpoint folder."""
-    models, optimizers = _files(folder, _MODEL), _files(folder, _OPTIMIZER)
-    if not models:
-        raise CheckpointError(f"{str(folder)!r} has no *_model_states.pt: it is not a DeepSpeed checkpoint.")
-    states = [load_file(path)["optimizer_state_dict"] for path in optimizers]
-    counts = states[0]["partition_count"] if states else 0
-    ranks = counts if isinstance(counts, int) else max(counts)
-    if ranks != len(states):
-        raise CheckpointError(
-            f"{str(folder)!r} has the optimizer states of {len(states)} ranks of {ranks}; copy the files of "
-            "all ranks into it."
-        )
-    return EngineFolder(folder=folder, models=[load_file(path) for path in models], optimizers=states)
-
-
-def is_engine_folder(folder: Path) -> bool:
-    """Return whether a folder has files of DeepSpeed's engine."""
-    return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
-
-
-def engine_folder(directory: Path, name: str, index: int) -> Path:
-    """Return a model's folder in a checkpoint: by its name, else the one that the file `latest` names."""
-    latest = directory / LATEST
-    if not index and not is_engine_folder(directory / name) and latest.is_file():
-        tag = latest.read_text().strip()
-        if tag == Path(tag).name and is_engine_folder(directory / tag):
-            return directory / tag
-    return directory / name
-
-
-def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """Return the files of a pattern, in the order of ranks."""
-    found: list[tuple[int, Path]] = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = pattern.fullmatch(path.name)
-        if match is not None and int(match[2]):
-            raise CheckpointError(
-                f"{str(path)!r} is of a tensor- or pipeline-parallel model, which cannot be converted; load "
-                "it with the engine that saved it."
-            )
-        if match is not None:
-            found.append((int(match[1] or 0), path))
-    return [path for _, path in sorted(found)]
-
-
-def _by_range(
-    shapes: Mapping[str, Any], columns: Sequence[Tensor], paddings: Sequence[int] | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Split at stages 1 and 2: one flat tensor of all parameters, of which each rank has a range."""
-    full, offset = torch.cat([*columns]), 0
-    for index, (name, shape) in enumerate(shapes.items()):
-        yield name, full[offset : offset + _numel(shape)].view(torch.Size(shape))
-        offset += _numel(shape) + (0 if paddings is None else paddings[index])
-
-
-def _by_parameter(
-    shapes: Mapping[str, Any], columns: Sequence[Tensor], paddings: Sequence[int] | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Split at stage 3: every rank has an equal shard of each parameter, one after the other."""
-    del paddings
-    offset = 0
-    for name, shape in shapes.items():
-        size = math.ceil(_numel(shape) / len(columns))
-        full = torch.cat([column[offset : offset + size] for column in columns])
-        yield name, full[: _numel(shape)].view(torch.Size(shape))
-        offset += size
-
-
-def _numel(shape: Any) -> int:
-    return math.prod(shape)

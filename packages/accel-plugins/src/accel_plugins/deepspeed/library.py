@@ -1,4 +1,4 @@
-"""The only importer of DeepSpeed."""
+"""Import DeepSpeed, the only module that does; check that it has the names that this package uses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accel_state.runtime import Runtime
 
 
-_MINIMUM = "0.19"  # engines of earlier versions lack methods that `engine.py` calls
+_MINIMUM = "0.19"  # Engines of earlier versions lack methods that `engine.py` calls.
 _EXTRA = "accel-plugins[deepspeed]"
 
 
@@ -53,9 +53,11 @@ def start(runtime: Runtime) -> ModuleType:
 
     A single process gets a process group of one rank, which DeepSpeed needs.
     """
-    if "LOCAL_RANK" not in environ.read():  # from which DeepSpeed derives its device
+    if "LOCAL_RANK" not in environ.read():  # DeepSpeed derives its device from it.
         environ.publish({"LOCAL_RANK": str(runtime.topology.local_rank)})
-    with _for_device(runtime.device):
+    environment = environ.read()
+    device = {} if "DS_ACCELERATOR" in environment else {"ds_accelerator": runtime.device.type}
+    with environ.patch_environment(**device):  # DeepSpeed chooses its device when it is imported.
         deepspeed = load_library("the strategy 'deepspeed'")
         check_names()
         process_group.join_single(runtime.kind.backend, runtime.device)
@@ -64,16 +66,6 @@ def start(runtime: Runtime) -> ModuleType:
             with _without_compiling(runtime.device):
                 comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return deepspeed
-
-
-@contextmanager
-def _for_device(device: torch.device) -> Generator[None]:
-    """Make DeepSpeed choose the device of this run when it is imported within the block."""
-    if "DS_ACCELERATOR" in environ.read():
-        yield
-        return
-    with environ.patch_environment(ds_accelerator=device.type):
-        yield
 
 
 @contextmanager
@@ -95,10 +87,6 @@ def _without_compiling(device: torch.device) -> Generator[None]:
         setattr(communication, name, build)
 
 
-_OPTIMIZER = "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-_STAGE_3 = "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_BF16 = "runtime.bf16_optimizer:BF16_Optimizer"
-
 NAMES: Mapping[str, tuple[str, ...]] = {
     "runtime.engine:DeepSpeedEngine": (
         "get_global_grad_norm",
@@ -108,7 +96,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "was_step_applied",
         "zero_grad",
     ),
-    _OPTIMIZER: (
+    "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
         "_lazy_init_hp_params_optimizer_state",
         "_release_preflattened_grad_buffers",
         "_use_compact_grad_partition_buffer",
@@ -118,8 +106,12 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "scale_if_loss",
         "scaled_global_norm",
     ),
-    _STAGE_3: ("_get_norm_groups", "reset_cpu_buffers", "scale_if_loss"),
-    _BF16: (
+    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
+        "_get_norm_groups",
+        "reset_cpu_buffers",
+        "scale_if_loss",
+    ),
+    "runtime.bf16_optimizer:BF16_Optimizer": (
         "_lazy_init_hp_params_optimizer_state",
         "clear_hp_grads",
         "clear_lp_grads",
@@ -140,21 +132,21 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "comm.comm": ("cdb", "init_distributed"),
 }
-"""By `module` or `module:class`, without `deepspeed.` before it."""
+"""Names of DeepSpeed that this package uses, by `module` or `module:class` without `deepspeed.` before it."""
 
 
 def absent_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> list[str]:
-    """What the installed DeepSpeed does not have, as `module:class.name`."""
+    """Return the names that the installed DeepSpeed lacks, as `module:class.name`."""
     absent: list[str] = []
     for owner, attributes in names.items():
         module, _, inner = owner.partition(":")
         try:
-            found = ds_module(module)
-            found = attrgetter(inner)(found) if inner else found
+            target = ds_module(module)
+            target = attrgetter(inner)(target) if inner else target
         except (ImportError, AttributeError):
             absent.append(owner)
         else:
-            absent += [f"{owner}.{name}" for name in attributes if not hasattr(found, name)]
+            absent += [f"{owner}.{name}" for name in attributes if not hasattr(target, name)]
     return absent
 
 
@@ -189,11 +181,11 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
         MissingDependencyError: DeepSpeed is not installed.
     """
     names = [kind.__name__ for kind in type(optimizer).__mro__]
-    found = next((_VERSIONS[name] for name in names if name in _VERSIONS), None)
-    if found is None or any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__):
+    row = next((_VERSIONS[name] for name in names if name in _VERSIONS), None)
+    if row is None or any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__):
         return optimizer
     load_library("map_pytorch_optim_to_deepspeed()")
-    module, name, more = found
+    module, name, more = row
     version = getattr(ds_module(module), name)
     accepted = inspect.signature(version).parameters
     known = {key: value for key, value in optimizer.defaults.items() if key in accepted and key not in more}
@@ -229,8 +221,8 @@ def GatheredParameters(  # noqa: N802 - the documented name
         >>> weight.tolist()
         [1.0, 1.0]
     """
-    several = [params] if isinstance(params, torch.Tensor) else [*params]
-    sharded = [one for one in several if is_sharded(one)]
+    parameters = [params] if isinstance(params, torch.Tensor) else params
+    sharded = [parameter for parameter in parameters if is_sharded(parameter)]
     if not enabled or not sharded:
         yield
         return

@@ -1,4 +1,4 @@
-"""DeepSpeedPlugin."""
+"""`DeepSpeedPlugin`: options of DeepSpeed, its configuration, and which plugin is active."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class DeepSpeedPlugin:
             ds_key_long: Dotted key; nothing is done if the configuration lacks it.
             mismatches: List to which a contradiction is added; it is raised if `None`.
             must_match: Whether to compare.
-            **kwargs: KnownValue values by dotted key.
+            **kwargs: Known values by dotted key.
 
         Raises:
             SettingsError: No value is known, or it contradicts and `mismatches` is `None`.
@@ -208,7 +208,7 @@ class DeepSpeedPlugin:
             return
         if must_match and node[last] is not None and node[last] != kwargs.get(ds_key_long, node[last]):
             known = KnownValue(value=kwargs[ds_key_long], source="argument")
-            mismatch = Mismatch(key=ds_key_long, found=node[last], known=known)
+            mismatch = Mismatch(key=ds_key_long, value=node[last], known=known)
             if mismatches is None:
                 refuse_mismatches([mismatch])
             else:
@@ -229,7 +229,7 @@ class DeepSpeedPlugin:
             mismatches: List to which contradictions are added; all are raised together if `None`.
             config: The configuration below `prefix`; the full one if `None`.
             must_match: Whether to compare.
-            **kwargs: KnownValue values by dotted key.
+            **kwargs: Known values by dotted key.
 
         Raises:
             SettingsError: A value stays `"auto"`, or contradicts; all such keys are named.
@@ -240,11 +240,11 @@ class DeepSpeedPlugin:
             >>> plugin.get_value("train_batch_size")
             8
         """
-        noted: list[str] = [] if mismatches is None else mismatches
+        collected: list[str] = [] if mismatches is None else mismatches
         for key, _ in [*leaves(self.deepspeed_config if config is None else config, prefix)]:
-            self.fill_match(key, noted, must_match, **kwargs)
+            self.fill_match(key, collected, must_match, **kwargs)
         if mismatches is None:
-            refuse_mismatches(noted)
+            refuse_mismatches(collected)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Set the engine's precision, unless the configuration has one.
@@ -262,14 +262,14 @@ class DeepSpeedPlugin:
                 "'no'; Accelerator(mixed_precision=…) applies a recipe on top of that."
             )
         config, chosen = self.deepspeed_config, mixed_precision
-        autocast = self.get_value("torch_autocast.enabled") is True  # the configuration uses torch's autocast
+        autocast = self.get_value("torch_autocast.enabled") is True  # torch's autocast is used instead.
         for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
             if chosen == name and self.get_value(f"{other}.enabled") is True:
                 source = f"mixed_precision={chosen!r}"
                 known = KnownValue(value=False, source=source)
-                refuse_mismatches([Mismatch(key=f"{other}.enabled", found=True, known=known)])
-            found = self.get_value(f"{name}.enabled")
-            if found == AUTO or (found is None and chosen == name and not autocast):
+                refuse_mismatches([Mismatch(key=f"{other}.enabled", value=True, known=known)])
+            value = self.get_value(f"{name}.enabled")
+            if value == AUTO or (value is None and chosen == name and not autocast):
                 put(config, f"{name}.enabled", chosen == name)
 
     def set_deepspeed_weakref(self) -> None:

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism."""
+"""Ulysses sequence parallelism of DeepSpeed: sequences of batches are sharded, attention is patched."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-_IGNORED = -100  # the label that losses of torch and transformers ignore
+_IGNORED = -100
+"""The label that losses of torch and transformers ignore."""
 _KEY = "input_ids"
 
 
@@ -44,7 +45,7 @@ class SequenceShard:
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[5, 6, 7, 8]])}
-        >>> {name: one.tolist() for name, one in SequenceShard(size=2, rank=1)(batch).items()}
+        >>> {name: value.tolist() for name, value in SequenceShard(size=2, rank=1)(batch).items()}
         {'input_ids': [[7, 8]], 'position_ids': [[2, 3]], 'shift_labels': [[8, -100]]}
     """
 
@@ -73,17 +74,17 @@ class SequenceShard:
                 f"sp_size={self.size}: a batch is {_described(batch)}; batches to shard must be dictionaries "
                 f"with a tensor {_KEY!r} of shape [rows, length]."
             )
-        found = cast("MutableMapping[str, Any]", copy.copy(batch))
-        length = self._length_of(found[_KEY])
-        if "position_ids" not in found:
-            positions = torch.arange(length, device=found[_KEY].device)
-            found["position_ids"] = positions.expand(found[_KEY].shape[0], length)
-        self._refuse_masks(found)
-        if "labels" in found:
-            labels = torch.nn.functional.pad(found.pop("labels"), (0, 1), value=_IGNORED)
-            found["shift_labels"] = labels[..., 1:]
+        shard = cast("MutableMapping[str, Any]", copy.copy(batch))
+        length = self._length_of(shard[_KEY])
+        if "position_ids" not in shard:
+            positions = torch.arange(length, device=shard[_KEY].device)
+            shard["position_ids"] = positions.expand(shard[_KEY].shape[0], length)
+        self._refuse_masks(shard)
+        if "labels" in shard:
+            labels = torch.nn.functional.pad(shard.pop("labels"), (0, 1), value=_IGNORED)
+            shard["shift_labels"] = labels[..., 1:]
         begin = length // self.size * self.rank
-        for name, value in [*found.items()]:
+        for name, value in [*shard.items()]:
             if not isinstance(value, Tensor) or value.dim() < 2:
                 continue
             if value.shape[1] != length:
@@ -91,8 +92,8 @@ class SequenceShard:
                     f"sp_size={self.size}: {name!r} of a batch has the shape {tuple(value.shape)}, but "
                     f"{_KEY!r} {tuple(batch[_KEY].shape)}; dim 1 must be the sequence in both."
                 )
-            found[name] = value[:, begin : begin + length // self.size].contiguous()
-        return found
+            shard[name] = value[:, begin : begin + length // self.size].contiguous()
+        return shard
 
     def _length_of(self, tokens: Tensor) -> int:
         shape = tuple(tokens.shape)
@@ -173,20 +174,16 @@ class SequenceParallel:
     def as_mpu(self) -> SimpleNamespace:
         """Return DeepSpeed's "mpu": the process groups of a sequence, and of ZeRO's shards."""
         group, world = self.mesh.get_group(), dist.group.WORLD
-        found: dict[str, Any] = {
-            "initialize_sequence_parallel": lambda *_, **__: None
-        }  # which DeepSpeed looks for
-        for name, one in (
-            ("sequence_parallel", group),
-            ("model_parallel", group),  # as in DeepSpeed's own mpu
-            ("sequence_data_parallel", world),
-        ):
-            found |= {
-                f"get_{name}_group": lambda one=one: one,
-                f"get_{name}_world_size": lambda one=one: dist.get_world_size(one),
-                f"get_{name}_rank": lambda one=one: dist.get_rank(one),
+        # DeepSpeed looks for the first method; its own mpu has the same group for model parallelism.
+        methods: dict[str, Any] = {"initialize_sequence_parallel": lambda *_, **__: None}
+        groups = {"sequence_parallel": group, "model_parallel": group, "sequence_data_parallel": world}
+        for name, each in groups.items():
+            methods |= {
+                f"get_{name}_group": lambda each=each: each,
+                f"get_{name}_world_size": lambda each=each: dist.get_world_size(each),
+                f"get_{name}_rank": lambda each=each: dist.get_rank(each),
             }
-        return SimpleNamespace(**found)
+        return SimpleNamespace(**methods)
 
     def validate(self, model: nn.Module) -> None:
         """Check that Ulysses supports a model's attention.
@@ -233,7 +230,7 @@ class SequenceParallel:
         core, modules = _patch_attention(self.attention)
         ulysses = ds_module("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF(
             attn=core,
-            batch_size=1,  # changed by the first batch
+            batch_size=1,  # The first batch changes it.
             attn_head_count=heads,
             attn_head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
             kv_head_count=shared,
@@ -299,13 +296,13 @@ def _patch_attention(name: str) -> tuple[Callable[..., Any], WeakKeyDictionary[n
         ulysses = modules.get(module)
         if ulysses is None or _sees_full_sequences(module):
             return core(module, query, key, value, mask, *args, **more)
-        return _shard_buffers(ulysses, name, module, (query, key, value), args, more)
+        return _attend_sharded(ulysses, name, module, (query, key, value), args, more)
 
     functions[name] = attend
     return core, modules
 
 
-def _shard_buffers(
+def _attend_sharded(
     ulysses: Any, name: str, module: Any, heads: tuple[Any, Any, Any], args: Any, more: dict[str, Any]
 ) -> Any:
     if "position_ids" not in more:
@@ -327,7 +324,7 @@ def _shard_buffers(
     try:
         return ulysses(module, *heads, None, *args, **more)
     finally:
-        if groups is not None:  # Ulysses changed it to this rank's heads
+        if groups is not None:  # Ulysses has set it for this rank's heads.
             module.num_key_value_groups = groups
 
 
@@ -335,8 +332,8 @@ def _resize(ulysses: Any, rows: int) -> None:
     """Change the number of rows of a batch, which DeepSpeed takes as fixed."""
     ulysses.batch_size = rows
     for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
-        length, _, *rest = getattr(ulysses, name)
-        setattr(ulysses, name, type(getattr(ulysses, name))([length, rows, *rest]))
+        length, _, *sizes = getattr(ulysses, name)
+        setattr(ulysses, name, type(getattr(ulysses, name))([length, rows, *sizes]))
 
 
 def _sees_full_sequences(module: nn.Module) -> bool:

@@ -1,10 +1,11 @@
-"""Full and native state."""
+"""State of DeepSpeed's engines: full weights and optimizer state, and the engine's own folders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
 
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from accel_plugins.deepspeed.engine import DeepSpeedStepper
 
 
-_MAX_PROBLEMS = 20  # named by a message
+_MAX_PROBLEMS = 20
+"""Problems that a message names."""
 
 
 @final
@@ -52,26 +54,26 @@ class EngineState:
 
         `exact` asks for the float32 master weights of 16-bit parameters.
         """
-        found: dict[str, Any] = {}
-        seen: dict[int, Any] = {}  # tied weights are gathered once
-        to_host = any(is_sharded(p) for p in self._module.parameters())
+        weights: dict[str, Any] = {}
+        seen: dict[int, Any] = {}  # Tied weights are gathered once.
+        to_host = any(map(is_sharded, self._module.parameters()))
         for name, value in self._module.state_dict(keep_vars=True).items():
             if id(value) not in seen:
                 seen[id(value)] = self._full(value, keep=keep, exact=exact, to_host=to_host)
             if keep:
-                found[name] = seen[id(value)]
-        return found
+                weights[name] = seen[id(value)]
+        return weights
 
     @torch.no_grad()
     def iter_weights(self, *, keep: bool) -> Iterator[dict[str, Any]]:
         """Gather the full state dict tensor by tensor if parameters are sharded; tied names come together."""
-        if not any(is_sharded(p) for p in self._module.parameters()):
+        if not any(map(is_sharded, self._module.parameters())):
             yield self.weights(keep=keep, exact=False)
             return
         for names, value in group_tied_names(self._module.state_dict(keep_vars=True)):
             full = self._full(value, keep=keep, exact=False, to_host=True)
             yield dict.fromkeys(names, full) if keep else {}
-            del full  # freed before the next tensor is gathered
+            del full  # It is freed before the next tensor is gathered.
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:
@@ -80,15 +82,18 @@ class EngineState:
             raise UnsupportedError(
                 "load_state_dict(assign=True): DeepSpeed's engine keeps its own tensors; leave assign out."
             )
-        shard = self._module.state_dict(keep_vars=True)
-        missing, unexpected = sorted(shard.keys() - state.keys()), sorted(state.keys() - shard.keys())
+        # 1. Refuse a state dict that does not fit.
+        current = self._module.state_dict(keep_vars=True)
+        missing, unexpected = sorted(current.keys() - state.keys()), sorted(state.keys() - current.keys())
+        shapes = {
+            name: (tuple(state[name].shape), tuple(getattr(value, "ds_shape", value.shape)))
+            for name, value in current.items()
+            if name in state and isinstance(value, torch.Tensor)
+        }
         problems = [
-            f"{name} has the shape {tuple(state[name].shape)} in the state dict and "
-            f"{tuple(_shape_of(value))} in the model"
-            for name, value in shard.items()
-            if name in state
-            and isinstance(value, torch.Tensor)
-            and tuple(state[name].shape) != tuple(_shape_of(value))
+            f"{name} has the shape {saved} in the state dict and {own} in the model"
+            for name, (saved, own) in shapes.items()
+            if saved != own
         ]
         if strict:
             problems += [f"{name} is missing" for name in missing]
@@ -99,43 +104,49 @@ class EngineState:
                 f"The state dict does not fit {type(self._module).__name__}: "
                 f"{'; '.join(problems[:_MAX_PROBLEMS])}{more}."
             )
+        # 2. Copy the weights, and the master weights from them; then what is exact of these.
         seen: set[int] = set()
-        for name, value in shard.items():
-            if name in state and isinstance(value, torch.Tensor) and id(value) not in seen:
+        for name in shapes:
+            value = current[name]
+            if id(value) not in seen:
                 seen.add(id(value))
-                self._put(value, state[name])
-        self._refresh()
-        for name, value in shard.items():
-            if name in state and self._is_small(value):
-                self._put_master(value, state[name])
+                with GatheredParameters([value], modifier_rank=0):
+                    if not is_sharded(value) or dist.get_rank() == 0:
+                        value.copy_(_read(state[name]))
+        outer = None if self._engine is None else self._engine.optimizer
+        refresh: Callable[[], None] | None = getattr(outer, "refresh_fp32_params", None)
+        if refresh is not None:
+            refresh()
+        for name in shapes:
+            if self._has_master(current[name]):
+                self._load_master(current[name], _read(state[name]))
         return IncompatibleKeys(missing, unexpected)
 
     @torch.no_grad()
     def optimizer(self, *, keep: bool) -> dict[str, Any]:
         """Gather the optimizer's full state dict, as one process has it; empty on ranks without `keep`."""
         outer = self._engine.optimizer
-        if not _shards(outer):
+        if not _is_flattened(outer):
             base = getattr(outer, "optimizer", outer)
             return base.state_dict() if keep else {}
-        groups, number = [], 0
-        for tensors, group in zip(self._groups, outer.optimizer.param_groups, strict=False):
-            indices = [*range(number, number + len(tensors))]
-            number += len(tensors)
-            groups.append(
-                {**{name: value for name, value in group.items() if name != "params"}, "params": indices}
-            )
+        numbers = count()
+        groups = [
+            {**group, "params": [*islice(numbers, len(tensors))]}
+            for tensors, group in zip(self._groups, outer.optimizer.param_groups, strict=False)
+        ]
+        get_state = ds_module("utils").safe_get_full_optimizer_state
         states: dict[int, Any] = {}
-        for index, tensor in enumerate(self._tensors()):
+        for index, tensor in enumerate(chain.from_iterable(self._groups)):
             if not tensor.requires_grad:
                 continue
             saved = self._saved_state_for(tensor)
-            single = {  # each parameter has its own step
+            single = {  # Each parameter has its own step.
                 name: value.clone() if isinstance(value, torch.Tensor) else value
                 for name, value in saved.items()
                 if not _is_flat(value)
             }
             full = {
-                name: _on_host(_get(tensor, name)) if keep else _get(tensor, name)
+                name: _on_host(get_state(tensor, name)) if keep else get_state(tensor, name)
                 for name, value in saved.items()
                 if _is_flat(value)
             }
@@ -147,10 +158,10 @@ class EngineState:
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
         """Load an optimizer's full state dict, the same on every rank."""
         outer = self._engine.optimizer
-        if not _shards(outer):
+        if not _is_flattened(outer):
             getattr(outer, "optimizer", outer).load_state_dict(dict(state))
             return
-        tensors = [*self._tensors()]
+        tensors = [*chain.from_iterable(self._groups)]
         saved: Sequence[Mapping[str, Any]] = state["param_groups"]
         counts = [len(group["params"]) for group in saved]
         if counts != [len(group) for group in self._groups]:
@@ -165,41 +176,37 @@ class EngineState:
         order = [index for group in saved for index in group["params"]]
         for tensor, index in zip(tensors, order, strict=True):
             for name, value in state["state"].get(index, {}).items():
-                if tensor.requires_grad and isinstance(value, torch.Tensor) and value.dim() > 0:
-                    _set(tensor, name, value)
+                if tensor.requires_grad and _is_flat(value):
+                    _load_state(tensor, name, value)
 
     def names(self) -> list[list[str]]:
         """Return the names of the optimizer's parameters, group by group."""
         names = {id(value): name for name, value in self._module.named_parameters()}
-        return [[names[id(one)] for one in group] for group in self._groups]
+        return [[names[id(tensor)] for tensor in group] for group in self._groups]
 
     def load_named_optimizer(self, state: Mapping[str, Any]) -> None:
         """Load an optimizer's full state dict with parameters by name."""
-        mine = self.names()
+        current = self.names()
         saved = state["param_groups"]
         known = {name for group in saved for name in group["params"]}
-        lost = sorted({name for group in mine for name in group} - known)
+        lost = sorted({name for group in current for name in group} - known)
         trained = {name for name, value in self._module.named_parameters() if value.requires_grad}
-        if len(saved) != len(mine) or trained & {*lost}:
+        if len(saved) != len(current) or trained & {*lost}:
             raise CheckpointError(
                 f"The checkpoint has the state of an optimizer of {len(saved)} group(s), without "
-                f"{', '.join(lost) or 'further parameters'}; the prepared one has {len(mine)} group(s). "
+                f"{', '.join(lost) or 'further parameters'}; the prepared one has {len(current)} group(s). "
                 "Build it as in the run that was saved."
             )
-        self.load_optimizer(names_to_indices(state, mine))
+        self.load_optimizer(names_to_indices(state, current))
 
-    def _tensors(self) -> Iterator[Tensor]:
-        for group in self._groups:
-            yield from group
-
-    def _is_small(self, value: Any) -> bool:
+    def _has_master(self, value: Any) -> bool:
         is_weight = isinstance(value, torch.nn.Parameter) and value.requires_grad
         return is_weight and value.dtype in {torch.bfloat16, torch.float16} and self._engine is not None
 
     def _full(self, value: Any, *, keep: bool, exact: bool, to_host: bool) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if exact and self._is_small(value):
+        if exact and self._has_master(value):
             master = self._master(value)
             return _on_host(master) if keep else None
         if not is_sharded(value):
@@ -208,34 +215,21 @@ class EngineState:
             return _on_host(value.detach().clone()) if keep else None
 
     def _master(self, value: Tensor) -> Tensor:
-        found = ds_module("utils").safe_get_full_fp32_param(value)
-        if found is not None:
-            return found
-        saved = dict(_pairs(self._engine.optimizer))
-        return saved.get(id(value), value.detach().float())
+        master = ds_module("utils").safe_get_full_fp32_param(value)
+        if master is not None:
+            return master
+        return dict(_iter_masters(self._engine.optimizer)).get(id(value), value.detach().float())
 
-    def _put(self, value: Tensor, new: Any) -> None:
-        with GatheredParameters([value], modifier_rank=0):
-            if not is_sharded(value) or dist.get_rank() == 0:
-                value.copy_(new[:] if not isinstance(new, torch.Tensor) else new)
-
-    def _put_master(self, value: Tensor, new: Any) -> None:
-        full = (new[:] if not isinstance(new, torch.Tensor) else new).to(value.device, torch.float32)
+    def _load_master(self, value: Tensor, new: Tensor) -> None:
+        full = new.to(value.device, torch.float32)
         if is_sharded(value):
             ds_module("utils").safe_set_local_fp32_param(value, _local_shard(value, full))
         elif hasattr(value, "_hp_mapping"):
             ds_module("utils").safe_set_full_fp32_param(value, full)
         else:
-            saved = dict(_pairs(self._engine.optimizer))
-            if id(value) in saved:
-                saved[id(value)].copy_(full)
-
-    def _refresh(self) -> None:
-        refresh: Callable[[], None] | None = getattr(
-            None if self._engine is None else self._engine.optimizer, "refresh_fp32_params", None
-        )
-        if refresh is not None:
-            refresh()
+            masters = dict(_iter_masters(self._engine.optimizer))
+            if id(value) in masters:
+                masters[id(value)].copy_(full)
 
     def _flat_of(self, tensor: Tensor) -> Tensor:
         """Return this rank's flat partition that contains a parameter."""
@@ -244,7 +238,7 @@ class EngineState:
             return outer.fp32_partitioned_groups_flat[outer.grad_position[outer.get_param_id(tensor)][0]]
         flat = getattr(outer, "single_partition_of_fp32_groups", None) or outer.fp32_groups_flat_partition
         for index, group in enumerate(getattr(outer, "bit16_groups", None) or outer.bf16_groups):
-            if any(one is tensor for one in group):
+            if any(member is tensor for member in group):
                 return flat[index]
         raise AssertionError("every trained parameter is in a group")
 
@@ -282,13 +276,13 @@ class EngineState:
             link()
 
 
-def _shards(outer: Any) -> bool:
+def _is_flattened(outer: Any) -> bool:
     """Return whether a DeepSpeed optimizer has flattened and sharded its parameters."""
     names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
     return any(hasattr(outer, name) for name in names)
 
 
-def _pairs(outer: Any) -> Iterator[tuple[int, Tensor]]:
+def _iter_masters(outer: Any) -> Iterator[tuple[int, Tensor]]:
     """Yield the ids of 16-bit parameters with their master weights, if the optimizer has any."""
     for small, large in zip(
         getattr(outer, "fp16_groups", ()), getattr(outer, "fp32_groups", ()), strict=False
@@ -301,8 +295,9 @@ def _is_flat(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _shape_of(value: Tensor) -> Any:
-    return getattr(value, "ds_shape", value.shape)
+def _read(value: Any) -> Tensor:
+    """Return a tensor, or what safetensors' slices read."""
+    return value if isinstance(value, torch.Tensor) else value[:]
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -318,11 +313,7 @@ def _local_shard(parameter: Any, full: Tensor) -> Tensor:
     return torch.nn.functional.pad(shard, (0, numel - shard.numel()))
 
 
-def _get(parameter: Any, name: str) -> Tensor:
-    return ds_module("utils").safe_get_full_optimizer_state(parameter, name)
-
-
-def _set(parameter: Any, name: str, value: Tensor) -> None:
+def _load_state(parameter: Any, name: str, value: Tensor) -> None:
     full = value.to(parameter.device, torch.float32)
     if is_sharded(parameter):
         ds_module("utils").safe_set_local_optimizer_state(parameter, _local_shard(parameter, full), name)
@@ -330,7 +321,8 @@ def _set(parameter: Any, name: str, value: Tensor) -> None:
         ds_module("utils").safe_set_full_optimizer_state(parameter, full, name)
 
 
-_PLAIN = ReplicatedPersister()  # of models without an engine
+_PLAIN = ReplicatedPersister()
+"""Persister of models without an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -349,10 +341,10 @@ class DeepSpeedPersister:
         else:
             engine = owner.engine
 
-            def save(state_dict: Any, path: str) -> None:  # as the engine calls it, by name
+            def save(state_dict: Any, path: str) -> None:  # The engine passes both by name.
                 write(state_dict, Path(path))
 
-            with _replaced(engine.checkpoint_engine, save=save):
+            with _replace_methods(engine.checkpoint_engine, save=save):
                 engine.save_checkpoint(str(directory), tag=folder_name(index))
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
@@ -388,28 +380,24 @@ class DeepSpeedPersister:
         return _PLAIN.full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """Gather the full state dict tensor by tensor; tied tensors come together."""
         state = self._state_of(model)
         return _PLAIN.iter_full_state_dict(model) if state is None else state.iter_weights(keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load a full state dict into the model."""
-        engine = self._state_of(model)
-        if engine is None:
+        own = self._state_of(model)
+        if own is None:
             return _PLAIN.load_full_state_dict(model, state, **options)
-        return engine.load_weights(state, **options)
+        return own.load_weights(state, **options)
 
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
-        """Gather the full state dict of the optimizer, as a run of one process has it."""
-        del optimizer, models  # an engine has one of each
+        del optimizer, models  # An engine has one of each.
         return self.state.optimizer(keep=keep)
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """Load a full state dict into the optimizer."""
         del optimizer, models
         self.state.load_optimizer(state)
 
@@ -433,7 +421,6 @@ class DeepSpeedShards:
     persister: DeepSpeedPersister
 
     def form(self) -> StateForm:
-        """Return `StateForm.NATIVE`."""
         return StateForm.NATIVE
 
     def model_tensors(self, model: nn.Module) -> StateDict:
@@ -441,7 +428,6 @@ class DeepSpeedShards:
         return self.persister.full_state_dict(model, exact=True)
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a full state dict into the model."""
         self.persister.load_full_state_dict(model, state, **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
@@ -482,7 +468,12 @@ def load_engine(engine: Any, state: EngineState, directory: Path, index: int) ->
     stage = int(engine.zero_optimization_stage())
     if saved.stage == stage and saved.models[0]["dp_world_size"] == engine.dp_world_size:
         del saved
-        with _reading_safely(engine):
+
+        def load_safely(path: str, map_location: Any = None) -> Any:
+            del map_location  # The engine itself copies tensors to its device.
+            return load_file(Path(path), for_engine=True)
+
+        with _replace_methods(engine.checkpoint_engine, load=load_safely):
             path, _ = engine.load_checkpoint(str(directory), tag=folder.name)
         if path is None:
             raise CheckpointError(f"DeepSpeed could not load {str(folder)!r}; its log has the reason.")
@@ -503,19 +494,7 @@ def load_engine(engine: Any, state: EngineState, directory: Path, index: int) ->
 
 
 @contextmanager
-def _reading_safely(engine: Any) -> Generator[None]:
-    """Restrict the engine's unpickling to tensors and its own classes within the block."""
-
-    def load(path: str, map_location: Any = None) -> Any:
-        del map_location  # the engine copies tensors to its device itself
-        return load_file(Path(path), for_engine=True)
-
-    with _replaced(engine.checkpoint_engine, load=load):
-        yield
-
-
-@contextmanager
-def _replaced(owner: Any, **methods: Any) -> Generator[None]:
+def _replace_methods(owner: Any, **methods: Any) -> Generator[None]:
     """Replace methods of an object within the block."""
     vars(owner).update(methods)
     try:

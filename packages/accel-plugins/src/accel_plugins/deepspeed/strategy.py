@@ -1,4 +1,4 @@
-"""Preflight checks, wrapper, build."""
+"""The strategy `deepspeed`: checks of what is prepared, model wrapper, configuration of an engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Adagrad, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -41,6 +41,287 @@ from accel_state.settings.model import Settings
 
 logger = get_logger(__name__)
 
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a run with DeepSpeed."""
+    del settings
+    deepspeed = start(runtime)
+    unwrap_once.register(deepspeed.DeepSpeedEngine, lambda engine: engine.module)
+    handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
+    plugins = cast(
+        "Mapping[str, DeepSpeedPlugin]", handler if isinstance(handler, dict) else {"default": handler}
+    )
+    for each in plugins.values():
+        each.set_mixed_precision(precision.name)
+    plugin = _find_selected(plugins)
+    topology = runtime.topology
+    sequences = sequences_of(runtime, handlers)
+    sharers = 1 if sequences is None else sequences.size
+    stepper = DeepSpeedStepper()
+    persister = DeepSpeedPersister(runtime=runtime, stepper=stepper)
+    loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
+    return Strategy(
+        name="deepspeed",
+        wrapper=DeepSpeedWrapper(
+            runtime=runtime,
+            deepspeed=deepspeed,
+            plugins=plugins,
+            accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
+            split_batches=loading.split_batches,
+            stepper=stepper,
+            sequences=sequences,
+        ),
+        stepper=stepper,
+        persister=persister,
+        sharding=BatchSharding(
+            num_shards=topology.world_size // sharers, shard_index=topology.rank // sharers
+        ),
+        mesh=None if sequences is None else sequences.full_mesh,
+        shard_sequences=None if sequences is None else sequences.shard,
+        features=_features(plugin),
+        precision=EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type),
+        release=partial(_release, stepper, sequences),
+        shards=DeepSpeedShards(persister=persister),
+        native=persister,
+        wrap_optimizer=stepper.wrap_optimizer,
+        wrap_scheduler=stepper.wrap_scheduler,
+        compiles_in_place=True,
+    )
+
+
+def _release(stepper: DeepSpeedStepper, sequences: SequenceParallel | None) -> None:
+    stepper.release()
+    if sequences is not None:
+        sequences.release()
+
+
+def _features(plugin: DeepSpeedPlugin) -> frozenset[Feature]:
+    stage = plugin.get_value("zero_optimization.stage", 0)
+    is_plain = stage == 0 and plugin.mixed_precision == "no"
+    more = {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if is_plain else frozenset[Feature]()
+    return frozenset({Feature.OPTIMIZER_FROM_CONFIGURATION, *more})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedWrapper:
+    """Model wrapper that makes an engine from a model and its optimizer."""
+
+    runtime: Runtime
+    deepspeed: Any
+    plugins: Mapping[str, DeepSpeedPlugin]
+    accumulation: KnownValue
+    split_batches: bool
+    stepper: DeepSpeedStepper
+    sequences: SequenceParallel | None = None
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        """The selected plugin."""
+        return _find_selected(self.plugins)
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse objects that no engine can be made of, and configurations that contradict them."""
+        fresh = [model for model in bundle.models if not self._is_engine(model)]
+        unsharded = [model for model in fresh if not any(map(is_sharded, model.parameters()))]
+        check_materialised(replace(bundle, models=unsharded))
+        plugin = self.plugin
+        check_device_support(plugin.hf_ds_config)
+        check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
+        if self.sequences is not None:
+            for model in fresh:
+                self.sequences.validate(model)
+        if fresh:
+            self._config_for(fresh[0], bundle)
+        if fresh and plugin.transformer_moe_cls_names:
+            plugin.set_moe_leaf_modules(fresh[0])
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Make an engine of the model, with its optimizer and the schedule of the configuration.
+
+        A model without an optimizer gets an engine only if its parameters are to be sharded (ZeRO stage 3).
+        """
+        models = [*bundle.models]
+        optimizers, schedulers = [*bundle.optimizers], [*bundle.schedulers]
+        for index, model in enumerate(models):
+            if self._is_engine(model):
+                continue
+            if self.sequences is not None:
+                self.sequences.register(model)
+            if not bundle.optimizers and (evaluation or not self.plugin.hf_ds_config.is_zero3()):
+                models[index] = model.to(self.runtime.device)
+                continue
+            engine, optimizer, scheduler = self._initialize(model, bundle)
+            models[index] = engine
+            if bundle.optimizers:
+                optimizers = [optimizer]
+            if scheduler is not None and schedulers:
+                schedulers = [scheduler if isinstance(item, DummyScheduler) else item for item in schedulers]
+        return replace(bundle, models=models, optimizers=optimizers, schedulers=schedulers)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the module that an engine wraps."""
+        return cast("nn.Module", cast("Any", model).module) if self._is_engine(model) else model
+
+    def _is_engine(self, model: nn.Module) -> bool:
+        return isinstance(model, self.deepspeed.DeepSpeedEngine)
+
+    def _config_for(self, model: nn.Module, bundle: Bundle) -> dict[str, Any]:
+        """Complete the configuration of one engine."""
+        config = configuration_of(
+            self.plugin,
+            model,
+            bundle,
+            world_size=self.runtime.topology.world_size // (self.sequences.size if self.sequences else 1),
+            accumulation=self.accumulation,
+            split_batches=self.split_batches,
+        )
+        return validate_config(config, config_names())
+
+    def _initialize(self, model: nn.Module, bundle: Bundle) -> tuple[Any, Any, Any]:
+        if self.plugin.hf_ds_config.is_zero3():
+            # Stage 3's hooks replace dictionaries of parameters, which a compiler's wrapper would hide.
+            model = compiled_in_place(model)
+        config = self._config_for(model, bundle)
+        arguments: dict[str, Any] = {"model": model, "config": config}
+        groups: list[list[torch.Tensor]] = []
+        if bundle.optimizers:
+            optimizer: Any = bundle.optimizers[0]
+            if isinstance(optimizer, DummyOptim):
+                arguments["model_parameters"] = optimizer.params
+                groups = optimizer.groups()
+            else:
+                groups = [[*group["params"]] for group in optimizer.param_groups]
+                arguments["optimizer"] = optimizer
+                is_offloaded = config["zero_optimization"].get("offload_optimizer") is not None
+                if is_offloaded and config.get("zero_force_ds_cpu_optimizer", True):
+                    arguments["optimizer"] = map_pytorch_optim_to_deepspeed(optimizer)
+                for item in bundle.schedulers:
+                    if isinstance(item, LRScheduler) and item.optimizer is optimizer:
+                        item.optimizer = arguments["optimizer"]
+        schedule = _find_placeholder(bundle)
+        if schedule is not None and schedule.lr_scheduler_callable is not None:
+            arguments["lr_scheduler"] = schedule.lr_scheduler_callable
+        if self.sequences is not None:
+            arguments["mpu"] = self.sequences.as_mpu()
+        with hang_monitor.collective_scope("prepare"):
+            engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
+        if self.sequences is not None:
+            _average_over_all_ranks(engine, engine.optimizer)
+        if "optimizer" in arguments:
+            _restore_adagrad(optimizer, arguments["optimizer"])
+        _undo_first_step(optimizer)
+        if bundle.optimizers:
+            self.stepper.register(DeepSpeedEngineWrapper(engine, groups=groups))
+        return engine, optimizer, scheduler
+
+
+def _restore_adagrad(engine_optimizer: Any, optimizer: Any) -> None:
+    """Restore the user's Adagrad, which ZeRO replaces by a new one without its groups and schedule."""
+    replacement = getattr(engine_optimizer, "optimizer", None)
+    if isinstance(replacement, torch.optim.Adagrad) and isinstance(optimizer, torch.optim.Adagrad):
+        optimizer.state = replacement.state
+        engine_optimizer.optimizer = optimizer
+
+
+def _undo_first_step(optimizer: Any) -> None:
+    """Undo the step with zero gradients by which 16-bit optimizers of stage 0 initialise their state.
+
+    That step would count and decay weights.
+    """
+    if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "refresh_fp32_params"):
+        optimizer.optimizer.state.clear()
+        optimizer.refresh_fp32_params()
+
+
+def _average_over_all_ranks(*owners: Any) -> None:
+    """Average gradients over all ranks, as other strategies do.
+
+    DeepSpeed's stages below 3 sum them over a sequence-parallel group; stage 3 does so without
+    `reduce_scatter` only.
+    """
+    for owner in owners:
+        if hasattr(owner, "sequence_parallel_size"):
+            owner.sequence_parallel_size = 1
+
+
+def configuration_of(
+    plugin: DeepSpeedPlugin,
+    model: nn.Module,
+    bundle: Bundle,
+    *,
+    world_size: int,
+    accumulation: KnownValue,
+    split_batches: bool,
+) -> dict[str, Any]:
+    """Complete the configuration of one engine."""
+    optimizer = next(iter(bundle.optimizers), None)
+    facts = RunFacts(
+        world_size=world_size,
+        micro_batch=batch_size_of(
+            bundle.dataloaders,
+            smallest=plugin.is_train_batch_min,
+            split_into=world_size if split_batches else 1,
+        ),
+        accumulation=accumulation,
+        hidden_size=hidden_size_of(model),
+        optimizer=optimizer,
+        scheduler=_find_placeholder(bundle),
+        schedule_shards=1 if split_batches else world_size,
+    )
+    config = autofill(plugin.deepspeed_config, facts)
+    stage = config["zero_optimization"].get("stage")
+    if isinstance(optimizer, Optimizer) and stage and "zero_allow_untested_optimizer" not in config:
+        config["zero_allow_untested_optimizer"] = True  # Whoever passes the optimizer wants it.
+    return config
+
+
+def accumulation_of(plugin: GradientAccumulationPlugin | None) -> KnownValue:
+    """Return the micro-batches of an optimizer step, with their source; the default of 1 may be overruled."""
+    steps = None if plugin is None else plugin.num_steps
+    source = f"Accelerator(gradient_accumulation_steps={steps!r})"
+    return KnownValue(value=steps or 1, source=source, binding=steps is not None)
+
+
+def _find_placeholder(bundle: Bundle) -> DummyScheduler | None:
+    return next((item for item in bundle.schedulers if isinstance(item, DummyScheduler)), None)
+
+
+def _find_selected(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
+    first, *_ = plugins.values()
+    return next((plugin for plugin in plugins.values() if plugin.selected), first)
+
+
+def validate_config(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Validate a filled configuration with DeepSpeed's own parser."""
+    unknown = refuse_misspelt(config, names)
+    if unknown:
+        logger.warning(
+            "The DeepSpeed configuration has %s, which the installed version does not know: no effect.",
+            ", ".join(map(repr, unknown)),
+        )
+    try:
+        ds_module("runtime.zero.config").get_zero_config(config)
+    except ValueError as error:  # pydantic lists all fields at once.
+        raise SettingsError(
+            f"DeepSpeed cannot use zero_optimization={config['zero_optimization']!r}: {error}"
+        ) from None
+    return config
+
+
+def config_names() -> frozenset[str]:
+    """Return the top-level keys that the installed version of DeepSpeed knows."""
+    names = set(_MORE_NAMES)
+    for module in _NAMES_IN:
+        names |= {
+            value
+            for key, value in vars(ds_module(module)).items()
+            if key.isupper() and isinstance(value, str)
+        }
+    return frozenset(names)
+
+
 # Keys that DeepSpeed's constants lack.
 _MORE_NAMES = frozenset(
     {
@@ -72,10 +353,8 @@ _NAMES_IN = ("runtime.constants", "runtime.config", "runtime.zero.config", "moni
 
 def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) -> None:
     """Check that an engine can be built from the prepared objects."""
-    models, optimizers = (
-        bundle.models,
-        [one for one in bundle.optimizers if isinstance(one, (Optimizer, DummyOptim))],
-    )
+    models = bundle.models
+    optimizers = [item for item in bundle.optimizers if isinstance(item, (Optimizer, DummyOptim))]
     if optimizers and not models:
         raise SettingsError(
             "DeepSpeed needs the model and its optimizer together: pass both to one call of "
@@ -89,46 +368,14 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
             "its own plugin (deepspeed_plugins={name: plugin}), or call free_memory() to release the "
             "first one."
         )
-    schedules = [one for one in bundle.schedulers if isinstance(one, DummyScheduler)]
-    if schedules and not optimizers:
+    if not optimizers and any(isinstance(item, DummyScheduler) for item in bundle.schedulers):
         raise SettingsError(
             "DummyScheduler is a placeholder for the scheduler of DeepSpeed's engine: pass it to the call of "
             "accelerator.prepare() that gets the model and its optimizer."
         )
     if optimizers:
         _check_optimizer(config, optimizers[0], models[0])
-        _check_schedule(
-            config, [one for one in bundle.schedulers if isinstance(one, (LRScheduler, DummyScheduler))]
-        )
-
-
-def config_names() -> frozenset[str]:
-    """Return the top-level keys that the installed version of DeepSpeed knows."""
-    names = set(_MORE_NAMES)
-    for module in _NAMES_IN:
-        names |= {
-            value
-            for key, value in vars(ds_module(module)).items()
-            if key.isupper() and isinstance(value, str)
-        }
-    return frozenset(names)
-
-
-def parsed(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Validate a filled configuration with DeepSpeed's own parser."""
-    unknown = refuse_misspelt(config, names)
-    if unknown:
-        logger.warning(
-            "The DeepSpeed configuration has %s, which the installed version does not know: no effect.",
-            ", ".join(map(repr, unknown)),
-        )
-    try:
-        ds_module("runtime.zero.config").get_zero_config(config)
-    except ValueError as error:  # pydantic's, which lists all fields at once
-        raise SettingsError(
-            f"DeepSpeed cannot use zero_optimization={config['zero_optimization']!r}: {error}"
-        ) from None
-    return config
+        _check_schedules(config, bundle.schedulers)
 
 
 def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module) -> None:
@@ -154,32 +401,29 @@ def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module
                 "first. Use zero_stage=0 or 3, or a single group."
             )
         tensors = [tensor for group in groups for tensor in group["params"]]
-    _check_owner(tensors, optimizer, model)
-
-
-def _check_owner(tensors: Iterable[Tensor], optimizer: Any, model: nn.Module) -> None:
-    model_parameters = {id(one) for one in model.parameters()}
-    own = [*tensors]
-    foreign = [one for one in own if id(one) not in model_parameters]
-    if foreign or not own:
+    model_parameters = {id(parameter) for parameter in model.parameters()}
+    foreign = [tensor for tensor in tensors if id(tensor) not in model_parameters]
+    if foreign or not tensors:
         raise SettingsError(
-            f"{len(foreign)} of the {len(own)} parameter(s) of {type(optimizer).__name__} do not belong to "
-            f"the {type(model).__name__} that is prepared with it: create the optimizer from the parameters "
-            "of that model (not of a copy, and after its parameters were replaced)."
+            f"{len(foreign)} of the {len(tensors)} parameter(s) of {type(optimizer).__name__} do not belong "
+            f"to the {type(model).__name__} that is prepared with it: create the optimizer from the "
+            "parameters of that model (not of a copy, and after its parameters were replaced)."
         )
 
 
-def _check_schedule(config: HfDeepSpeedConfig, schedules: list[Any]) -> None:
+def _check_schedules(config: HfDeepSpeedConfig, schedulers: Sequence[Any]) -> None:
     described = config.get_value("scheduler")
-    for one in schedules:
-        is_placeholder = isinstance(one, DummyScheduler)
-        if is_placeholder and described is None and one.lr_scheduler_callable is None:
+    for scheduler in schedulers:
+        is_placeholder = isinstance(scheduler, DummyScheduler)
+        if not is_placeholder and not isinstance(scheduler, LRScheduler):
+            continue
+        if is_placeholder and described is None and scheduler.lr_scheduler_callable is None:
             raise SettingsError(
                 "DummyScheduler is a placeholder for the scheduler of the DeepSpeed configuration, which has "
                 'none: add "scheduler" to the configuration, give an lr_scheduler_callable, or pass a '
                 "scheduler of PyTorch."
             )
-        if described is not None and (not is_placeholder or one.lr_scheduler_callable is not None):
+        if described is not None and (not is_placeholder or scheduler.lr_scheduler_callable is not None):
             raise SettingsError(
                 f"The DeepSpeed configuration has scheduler={described!r}, but prepare() got another one: "
                 'remove "scheduler" from the configuration, or pass a DummyScheduler without '
@@ -187,13 +431,10 @@ def _check_schedule(config: HfDeepSpeedConfig, schedules: list[Any]) -> None:
             )
 
 
-_PRECISIONS = ("fp16", "bf16")
-
-
 def check_device_support(config: HfDeepSpeedConfig) -> None:
     """Check the precision and the offload devices of a configuration."""
     device: Any = ds_module("accelerator").get_accelerator()
-    for name in _PRECISIONS:
+    for name in ("fp16", "bf16"):
         if config.get_value(f"{name}.enabled") is True and not getattr(device, f"is_{name}_supported")():
             raise UnsupportedError(
                 f"{name}.enabled=True (or mixed_precision={name!r}): DeepSpeed does not support {name} on "
@@ -202,275 +443,11 @@ def check_device_support(config: HfDeepSpeedConfig) -> None:
             )
     for what in ("optimizer", "param"):
         if config.get_value(f"zero_optimization.offload_{what}.device") == "nvme":
-            _require_disk_operation(device, what)
-
-
-def _require_disk_operation(device: Any, what: str) -> None:
-    builder = device.create_op_builder("AsyncIOBuilder")
-    if builder is None or not builder.is_compatible(verbose=False):
-        raise MissingDependencyError(
-            f"offload_{what}_device='nvme' needs DeepSpeed's operation async_io, which cannot be built on "
-            "this host: install a C++ compiler and libaio with its headers (package libaio-dev on Debian "
-            "and Ubuntu, libaio-devel on others; set CFLAGS and LDFLAGS for other paths), or use "
-            f"offload_{what}_device='cpu'."
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeepSpeedWrapper:
-    """Model wrapper that makes an engine from a model and its optimizer."""
-
-    runtime: Runtime
-    deepspeed: Any
-    plugins: Mapping[str, DeepSpeedPlugin]
-    accumulation: KnownValue
-    split_batches: bool
-    stepper: DeepSpeedStepper
-    sequences: SequenceParallel | None = None
-
-    @property
-    def plugin(self) -> DeepSpeedPlugin:
-        """The selected plugin."""
-        return _selected(self.plugins)
-
-    def check(self, bundle: Bundle) -> None:
-        """Refuse objects that no engine can be made of, and configurations that contradict them."""
-        fresh = [model for model in bundle.models if not self._is_engine(model)]
-        unsharded = [model for model in fresh if not any(map(is_sharded, model.parameters()))]
-        check_materialised(replace(bundle, models=unsharded))
-        plugin = self.plugin
-        check_device_support(plugin.hf_ds_config)
-        check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
-        if self.sequences is not None:
-            for model in fresh:
-                self.sequences.validate(model)
-        if fresh:
-            self._config_for(fresh[0], bundle)
-        if fresh and plugin.transformer_moe_cls_names:
-            plugin.set_moe_leaf_modules(fresh[0])
-
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Put the model into an engine, which takes over its optimizer and the schedule of its configuration.
-
-        A model without an optimizer gets an engine only if its parameters are to be sharded (ZeRO stage 3).
-        """
-        models = [*bundle.models]
-        optimizers, schedulers = [*bundle.optimizers], [*bundle.schedulers]
-        for index, model in enumerate(models):
-            if self._is_engine(model):
-                continue
-            if self.sequences is not None:
-                self.sequences.register(model)
-            if not bundle.optimizers and (evaluation or not self.plugin.hf_ds_config.is_zero3()):
-                models[index] = model.to(self.runtime.device)
-                continue
-            engine, optimizer, scheduler = self._initialize(model, bundle)
-            models[index] = engine
-            if bundle.optimizers:
-                optimizers = [optimizer]
-            if scheduler is not None and schedulers:
-                schedulers = [scheduler if isinstance(one, DummyScheduler) else one for one in schedulers]
-        return replace(bundle, models=models, optimizers=optimizers, schedulers=schedulers)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model inside."""
-        return cast("nn.Module", cast("Any", model).module) if self._is_engine(model) else model
-
-    def _is_engine(self, model: nn.Module) -> bool:
-        return isinstance(model, self.deepspeed.DeepSpeedEngine)
-
-    def _config_for(self, model: nn.Module, bundle: Bundle) -> dict[str, Any]:
-        """Complete the configuration of one engine."""
-        config = configuration_of(
-            self.plugin,
-            model,
-            bundle,
-            world_size=self.runtime.topology.world_size // (self.sequences.size if self.sequences else 1),
-            accumulation=self.accumulation,
-            split_batches=self.split_batches,
-        )
-        return parsed(config, config_names())
-
-    def _initialize(self, model: nn.Module, bundle: Bundle) -> tuple[Any, Any, Any]:
-        if self.plugin.hf_ds_config.is_zero3():
-            # Its hooks replace the dictionaries of parameters, which the compiler's wrapper keeps from them.
-            model = compiled_in_place(model)
-        config = self._config_for(model, bundle)
-        arguments: dict[str, Any] = {"model": model, "config": config}
-        groups: list[list[torch.Tensor]] = []
-        if bundle.optimizers:
-            optimizer: Any = bundle.optimizers[0]
-            if isinstance(optimizer, DummyOptim):
-                arguments["model_parameters"] = optimizer.params
-                groups = (
-                    [optimizer.tensors()]
-                    if not optimizer.params or not isinstance(optimizer.params[0], dict)
-                    else [[*group["params"]] for group in optimizer.params]
+            builder = device.create_op_builder("AsyncIOBuilder")
+            if builder is None or not builder.is_compatible(verbose=False):
+                raise MissingDependencyError(
+                    f"offload_{what}_device='nvme' needs DeepSpeed's operation async_io, which cannot be "
+                    "built on this host: install a C++ compiler and libaio with its headers (package "
+                    "libaio-dev on Debian and Ubuntu, libaio-devel on others; set CFLAGS and LDFLAGS for "
+                    f"other paths), or use offload_{what}_device='cpu'."
                 )
-            else:
-                groups = [[*group["params"]] for group in optimizer.param_groups]
-                arguments["optimizer"] = _for_offloading(optimizer, config)
-                _follow(bundle.schedulers, optimizer, arguments["optimizer"])
-        schedule = next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None)
-        if schedule is not None and schedule.lr_scheduler_callable is not None:
-            arguments["lr_scheduler"] = schedule.lr_scheduler_callable
-        if self.sequences is not None:
-            arguments["mpu"] = self.sequences.as_mpu()
-        with hang_monitor.collective_scope("prepare"):
-            engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
-        if self.sequences is not None:
-            _average_over_all_ranks(engine, engine.optimizer)
-        if "optimizer" in arguments:
-            _restore_adagrad(optimizer, arguments["optimizer"])
-        _undo_first_step(optimizer)
-        if bundle.optimizers:
-            self.stepper.register(DeepSpeedEngineWrapper(engine, groups=groups))
-        return engine, optimizer, scheduler
-
-
-def build(
-    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
-) -> Strategy:
-    """Make the strategy of a run with DeepSpeed."""
-    del settings
-    deepspeed = start(runtime)
-    unwrap_once.register(deepspeed.DeepSpeedEngine, lambda engine: engine.module)
-    handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
-    plugins = cast(
-        "Mapping[str, DeepSpeedPlugin]", handler if isinstance(handler, dict) else {"default": handler}
-    )
-    for plugin in plugins.values():
-        plugin.set_mixed_precision(precision.name)
-    first = _selected(plugins)
-    topology = runtime.topology
-    sequences = sequences_of(runtime, handlers)
-    sharers = 1 if sequences is None else sequences.size
-    stepper = DeepSpeedStepper()
-    persister = DeepSpeedPersister(runtime=runtime, stepper=stepper)
-    loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
-    return Strategy(
-        name="deepspeed",
-        wrapper=DeepSpeedWrapper(
-            runtime=runtime,
-            deepspeed=deepspeed,
-            plugins=plugins,
-            accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
-            split_batches=loading.split_batches,
-            stepper=stepper,
-            sequences=sequences,
-        ),
-        stepper=stepper,
-        persister=persister,
-        sharding=BatchSharding(
-            num_shards=topology.world_size // sharers, shard_index=topology.rank // sharers
-        ),
-        mesh=None if sequences is None else sequences.full_mesh,
-        shard_sequences=None if sequences is None else sequences.shard,
-        features=_features(first),
-        precision=EnginePrecision(name=first.mixed_precision, device_type=runtime.device.type),
-        release=partial(_release, stepper, sequences),
-        shards=DeepSpeedShards(persister=persister),
-        native=persister,
-        wrap_optimizer=stepper.wrap_optimizer,
-        wrap_scheduler=stepper.wrap_scheduler,
-        compiles_in_place=True,
-    )
-
-
-def configuration_of(
-    plugin: DeepSpeedPlugin,
-    model: nn.Module,
-    bundle: Bundle,
-    *,
-    world_size: int,
-    accumulation: KnownValue,
-    split_batches: bool,
-) -> dict[str, Any]:
-    """Complete the configuration of one engine."""
-    optimizer = next(iter(bundle.optimizers), None)
-    facts = RunFacts(
-        world_size=world_size,
-        micro_batch=batch_size_of(
-            bundle.dataloaders,
-            smallest=plugin.is_train_batch_min,
-            split_into=world_size if split_batches else 1,
-        ),
-        accumulation=accumulation,
-        hidden_size=hidden_size_of(model),
-        optimizer=optimizer,
-        scheduler=next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None),
-        schedule_shards=1 if split_batches else world_size,
-    )
-    config = autofill(plugin.deepspeed_config, facts)
-    stage = config["zero_optimization"].get("stage")
-    if isinstance(optimizer, Optimizer) and stage and "zero_allow_untested_optimizer" not in config:
-        config["zero_allow_untested_optimizer"] = True  # who passes it wants it
-    return config
-
-
-def accumulation_of(plugin: GradientAccumulationPlugin | None) -> KnownValue:
-    """Return the micro-batches of an optimizer step, with their source; the default of 1 may be overruled."""
-    steps = None if plugin is None else plugin.num_steps
-    source = f"Accelerator(gradient_accumulation_steps={steps!r})"
-    return KnownValue(value=steps or 1, source=source, binding=steps is not None)
-
-
-def _selected(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
-    several = [*plugins.values()]
-    return next((one for one in several if one.selected), several[0])
-
-
-def _release(stepper: DeepSpeedStepper, sequences: SequenceParallel | None) -> None:
-    stepper.release()
-    if sequences is not None:
-        sequences.release()
-
-
-def _features(plugin: DeepSpeedPlugin) -> frozenset[Feature]:
-    stage = plugin.get_value("zero_optimization.stage", 0)
-    plain = stage == 0 and plugin.mixed_precision == "no"
-    found = {Feature.OPTIMIZER_FROM_CONFIGURATION}
-    return frozenset(found | {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if plain else found)
-
-
-def _restore_adagrad(engine_optimizer: Any, optimizer: Any) -> None:
-    """Put the user's Adagrad back where ZeRO has made a new one of its defaults: no groups, no schedule."""
-    replacement = getattr(engine_optimizer, "optimizer", None)
-    if isinstance(replacement, torch.optim.Adagrad) and isinstance(optimizer, torch.optim.Adagrad):
-        optimizer.state = replacement.state
-        engine_optimizer.optimizer = optimizer
-
-
-def _undo_first_step(optimizer: Any) -> None:
-    """Undo the step with zero gradients by which 16-bit optimizers of stage 0 initialise their state.
-
-    That step would count and decay weights.
-    """
-    if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "refresh_fp32_params"):
-        optimizer.optimizer.state.clear()
-        optimizer.refresh_fp32_params()
-
-
-def _average_over_all_ranks(*parts: Any) -> None:
-    """Average gradients over all ranks, as other strategies do.
-
-    DeepSpeed's stages below 3 sum them over a sequence-parallel group; stage 3 does so without
-    `reduce_scatter` only.
-    """
-    for one in parts:
-        if hasattr(one, "sequence_parallel_size"):
-            one.sequence_parallel_size = 1
-
-
-def _for_offloading(optimizer: Optimizer, config: Mapping[str, Any]) -> Optimizer:
-    offloads = config["zero_optimization"].get("offload_optimizer") is not None
-    if offloads and config.get("zero_force_ds_cpu_optimizer", True):
-        return map_pytorch_optim_to_deepspeed(optimizer)
-    return optimizer
-
-
-def _follow(schedulers: Sequence[Any], before: Optimizer, now: Optimizer) -> None:
-    """Point schedulers at the optimizer that has replaced theirs."""
-    for one in schedulers:
-        if before is not now and isinstance(one, LRScheduler) and one.optimizer is before:
-            one.optimizer = now
