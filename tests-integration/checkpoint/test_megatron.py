@@ -70,8 +70,11 @@ def build(name, strategy, **options):
     torch.manual_seed(0)
     model = MODELS[name]()
     groups = [
-        {"params": [one for one in model.parameters() if one.ndim > 1]},
-        {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in model.parameters() if parameter.ndim > 1]},
+        {
+            "params": [parameter for parameter in model.parameters() if parameter.ndim == 1],
+            "weight_decay": 0.0,
+        },
     ]
     optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -151,7 +154,7 @@ def test_a_run_goes_on_under_another_strategy_and_other_sizes(name, journey, tmp
     for leg, stop in enumerate(journey):
         LEGS[stop[-1]](name=name, stop=stop, folder=tmp_path, leg=leg)
     last = tmp_path / f"leg{len(journey) - 1}"
-    found, optimizer = load_file(last / "model.safetensors"), torch.load(last / "optimizer.bin")
+    weights, optimizer = load_file(last / "model.safetensors"), torch.load(last / "optimizer.bin")
     try:
         undisturbed = build(name, "single")
         train(undisturbed, 0, STEPS * len(journey))
@@ -160,8 +163,8 @@ def test_a_run_goes_on_under_another_strategy_and_other_sizes(name, journey, tmp
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
     for key, value in right.items():
-        if key in found:
-            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
+        if key in weights:
+            torch.testing.assert_close(weights[key], value, rtol=0, atol=1e-6, msg=key)
     assert optimizer["state"].keys() == state["state"].keys()
     for number, entry in state["state"].items():
         torch.testing.assert_close(optimizer["state"][number], entry, rtol=0, atol=1e-6, msg=str(number))
@@ -181,10 +184,10 @@ def test_master_weights_are_saved_with_all_their_digits(tmp_path):
         again[0].register_for_checkpointing(again[3])
         again[0].load_state(tmp_path / "here")
         train(again, STEPS)
-        found = again[0].get_state_dict(again[1])
+        weights = again[0].get_state_dict(again[1])
         again[0].free_memory()
     assert {value.dtype for value in expected.values()} <= {torch.float32}
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
 
 
 @distributed(world_size=2)
@@ -241,8 +244,8 @@ def test_the_loss_scale_and_the_dropout_of_tensor_parallelism_go_on(tmp_path):
 
 def bytes_of_tensors():
     """Return how many bytes the storages of tensors have that Python knows."""
-    storages = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor)]
-    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+    storages = [value.untyped_storage() for value in gc.get_objects() if isinstance(value, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @distributed(world_size=2)
@@ -251,7 +254,7 @@ def test_states_are_gathered_one_parameter_at_a_time():
         run = build("llama", "dp2")
         train(run, 0, 1)
         engine, held = run[1], []
-        sizes = [4 * one.numel() for one in engine.parameters()]
+        sizes = [4 * parameter.numel() for parameter in engine.parameters()]
         gc.collect()
         before = bytes_of_tensors()
         for part in iter_masters(engine):
@@ -291,15 +294,15 @@ def test_the_state_of_the_optimizer_can_be_left_where_it_is_saved(tmp_path):
         with patch.dict(SIZES["dp2"], no_load_optim=True):
             run = build("llama", "dp2")
             run[0].load_state(tmp_path / "here")
-            found = run[0].get_state_dict(run[1])
+            weights = run[0].get_state_dict(run[1])
             rates = [group["lr"] for group in run[2].param_groups]
             steps = [
                 int(entry["step"])
-                for one in run[1].optimizer.chained_optimizers
-                for entry in one.optimizer.state.values()
+                for part in run[1].optimizer.chained_optimizers
+                for entry in part.optimizer.state.values()
                 if "step" in entry
             ]
             run[0].free_memory()
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
     assert rates == [0.01, 0.01]
     assert not any(steps)

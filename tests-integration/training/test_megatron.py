@@ -42,9 +42,9 @@ def make_rows():
 
 
 def make_optimizer(model):
-    norms = [one for one in model.parameters() if one.ndim == 1]
-    others = [one for one in model.parameters() if one.ndim > 1]
-    groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0, "lr": 3e-3}]
+    norms = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0, "lr": 3e-3}]
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
@@ -227,7 +227,7 @@ def test_a_llama_3_has_the_rotary_positions_of_transformers():
     other = make_llama(**options, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
     tokens = torch.randint(0, TOKENS, (1, 512), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected, unscaled = (one.eval()(input_ids=tokens).logits for one in (plain, other))
+        expected, unscaled = (network.eval()(input_ids=tokens).logits for network in (plain, other))
     with cuda_answered_by_cpu():
         plugin = MegatronLMPlugin(return_logits=True, tp_degree=2)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
@@ -256,7 +256,7 @@ def test_attention_of_pytorch_is_that_of_megatron_core():
             model.transformer_config, 1, kind, "self"
         )
         for mask in (None, causal_mask(padded)):
-            found = []
+            results = []
             sizes = (LENGTH, 2, 2, 4), (LENGTH, 2, 1, 4), (LENGTH, 2, 1, 4)
             inputs = [torch.randn(size, requires_grad=True) for size in sizes]
             weights = torch.randn(LENGTH, 2, 8)
@@ -264,10 +264,10 @@ def test_attention_of_pytorch_is_that_of_megatron_core():
                 weights[:3, 0] = 0  # what padding computes is not used
             for attention in (layer.core_attention, unfused):
                 output = attention(*inputs, mask, attn_mask_type=kind)
-                found.append(
+                results.append(
                     [weights.sign() * output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
                 )
-            torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
         assert type(layer.core_attention) is CausalAttention
     accelerator.free_memory()
 
@@ -287,7 +287,7 @@ def test_ranks_that_seed_differently_train_the_model_of_rank_0_with_its_dropout(
             model, _ = accelerator.prepare(model, make_optimizer(model))
             state = accelerator.get_state_dict(model)
             norms = accelerator.gather(
-                next(one for one in model.parameters() if one.ndim == 1).detach()[None]
+                next(parameter for parameter in model.parameters() if parameter.ndim == 1).detach()[None]
             )
             random = accelerator.gather(torch.get_rng_state().int()[None])
             accelerator.free_memory()
@@ -348,8 +348,8 @@ def test_bfloat16_trains_with_float32_master_weights():
     with cuda_answered_by_cpu():
         plugin = MegatronLMPlugin(tp_degree=2, gradient_clipping=0.0)
         accelerator, model, losses = train(make_llama, plugin, mixed_precision="bf16")
-        masters = {one.dtype for one in model.optimizer.chained_optimizers[0].get_parameters()}
-    assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+        masters = {parameter.dtype for parameter in model.optimizer.chained_optimizers[0].get_parameters()}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert masters == {torch.float32}
     expected, _, _ = train_plainly(make_llama, STEPS, 0.0)
     torch.testing.assert_close(losses, expected, rtol=0.02, atol=0.02)

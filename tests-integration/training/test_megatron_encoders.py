@@ -119,7 +119,7 @@ def check_outputs(plain, batch, outputs):
     for name in names:
         logits, right = outputs[name], expected[name]
         if plain.config.model_type == "bert" and right.ndim == 3:  # what follows padded tokens is not used
-            right, logits = (one[batch["attention_mask"].bool()] for one in (right, logits))
+            right, logits = (values[batch["attention_mask"].bool()] for values in (right, logits))
         torch.testing.assert_close(logits, right, rtol=0, atol=1e-5)
 
 

@@ -175,7 +175,7 @@ def test_float16_trains_with_a_loss_scale_that_follows_overflows():
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin, mixed_precision="fp16")
         model = make_llama()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
-        before = [one.clone() for one in model.parameters()]
+        before = [parameter.clone() for parameter in model.parameters()]
         losses, skipped, last = [], [], None
         for row in make_rows():
             loss = model(input_ids=row["words"][None]).loss
@@ -187,18 +187,18 @@ def test_float16_trains_with_a_loss_scale_that_follows_overflows():
                 torch.testing.assert_close([*model.parameters()], before, rtol=0, atol=0)
             losses.append(loss.item())
             last = model.optimizer.get_loss_scale().item()
-        masters = {one.dtype for one in model.optimizer.chained_optimizers[0].get_parameters()}
+        masters = {parameter.dtype for parameter in model.optimizer.chained_optimizers[0].get_parameters()}
     assert skipped[0]
     assert not all(skipped)
     assert last < 2.0**30
-    assert {one.dtype for one in model.parameters()} == {torch.float16}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert masters == {torch.float32}
     plain = make_llama()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
-    for row, skip, found in zip(make_rows(), skipped, losses, strict=False):
+    for row, skip, actual in zip(make_rows(), skipped, losses, strict=False):
         tokens = row["words"][None]
         loss = plain(input_ids=tokens, labels=tokens).loss
-        assert found == pytest.approx(loss.item(), abs=0.02)
+        assert actual == pytest.approx(loss.item(), abs=0.02)
         if not skip:
             loss.backward()
             optimizer.step()
@@ -254,11 +254,11 @@ def test_what_was_prepared_is_released_and_the_accelerator_prepares_again(option
                 accelerator.backward(model(input_ids=tokens).loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            kept = [weakref.ref(one) for one in (model, optimizer, *model.parameters())]
+            kept = [weakref.ref(value) for value in (model, optimizer, *model.parameters())]
             accelerator.free_memory()
             del model, optimizer
             gc.collect()
-            assert [one() for one in kept if one() is not None] == []
+            assert [reference() for reference in kept if reference() is not None] == []
             assert not is_started()
 
 
@@ -274,16 +274,16 @@ def test_context_parallel_ranks_have_two_chunks_of_sequences_and_gather_them():
         square = torch.ones(24, 24).triu(1).expand(2, 1, 24, 24).contiguous()
         own = own_chunks((tokens, tokens + 1, tokens > 5, square, tokens + 2))
         right = chunks[:, [rank, 7 - rank]].flatten(1)
-        for found, expected in zip(own, (right, right + 1, right > 5, None, right + 2), strict=True):
+        for chunk, expected in zip(own, (right, right + 1, right > 5, None, right + 2), strict=True):
             if expected is not None:
-                torch.testing.assert_close(found, expected)
+                torch.testing.assert_close(chunk, expected)
         rows = tokens[0].view(8, 3)[[rank, 7 - rank]].flatten()
         torch.testing.assert_close(own[3], square[:, :, rows])
-        mine = own[0].t().float().requires_grad_()
-        whole = gather_chunks(mine)
+        shard = own[0].t().float().requires_grad_()
+        whole = gather_chunks(shard)
         torch.testing.assert_close(whole, tokens.t().float())
         (whole * (rank + 1)).sum().backward()  # what every rank computes of it counts
-        torch.testing.assert_close(mine.grad, torch.full_like(mine, 1 + 2 + 3 + 4))
+        torch.testing.assert_close(shard.grad, torch.full_like(shard, 1 + 2 + 3 + 4))
         model.eval()
         with pytest.raises(
             SettingsError, match=r"of 12 tokens.*twice context_parallel_size=4.*multiple of 8"
@@ -324,12 +324,12 @@ def test_a_rank_holds_as_many_elements_as_are_estimated(make, options):
         accelerator.backward(model(input_ids=rows).loss)
         optimizer.step()
         own = estimated[model.groups.pipeline_rank]
-        assert sum(one.numel() for one in model.parameters()) == own
-        gradients = sum(one.main_grad.numel() for one in model.parameters())
+        assert sum(parameter.numel() for parameter in model.parameters()) == own
+        gradients = sum(parameter.main_grad.numel() for parameter in model.parameters())
         state = sum(
             value.numel()
-            for one in model.optimizer.chained_optimizers
-            for entry in one.optimizer.state.values()
+            for part in model.optimizer.chained_optimizers
+            for entry in part.optimizer.state.values()
             for name, value in entry.items()
             if name != "step"
         )
@@ -406,7 +406,7 @@ def test_sizes_and_models_that_do_not_fit_are_refused_before_groups_are_made():
         plugin = MegatronLMPlugin(**tensor, custom_model_provider_function=provider)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
         model = make_gpt2()
-        groups = [{"params": [one]} for one in model.parameters()]
+        groups = [{"params": [parameter]} for parameter in model.parameters()]
         with pytest.raises(SettingsError, match=r"parameter groups.*use no_wd_decay_cond"):
             accelerator.prepare(model, torch.optim.AdamW(groups))
         model.config.model_type = "not_described"
@@ -493,8 +493,8 @@ def test_the_users_function_gets_every_stage_before_it_is_wrapped():
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
         source = make_gpt2()
         model, _ = accelerator.prepare(source, torch.optim.AdamW(source.parameters()))
-        assert [type(one).__name__ for one in made] == ["GPTModel", "GPTModel"]
-        assert {*made} == {one.module for one in model.chunks}
+        assert [type(module).__name__ for module in made] == ["GPTModel", "GPTModel"]
+        assert {*made} == {module.module for module in model.chunks}
         model.eval()
         model(input_ids=torch.zeros(2, LENGTH, dtype=torch.long))
         assert computed == [made[0], made[0], made[1], made[1]]

@@ -71,15 +71,15 @@ PARALLEL = {
 def check_greedy(make, options):
     with cuda_answered_by_cpu():
         accelerator, model, _ = prepared(make, **options)
-        found = model.megatron_generate(PROMPTS, MASK, max_new_tokens=12)
+        sequences = model.megatron_generate(PROMPTS, MASK, max_new_tokens=12)
         end = ends_of(make)
         ended = model.megatron_generate(PROMPTS, MASK, max_length=17, eos_token_id=end)
         assert model.training
     plain = make()
-    torch.testing.assert_close(found, plain.generate(PROMPTS, attention_mask=MASK, max_new_tokens=12))
+    torch.testing.assert_close(sequences, plain.generate(PROMPTS, attention_mask=MASK, max_new_tokens=12))
     expected = plain.generate(PROMPTS, attention_mask=MASK, max_length=17, eos_token_id=end)
     torch.testing.assert_close(ended, expected)
-    assert not torch.equal(ended, found)
+    assert not torch.equal(ended, sequences)
     accelerator.free_memory()
 
 
@@ -104,21 +104,21 @@ def test_beams_find_what_those_of_transformers_find(case):
         for penalty in (0.0, 1.0, 2.0):
             asked = {"num_beams": 3, "max_new_tokens": 6, "length_penalty": penalty, "eos_token_id": end}
             for row, mask in zip(PROMPTS.split(1), MASK.split(1), strict=True):
-                found = model.megatron_generate(row, mask, **asked)
-                torch.testing.assert_close(found, plain.generate(row, attention_mask=mask, **asked))
+                sequences = model.megatron_generate(row, mask, **asked)
+                torch.testing.assert_close(sequences, plain.generate(row, attention_mask=mask, **asked))
     accelerator.free_memory()
 
 
 @distributed(world_size=2)
 def test_prompts_that_are_padded_on_the_right_are_continued_in_place_of_their_padding():
     prompts = torch.stack([row.roll(-int(5 - mask.sum())) for row, mask in zip(PROMPTS, MASK, strict=True)])
-    mask = torch.stack([one.roll(-int(5 - one.sum())) for one in MASK])
+    mask = torch.stack([row.roll(-int(5 - row.sum())) for row in MASK])
     with cuda_answered_by_cpu():
         accelerator, model, _ = prepared(make_llama, tp_degree=2)
-        found = model.megatron_generate(prompts, mask, max_new_tokens=4, add_BOS=True)
+        sequences = model.megatron_generate(prompts, mask, max_new_tokens=4, add_BOS=True)
     plain = make_llama()
     start = torch.tensor([plain.config.bos_token_id])
-    for row, prompt, own in zip(found, prompts, mask, strict=True):
+    for row, prompt, own in zip(sequences, prompts, mask, strict=True):
         prompt = torch.cat([start, prompt[: own.sum()]])[None]
         torch.testing.assert_close(row[None], plain.generate(prompt, max_length=10))
     accelerator.free_memory()
@@ -141,8 +141,8 @@ def test_ranks_draw_the_same_tokens(case):
         torch.testing.assert_close(*seeded)
         greedy = model.megatron_generate(PROMPTS, MASK, max_new_tokens=8)
         for options in ({"top_k": 1}, {"top_p": 1e-6}, {"top_p": 0.9, "top_p_decay": 1e-6, "top_k": 1}):
-            found = model.megatron_generate(PROMPTS, MASK, max_new_tokens=8, temperature=5.0, **options)
-            torch.testing.assert_close(found, greedy)
+            sequences = model.megatron_generate(PROMPTS, MASK, max_new_tokens=8, temperature=5.0, **options)
+            torch.testing.assert_close(sequences, greedy)
     accelerator.free_memory()
 
 
@@ -162,10 +162,10 @@ def test_prompts_that_the_first_stage_cannot_embed_are_refused_on_all_stages():
                 model.megatron_generate(prompts, max_new_tokens=2)
         padded = torch.where(MASK == 0, -100, PROMPTS)
         asked = {"max_new_tokens": 12, "eos_token_id": ends_of(make_gpt2)}
-        found = model.megatron_generate(padded, MASK, pad_token_id=-1, **asked)
-        assert bool((found[:, -1] == -1).any())
+        sequences = model.megatron_generate(padded, MASK, pad_token_id=-1, **asked)
+        assert bool((sequences[:, -1] == -1).any())
         expected = model.megatron_generate(PROMPTS, MASK, pad_token_id=0, **asked)
-        torch.testing.assert_close(torch.where(found == -1, 0, found), expected)
+        torch.testing.assert_close(torch.where(sequences == -1, 0, sequences), expected)
     accelerator.free_memory()
 
 
@@ -173,11 +173,11 @@ def test_prompts_that_the_first_stage_cannot_embed_are_refused_on_all_stages():
 def test_generation_leaves_every_module_in_its_mode():
     with cuda_answered_by_cpu():
         accelerator, model, _ = prepared(make_gpt2, tp_degree=2)
-        frozen = next(one for one in model.modules() if isinstance(one, torch.nn.Dropout))
+        frozen = next(module for module in model.modules() if isinstance(module, torch.nn.Dropout))
         frozen.eval()
-        before = [one.training for one in model.modules()]
+        before = [module.training for module in model.modules()]
         model.megatron_generate(PROMPTS, MASK, max_new_tokens=1)
-        assert [one.training for one in model.modules()] == before
+        assert [module.training for module in model.modules()] == before
         assert model.training
         assert not frozen.training
     accelerator.free_memory()

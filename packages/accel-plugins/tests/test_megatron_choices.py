@@ -77,7 +77,7 @@ def test_options_that_have_one_or_are_at_their_default_are_taken(options):
 def test_ends_are_those_of_the_call_then_of_the_model():
     config, model = SimpleNamespace(eos_token_id=[5, 6]), SimpleNamespace(eos_token_id=7, pad_token_id=8)
     assert choice_of({"eos_token_id": 4}, config, model).ends == (4,)
-    found = choice_of({}, config, model)
-    assert (found.ends, found.pad) == ((5, 6), 8)
+    choice = choice_of({}, config, model)
+    assert (choice.ends, choice.pad) == ((5, 6), 8)
     assert choice_of({}, None, model).ends == (7,)
     assert choice_of({"eos_token_id": []}, config, None).ends == ()

@@ -38,7 +38,7 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import is_installed
 from accel_state.settings.engines import MegatronSettings
 
-FIELDS = [one.name for one in fields(MegatronLMPlugin)]
+FIELDS = [field.name for field in fields(MegatronLMPlugin)]
 FOLDER = Path(package.__file__).parent
 SOURCES = [*FOLDER.glob("*.py"), *(FOLDER.parent / "strategies").glob("megatron*.py")]
 DESCRIBING = {"rules.py", "megatron_args.py"}
@@ -47,14 +47,14 @@ DESCRIBING = {"rules.py", "megatron_args.py"}
 
 def names_read():
     """Attributes that are read, and keys by which Megatron's arguments are read."""
-    found = set()
+    names = set()
     for path in SOURCES:
-        for one in ast.walk(ast.parse(path.read_text())):
-            if isinstance(one, ast.Attribute) and path.name not in DESCRIBING:
-                found.add(one.attr)
-            elif isinstance(one, ast.Subscript) and isinstance(one.slice, ast.Constant):
-                found.add(one.slice.value)
-    return found
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and path.name not in DESCRIBING:
+                names.add(node.attr)
+            elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+                names.add(node.slice.value)
+    return names
 
 
 @pytest.mark.parametrize("name", FIELDS)
@@ -89,7 +89,9 @@ def received(options):
         ddp_config(plugin),
         optimizer_config(plugin, optimizer, "no"),
     )
-    values = [{name: value for name, value in vars(one).items() if not callable(value)} for one in configs]
+    values = [
+        {name: value for name, value in vars(config).items() if not callable(value)} for config in configs
+    ]
     factors = parameter_factors(plugin, "weight", layer.weight)
     return groups, *values, scheduler_arguments(plugin.megatron_lm_default_args), factors
 
@@ -140,7 +142,7 @@ WITHOUT = {"scale_lr_cond": {"lr_mult"}}
 @pytest.mark.parametrize("name", RECEIVED)
 def test_megatron_core_receives_a_field(name):
     value, beside = RECEIVED[name]
-    before = {one: other for one, other in beside.items() if one not in WITHOUT.get(name, ())}
+    before = {key: value for key, value in beside.items() if key not in WITHOUT.get(name, ())}
     assert received(beside | {name: value}) != received(before | PAIRS.get(name, {}))
 
 
@@ -186,9 +188,9 @@ def test_an_optimizer_is_offloaded_as_a_whole():
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
     plain = optimizer_values(MegatronLMPlugin(**AWARE), optimizer, "no")
     offloaded = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
-    found = optimizer_values(MegatronLMPlugin(**AWARE, **offloaded), optimizer, "no")
-    assert {name: found[name] for name in offloaded} == offloaded
-    assert (plain["optimizer_offload_fraction"], found["optimizer_offload_fraction"]) == (0, 1)
+    changed = optimizer_values(MegatronLMPlugin(**AWARE, **offloaded), optimizer, "no")
+    assert {name: changed[name] for name in offloaded} == offloaded
+    assert (plain["optimizer_offload_fraction"], changed["optimizer_offload_fraction"]) == (0, 1)
     assert plain["use_precision_aware_optimizer"] is True
 
 
@@ -322,6 +324,6 @@ def test_a_variable_reaches_its_field_or_is_refused_by_its_name(field, monkeypat
         with pytest.raises(UnsupportedError, match=rf"{variable}.* is not supported: "):
             MegatronLMPlugin()
         return
-    found = getattr(MegatronLMPlugin(**NEEDED.get(field.name, {})), field.name)
-    assert found == value
-    assert type(found) is type(value)
+    actual = getattr(MegatronLMPlugin(**NEEDED.get(field.name, {})), field.name)
+    assert actual == value
+    assert type(actual) is type(value)

@@ -35,14 +35,14 @@ def adamw(**options):
 
 def model(name, **config):
     sizes = {"num_attention_heads": 4, "num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 96}
-    one = type(name, (nn.Module,), {})()
-    one.config = SimpleNamespace(**sizes, **config)
-    return one
+    instance = type(name, (nn.Module,), {})()
+    instance.config = SimpleNamespace(**sizes, **config)
+    return instance
 
 
 def test_every_field_that_settings_have_is_one_of_the_plugin():
-    names = {one.name for one in fields(MegatronLMPlugin)}
-    assert {one.name for one in fields(MegatronSettings)} <= names
+    names = {field.name for field in fields(MegatronLMPlugin)}
+    assert {field.name for field in fields(MegatronSettings)} <= names
 
 
 def test_nothing_said_means_the_documented_defaults():
@@ -251,19 +251,31 @@ def scheduled(total=100, warmup=10, **options):
 def test_a_schedule_counts_the_batches_of_one_rank():
     args = scheduled()
     assert (args["train_iters"], args["lr_warmup_iters"]) == (50, 5)
-    found = scheduler_arguments(args)
-    assert (found["lr_warmup_steps"], found["lr_decay_steps"], found["wd_incr_steps"]) == (80, 800, 800)
-    assert (found["max_lr"], found["start_wd"], found["end_wd"]) == (0.1, 0.02, 0.02)
+    schedule = scheduler_arguments(args)
+    assert (schedule["lr_warmup_steps"], schedule["lr_decay_steps"], schedule["wd_incr_steps"]) == (
+        80,
+        800,
+        800,
+    )
+    assert (schedule["max_lr"], schedule["start_wd"], schedule["end_wd"]) == (0.1, 0.02, 0.02)
 
 
 def test_the_fields_of_the_plugin_win_over_the_placeholder():
     args = scheduled(train_iters=20, lr_warmup_iters=2, lr_decay_iters=10)
-    found = scheduler_arguments(args)
-    assert (found["lr_warmup_steps"], found["lr_decay_steps"], found["wd_incr_steps"]) == (32, 160, 320)
-    found = scheduler_arguments(scheduled(train_samples=640, lr_warmup_fraction=0.25))
-    assert (found["lr_warmup_steps"], found["lr_decay_steps"]) == (160, 640)
-    found = scheduler_arguments(scheduled(train_samples=640, lr_warmup_samples=7, lr_decay_samples=320))
-    assert (found["lr_warmup_steps"], found["lr_decay_steps"], found["wd_incr_steps"]) == (7, 320, 640)
+    schedule = scheduler_arguments(args)
+    assert (schedule["lr_warmup_steps"], schedule["lr_decay_steps"], schedule["wd_incr_steps"]) == (
+        32,
+        160,
+        320,
+    )
+    schedule = scheduler_arguments(scheduled(train_samples=640, lr_warmup_fraction=0.25))
+    assert (schedule["lr_warmup_steps"], schedule["lr_decay_steps"]) == (160, 640)
+    schedule = scheduler_arguments(scheduled(train_samples=640, lr_warmup_samples=7, lr_decay_samples=320))
+    assert (schedule["lr_warmup_steps"], schedule["lr_decay_steps"], schedule["wd_incr_steps"]) == (
+        7,
+        320,
+        640,
+    )
 
 
 def test_a_schedule_without_a_length_or_with_too_long_a_warm_up_is_refused():
@@ -312,8 +324,8 @@ def test_a_type_of_model_can_be_added():
         MegatronLMPlugin().set_network_size_args(model("Mine", model_type="mine"))
 
     @add_model_config_to_megatron_parser("mine")
-    def describe(plugin, one, batch):
-        plugin.megatron_lm_default_args["num_layers"] = one.config.num_hidden_layers
+    def describe(plugin, network, batch):
+        plugin.megatron_lm_default_args["num_layers"] = network.config.num_hidden_layers
 
     plugin = MegatronLMPlugin()
     plugin.set_network_size_args(model("Mine", model_type="mine"))
@@ -424,9 +436,9 @@ def test_indexed_data_sets_have_every_token_once(corpus):
     assert num_samples(plugin) == (40, 2, 2)
     train, valid, test = indexed_loaders(plugin, provider(num_samples(plugin)))
     batches = list(train)
-    assert {one["tokens"].shape for one in batches} == {(2, 5)}
-    assert all(torch.equal(one["tokens"][:, 1:], one["labels"][:, :-1]) for one in batches)
-    tokens = torch.cat([one["tokens"].flatten() for one in batches]).tolist()
+    assert {batch["tokens"].shape for batch in batches} == {(2, 5)}
+    assert all(torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1]) for batch in batches)
+    tokens = torch.cat([batch["tokens"].flatten() for batch in batches]).tolist()
     assert len(tokens) == len(set(tokens)) == 230
     assert set(tokens) <= set(range(240))
     assert 240 <= next(iter(valid))["tokens"].min() < 270 <= next(iter(test))["tokens"].min()

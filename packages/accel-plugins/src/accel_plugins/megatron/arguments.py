@@ -1,4 +1,4 @@
-"""Fields and sizes as Megatron arguments."""
+"""Arguments of Megatron from fields of the plugin, an optimizer, a schedule and the sizes of a model."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from accel_state.errors import SettingsError, UnsupportedError
 if TYPE_CHECKING:
     from accel_plugins.megatron.data import MegatronLMDummyScheduler
     from accel_plugins.megatron.plugin import MegatronLMPlugin
+
+    Parser: TypeAlias = Callable[[MegatronLMPlugin, nn.Module, Mapping[str, Any] | None], None]
 
 
 _RENAMED: Mapping[str, str] = {
@@ -71,8 +73,8 @@ _OF_SCHEDULES = (
 
 
 def base_args(plugin: MegatronLMPlugin) -> dict[str, Any]:
-    """Return what is known before anything is prepared; `other_megatron_args` included."""
-    args = {theirs: getattr(plugin, ours) for ours, theirs in _RENAMED.items()}
+    """Return the arguments that are known before anything is prepared; `other_megatron_args` included."""
+    args = {argument: getattr(plugin, field) for field, argument in _RENAMED.items()}
     args |= {name: getattr(plugin, name) for name in _SAME}
     return args | (plugin.other_megatron_args or {})
 
@@ -106,7 +108,7 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
             f"{type(optimizer).__name__} is not one of Megatron's optimizers: use torch.optim.AdamW, Adam, "
             "SGD."
         )
-    step = unwrap(type(optimizer).step)  # torch wraps the method of a class when its first object is made
+    step = unwrap(type(optimizer).step)  # torch wraps the method when the first object is made.
     if not any(step is unwrap(kind.step) for kind in (Adam, AdamW, SGD)):
         raise UnsupportedError(
             f"{type(optimizer).__name__} has a step() of its own, which Megatron would not call: it steps by "
@@ -119,7 +121,7 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
                 f"{type(optimizer).__name__}({name}=True): Megatron's optimizer has no {name}; leave it out."
             )
     shared = {"lr": float(defaults["lr"]), "weight_decay": defaults["weight_decay"]}
-    if isinstance(optimizer, Adam | AdamW):  # before torch 2.7 the latter is not one of the former
+    if isinstance(optimizer, Adam | AdamW):  # Before torch 2.7 AdamW is not a subclass of Adam.
         beta1, beta2 = defaults["betas"]
         return {
             "optimizer": "adam",
@@ -200,10 +202,6 @@ def scheduler_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-if TYPE_CHECKING:
-    Parser: TypeAlias = Callable[[MegatronLMPlugin, nn.Module, Mapping[str, Any] | None], None]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """The sizes of a transformer that parallel groups divide.
@@ -274,7 +272,7 @@ def _size(config: Any, known: str, *names: str) -> int:
 _PARSERS: dict[str, Parser] = {}
 _OF_KINDS: Mapping[str, str] = {"gpt": "llama", "bert": "bert", "t5": "t5"}
 _ANY_LENGTH = 1024
-"""Tokens of a sequence of a model with as many positions as are asked for, if nobody says."""
+"""Tokens of a sequence of a model that has any number of positions, if no length is set."""
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
@@ -306,7 +304,9 @@ def enter_network_args(
     """Enter the sizes of a model into the arguments of a plugin."""
     config: Any = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)
-    parser = _PARSERS.get(model_type) or _parser_of_row(model_type)
+    parser = _PARSERS.get(model_type)
+    if parser is None and (row := FAMILIES.available().get(model_type)) is not None:
+        parser = _PARSERS[_OF_KINDS[row.kind]]  # A family of another distribution is like ours of its kind.
     if parser is None:
         raise SettingsError(
             f"{type(model).__name__} is of type {model_type!r}, which is not described to Megatron (known: "
@@ -316,22 +316,14 @@ def enter_network_args(
     parser(plugin, model, batch_data)
 
 
-def _parser_of_row(model_type: Any) -> Parser | None:
-    """Return what describes a family of another distribution: it is like the built-in one of its kind."""
-    row = FAMILIES.available().get(model_type)
-    return None if row is None else _PARSERS[_OF_KINDS[row.kind]]
-
-
-_DESCRIBED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
-
-
-def described(plugin: MegatronLMPlugin) -> dict[str, Any]:
+def described_sizes(plugin: MegatronLMPlugin) -> dict[str, Any]:
     """Return fields of megatron-core's `TransformerConfig` for a model that has no row."""
     args = plugin.megatron_lm_default_args
-    return {name: args[name] for name in _DESCRIBED if name in args}
+    names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+    return {name: args[name] for name in names if name in args}
 
 
-def _shared(plugin: MegatronLMPlugin, model: Any, family: str) -> Sizes:
+def _enter_sizes(plugin: MegatronLMPlugin, model: Any, family: str) -> Sizes:
     sizes = model_sizes(model.config, type(model).__name__)
     plugin.megatron_lm_default_args |= {
         "model_type_name": family,
@@ -354,7 +346,7 @@ def _length(batch: Mapping[str, Any] | None, key: str) -> int | None:
 @add_model_config_to_megatron_parser("gpt2")
 @add_model_config_to_megatron_parser("llama")
 def _decoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None) -> None:
-    sizes = _shared(plugin, model, "gpt")
+    sizes = _enter_sizes(plugin, model, "gpt")
     plugin.seq_length = plugin.seq_length or _length(batch_data, "input_ids") or sizes.max_positions
     plugin.megatron_lm_default_args |= {
         "pretraining_flag": True,
@@ -365,7 +357,7 @@ def _decoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str
 
 @add_model_config_to_megatron_parser("bert")
 def _encoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None) -> None:
-    sizes = _shared(plugin, model, "bert")
+    sizes = _enter_sizes(plugin, model, "bert")
     plugin.seq_length = plugin.seq_length or _length(batch_data, "input_ids") or sizes.max_positions
     name = sizes.name.lower()
     plugin.megatron_lm_default_args |= {
@@ -381,7 +373,7 @@ def _encoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str
 def _encoder_decoder(
     plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None
 ) -> None:
-    sizes = _shared(plugin, model, "t5")
+    sizes = _enter_sizes(plugin, model, "t5")
     longest = sizes.max_positions or _ANY_LENGTH
     plugin.encoder_seq_length = plugin.encoder_seq_length or _length(batch_data, "input_ids") or longest
     plugin.decoder_seq_length = plugin.decoder_seq_length or _length(batch_data, "labels") or longest

@@ -1,4 +1,4 @@
-"""Placeholders for what Megatron makes itself, and loaders whose batches have all micro-batches of a step."""
+"""Megatron's indexed data sets, placeholders for what it makes itself, and loaders of all micro-batches."""
 
 from __future__ import annotations
 
@@ -142,17 +142,17 @@ def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
 
 
 def micro_batch_sizes(loaders: Sequence[Any]) -> list[int]:
-    """Return the batch sizes that loaders, or what stands for them, have.
+    """Return the batch sizes of loaders and of placeholders for them.
 
     Example:
         >>> micro_batch_sizes([MegatronLMDummyDataLoader(micro_batch_size=4), DataLoader([1], batch_size=2)])
         [4, 2]
     """
     sizes = [
-        one.dataset_args.get("micro_batch_size")
-        if isinstance(one, MegatronLMDummyDataLoader)
-        else getattr(one, "batch_size", None)
-        for one in loaders
+        loader.dataset_args.get("micro_batch_size")
+        if isinstance(loader, MegatronLMDummyDataLoader)
+        else getattr(loader, "batch_size", None)
+        for loader in loaders
     ]
     return [size for size in sizes if size]
 
@@ -163,31 +163,30 @@ def with_real_loaders(loaders: Sequence[Any], context: Any) -> list[Any]:
     Called on every rank, once the sizes of batches are known.
     """
     made: dict[int, Iterator[Any]] = {}
-    found: list[Any] = []
-    for one in loaders:
-        if not isinstance(one, MegatronLMDummyDataLoader):
-            found.append(one)
+    result: list[Any] = []
+    for item in loaders:
+        if not isinstance(item, MegatronLMDummyDataLoader):
+            result.append(item)
             continue
-        if id(one) not in made:
-            made[id(one)] = iter(one.build_train_valid_test_data_iterators(context))
-        loader = next(made[id(one)], None)
+        if id(item) not in made:
+            made[id(item)] = iter(item.build_train_valid_test_data_iterators(context))
+        loader = next(made[id(item)], None)
         if loader is None:
             raise SettingsError(
                 "A MegatronLMDummyDataLoader is prepared for training, validation and test, in this order, "
                 "each with a share of splits_string: one of them has no samples; leave it out."
             )
-        found.append(loader)
-    return found
+        result.append(loader)
+    return result
 
 
 # Options of data sets under the names of Megatron-LM's command line.
 _RENAMED = {"splits_string": "split", "seq_length": "sequence_length", "seed": "random_seed"}
-_OF_BATCHES = ("micro_batch_size",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Documents:
-    """What megatron-core asks of a tokenizer when it reads tokens; -1 for no token that ends a document."""
+    """The facts about a tokenizer that megatron-core reads; `eod` is -1 if no token ends a document."""
 
     vocab_size: int | None
     eod: int
@@ -195,7 +194,7 @@ class _Documents:
 
     @property
     def unique_identifiers(self) -> dict[str, Any]:
-        """What cached indices depend on."""
+        """The facts on which cached indices depend."""
         return {"class": "tokenizer", "name": self.name, "eod": self.eod}
 
 
@@ -240,9 +239,9 @@ def indexed_datasets(
 
 def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config: type) -> dict[str, Any]:
     """Return the options of data sets as megatron-core calls them."""
-    known = {one.name for one in fields(config)}
+    known = {field.name for field in fields(config)}
     requested = {
-        _RENAMED.get(name, name): value for name, value in options.items() if name not in _OF_BATCHES
+        _RENAMED.get(name, name): value for name, value in options.items() if name != "micro_batch_size"
     }
     paths, tokenizer = requested.pop("data_path", None), requested.pop("tokenizer", None)
     for name, value in requested.items():
@@ -250,13 +249,20 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config
             hint = did_you_mean(name, {*known, *_RENAMED, "data_path"}, "see the fields of GPTDatasetConfig.")
             raise SettingsError(f"MegatronLMDummyDataLoader({name}={value!r}): no such option; {hint}")
     if paths is not None:
-        one = [paths] if isinstance(paths, str) else [str(path) for path in paths]
-        requested["blend"] = core("datasets.utils").get_blend_from_list(one)
+        names = [paths] if isinstance(paths, str) else [str(path) for path in paths]
+        requested["blend"] = core("datasets.utils").get_blend_from_list(names)
     length = requested.get("sequence_length") or plugin.seq_length
     if not ("blend" in requested or "blend_per_split" in requested) or length is None:
         missing = "data_path" if length is not None else "seq_length"
         raise SettingsError(f"MegatronLMDummyDataLoader: {missing} is missing.")
-    documents = _documents(tokenizer)
+    end = None if tokenizer is None else tokenizer.eos_token_id
+    documents = _Documents(
+        vocab_size=None if tokenizer is None else len(tokenizer),
+        eod=-1 if end is None else int(end),
+        name=str(
+            getattr(tokenizer, "name_or_path", "none" if tokenizer is None else type(tokenizer).__name__)
+        ),
+    )
     if plugin.eod_mask_loss and documents.eod < 0:
         raise SettingsError(
             "MegatronLMPlugin(eod_mask_loss=True): which token ends a document is not known: give "
@@ -275,14 +281,6 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config
     }
 
 
-def _documents(tokenizer: Any) -> _Documents:
-    if tokenizer is None:
-        return _Documents(vocab_size=None, eod=-1, name="none")
-    end = tokenizer.eos_token_id
-    name = str(getattr(tokenizer, "name_or_path", type(tokenizer).__name__))
-    return _Documents(vocab_size=len(tokenizer), eod=-1 if end is None else int(end), name=name)
-
-
 def indexed_loaders(
     plugin: MegatronLMPlugin, datasets: Sequence[Any]
 ) -> tuple[DataLoader[Any] | None, DataLoader[Any] | None, DataLoader[Any] | None]:
@@ -296,8 +294,8 @@ def indexed_loaders(
     size = plugin.megatron_lm_default_args["micro_batch_size"]
     train, valid, test = (
         None
-        if one is None
-        else DataLoader(one, batch_size=size, sampler=range(start, len(one)), drop_last=True)
-        for one, start in zip(datasets, consumed, strict=True)
+        if dataset is None
+        else DataLoader(dataset, batch_size=size, sampler=range(start, len(dataset)), drop_last=True)
+        for dataset, start in zip(datasets, consumed, strict=True)
     )
     return train, valid, test

@@ -1,4 +1,4 @@
-"""Megatron's engine: it runs forward and backward passes of a model by a pipeline schedule."""
+"""Megatron's engine: run forward and backward passes of a model by a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStepContext:
-    """What train steps get as `accelerator`."""
+    """The object that train steps get as `accelerator`."""
 
     state: Any
     device: torch.device
@@ -74,7 +74,7 @@ class MegatronEngine(nn.Module):
     ) -> None:
         super().__init__()
         self.chunks: Any = nn.ModuleList(chunks)
-        self._source = (source,)  # not a submodule
+        self._source = (source,)  # It is not a submodule.
         self.family = family
         self.placed = placed
         self.groups = groups
@@ -244,8 +244,8 @@ class MegatronEngine(nn.Module):
         each = rows // number
         return [
             {
-                name: one[i * each : (i + 1) * each] if isinstance(one, torch.Tensor) and one.ndim else one
-                for name, one in batch.items()
+                name: value[i * each : (i + 1) * each] if isinstance(value, Tensor) and value.ndim else value
+                for name, value in batch.items()
             }
             for i in range(number)
         ]
@@ -258,8 +258,8 @@ class MegatronEngine(nn.Module):
         tensors = {
             name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim > 1
         }
-        is_pair = self.family is not None and self.family.kind == "t5"
-        names = (*_SEQUENCES, "labels") if is_pair else _SEQUENCES
+        has_decoder = self.family is not None and self.family.kind == "t5"
+        names = (*_SEQUENCES, "labels") if has_decoder else _SEQUENCES
         named = {name: tensors[name] for name in names if name in tensors}
         if named or self.groups.pipeline == 1:
             return named or tensors
@@ -275,12 +275,12 @@ class MegatronEngine(nn.Module):
         """Refuse tokens and labels that are not in the vocabulary; what a device has is not waited for."""
         vocabulary = getattr(self.config, "vocab_size", None)
         plugin = self.plugin
-        custom = plugin.custom_get_batch_function, plugin.custom_train_step_class  # may read anything
+        custom = plugin.custom_get_batch_function, plugin.custom_train_step_class  # They may read anything.
         if "input_ids" not in batch or vocabulary is None or self.family is None or custom != (None, None):
             return
         for name in ("input_ids", "decoder_input_ids", "labels"):
             tokens = batch.get(name)
-            if tokens is None or tokens.ndim < 2 or tokens.is_floating_point():  # or labels of classes
+            if tokens is None or tokens.ndim < 2 or tokens.is_floating_point():  # Labels may be of classes.
                 continue
             is_known = (tokens >= 0) & (tokens < vocabulary)
             ignored = f" (or {IGNORED})" if name == "labels" else ""
@@ -300,10 +300,10 @@ class MegatronEngine(nn.Module):
         shares = [(tensor, f"tp_degree={tensor}, as sequence_parallelism does")]
         if not self.transformer_config.sequence_parallel:
             shares = []
-        if context > 1:  # two chunks of each rank, which sequence parallelism divides in turn
+        if context > 1:  # Each rank has two chunks, which sequence parallelism divides.
             shares = [(2 * context * (tensor if shares else 1), f"twice context_parallel_size={context}")]
         for size, what in shares:
-            length = next((one for one in lengths.values() if one % size), None)
+            length = next((length for length in lengths.values() if length % size), None)
             if length is not None:
                 raise SettingsError(
                     f"Sequences of {length} tokens cannot be divided by {what}: pad them to a multiple of "
@@ -314,8 +314,8 @@ class MegatronEngine(nn.Module):
         """Return the mean loss over the micro-batches, and logits, as the last stage has computed them."""
         device = next(self.parameters()).device
         losses = [
-            torch.stack([value.detach().float() for value in one.values() if value.ndim == 0]).sum()
-            for one in results
+            torch.stack([value.detach().float() for value in losses.values() if value.ndim == 0]).sum()
+            for losses in results
         ]
         group = core("parallel_state").get_pipeline_model_parallel_group()
         source = self.groups.pipeline - 1
@@ -341,7 +341,7 @@ def _positions_of(family: ModelFamily, source: nn.Module) -> int | None:
 
 
 def _from_last(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor | None:
-    """Broadcast a tensor that only the last stage knows to be there."""
+    """Broadcast a tensor of the last stage, which alone knows its shape and whether there is one."""
     if source == 0:
         return tensor
     about: list[Any] = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
@@ -363,20 +363,20 @@ def _scaled_step(
     output, loss_function = forward_step(data_iterator, model)
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
-        loss, *rest = loss_function(*args, **kwargs)
-        if by_token and len(rest) == 1:
+        loss, *details = loss_function(*args, **kwargs)
+        if by_token and len(details) == 1:
             raise SettingsError(
                 "MegatronLMPlugin(calculate_per_token_loss=True): the loss function returns a pair; return "
                 "the sum of the losses, the number of tokens and the dictionary, or leave it out."
             )
-        return (loss / accumulation, *rest)
+        return (loss / accumulation, *details)
 
     return output, scaled
 
 
 _SEQUENCES = ("input_ids", "tokens", "text", "text_enc", "decoder_input_ids", "text_dec")
 _LOGITS = ("logits", "order logits")
-"""Those of tokens or classes, and of the order of sentences, as train steps call them."""
+"""Names in train steps of the logits of tokens or classes, and of the order of sentences."""
 _MODELING = "transformers.modeling_outputs"
 _OUTPUTS = {"bert": "MaskedLMOutput", "gpt": "CausalLMOutputWithPast", "t5": "Seq2SeqLMOutput"}
 _OUTPUTS_OF_MODELS = {

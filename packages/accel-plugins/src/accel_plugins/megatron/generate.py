@@ -1,4 +1,4 @@
-"""Generate: greedy, samples, beams."""
+"""Continue prompts by Megatron's decoders: greedily, by samples or by beams."""
 
 from __future__ import annotations
 
@@ -25,7 +25,96 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.engine import MegatronEngine
 
 
-_DEFAULT_LENGTH = 20  # of transformers, where no configuration has one
+def generate(
+    engine: MegatronEngine, inputs: Tensor, attention_mask: Tensor | None, requested: Mapping[str, Any]
+) -> Tensor:
+    """Continue prompts; see `MegatronEngine.megatron_generate`."""
+    if engine.family is None or engine.family.kind != "gpt":
+        raise UnsupportedError(
+            f"{type(engine.source).__name__} does not generate with Megatron, which continues prompts by "
+            "decoders (GPT-2, Llama): load the weights of get_state_dict() into a model of transformers."
+        )
+    if engine.groups.context > 1:
+        raise UnsupportedError(
+            "megatron_generate() computes whole sequences, but ranks have chunks of them with "
+            f"context_parallel_size={engine.groups.context}: generate from saved weights in a run without it."
+        )
+    options = check_options(requested)
+    config: Any = getattr(engine.source, "generation_config", None)
+    choice = choice_of(options, config, engine.config)
+    check_prompts(inputs, attention_mask, engine.config.vocab_size)  # pyright: ignore[reportOptionalMemberAccess]
+    if choice.start is not None:
+        inputs, attention_mask = with_start(inputs, attention_mask, choice.start)
+    prompts = aligned(inputs, attention_mask, steps_of(options, config, inputs.shape[1]))
+    _check_positions(engine, int(prompts.limits.max()))
+    scope = hang_monitor.collective_scope("generation")
+    with without_core_warnings(), scope, full_sequences(engine):
+        return (_search if choice.num_beams > 1 else _continue)(engine, prompts, choice)
+
+
+def _check_positions(engine: MegatronEngine, longest: int) -> None:
+    inner = core("utils").unwrap_model(engine.chunks[0])
+    if inner.position_embedding_type == "learned_absolute" and longest > inner.max_sequence_length:
+        raise SettingsError(
+            f"megatron_generate(): a prompt and its continuation have {longest} tokens, but the model has "
+            f"{inner.max_sequence_length} positions; make max_new_tokens or max_length smaller."
+        )
+
+
+def _continue(engine: MegatronEngine, prompts: Prompts, choice: GenerationOptions) -> Tensor:
+    """Continue all prompts together: the shortest first, each other from where it ends."""
+    start, end = int(prompts.lengths.min()), int(prompts.limits.max())
+    tokens = functional.pad(prompts.tokens, (0, end - prompts.tokens.shape[1]))
+    ends = torch.tensor(choice.ends, dtype=tokens.dtype, device=tokens.device)
+    pick = _picker(choice, tokens.device)
+    stops = prompts.limits.clone()
+    decoder = CachedDecoder(engine, len(tokens), end)
+    logits = decoder.logits(tokens[:, :start])
+    for position in range(start, end):
+        is_new = position >= prompts.lengths
+        runs = is_new & (position < stops)
+        token = torch.where(runs, pick(logits), 0)  # The tokens after an end are cut off.
+        tokens[:, position] = torch.where(is_new, token, tokens[:, position])
+        stops = torch.where(runs & torch.isin(token, ends), position + 1, stops)
+        if bool((stops <= position + 1).all()):
+            break
+        logits = decoder.logits(tokens[:, position : position + 1])
+    rows = [row[:stop] for row, stop in zip(tokens, stops.tolist(), strict=True)]
+    return in_layout(prompts, rows, choice.pad)
+
+
+def _picker(choice: GenerationOptions, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return a function that picks a token of each row's logits: the same on all ranks of a replica."""
+    if not choice.is_sampled:
+        return lambda logits: logits.argmax(-1)
+    state = core("parallel_state")
+    own = torch.randint(2**31, ()).item() if choice.seed is None else choice.seed
+    seed = torch.tensor(own, device=device)
+    dist.broadcast(seed, state.get_model_parallel_src_rank(), state.get_model_parallel_group())
+    return Sampler(choice, torch.Generator(device).manual_seed(int(seed)))
+
+
+def _search(engine: MegatronEngine, prompts: Prompts, choice: GenerationOptions) -> Tensor:
+    """Continue one prompt after another by beams."""
+    rows: list[Tensor] = []
+    sizes = zip(prompts.lengths.tolist(), prompts.limits.tolist(), strict=True)
+    for tokens, (length, limit) in zip(prompts.tokens, sizes, strict=True):
+        decoder = CachedDecoder(engine, choice.num_beams, limit)
+
+        def advance(beams: Tensor, last: Tensor, decoder: CachedDecoder = decoder) -> Tensor:
+            decoder.select(beams)
+            return decoder.logits(last[:, None])
+
+        best = beam_search(
+            decoder.logits(tokens[:length].expand(choice.num_beams, -1)),
+            advance,
+            beams=choice.num_beams,
+            steps=limit - length,
+            ends=choice.ends,
+            length_penalty=choice.length_penalty,
+        )
+        rows.append(torch.cat([tokens[:length], tokens.new_tensor(best)]))
+    return in_layout(prompts, rows, choice.pad)
 
 
 def _is_integer(value: Any) -> bool:
@@ -61,7 +150,7 @@ _SAMPLING = ("temperature", "top_k", "top_p")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """How tokens are chosen and when a sequence ends, as options of `megatron_generate` say it.
+    """How tokens are chosen and when a sequence ends, from options of `megatron_generate`.
 
     `ends` are the tokens that end a sequence, `pad` follows them, and `start` comes before every prompt.
     """
@@ -121,8 +210,8 @@ def choice_of(options: Mapping[str, Any], config: Any, model: Any) -> Generation
     """
 
     def token(name: str) -> Any:
-        found = (options.get(name), getattr(config, name, None), getattr(model, name, None))
-        return next((one for one in found if one is not None), None)
+        values = (options.get(name), getattr(config, name, None), getattr(model, name, None))
+        return next((value for value in values if value is not None), None)
 
     start = token("bos_token_id") if options.get("add_BOS") else None
     if options.get("add_BOS") and start is None:
@@ -154,9 +243,10 @@ def steps_of(options: Mapping[str, Any], config: Any, width: int) -> int:
         >>> steps_of({"max_length": 8}, None, 5)
         3
     """
-    own = {name: getattr(config, name, None) for name in ("max_new_tokens", "max_length")}
-    found = options if {"max_new_tokens", "max_length"} & options.keys() else own
-    new, length = found.get("max_new_tokens"), found.get("max_length") or _DEFAULT_LENGTH
+    names = ("max_new_tokens", "max_length")
+    has_own = not options.keys().isdisjoint(names)
+    new, length = (options.get(name) if has_own else getattr(config, name, None) for name in names)
+    length = length or 20  # The default of transformers, where no configuration has one.
     if new is None and length <= width:
         raise SettingsError(
             f"megatron_generate(): prompts of {width} tokens leave none of max_length={length} to generate; "
@@ -227,7 +317,7 @@ def beam_search(
     vocabulary = logits.shape[-1]
     for step in range(1, steps + 1):
         totals = scores[:, None] + torch.log_softmax(logits.float(), dim=-1)
-        wanted = beams * max(2, 1 + len(ends))  # so that as many as there are beams do not end
+        wanted = beams * max(2, 1 + len(ends))  # As many as there are beams do not end then.
         best, indices = totals.flatten().topk(min(wanted, totals.numel()))
         following: list[tuple[float, int, int]] = []
         for rank, (score, index) in enumerate(zip(best.tolist(), indices.tolist(), strict=True)):
@@ -237,107 +327,15 @@ def beam_search(
                     ended.append((score / step**length_penalty, [*running[beam], token]))
             elif len(following) < beams:
                 following.append((score, beam, token))
-        ended = sorted(ended, key=lambda one: -one[0])[:beams]
+        ended = sorted(ended, key=lambda candidate: -candidate[0])[:beams]
         worst = ended[-1][0] if len(ended) == beams else -math.inf
         if not following or following[0][0] / step**length_penalty <= worst:
             break
         running = [[*running[beam], token] for _, beam, token in following]
         scores = torch.tensor([score for score, _, _ in following], device=logits.device)
-        rows, tokens = (torch.tensor([one[i] for one in following], device=logits.device) for i in (1, 2))
+        rows, tokens = (torch.tensor([item[i] for item in following], device=logits.device) for i in (1, 2))
         logits = advance(rows, tokens)
     return ended[0][1]
-
-
-def generate(
-    engine: MegatronEngine, inputs: Tensor, attention_mask: Tensor | None, requested: Mapping[str, Any]
-) -> Tensor:
-    """Continue prompts; see `MegatronEngine.megatron_generate`."""
-    if engine.family is None or engine.family.kind != "gpt":
-        raise UnsupportedError(
-            f"{type(engine.source).__name__} does not generate with Megatron, which continues prompts by "
-            "decoders (GPT-2, Llama): load the weights of get_state_dict() into a model of transformers."
-        )
-    if engine.groups.context > 1:
-        raise UnsupportedError(
-            "megatron_generate() computes whole sequences, but ranks have chunks of them with "
-            f"context_parallel_size={engine.groups.context}: generate from saved weights in a run without it."
-        )
-    options = check_options(requested)
-    config: Any = getattr(engine.source, "generation_config", None)
-    choice = choice_of(options, config, engine.config)
-    check_prompts(inputs, attention_mask, engine.config.vocab_size)  # pyright: ignore[reportOptionalMemberAccess]
-    if choice.start is not None:
-        inputs, attention_mask = with_start(inputs, attention_mask, choice.start)
-    prompts = aligned(inputs, attention_mask, steps_of(options, config, inputs.shape[1]))
-    _check_positions(engine, int(prompts.limits.max()))
-    scope = hang_monitor.collective_scope("generation")
-    with without_core_warnings(), scope, full_sequences(engine):
-        return (_search if choice.num_beams > 1 else _continue)(engine, prompts, choice)
-
-
-def _check_positions(engine: MegatronEngine, longest: int) -> None:
-    inner = core("utils").unwrap_model(engine.chunks[0])
-    if inner.position_embedding_type == "learned_absolute" and longest > inner.max_sequence_length:
-        raise SettingsError(
-            f"megatron_generate(): a prompt and its continuation have {longest} tokens, but the model has "
-            f"{inner.max_sequence_length} positions; make max_new_tokens or max_length smaller."
-        )
-
-
-def _continue(engine: MegatronEngine, prompts: Prompts, choice: GenerationOptions) -> Tensor:
-    """Continue all prompts together: the shortest first, each other from where it ends."""
-    start, end = int(prompts.lengths.min()), int(prompts.limits.max())
-    found = functional.pad(prompts.tokens, (0, end - prompts.tokens.shape[1]))
-    ends = torch.tensor(choice.ends, dtype=found.dtype, device=found.device)
-    pick = _picker(choice, found.device)
-    stops = prompts.limits.clone()
-    decoder = CachedDecoder(engine, len(found), end)
-    logits = decoder.logits(found[:, :start])
-    for position in range(start, end):
-        is_new = position >= prompts.lengths
-        runs = is_new & (position < stops)
-        token = torch.where(runs, pick(logits), 0)  # what follows an end is cut off
-        found[:, position] = torch.where(is_new, token, found[:, position])
-        stops = torch.where(runs & torch.isin(token, ends), position + 1, stops)
-        if bool((stops <= position + 1).all()):
-            break
-        logits = decoder.logits(found[:, position : position + 1])
-    rows = [row[:stop] for row, stop in zip(found, stops.tolist(), strict=True)]
-    return in_layout(prompts, rows, choice.pad)
-
-
-def _picker(choice: GenerationOptions, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return what takes a token of each row's logits: the same one on all ranks of a replica."""
-    if not choice.is_sampled:
-        return lambda logits: logits.argmax(-1)
-    state = core("parallel_state")
-    own = torch.randint(2**31, ()).item() if choice.seed is None else choice.seed
-    seed = torch.tensor(own, device=device)
-    dist.broadcast(seed, state.get_model_parallel_src_rank(), state.get_model_parallel_group())
-    return Sampler(choice, torch.Generator(device).manual_seed(int(seed)))
-
-
-def _search(engine: MegatronEngine, prompts: Prompts, choice: GenerationOptions) -> Tensor:
-    """Continue one prompt after another by beams."""
-    rows: list[Tensor] = []
-    sizes = zip(prompts.lengths.tolist(), prompts.limits.tolist(), strict=True)
-    for tokens, (length, limit) in zip(prompts.tokens, sizes, strict=True):
-        decoder = CachedDecoder(engine, choice.num_beams, limit)
-
-        def advance(beams: Tensor, last: Tensor, decoder: CachedDecoder = decoder) -> Tensor:
-            decoder.select(beams)
-            return decoder.logits(last[:, None])
-
-        best = beam_search(
-            decoder.logits(tokens[:length].expand(choice.num_beams, -1)),
-            advance,
-            beams=choice.num_beams,
-            steps=limit - length,
-            ends=choice.ends,
-            length_penalty=choice.length_penalty,
-        )
-        rows.append(torch.cat([tokens[:length], tokens.new_tensor(best)]))
-    return in_layout(prompts, rows, choice.pad)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,7 +422,7 @@ def in_layout(prompts: Prompts, rows: Sequence[Tensor], pad: int) -> Tensor:
     )
 
 
-# What modules of megatron-core decide on when they are made.
+# Modules of megatron-core read these when they are made.
 _SHARDED_SEQUENCES = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
 
 
@@ -468,15 +466,15 @@ class CachedDecoder:
                 transfer.send_to_next_pipeline_rank(output.contiguous(), pipeline)
         self._context.increment_sequence_len_offset(length)
         vocabulary: int = engine.config.vocab_size  # pyright: ignore[reportOptionalMemberAccess]
-        found = torch.empty(self._rows, vocabulary, device=tokens.device)
+        logits = torch.empty(self._rows, vocabulary, device=tokens.device)
         if groups.is_last_stage:
-            found.copy_(output[:, -1, :vocabulary])
+            logits.copy_(output[:, -1, :vocabulary])
         if groups.pipeline > 1:
-            dist.broadcast(found, group_src=groups.pipeline - 1, group=pipeline)
-        return found
+            dist.broadcast(logits, group_src=groups.pipeline - 1, group=pipeline)
+        return logits
 
     def select(self, rows: Tensor) -> None:
-        """Go on with other sequences: each row takes over the past of the one whose index is given."""
+        """Continue other sequences: each row takes the cache of the row whose index it has in `rows`."""
         self._context.swap_key_value_dict(rows)
 
 
@@ -485,13 +483,13 @@ def full_sequences(engine: MegatronEngine) -> Generator[None]:
     """Compute in evaluation mode, without gradients and sequence parallelism: tokens come one at a time."""
     changed: list[tuple[Any, str]] = []
     owners = [engine.transformer_config, *engine.chunks.modules()]
-    owners += [one.config for one in engine.chunks.modules() if hasattr(one, "config")]
+    owners += [module.config for module in engine.chunks.modules() if hasattr(module, "config")]
     for owner in owners:
         for name in _SHARDED_SEQUENCES:
             if vars(owner).get(name) is True:
                 changed.append((owner, name))
                 setattr(owner, name, False)
-    modes = [(one, one.training) for one in engine.modules()]
+    modes = [(module, module.training) for module in engine.modules()]
     engine.eval()
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Configurations; optimizer and schedule."""
+"""megatron-core's configurations, its optimizer and its schedule, from those of the plugin and PyTorch."""
 
 from __future__ import annotations
 
@@ -23,157 +23,6 @@ if TYPE_CHECKING:
 
     from accel_plugins.megatron.data import MegatronLMDummyScheduler
     from accel_plugins.megatron.state import PlacedWeight
-
-
-def check_other_args(plugin: MegatronLMPlugin) -> None:
-    """Refuse further arguments that no configuration has, unless code of the user may read them."""
-    if not plugin.other_megatron_args or has_own_code(plugin):
-        return
-    configs = (
-        core("transformer.transformer_config").TransformerConfig,
-        core("optimizer").OptimizerConfig,
-        core("distributed").DistributedDataParallelConfig,
-    )
-    known = {one.name for config in configs for one in fields(config)}
-    for name, value in plugin.other_megatron_args.items():
-        if name not in known:
-            hint = did_you_mean(name, known, "leave it out.")
-            raise SettingsError(
-                f"MegatronLMPlugin(other_megatron_args={{{name!r}: …}}): {name}={value!r} is no field of "
-                f"megatron-core's configurations; {hint}"
-            )
-
-
-def dtype_of(precision: str) -> torch.dtype:
-    """Return the dtype of parameters under a mixed precision."""
-    return DTYPES.get(precision, torch.float32)
-
-
-def transformer_config(
-    plugin: MegatronLMPlugin, of_model: Mapping[str, Any], precision: str, virtual: int | None
-) -> Any:
-    """Return a `TransformerConfig`."""
-    config = core("transformer.transformer_config").TransformerConfig
-    dropouts = {"attention_dropout": plugin.attention_dropout, "hidden_dropout": plugin.hidden_dropout}
-    backend = core("transformer.enums").AttnBackend[plugin.attention_backend]
-    values: dict[str, Any] = {
-        **of_model,
-        **{name: value for name, value in dropouts.items() if value is not None},
-        "tensor_model_parallel_size": plugin.tp_degree,
-        "pipeline_model_parallel_size": plugin.pp_degree,
-        "virtual_pipeline_model_parallel_size": virtual,
-        "context_parallel_size": plugin.context_parallel_size or 1,
-        "sequence_parallel": bool(plugin.sequence_parallelism) and (plugin.tp_degree or 1) > 1,
-        "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
-        "params_dtype": dtype_of(precision),
-        "pipeline_dtype": dtype_of(precision),
-        "bf16": precision == "bf16",
-        "fp16": precision == "fp16",
-        "perform_initialization": False,  # the weights are those of the model that is prepared
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
-        "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
-        "recompute_granularity": plugin.recompute_granularity,
-        "recompute_method": plugin.recompute_method,
-        "recompute_num_layers": plugin.recompute_num_layers,
-        "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
-        "attention_backend": backend,
-        "calculate_per_token_loss": plugin.calculate_per_token_loss,
-    }
-    return config(**values | plugin.other_args(config))
-
-
-def ddp_config(plugin: MegatronLMPlugin) -> Any:
-    """Return a `DistributedDataParallelConfig`: gradients are kept and reduced in float32."""
-    config = core("distributed").DistributedDataParallelConfig
-    values = {
-        "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": plugin.use_distributed_optimizer,
-    }
-    return config(**values | plugin.other_args(config))
-
-
-def optimizer_config(
-    plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str, scaling: GradScalerKwargs | None = None
-) -> Any:
-    """Return an `OptimizerConfig`."""
-    config = core("optimizer").OptimizerConfig
-    values = optimizer_values(plugin, optimizer, precision)
-    if precision == "fp16" and scaling is not None:
-        values |= scaling_values(scaling)
-    return config(**values | plugin.other_args(config))
-
-
-def scaling_values(scaling: GradScalerKwargs) -> dict[str, Any]:
-    """Return the options of PyTorch's loss scaler as megatron-core calls them; the factors have no field.
-
-    Example:
-        >>> from accel_plugins.kwargs import GradScalerKwargs
-        >>> scaling_values(GradScalerKwargs(enabled=False))
-        {'loss_scale': 1.0}
-    """
-    if not scaling.enabled:
-        return {"loss_scale": 1.0}
-    return {
-        "initial_loss_scale": scaling.init_scale,
-        "min_loss_scale": min(1.0, scaling.init_scale),
-        "loss_scale_window": scaling.growth_interval,
-        "hysteresis": 1,  # PyTorch's scale falls with every overflow
-    }
-
-
-def optimizer_values(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str) -> dict[str, Any]:
-    """Return the fields of an `OptimizerConfig` that a plugin and an optimizer decide."""
-    return {
-        **optimizer_args(optimizer),
-        "params_dtype": dtype_of(precision),
-        "bf16": precision == "bf16",
-        "fp16": precision == "fp16",
-        "use_distributed_optimizer": plugin.use_distributed_optimizer,
-        "optimizer_cpu_offload": plugin.optimizer_cpu_offload,
-        "optimizer_offload_fraction": 1.0 if plugin.optimizer_cpu_offload else 0.0,
-        "overlap_cpu_optimizer_d2h_h2d": plugin.overlap_cpu_optimizer_d2h_h2d,
-        "use_precision_aware_optimizer": plugin.use_precision_aware_optimizer,
-        "clip_grad": plugin.gradient_clipping,
-    }
-
-
-_GROUP = "torch_group"
-
-
-def group_of(
-    placed: Sequence[PlacedWeight], model: nn.Module, optimizer: Optimizer
-) -> dict[nn.Parameter, int]:
-    """Return the optimizer's group of every parameter of this rank; those in none are frozen."""
-    indices = {
-        parameter: index
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    named = dict(model.named_parameters(remove_duplicate=False))
-    found: dict[nn.Parameter, int] = {}
-    for one in placed:
-        trained = {
-            name: indices.get(named[name]) if named[name].requires_grad else None for name in one.names
-        }
-        if len({*trained.values()}) > 1:
-            raise SettingsError(
-                f"{', '.join(trained)} are one parameter of Megatron, but not in one parameter group of the "
-                "optimizer (or some are frozen): put them into one group."
-            )
-        index = next(iter(trained.values()))
-        if index is None:
-            one.parameter.requires_grad_(False)  # noqa: FBT003 - as torch has it
-        else:
-            found[one.parameter] = index
-    return found
-
-
-def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the first names of the parameters of each group of an optimizer."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return [[names[one] for one in group["params"] if one in names] for group in optimizer.param_groups]
 
 
 def make_optimizer(
@@ -217,54 +66,7 @@ def make_optimizer(
     return made
 
 
-def dynamic_scalers(optimizer: Any) -> list[Any]:
-    """Return the loss scalers of megatron-core's optimizer, which all have the same state; with float16."""
-    kind = core("optimizer.grad_scaler").DynamicGradScaler
-    scalers = (getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers)
-    return [scaler for scaler in scalers if isinstance(scaler, kind)]
-
-
-def scaler_state(optimizer: Any) -> dict[str, Any]:
-    """Return the state of the loss scale as PyTorch's `GradScaler` has it; empty without one that changes."""
-    for scaler in dynamic_scalers(optimizer):
-        return {
-            "scale": float(scaler.scale),
-            "growth_factor": float(scaler.growth_factor),
-            "backoff_factor": float(scaler.backoff_factor),
-            "growth_interval": scaler.growth_interval,
-            "_growth_tracker": scaler._growth_tracker,
-            "_hysteresis_tracker": scaler._hysteresis_tracker,
-        }
-    return {}
-
-
-def load_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Resume the loss scale, of Megatron or of PyTorch; how it changes is for this run to say."""
-    for scaler in dynamic_scalers(optimizer):
-        scaler.load_state_dict(
-            {
-                "scale": torch.tensor([float(state["scale"])]),
-                "growth_tracker": min(state["_growth_tracker"], scaler.growth_interval - 1),
-                "hysteresis_tracker": state.get("_hysteresis_tracker", scaler.hysteresis),
-            }
-        )
-
-
-def _detach_shards(optimizer: Any) -> None:
-    """Detach the distributed optimizer's float32 shards from the parameters whose memory they share.
-
-    A shard is a view with a graph: its nodes have hooks that refer to the model, where Python's garbage
-    collector does not see them, so that a model would never be freed.
-    """
-    for one in optimizer.chained_optimizers:
-        if not isinstance(one, core("optimizer").DistributedOptimizer) or one.is_stub_optimizer:
-            continue
-        detached: dict[int, Tensor] = {}
-        for shard in chain.from_iterable(one.shard_fp32_groups):
-            detached[id(shard)] = shard.detach()
-            vars(detached[id(shard)]).update(vars(shard))
-        for tensors in (*one.shard_fp32_groups, *(group["params"] for group in one.optimizer.param_groups)):
-            tensors[:] = [detached.get(id(tensor), tensor) for tensor in tensors]
+_GROUP = "torch_group"
 
 
 def parameter_factors(plugin: MegatronLMPlugin, name: str, parameter: nn.Parameter) -> tuple[float, float]:
@@ -274,8 +76,25 @@ def parameter_factors(plugin: MegatronLMPlugin, name: str, parameter: nn.Paramet
     return decay, plugin.lr_mult if scaled is not None and scaled(name, parameter) else 1.0
 
 
+def _detach_shards(optimizer: Any) -> None:
+    """Detach the distributed optimizer's float32 shards from the parameters whose memory they share.
+
+    A shard is a view with a graph: its nodes have hooks that refer to the model, where Python's garbage
+    collector does not see them, so that a model would never be freed.
+    """
+    for part in optimizer.chained_optimizers:
+        if not isinstance(part, core("optimizer").DistributedOptimizer) or part.is_stub_optimizer:
+            continue
+        detached: dict[int, Tensor] = {}
+        for shard in chain.from_iterable(part.shard_fp32_groups):
+            detached[id(shard)] = shard.detach()
+            vars(detached[id(shard)]).update(vars(shard))
+        for tensors in (*part.shard_fp32_groups, *(group["params"] for group in part.optimizer.param_groups)):
+            tensors[:] = [detached.get(id(tensor), tensor) for tensor in tensors]
+
+
 def copy_hyperparameters(source: Optimizer, target: Any) -> None:
-    """Copy what schedules and users change of an optimizer of PyTorch to megatron-core's."""
+    """Copy hyperparameters, which schedules and users change, from PyTorch's optimizer to megatron-core's."""
     for group in target.param_groups:
         own = source.param_groups[group[_GROUP]]
         for name in own.keys() & group.keys() - {"params", "lr", "weight_decay"}:
@@ -288,10 +107,47 @@ def clip(optimizer: Any, max_norm: float) -> float:
     """Clip gradients that are ready to a norm over all groups; return the norm before that."""
     norm = optimizer.get_grad_norm()
     scale = core("optimizer.clip_grads").clip_grad_by_total_norm_fp32
-    for one in optimizer.chained_optimizers:
-        if parameters := one.get_parameters():
-            scale(parameters, max_norm, norm, one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+    for part in optimizer.chained_optimizers:
+        if parameters := part.get_parameters():
+            scale(parameters, max_norm, norm, part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
     return float(norm)
+
+
+def group_of(
+    placed: Sequence[PlacedWeight], model: nn.Module, optimizer: Optimizer
+) -> dict[nn.Parameter, int]:
+    """Return the optimizer's group of every parameter of this rank; those in none are frozen."""
+    indices = {
+        parameter: index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    named = dict(model.named_parameters(remove_duplicate=False))
+    groups: dict[nn.Parameter, int] = {}
+    for weight in placed:
+        trained = {
+            name: indices.get(named[name]) if named[name].requires_grad else None for name in weight.names
+        }
+        if len({*trained.values()}) > 1:
+            raise SettingsError(
+                f"{', '.join(trained)} are one parameter of Megatron, but not in one parameter group of the "
+                "optimizer (or some are frozen): put them into one group."
+            )
+        index = next(iter(trained.values()))
+        if index is None:
+            weight.parameter.requires_grad_(False)  # noqa: FBT003 - as torch has it
+        else:
+            groups[weight.parameter] = index
+    return groups
+
+
+def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the first names of the parameters of each group of an optimizer."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [
+        [names[parameter] for parameter in group["params"] if parameter in names]
+        for group in optimizer.param_groups
+    ]
 
 
 class MegatronSchedule:
@@ -332,3 +188,150 @@ class MegatronSchedule:
         """Resume."""
         self.schedule.num_steps = 0
         self.schedule.load_state_dict(dict(state))
+
+
+def dynamic_scalers(optimizer: Any) -> list[Any]:
+    """Return the loss scalers of megatron-core's optimizer, which all have the same state; with float16."""
+    kind = core("optimizer.grad_scaler").DynamicGradScaler
+    scalers = (getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers)
+    return [scaler for scaler in scalers if isinstance(scaler, kind)]
+
+
+def scaler_state(optimizer: Any) -> dict[str, Any]:
+    """Return the state of the loss scale as PyTorch's `GradScaler` has it; empty without one that changes."""
+    for scaler in dynamic_scalers(optimizer):
+        return {
+            "scale": float(scaler.scale),
+            "growth_factor": float(scaler.growth_factor),
+            "backoff_factor": float(scaler.backoff_factor),
+            "growth_interval": scaler.growth_interval,
+            "_growth_tracker": scaler._growth_tracker,
+            "_hysteresis_tracker": scaler._hysteresis_tracker,
+        }
+    return {}
+
+
+def load_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Load the loss scale, of Megatron or of PyTorch; this run decides how it changes."""
+    for scaler in dynamic_scalers(optimizer):
+        scaler.load_state_dict(
+            {
+                "scale": torch.tensor([float(state["scale"])]),
+                "growth_tracker": min(state["_growth_tracker"], scaler.growth_interval - 1),
+                "hysteresis_tracker": state.get("_hysteresis_tracker", scaler.hysteresis),
+            }
+        )
+
+
+def check_other_args(plugin: MegatronLMPlugin) -> None:
+    """Refuse further arguments that no configuration has, unless code of the user may read them."""
+    if not plugin.other_megatron_args or has_own_code(plugin):
+        return
+    configs = (
+        core("transformer.transformer_config").TransformerConfig,
+        core("optimizer").OptimizerConfig,
+        core("distributed").DistributedDataParallelConfig,
+    )
+    known = {field.name for config in configs for field in fields(config)}
+    for name, value in plugin.other_megatron_args.items():
+        if name not in known:
+            hint = did_you_mean(name, known, "leave it out.")
+            raise SettingsError(
+                f"MegatronLMPlugin(other_megatron_args={{{name!r}: …}}): {name}={value!r} is no field of "
+                f"megatron-core's configurations; {hint}"
+            )
+
+
+def transformer_config(
+    plugin: MegatronLMPlugin, of_model: Mapping[str, Any], precision: str, virtual: int | None
+) -> Any:
+    """Return a `TransformerConfig`."""
+    config = core("transformer.transformer_config").TransformerConfig
+    dropouts = {"attention_dropout": plugin.attention_dropout, "hidden_dropout": plugin.hidden_dropout}
+    backend = core("transformer.enums").AttnBackend[plugin.attention_backend]
+    values: dict[str, Any] = {
+        **of_model,
+        **{name: value for name, value in dropouts.items() if value is not None},
+        "tensor_model_parallel_size": plugin.tp_degree,
+        "pipeline_model_parallel_size": plugin.pp_degree,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "context_parallel_size": plugin.context_parallel_size or 1,
+        "sequence_parallel": bool(plugin.sequence_parallelism) and (plugin.tp_degree or 1) > 1,
+        "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
+        "params_dtype": dtype_of(precision),
+        "pipeline_dtype": dtype_of(precision),
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "perform_initialization": False,  # The weights are those of the prepared model.
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "recompute_granularity": plugin.recompute_granularity,
+        "recompute_method": plugin.recompute_method,
+        "recompute_num_layers": plugin.recompute_num_layers,
+        "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
+        "attention_backend": backend,
+        "calculate_per_token_loss": plugin.calculate_per_token_loss,
+    }
+    return config(**values | plugin.other_args(config))
+
+
+def ddp_config(plugin: MegatronLMPlugin) -> Any:
+    """Return a `DistributedDataParallelConfig`: gradients are kept and reduced in float32."""
+    config = core("distributed").DistributedDataParallelConfig
+    values = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": plugin.use_distributed_optimizer,
+    }
+    return config(**values | plugin.other_args(config))
+
+
+def optimizer_config(
+    plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str, scaling: GradScalerKwargs | None = None
+) -> Any:
+    """Return an `OptimizerConfig`."""
+    config = core("optimizer").OptimizerConfig
+    values = optimizer_values(plugin, optimizer, precision)
+    if precision == "fp16" and scaling is not None:
+        values |= scaling_values(scaling)
+    return config(**values | plugin.other_args(config))
+
+
+def optimizer_values(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str) -> dict[str, Any]:
+    """Return the fields of an `OptimizerConfig` that a plugin and an optimizer decide."""
+    return {
+        **optimizer_args(optimizer),
+        "params_dtype": dtype_of(precision),
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "use_distributed_optimizer": plugin.use_distributed_optimizer,
+        "optimizer_cpu_offload": plugin.optimizer_cpu_offload,
+        "optimizer_offload_fraction": 1.0 if plugin.optimizer_cpu_offload else 0.0,
+        "overlap_cpu_optimizer_d2h_h2d": plugin.overlap_cpu_optimizer_d2h_h2d,
+        "use_precision_aware_optimizer": plugin.use_precision_aware_optimizer,
+        "clip_grad": plugin.gradient_clipping,
+    }
+
+
+def scaling_values(scaling: GradScalerKwargs) -> dict[str, Any]:
+    """Return the options of PyTorch's loss scaler as megatron-core calls them; the factors have no field.
+
+    Example:
+        >>> from accel_plugins.kwargs import GradScalerKwargs
+        >>> scaling_values(GradScalerKwargs(enabled=False))
+        {'loss_scale': 1.0}
+    """
+    if not scaling.enabled:
+        return {"loss_scale": 1.0}
+    return {
+        "initial_loss_scale": scaling.init_scale,
+        "min_loss_scale": min(1.0, scaling.init_scale),
+        "loss_scale_window": scaling.growth_interval,
+        "hysteresis": 1,  # PyTorch's scale falls with every overflow.
+    }
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype of parameters under a mixed precision."""
+    return DTYPES.get(precision, torch.float32)

@@ -1,4 +1,4 @@
-"""Modules of pipeline stages; attention.
+"""Modules of pipeline stages of Megatron's models, with PyTorch's attention and norms.
 
 Of each sequence, every context-parallel rank computes two chunks, one from either end.
 """
@@ -26,8 +26,340 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.strategy import Groups
 
 
+def virtual_stages(plugin: MegatronLMPlugin, layers: int) -> int | None:
+    """Return how many virtual stages a rank has; `None` if it has one stage."""
+    each = plugin.num_layers_per_virtual_pipeline_stage
+    return None if each is None else layers // (plugin.pp_degree or 1) // each
+
+
+def build_stages(
+    family: ModelFamily | None,
+    plugin: MegatronLMPlugin,
+    config: Any,
+    model: Any,
+    groups: Groups,
+) -> list[nn.Module]:
+    """Make the modules of this rank: one, or one for each virtual stage."""
+    number = config.virtual_pipeline_model_parallel_size
+    stages = [None] if number is None else [*range(number)]
+    provide: Any = plugin.custom_model_provider_function
+    made: list[nn.Module] = []
+    for stage in stages:
+        first = groups.pipeline_rank == 0 and stage in {None, 0}
+        last = groups.is_last_stage and stage in {None, len(stages) - 1}
+        if family is None:
+            module = provide(first, last, True, True)  # noqa: FBT003 - as documented
+        else:
+            build = FAMILIES.resolve(family.name, family.build)
+            arguments = dict(family.model_arguments(model))
+            module = build(config, arguments, model.config.vocab_size, first, last, stage)
+        module = module.to(torch.cuda.current_device())  # Some embeddings are made on the CPU.
+        if plugin.custom_prepare_model_function is not None:
+            module = plugin.custom_prepare_model_function(module)
+        made.append(module)
+    return made
+
+
+def build_gpt(
+    config: Any,
+    arguments: dict[str, Any],
+    vocabulary: int,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> nn.Module:
+    """Make one stage of a decoder."""
+    padded = padded_vocabulary(vocabulary, config)
+    made = core("models.gpt.gpt_model").GPTModel(
+        config=config,
+        transformer_layer_spec=layer_specs(config, vp_stage),
+        vocab_size=padded,
+        pre_process=pre_process,
+        post_process=post_process,
+        vp_stage=vp_stage,
+        **arguments,
+    )
+    if post_process and padded > vocabulary:
+        mask_padding(made.output_layer, vocabulary)
+    return made
+
+
+def layer_specs(config: Any, vp_stage: int | None) -> Any:
+    """Return megatron-core's specification of a stage's layers.
+
+    TransformerEngine's layers are used on a GPU where it is installed, unless `attention_backend` is
+    `"local"`; else megatron-core's own, with PyTorch's attention unless `"unfused"` asks for its own.
+    """
+    specs = core("models.gpt.gpt_layer_specs")
+    block = core("transformer.transformer_block")
+    number = block.get_num_layers_to_build(config, vp_stage=vp_stage)
+    if uses_transformer_engine(config.attention_backend.name):
+        layer, norm = specs.get_gpt_layer_with_transformer_engine_spec(), block.LayerNormImpl
+    else:
+        layer, norm = specs.get_gpt_layer_local_spec(normalization=config.normalization), TorchNorm
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        if uses_torch_attention(config):
+            layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    return block.TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=norm)
+
+
+def uses_torch_attention(config: Any) -> bool:
+    """Return whether PyTorch computes the attention of megatron-core's own layers.
+
+    It does not where the scores are other than PyTorch's, which context parallelism therefore refuses.
+    """
+    is_plain = config.window_size is None and config.softmax_type == "vanilla"
+    if config.context_parallel_size > 1 and not is_plain:
+        raise UnsupportedError(
+            f"other_megatron_args: window_size={config.window_size!r} and softmax_type="
+            f"{config.softmax_type!r} beside context_parallel_size={config.context_parallel_size} need "
+            "TransformerEngine's attention: install transformer-engine, or leave one of them out."
+        )
+    is_wanted = config.attention_backend.name != "unfused" and config.attention_softmax_in_fp32
+    return config.context_parallel_size > 1 or (is_plain and is_wanted)
+
+
+def padded_vocabulary(vocabulary: int, config: Any) -> int:
+    """Return the rows of an embedding that all tensor-parallel ranks split evenly."""
+    return vocabulary + -vocabulary % config.tensor_model_parallel_size
+
+
+def mask_padding(layer: nn.Module, vocabulary: int) -> None:
+    """Give tokens that only pad the vocabulary no probability."""
+    layer.register_forward_hook(partial(_mask_padded_vocabulary, vocabulary))
+
+
+def _mask_padded_vocabulary(
+    vocabulary: int, layer: Any, inputs: Any, output: tuple[torch.Tensor, Any]
+) -> Any:
+    del inputs
+    logits, bias = output
+    own = logits.shape[-1]
+    is_gathered = own == layer.output_size
+    first = 0 if is_gathered else own * core("parallel_state").get_tensor_model_parallel_rank()
+    is_padding = torch.arange(first, first + own, device=logits.device) >= vocabulary
+    return logits.masked_fill(is_padding, torch.finfo(logits.dtype).min), bias
+
+
+def build_bert(
+    config: Any,
+    arguments: dict[str, Any],
+    vocabulary: int,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> nn.Module:
+    """Make one stage of a BERT."""
+    backends = core("transformer.enums").AttnBackend
+    if config.attention_backend not in {backends.auto, backends.local}:
+        raise UnsupportedError(
+            f"attention_backend={config.attention_backend.name!r}: BERT is trained with megatron-core's own "
+            "attention, as its norms follow the residual connections; leave it out."
+        )
+    labels, dropout = arguments.pop("num_labels"), arguments.pop("classifier_dropout")
+    padded = padded_vocabulary(vocabulary, config)
+    with _sharded_norms():
+        made: Any = core("models.bert.bert_model").BertModel(
+            config=config,
+            transformer_layer_spec=bert_layer_spec(config),
+            vocab_size=padded,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            **arguments,
+        )
+    made.encoder.final_layernorm = None
+    if pre_process:
+        _norm_embeddings(made.embedding, config)
+    if post_process and labels is not None:
+        made.lm_head, made.output_layer = _NoHead(), _NoOutputLayer()
+        made.binary_head = nn.Sequential(nn.Dropout(dropout), nn.Linear(config.hidden_size, labels))
+    elif post_process and padded > vocabulary:
+        mask_padding(made.output_layer, vocabulary)
+    return made
+
+
+def bert_layer_spec(config: Any) -> Any:
+    """Return megatron-core's specification of BERT's layers."""
+    spec = copy.deepcopy(core("models.bert.bert_layer_specs").bert_layer_local_spec)
+    identity = core("transformer.identity_op").IdentityOp
+    norm = core("transformer.spec_utils").ModuleSpec(module=NormAfter, params={"config": config})
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = identity
+    spec.submodules.self_attn_bda = spec.submodules.mlp_bda = norm
+    return spec
+
+
+@contextmanager
+def _sharded_norms() -> Generator[None]:
+    """Give the head and the end of the encoder norms that sequence parallelism shards: no argument does."""
+    head, block = core("models.bert.bert_lm_head"), core("transformer.transformer_block")
+    before = head.LNImpl, block.LayerNormImpl
+    head.LNImpl = block.LayerNormImpl = TorchNorm
+    try:
+        yield
+    finally:
+        head.LNImpl, block.LayerNormImpl = before
+
+
+def _norm_embeddings(embedding: Any, config: Any) -> None:
+    """Norm the sum of the embeddings, before the dropout."""
+    dropout = embedding.embedding_dropout
+    embedding.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+    embedding.embedding_dropout = nn.Identity()
+
+    def normed(module: Any, inputs: Any, output: Tensor) -> Tensor:
+        del inputs
+        tracker = core("tensor_parallel").get_cuda_rng_tracker()
+        with tracker.fork() if config.sequence_parallel else nullcontext():
+            return functional.dropout(module.norm(output), dropout.p, module.training)
+
+    embedding.register_forward_hook(normed)
+
+
+class NormAfter(nn.Module):
+    """The end of a residual connection: bias, dropout, sum and norm.
+
+    It takes the place of megatron-core's bias-dropout-add, which leaves the norm to the next layer.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        """Return the function that megatron-core calls."""
+        del fused
+
+        def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+            output, bias = output_with_bias
+            output = output if bias is None else output + bias
+            return self.norm(residual + functional.dropout(output, dropout, training))
+
+        return add
+
+
+class _NoHead(nn.Module):
+    """Takes the place of the head for masked tokens, which a classifier does not have; called by keyword."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
+class _NoOutputLayer(nn.Module):
+    """Takes the place of the output layer, which a classifier does not have."""
+
+    def forward(self, hidden_states: Tensor, weight: Any = None) -> tuple[Tensor, None]:
+        del weight
+        return hidden_states, None
+
+
+def build_t5(
+    config: Any,
+    arguments: dict[str, Any],
+    vocabulary: int,
+    pre_process: bool,
+    post_process: bool,
+    vp_stage: int | None,
+) -> nn.Module:
+    """Make a T5, which has one stage."""
+    del vp_stage
+    granularity, method = config.recompute_granularity, config.recompute_method
+    number = config.recompute_num_layers
+    # megatron-core's own recompute loses the gradient of relative positions.
+    config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
+    specs = core("models.T5.t5_spec")
+    encoder = copy.deepcopy(config)
+    encoder.num_layers = arguments.pop("encoder_layers")
+    factor = arguments.pop("output_factor")
+    padded = padded_vocabulary(vocabulary, config)
+    made: Any = core("models.T5.t5_model").T5Model(
+        config=config,
+        encoder_config=encoder,
+        transformer_encoder_layer_spec=_t5_block_spec(
+            specs.encoder_model_with_local_spec(), encoder.num_layers
+        ),
+        transformer_decoder_layer_spec=_t5_block_spec(
+            specs.decoder_model_with_local_spec(), config.num_layers
+        ),
+        vocab_size=padded,
+        pre_process=pre_process,
+        post_process=post_process,
+        **arguments,
+    )
+    made.output_layer.bias = None  # megatron-core adds it to tied weights.
+    made.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:]))
+    if padded > vocabulary:
+        mask_padding(made.output_layer, vocabulary)
+    if granularity == "selective":
+        recompute(module for module in made.modules() if isinstance(module, BiasedAttention))
+    elif granularity == "full":
+        for side in (made.encoder, made.decoder):
+            recompute(side.layers[: number if method == "block" else None])
+    return made
+
+
+def _t5_block_spec(layer: Any, layers: int) -> Any:
+    """Return a block of layers with PyTorch's norms and attention."""
+    layer = copy.deepcopy(layer)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
+    parts.self_attention.submodules.core_attention = BiasedAttention
+    identity = core("transformer.identity_op").IdentityOp
+    if parts.cross_attention is not identity:
+        parts.pre_cross_attn_layernorm = TorchNorm
+        parts.cross_attention.submodules.core_attention = BiasedAttention
+    block = core("transformer.transformer_block").TransformerBlockSubmodules
+    return block(layer_specs=[layer] * layers, layer_norm=TorchNorm)
+
+
+def recompute(modules: Iterable[nn.Module]) -> None:
+    """Let modules recompute their activations in the backward pass.
+
+    What they draw comes from the random states of tensor parallelism or the default ones.
+    """
+    for module in modules:
+        module.forward = partial(_recomputed, module.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    tracker = core("tensor_parallel").get_cuda_rng_tracker()
+    before = tracker.get_states()
+
+    @contextmanager
+    def with_states_before() -> Generator[None]:
+        now = tracker.get_states()
+        tracker.set_states(before)
+        try:
+            yield
+        finally:
+            tracker.set_states(now)
+
+    def contexts() -> Any:
+        return nullcontext(), with_states_before()
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+class TorchNorm(nn.Module):
+    """PyTorch's layer norm or RMS norm, as megatron-core makes norms.
+
+    megatron-core's own is refused under sequence parallelism: gradients of its weights must be summed over
+    the tensor-parallel ranks, which megatron-core does for parameters with the attribute `sequence_parallel`.
+    """
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
+        """Return the norm that the configuration names."""
+        kind = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization]
+        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
+        for parameter in norm.parameters():
+            vars(parameter)["sequence_parallel"] = config.sequence_parallel
+        return norm
+
+
 class _TorchAttention(nn.Module):
-    """What megatron-core makes in place of its own attention; further arguments are not used."""
+    """Base of modules in place of megatron-core's attention; further arguments are not used."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -36,10 +368,10 @@ class _TorchAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
         """Compute attention with a bias of the scores; without one it is causal."""
-        queries, keys, values = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        queries, keys, values = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         tracker = core("tensor_parallel").get_cuda_rng_tracker()
         with nullcontext() if self.config.sequence_parallel else tracker.fork():
-            found = functional.scaled_dot_product_attention(
+            context = functional.scaled_dot_product_attention(
                 queries,
                 keys,
                 values,
@@ -48,7 +380,7 @@ class _TorchAttention(nn.Module):
                 is_causal=bias is None,
                 scale=self.scale,
             )
-        return found.permute(2, 0, 1, 3).flatten(2)
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 class BiasedAttention(_TorchAttention):
@@ -95,7 +427,7 @@ class CausalAttention(_TorchAttention):
             own = _own_positions(positions) if is_chunked else positions[-len(query) :]
             attention_mask = positions > own[:, None]
         each = query.shape[2] // keys.shape[2]
-        keys, values = (one.repeat_interleave(each, dim=2) for one in (keys, values))
+        keys, values = (tensor.repeat_interleave(each, dim=2) for tensor in (keys, values))
         mask = None if attention_mask is None else _fill_masked(query.new_zeros(()), attention_mask)
         return self._attend(query, keys, values, mask)
 
@@ -121,7 +453,7 @@ def own_chunks(batch: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def gather_chunks(tensor: Tensor) -> Tensor:
-    """Return the whole sequences of chunks, `[sequence, ...]`; gradients of all ranks are summed up."""
+    """Return the full sequences of chunks, `[sequence, ...]`; gradients of all ranks are summed up."""
     group = core("parallel_state").get_context_parallel_group()
     if group.size() == 1:
         return tensor
@@ -147,331 +479,3 @@ def sum_over_context(value: Tensor) -> Tensor:
     if group.size() > 1:
         dist.all_reduce(total, group=group)
     return total
-
-
-class TorchNorm(nn.Module):
-    """PyTorch's layer norm or RMS norm, as megatron-core makes norms.
-
-    megatron-core's own is refused under sequence parallelism: gradients of its weights must be summed over
-    the tensor-parallel ranks, which megatron-core does for parameters with the attribute `sequence_parallel`.
-    """
-
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-        """Return the norm that the configuration names."""
-        kind = {"LayerNorm": nn.LayerNorm, "RMSNorm": nn.RMSNorm}[config.normalization]
-        norm = kind(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())
-        for parameter in norm.parameters():
-            vars(parameter)["sequence_parallel"] = config.sequence_parallel
-        return norm
-
-
-def layer_specs(config: Any, vp_stage: int | None) -> Any:
-    """Return megatron-core's specification of a stage's layers.
-
-    TransformerEngine's layers are used on a GPU where it is installed, unless `attention_backend` is
-    `"local"`; else megatron-core's own, with PyTorch's attention unless `"unfused"` asks for its own.
-    """
-    specs = core("models.gpt.gpt_layer_specs")
-    block = core("transformer.transformer_block")
-    number = block.get_num_layers_to_build(config, vp_stage=vp_stage)
-    if uses_transformer_engine(config.attention_backend.name):
-        layer, norm = specs.get_gpt_layer_with_transformer_engine_spec(), block.LayerNormImpl
-    else:
-        layer, norm = specs.get_gpt_layer_local_spec(normalization=config.normalization), TorchNorm
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        if uses_torch_attention(config):
-            layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    return block.TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=norm)
-
-
-def uses_torch_attention(config: Any) -> bool:
-    """Return whether PyTorch computes the attention of megatron-core's own layers.
-
-    It does not where the scores are other than PyTorch's, which context parallelism therefore refuses.
-    """
-    is_plain = config.window_size is None and config.softmax_type == "vanilla"
-    if config.context_parallel_size > 1 and not is_plain:
-        raise UnsupportedError(
-            f"other_megatron_args: window_size={config.window_size!r} and softmax_type="
-            f"{config.softmax_type!r} beside context_parallel_size={config.context_parallel_size} need "
-            "TransformerEngine's attention: install transformer-engine, or leave one of them out."
-        )
-    is_wanted = config.attention_backend.name != "unfused" and config.attention_softmax_in_fp32
-    return config.context_parallel_size > 1 or (is_plain and is_wanted)
-
-
-def build_gpt(
-    config: Any,
-    arguments: dict[str, Any],
-    vocabulary: int,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None,
-) -> nn.Module:
-    """Make one stage of a decoder."""
-    padded = padded_vocabulary(vocabulary, config)
-    made = core("models.gpt.gpt_model").GPTModel(
-        config=config,
-        transformer_layer_spec=layer_specs(config, vp_stage),
-        vocab_size=padded,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        **arguments,
-    )
-    if post_process and padded > vocabulary:
-        mask_padding(made.output_layer, vocabulary)
-    return made
-
-
-def padded_vocabulary(vocabulary: int, config: Any) -> int:
-    """Return the rows of an embedding that all tensor-parallel ranks split evenly."""
-    return vocabulary + -vocabulary % config.tensor_model_parallel_size
-
-
-def mask_padding(layer: nn.Module, vocabulary: int) -> None:
-    """Give tokens that only pad the vocabulary no probability."""
-    layer.register_forward_hook(partial(_mask_padded_vocabulary, vocabulary))
-
-
-def _mask_padded_vocabulary(
-    vocabulary: int, layer: Any, inputs: Any, output: tuple[torch.Tensor, Any]
-) -> Any:
-    del inputs
-    logits, bias = output
-    own = logits.shape[-1]
-    is_gathered = own == layer.output_size
-    first = 0 if is_gathered else own * core("parallel_state").get_tensor_model_parallel_rank()
-    is_padding = torch.arange(first, first + own, device=logits.device) >= vocabulary
-    return logits.masked_fill(is_padding, torch.finfo(logits.dtype).min), bias
-
-
-def virtual_stages(plugin: MegatronLMPlugin, layers: int) -> int | None:
-    """Return how many virtual stages a rank has; `None` if it has one stage."""
-    each = plugin.num_layers_per_virtual_pipeline_stage
-    return None if each is None else layers // (plugin.pp_degree or 1) // each
-
-
-def build_stages(
-    family: ModelFamily | None,
-    plugin: MegatronLMPlugin,
-    config: Any,
-    model: Any,
-    groups: Groups,
-) -> list[nn.Module]:
-    """Make the modules of this rank: one, or one for each virtual stage."""
-    number = config.virtual_pipeline_model_parallel_size
-    stages = [None] if number is None else [*range(number)]
-    provide: Any = plugin.custom_model_provider_function
-    made: list[nn.Module] = []
-    for stage in stages:
-        first = groups.pipeline_rank == 0 and stage in {None, 0}
-        last = groups.is_last_stage and stage in {None, len(stages) - 1}
-        if family is None:
-            module = provide(first, last, True, True)  # noqa: FBT003 - as documented
-        else:
-            build = FAMILIES.resolve(family.name, family.build)
-            arguments = dict(family.model_arguments(model))
-            module = build(config, arguments, model.config.vocab_size, first, last, stage)
-        module = module.to(torch.cuda.current_device())  # megatron-core makes some embeddings on the CPU
-        if plugin.custom_prepare_model_function is not None:
-            module = plugin.custom_prepare_model_function(module)
-        made.append(module)
-    return made
-
-
-class NormAfter(nn.Module):
-    """The end of a residual connection: bias, dropout, sum and norm.
-
-    It takes the place of megatron-core's bias-dropout-add, which leaves the norm to the next layer.
-    """
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
-
-    def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return the function that megatron-core calls."""
-        del fused
-
-        def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-            output, bias = output_with_bias
-            output = output if bias is None else output + bias
-            return self.norm(residual + functional.dropout(output, dropout, training))
-
-        return add
-
-
-class _NoHead(nn.Module):
-    """Takes the place of the head for masked tokens, which a classifier does not have; called by keyword."""
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states
-
-
-class _NoOutputLayer(nn.Module):
-    """Takes the place of the output layer, which a classifier does not have."""
-
-    def forward(self, hidden_states: Tensor, weight: Any = None) -> tuple[Tensor, None]:
-        del weight
-        return hidden_states, None
-
-
-def layer_spec(config: Any) -> Any:
-    """Return megatron-core's specification of BERT's layers."""
-    spec = copy.deepcopy(core("models.bert.bert_layer_specs").bert_layer_local_spec)
-    identity = core("transformer.identity_op").IdentityOp
-    norm = core("transformer.spec_utils").ModuleSpec(module=NormAfter, params={"config": config})
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = identity
-    spec.submodules.self_attn_bda = spec.submodules.mlp_bda = norm
-    return spec
-
-
-def build_bert(
-    config: Any,
-    arguments: dict[str, Any],
-    vocabulary: int,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None,
-) -> nn.Module:
-    """Make one stage of a BERT."""
-    backends = core("transformer.enums").AttnBackend
-    if config.attention_backend not in {backends.auto, backends.local}:
-        raise UnsupportedError(
-            f"attention_backend={config.attention_backend.name!r}: BERT is trained with megatron-core's own "
-            "attention, as its norms follow the residual connections; leave it out."
-        )
-    labels, dropout = arguments.pop("num_labels"), arguments.pop("classifier_dropout")
-    padded = padded_vocabulary(vocabulary, config)
-    with _sharded_norms():
-        made: Any = core("models.bert.bert_model").BertModel(
-            config=config,
-            transformer_layer_spec=layer_spec(config),
-            vocab_size=padded,
-            pre_process=pre_process,
-            post_process=post_process,
-            vp_stage=vp_stage,
-            **arguments,
-        )
-    made.encoder.final_layernorm = None
-    if pre_process:
-        _norm_embeddings(made.embedding, config)
-    if post_process and labels is not None:
-        made.lm_head, made.output_layer = _NoHead(), _NoOutputLayer()
-        made.binary_head = nn.Sequential(nn.Dropout(dropout), nn.Linear(config.hidden_size, labels))
-    elif post_process and padded > vocabulary:
-        mask_padding(made.output_layer, vocabulary)
-    return made
-
-
-@contextmanager
-def _sharded_norms() -> Generator[None]:
-    """Give the head and the end of the encoder norms that sequence parallelism shards: no argument does."""
-    head, block = core("models.bert.bert_lm_head"), core("transformer.transformer_block")
-    before = head.LNImpl, block.LayerNormImpl
-    head.LNImpl = block.LayerNormImpl = TorchNorm
-    try:
-        yield
-    finally:
-        head.LNImpl, block.LayerNormImpl = before
-
-
-def _norm_embeddings(embedding: Any, config: Any) -> None:
-    """Norm the sum of the embeddings, before the dropout."""
-    dropout = embedding.embedding_dropout
-    embedding.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
-    embedding.embedding_dropout = nn.Identity()
-
-    def normed(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        del inputs
-        tracker = core("tensor_parallel").get_cuda_rng_tracker()
-        with tracker.fork() if config.sequence_parallel else nullcontext():
-            return functional.dropout(module.norm(output), dropout.p, module.training)
-
-    embedding.register_forward_hook(normed)
-
-
-def _spec(layer: Any, layers: int) -> Any:
-    """Return a block of layers with PyTorch's norms and attention."""
-    layer = copy.deepcopy(layer)
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = TorchNorm
-    parts.self_attention.submodules.core_attention = BiasedAttention
-    identity = core("transformer.identity_op").IdentityOp
-    if parts.cross_attention is not identity:
-        parts.pre_cross_attn_layernorm = TorchNorm
-        parts.cross_attention.submodules.core_attention = BiasedAttention
-    block = core("transformer.transformer_block").TransformerBlockSubmodules
-    return block(layer_specs=[layer] * layers, layer_norm=TorchNorm)
-
-
-def build_t5(
-    config: Any,
-    arguments: dict[str, Any],
-    vocabulary: int,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None,
-) -> nn.Module:
-    """Make a T5, which has one stage."""
-    del vp_stage
-    granularity, method = config.recompute_granularity, config.recompute_method
-    number = config.recompute_num_layers
-    # megatron-core's own recompute loses the gradient of relative positions.
-    config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
-    specs = core("models.T5.t5_spec")
-    encoder = copy.deepcopy(config)
-    encoder.num_layers = arguments.pop("encoder_layers")
-    factor = arguments.pop("output_factor")
-    padded = padded_vocabulary(vocabulary, config)
-    made: Any = core("models.T5.t5_model").T5Model(
-        config=config,
-        encoder_config=encoder,
-        transformer_encoder_layer_spec=_spec(specs.encoder_model_with_local_spec(), encoder.num_layers),
-        transformer_decoder_layer_spec=_spec(specs.decoder_model_with_local_spec(), config.num_layers),
-        vocab_size=padded,
-        pre_process=pre_process,
-        post_process=post_process,
-        **arguments,
-    )
-    made.output_layer.bias = None  # which megatron-core adds to tied weights
-    made.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:]))
-    if padded > vocabulary:
-        mask_padding(made.output_layer, vocabulary)
-    if granularity == "selective":
-        recompute(one for one in made.modules() if isinstance(one, BiasedAttention))
-    elif granularity == "full":
-        for side in (made.encoder, made.decoder):
-            recompute(side.layers[: number if method == "block" else None])
-    return made
-
-
-def recompute(modules: Iterable[nn.Module]) -> None:
-    """Let modules recompute their activations in the backward pass.
-
-    What they draw comes from the random states of tensor parallelism or the default ones.
-    """
-    for module in modules:
-        module.forward = partial(_recomputed, module.forward)
-
-
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    tracker = core("tensor_parallel").get_cuda_rng_tracker()
-    before = tracker.get_states()
-
-    @contextmanager
-    def as_before() -> Generator[None]:
-        now = tracker.get_states()
-        tracker.set_states(before)
-        try:
-            yield
-        finally:
-            tracker.set_states(now)
-
-    def contexts() -> Any:
-        return nullcontext(), as_before()
-
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)

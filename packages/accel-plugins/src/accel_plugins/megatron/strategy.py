@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
 from accel_plugins.kwargs import GradScalerKwargs
-from accel_plugins.megatron.arguments import described, model_sizes, optimizer_args
+from accel_plugins.megatron.arguments import described_sizes, model_sizes, optimizer_args
 from accel_plugins.megatron.checks import (
     check_attention,
     check_context,
@@ -277,7 +277,7 @@ class MegatronWrapper:
             plugin.set_optimizer_type(optimizer)
         family = None if plugin.custom_model_provider_function is not None else find_family(model)
         check_run(plugin, family)
-        fields = family.transformer_config(model.config) if family else described(plugin)
+        fields = family.transformer_config(model.config) if family else described_sizes(plugin)
         virtual = virtual_stages(plugin, fields["num_layers"])
         config = transformer_config(plugin, fields, self.precision, virtual)
         # 2. Make the groups and the stages, with the values that the model has on rank 0.

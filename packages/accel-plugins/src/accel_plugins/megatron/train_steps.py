@@ -1,4 +1,4 @@
-"""Forward and loss per family."""
+"""Train steps of Megatron, per kind of model: read a batch, run the model, compute the loss."""
 
 from __future__ import annotations
 
@@ -141,7 +141,9 @@ def with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
         inner = inner.module
     if not inner.post_process:
         return output
-    by_position = output.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # it is overwritten
+    by_position = output.transpose(0, 1).clone(
+        memory_format=torch.contiguous_format
+    )  # The loss overwrites it.
     return inner.compute_language_model_loss(labels, by_position), output
 
 
@@ -210,7 +212,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
             "avg_losses_across_data_parallel_group() was called before Megatron's process groups were made: "
             "prepare a model with an Accelerator(megatron_lm_plugin=…) first."
         )
-    averages = torch.cat([one.detach().reshape(1) for one in losses])
+    averages = torch.cat([loss.detach().reshape(1) for loss in losses])
     group = groups.get_data_parallel_group()
     dist.all_reduce(averages, group=group)
     return averages / dist.get_world_size(group)
@@ -362,7 +364,7 @@ class T5TrainStep(TokenTrainStep):
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: Tensor) -> Tensor:
-        """Return which tokens of a sequence may not attend to which others.
+        """Return which tokens of a sequence may not attend to which.
 
         Args:
             attention_mask: Of shape `[batch, sequence]`, 0 for padding.
