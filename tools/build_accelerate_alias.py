@@ -71,7 +71,7 @@ def build(folder: Path) -> Path:
 def commands() -> str:
     """The commands of accel as entry points, `accelerate` in place of `accel` in their names."""
     ours = distribution("accel-cli").entry_points.select(group="console_scripts")
-    lines = sorted(f"{one.name.replace('accel', REFERENCE, 1)} = {one.value}\n" for one in ours)
+    lines = sorted(f"{our.name.replace('accel', REFERENCE, 1)} = {our.value}\n" for our in ours)
     return "".join(["[console_scripts]\n", *lines])
 
 

@@ -56,7 +56,7 @@ class Intended:
 
     def covers(self, world: int, name: str) -> bool:
         """Whether a program that differs is one of these."""
-        return world in self.worlds and any(fnmatchcase(name, _literal(one)) for one in self.programs)
+        return world in self.worlds and any(fnmatchcase(name, _literal(program)) for program in self.programs)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -135,7 +135,7 @@ def report(
     arguments: argparse.Namespace,
 ) -> int:
     """Print what differs; return 0 if all of it is intended, and every listed difference was found."""
-    different = [one for one in ours if not same(reference[one], ours[one])]
+    different = [our for our in ours if not same(reference[our], ours[our])]
     used: dict[Intended, int] = defaultdict(int)
     unintended = 0
     for world, name in different:

@@ -294,9 +294,9 @@ def kill_with_descendants(pid: int) -> None:
     """Kill a process and all that it has started, also what is in a session of its own."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        for one in [*process.children(recursive=True), process]:
+        for child in [*process.children(recursive=True), process]:
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                child.kill()
 
 
 def hogs(count: int) -> Iterator[subprocess.Popen[bytes]]:

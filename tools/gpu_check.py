@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         return prepare()
     if arguments.step is None:
         parser.error("name a step: A, B, C, D or E; or --prepare")
-    checks = [one for one in STEPS[arguments.step] if arguments.only in {None, one.name}]
+    checks = [step for step in STEPS[arguments.step] if arguments.only in {None, step.name}]
     return Run(arguments.step, rehearse=arguments.rehearse).run(checks)
 
 
@@ -222,11 +222,11 @@ class Run:
             self.results.append(self.run_one(check, environ))
             report = {"step": self.step, "machine": line, "rehearsed": self.rehearse, "checks": self.results}
             (self.out / f"gpu_check_{self.step}.json").write_text(json.dumps(report, indent=1))
-        failed = [one for one in self.results if one["state"] not in {"passed", "left out"}]
+        failed = [result for result in self.results if result["state"] not in {"passed", "left out"}]
         passed = len(self.results) - len(failed)
         print(f"\n##### step {self.step}: {passed} of {len(self.results)} checks passed")
-        for one in self.results:
-            print(f"{one['name']:<14} {one['state']:<12} {one['seconds']:6.1f} s")
+        for result in self.results:
+            print(f"{result['name']:<14} {result['state']:<12} {result['seconds']:6.1f} s")
         return int(bool(failed))
 
     def environment(self) -> dict[str, str]:

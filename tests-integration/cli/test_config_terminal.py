@@ -169,7 +169,7 @@ def test_no_question_is_left_out_of_the_branches(environ):
             return answers.pop(question.path, question.default)
 
         interview(ask, probe_host(environ))
-    questions = {one.path for one in OPTIONS if one.question is not None}
+    questions = {option.path for option in OPTIONS if option.question is not None}
     assert questions - asked == set()
 
 

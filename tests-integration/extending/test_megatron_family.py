@@ -80,7 +80,7 @@ def test_an_installed_family_is_found_counted_and_named(tmp_path):
     with installed(install(tmp_path)):
         model = make_model()
         assert find_family(model).architectures == ("Qwen2ForCausalLM",)
-        assert sum(stage_elements(model, 1, 2)) == sum(one.numel() for one in model.parameters())
+        assert sum(stage_elements(model, 1, 2)) == sum(parameter.numel() for parameter in model.parameters())
         with pytest.raises(SettingsError, match=r"'unknown' cannot be trained.*'qwen2', 'bert', 'gpt2'"):
             find_family("unknown")
         with pytest.raises(UnsupportedError, match="use_sliding_window=True"):

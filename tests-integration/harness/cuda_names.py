@@ -29,7 +29,7 @@ class _OnCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to:
-            args = tuple(_mapped(one) for one in args)
+            args = tuple(_mapped(arg) for arg in args)
         return func(*args, **kwargs)
 
 

@@ -143,7 +143,7 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace in {"c10d", "_c10d_functional"}:
             tensors = torch.utils._pytree.tree_leaves(args)
-            size = sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
+            size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
             self.calls.append((func.name(), size))
         return func(*args, **(kwargs or {}))
 

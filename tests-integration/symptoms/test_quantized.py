@@ -49,7 +49,9 @@ def make_model(kind):
 def prepared(kind, **options):
     model = make_model(kind)
     model.tp_plan = {"0.down": "colwise", "0.up": "rowwise"}
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.1
+    )
     return Accelerator(cpu=True, **options).prepare(model, optimizer)
 
 

@@ -79,7 +79,9 @@ def read_tensorboard(project):
     rows = [(tag, event.step, event.value) for tag in main.Tags()["scalars"] for event in main.Scalars(tag)]
     for folder in Path("logs", project).glob("group_*"):
         inner = EventAccumulator(str(folder)).Reload()
-        rows += [(folder.name.replace("_", "."), one.step, one.value) for one in inner.Scalars("group")]
+        rows += [
+            (folder.name.replace("_", "."), scalar.step, scalar.value) for scalar in inner.Scalars("group")
+        ]
     plugin = HParamsPluginData.FromString(
         main.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     )
@@ -191,7 +193,7 @@ def read_mlflow(project):
         for name in run.data.metrics
         for point in client.get_metric_history(run.info.run_id, name)
     ]
-    names = [one.path for one in client.list_artifacts(run.info.run_id)]
+    names = [artifact.path for artifact in client.list_artifacts(run.info.run_id)]
     media = {
         "images": names.count("images"),
         "tables": names.count("table.json"),

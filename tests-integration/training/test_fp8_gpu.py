@@ -32,7 +32,7 @@ def prepared(precision, handlers):
     accelerator = Accelerator(mixed_precision=precision, kwargs_handlers=handlers)
     torch.manual_seed(0)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-    model = torch.nn.Sequential(*[part for one in layers for part in (one, torch.nn.LayerNorm(WIDTH))])
+    model = torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.LayerNorm(WIDTH))])
     return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 

@@ -29,7 +29,7 @@ def make_llama():
 def batches(device):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, TOKENS, (STEPS, 4, 32), generator=generator).to(device)
-    return [{"input_ids": one, "labels": one} for one in tokens]
+    return [{"input_ids": token, "labels": token} for token in tokens]
 
 
 def train(model, optimizer, backward, some):

@@ -43,7 +43,7 @@ def test_what_we_call_takes_what_we_pass(row):
     call = calls()[row.split()[0]]
     own = [None] if row == "all_reduce_grads" else []
     bound = inspect.signature(PUBLISHED[row]).bind(
-        *own, *call.args, **{one.arg: one.value for one in call.keywords}
+        *own, *call.args, **{keyword.arg: keyword.value for keyword in call.keywords}
     )
     passed = {"model"} if own else {"model", "optimizer", "opt_level"}
     assert passed == bound.arguments.keys() - {"self"}
@@ -56,7 +56,7 @@ def test_what_is_written_down_is_what_is_installed():
         name = row.split()[0]
         tree = ast.parse((folder / WHERE[name]).read_text())
         node = next(one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == name)
-        assert [one.arg for one in node.args.args] == [*inspect.signature(PUBLISHED[row]).parameters]
+        assert [arg.arg for arg in node.args.args] == [*inspect.signature(PUBLISHED[row]).parameters]
 
 
 def bound_names(path):

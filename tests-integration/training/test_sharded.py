@@ -481,13 +481,15 @@ def test_other_ranks_never_hold_more_than_their_shard_and_one_block():
         def living():
             gc.collect()
             return [
-                one
-                for one in gc.get_objects()
-                if type(one) in {torch.Tensor, nn.Parameter} and one.device.type == "cpu"
+                get_object
+                for get_object in gc.get_objects()
+                if type(get_object) in {torch.Tensor, nn.Parameter} and get_object.device.type == "cpu"
             ]
 
         def storages(tensors):
-            return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+            return {
+                tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+            }
 
         # What other tests of this process left is held here: nothing of it can go while we count.
         collectives, left = accelerator.state.runtime.collectives, living()

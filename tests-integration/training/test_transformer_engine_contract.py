@@ -123,7 +123,7 @@ def test_blocks_are_recomputed_by_its_own_function_within_its_autocast(version):
     taken = [one.args[0].value for one in ast.walk(function) if is_call(one, "pop")]
     assert "use_reentrant" in taken
     signature = function.args
-    assert [one.arg for one in signature.args] == ["function"]
+    assert [arg.arg for arg in signature.args] == ["function"]
     assert (signature.vararg.arg, signature.kwarg.arg) == ("args", "kwargs")
     again = next(one for one in ast.walk(function) if getattr(one, "name", "") == "recompute_fn")
     enters = any(is_call(one, "autocast") or is_call(one, "fp8_autocast") for one in ast.walk(again))

@@ -107,7 +107,7 @@ def _meet(world: int, rank: int, port: int) -> Any:
 
     def meet(name: str) -> None:
         ends.set(f"{name}/{rank}", "done")
-        ends.wait([f"{name}/{one}" for one in range(world)])
+        ends.wait([f"{name}/{index}" for index in range(world)])
 
     return meet
 

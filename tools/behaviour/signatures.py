@@ -32,9 +32,9 @@ def parameters(lib: Any, *, function: tuple[str, str]) -> Any:
     documented = {one["name"] for one in [*entry.get("parameters", ()), *entry.get("init", ())]}
     # What is new in accel can be given by name only; it is no difference.
     return sorted(
-        _describe(one)
-        for one in found_parameters
-        if one.kind is not one.KEYWORD_ONLY or one.name in documented
+        _describe(parameter)
+        for parameter in found_parameters
+        if parameter.kind is not parameter.KEYWORD_ONLY or parameter.name in documented
     )
 
 

@@ -211,7 +211,7 @@ def split_between(lib: Any, *, size: int, padding: bool, kind: str) -> Any:
     values: dict[str, Any] = {
         "list": [*range(size)],
         "tuple": (*range(size),),
-        "dict": {"a": [*range(size)], "b": [str(one) for one in range(size)]},
+        "dict": {"a": [*range(size)], "b": [str(index) for index in range(size)]},
         "tensor": torch.arange(size),
     }
     with lib.state.PartialState(cpu=True).split_between_processes(

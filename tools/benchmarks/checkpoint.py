@@ -188,7 +188,7 @@ def discard(target: Path) -> None:
 
 def ratio(answers: dict[str, list[dict[str, Any]]], name: str, base: str, key: str = "stall") -> float:
     choose = min if key == "stall" else max
-    return choose(one[key] for one in answers[name]) / choose(one[key] for one in answers[base])
+    return choose(answer[key] for answer in answers[name]) / choose(answer[key] for answer in answers[base])
 
 
 def report(answers: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
@@ -197,7 +197,7 @@ def report(answers: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     print(f"{size / 1e9:.1f} GB to save")
     for name in sorted(answers):
         if name != "alone":
-            times = sorted(one["stall"] for one in answers[name])
+            times = sorted(answer["stall"] for answer in answers[name])
             print(f"  {name:>9}: {times[0]:6.2f} s, median {statistics.median(times):6.2f} s")
     grown = statistics.median(one["grown"] / size for one in answers["blocking"] + answers["flushed"])
     ratios = {"flushed": ratio(answers, "flushed", "dd"), "memory": grown}
@@ -205,7 +205,7 @@ def report(answers: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     print(f"  memory that blocking saves take: {grown:.3f} of the checkpoint")
     if "reference" in answers:
         ratios |= {name: ratio(answers, name, "reference") for name in ("stall", "blocking")}
-        taken = statistics.median(one["grown"] / size for one in answers["reference"])
+        taken = statistics.median(answer["grown"] / size for answer in answers["reference"])
         print(f"  memory that the reference takes: {taken:.3f} of the checkpoint")
         print(f"  stall of a background save, beside the reference's save: {ratios['stall']:.2f}")
         print(f"  blocking without flushing, beside the reference's save: {ratios['blocking']:.2f}")

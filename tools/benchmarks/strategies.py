@@ -217,7 +217,7 @@ def measure_memory(name: str, label: str) -> dict[str, float]:
     """The peak of this process in MiB while a model of 400 MB is made, prepared and trained."""
     way = WAYS[name]
     model = Stack(1024, 12)
-    size = sum(one.numel() * one.element_size() for one in model.parameters()) / 2**20
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / 2**20
     step = (way.by_hand if label == "by hand" else way.through_accel)(model)
     del model
     for _ in range(2):

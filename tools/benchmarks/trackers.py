@@ -133,7 +133,8 @@ def measure(name: str, rounds: int) -> dict[str, list[float]]:
             if accelerator.is_main_process:
                 values = {"loss": loss, "lr": 1e-3, "epoch": 3}
                 read = {
-                    name: one.item() if isinstance(one, torch.Tensor) else one for name, one in values.items()
+                    name: value.item() if isinstance(value, torch.Tensor) else value
+                    for name, value in values.items()
                 }
                 direct(library, read, step)
 

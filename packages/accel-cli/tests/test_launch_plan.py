@@ -247,7 +247,7 @@ def test_every_machine_knows_the_address_under_which_the_others_reach_it():
     assert launchers.local_address(replace(made.launch, machine_rank=0, main_process_ip="gpu1")) == "gpu1"
     assert launchers.local_address(replace(made.launch, main_process_ip="no.such.host.invalid")) is None
     assert "--local_addr=10.0.0.7" in launchers.torchrun_arguments(made, 29400, "10.0.0.7")
-    assert not any("local_addr" in one for one in launchers.torchrun_arguments(made, 29400))
+    assert not any("local_addr" in argument for argument in launchers.torchrun_arguments(made, 29400))
 
 
 def test_a_script_that_is_not_there_starts_nothing():

@@ -46,8 +46,8 @@ def run(folder: Path, *, steps: int, resume: str | None = None) -> dict[str, Any
     def save_hook(models: list[Any], weights: list[Any], output_dir: str) -> None:
         if accelerator.is_main_process:
             average.save_pretrained(Path(output_dir) / "unet_ema")
-            for one in models:
-                one.save_pretrained(Path(output_dir) / "unet")
+            for model in models:
+                model.save_pretrained(Path(output_dir) / "unet")
                 weights.pop()
 
     def load_hook(models: list[Any], input_dir: str) -> None:
