@@ -415,6 +415,7 @@ LLAMA = ModelFamily(
     weights=_llama_weights,
     check=_check_llama,
 )
+"""The Llama family, from which families of the same layout derive theirs with `dataclasses.replace`."""
 
 
 def _bert_config(config: Any) -> dict[str, Any]:
