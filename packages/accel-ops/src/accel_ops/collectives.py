@@ -1,9 +1,9 @@
-"""Public gather, broadcast, reduce.
+"""Gather, broadcast and reduce nested data across ranks; on devices that record a program, by few operations.
 
-The buffers of `packing` are filled through views of bytes, each of which such a device would record: leaves
-are joined and split by few operations instead. Whether the calls of the ranks fit together is compared over
-the host, so that nothing waits for the device. All ranks record the same operations, since each executes its
-own program, and the collectives in these have to meet.
+The buffers of `packing` are filled through views of bytes, each of which a device that records a program,
+such as XLA, would record: there, leaves are joined and split by few operations instead. Whether the calls
+of the ranks fit together is compared over the host, so that nothing waits for the device. All ranks record
+the same operations, since each executes its own program, and the collectives in these have to meet.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Unwrap models, compile regions, names."""
+"""Unwrap models, compile their repeated blocks, and find modules by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nested data in one flat buffer.
+"""Pack nested data into one flat buffer, and cut it out again.
 
 Leaves that can be concatenated as they are (same element type, same shape but for dimension 0) form a bucket;
 a buffer holds the buckets one after the other. Buckets are ordered by element size, largest first, so that

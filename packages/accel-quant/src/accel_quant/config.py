@@ -1,4 +1,4 @@
-"""BnbQuantizationConfig."""
+"""The options of bitsandbytes: `BnbQuantizationConfig`."""
 
 from __future__ import annotations
 

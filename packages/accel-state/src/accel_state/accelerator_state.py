@@ -1,4 +1,4 @@
-"""AcceleratorState, GradientState."""
+"""`AcceleratorState` and `GradientState`: what all `Accelerator`s of a process share."""
 
 from __future__ import annotations
 

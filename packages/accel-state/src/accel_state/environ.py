@@ -1,4 +1,4 @@
-"""The only reader and writer of os.environ."""
+"""Read, write and restore `os.environ`: no other module touches it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Error classes; nearest known name.
+"""The error classes, and the suggestion of the nearest known name.
 
 AccelError
 ├── SettingsError                   (ValueError)           arguments, variables or file keys are unusable

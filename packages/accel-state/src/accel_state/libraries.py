@@ -1,4 +1,4 @@
-"""Optional libraries, versions, FP8 support; torch-free."""
+"""Find optional libraries, their versions, and what supports FP8, without importing any of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank does; comparing calls; torch-free."""
+"""Describe what each rank does, and compare the calls of ranks. It imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank and world size from launchers' variables; ports.
+"""Rank and world size from the variables of launchers; free ports.
 
 Torch-free. Every launcher has variables of its own for rank, world size, local rank, local world size and
 rendezvous; `LAUNCHERS` is the table of their names.

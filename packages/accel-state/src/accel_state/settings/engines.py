@@ -1,4 +1,4 @@
-"""Rows: DeepSpeed, FSDP, Megatron, FP8, mesh."""
+"""Settings of engines: DeepSpeed, FSDP, Megatron, FP8 and the axes of parallelism."""
 
 from __future__ import annotations
 

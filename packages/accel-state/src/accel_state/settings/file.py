@@ -1,4 +1,4 @@
-"""Config file tables, legacy formats."""
+"""Read config files into settings, those of older formats included; find the default file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings, OPTIONS; precedence; environment form."""
+"""`Settings` and `OPTIONS`: merge sources by precedence; write and read the form of environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row per setting; parsers of values."""
+"""`Option`, a row of the table of settings, and the parsers of its values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows: launch, process, remote, training."""
+"""Settings of a run: launch, process, remote machines and training."""
 
 from __future__ import annotations
 

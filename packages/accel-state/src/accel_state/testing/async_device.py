@@ -1,4 +1,4 @@
-"""Late_device(): fake asynchronous device, its operators."""
+"""`late_device`: a fake device on the CPU whose copies and kernels run late, and its operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Its queues, storages, race detector.
+"""Queues, clocks and storages of the late device, and the detector of races between them.
 
 The method is that of `torch.cuda._sanitizer`. Other than there, an access covers a range of bytes rather than
 a pointer, so that views count, and every host thread is one more actor.
