@@ -16,6 +16,7 @@ holds the types; the two conftest.py files hold that no test leaks. The rest is 
     method-docstring  a public method has a docstring, unless a class or protocol that it implements has it
     class-name        a public class is defined once in the workspace
     hidden-export     no module has the name of something that its package exports
+    generic-name      a variable is named after its thing: not `one`, `mine`, `theirs`, `found` or `rest`
     module-name       no utils, helpers, misc or common inside the packages
     glossary          names and prose use the field's words (tools/glossary.toml), also in the docs' pages
     one-version       one version everywhere, and members pin each other to it
@@ -45,6 +46,7 @@ EXCEPTIONS = Path(__file__).with_suffix(".toml")
 MAX_MODULE = 800
 MAX_FUNCTION = 80
 VAGUE = {"utils", "helpers", "misc", "common", "util", "helper"}
+GENERIC = {"one", "mine", "theirs", "found", "rest"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 READERS = {"read", "publish", "parse_flag_from_env", "parse_choice_from_env", "get_int_from_env"}
 FOLDERS = {".ci", "packages", "tests-integration", "tools"}
@@ -277,6 +279,17 @@ def _is_asynchronous(function: str, keyword: ast.keyword) -> bool:
     }
 
 
+def generic_name(source: Source) -> Iterator[Breach]:
+    """A variable is named after its thing, such as `parameter`, `path` or `matches`."""
+    for node in ast.walk(source.tree) if source.packaged else ():
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in GENERIC:
+                subject = f"{source.path}::{name}"
+                yield Breach("generic-name", subject, f"line {node.lineno}: name its thing")
+            case _:
+                pass
+
+
 def module_name(source: Source) -> Iterator[Breach]:
     """A file is one idea, named after it. `accel.utils` is documented, and only a table."""
     names = set(Path(source.path).with_suffix("").parts)
@@ -433,6 +446,7 @@ RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
     late_import,
     type_checking,
     streams,
+    generic_name,
     module_name,
 )
 

@@ -97,6 +97,13 @@ def test_private_names_of_torch_have_one_module(code: str, names: list[str]) -> 
     ]
 
 
+def test_variables_are_named_after_their_things() -> None:
+    code = "def f(found):\n    return [one.shape for one in found]\n"
+    assert breaches(code) == [f"generic-name {SHIPPED}::found", f"generic-name {SHIPPED}::one"]
+    assert not breaches(code, "tools/rank.py")
+    assert not breaches("class Report:\n    def f(self): self.found = 1\n")
+
+
 def test_modules_with_vague_names_are_found_and_the_documented_table_is_not() -> None:
     assert breaches("", "packages/accel-x/src/accel_x/utils.py") == [
         "module-name packages/accel-x/src/accel_x/utils.py"

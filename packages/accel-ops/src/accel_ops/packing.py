@@ -368,16 +368,16 @@ def cache(owner: PackingPlan, key: Hashable, value: Any, nbytes: int) -> None:
 
 def sections(buckets: Sequence[Bucket], content: Tensor, start: int = 0) -> list[Tensor]:
     """View the buckets in a flat buffer, with their dtypes and shapes."""
-    found: list[Tensor] = []
+    views: list[Tensor] = []
     for dtype, group in groupby(buckets, attrgetter("dtype")):
         same = list(group)
         typed = content[: start + same[-1].stop].view(dtype)
         first = typed.storage_offset() + start // dtype.itemsize
-        found += [
+        views += [
             typed.as_strided(bucket.shape, bucket.strides, first + bucket.start // dtype.itemsize)
             for bucket in same
         ]
-    return found
+    return views
 
 
 def cut_all(buckets: Sequence[Bucket], blocks: Sequence[Tensor]) -> list[Tensor]:

@@ -53,11 +53,11 @@ class MLflowTracker(GeneralTracker):
         self._client: Any = self._mlflow.MlflowClient()
         experiment_id = None
         if experiment_name is not None:
-            found = self._client.get_experiment_by_name(experiment_name)
+            experiment = self._client.get_experiment_by_name(experiment_name)
             location = None if logging_dir is None else str(logging_dir)
             experiment_id = (
-                found.experiment_id
-                if found is not None
+                experiment.experiment_id
+                if experiment is not None
                 else self._client.create_experiment(experiment_name, artifact_location=location)
             )
         self.active_run: Any = self._mlflow.start_run(
