@@ -50,7 +50,8 @@ def test_the_modules_and_files_that_a_page_names_exist(page: Path) -> None:
 
 def test_a_module_and_an_attribute_that_are_gone_are_noticed() -> None:
     assert absent_part("accel_train.accelerator.build.Parts") is None
-    assert absent_part("accel_train.accelerator.parts") == "parts"
+    assert absent_part("accel_train.accelerator.vanished") == "vanished"
+    assert absent_part("accel_train.vanished.Parts") == "vanished"
     assert absent_part("accel_train.accelerator.build.Gone") == "Gone"
 
 
