@@ -117,6 +117,66 @@ def test_a_class_may_replace_another_with_a_warning(registered, memory_class, na
         LOGGER_TYPE_TO_CLASS[name] = before
 
 
+@pytest.fixture
+def install(monkeypatch, tmp_path):
+    """Install a distribution with the module `kites` and entry points of trackers in it."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name, **points):
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = "".join(f"{point} = kites:{target}\n" for point, target in points.items())
+        (folder / "entry_points.txt").write_text(f"[accel.trackers]\n{lines}")
+
+    (tmp_path / "kites.py").write_text(
+        "from accel_trackers.general import GeneralTracker\n"
+        "class Kite(GeneralTracker):\n    name, requires_logging_directory = 'kite', False\n"
+        "class Nameless(GeneralTracker):\n    requires_logging_directory = False\n"
+        "class Wandb(Kite):\n    name = 'wandb'\n"
+        "class Other:\n    name = 'kite'\n"
+    )
+    yield install
+    sys.modules.pop("kites", None)
+
+
+def test_a_class_of_an_installed_distribution_is_known_by_its_name(install):
+    install("kites", kite="Kite")
+    assert tracker_class("kite").__name__ == "Kite"
+    assert "kite" in get_available_trackers()
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ({"kite": "Nameless"}, r"'kite' = 'kites:Nameless' .* must be a type of the name 'kite'"),
+        ({"wandb": "Wandb"}, r"'wandb' = 'kites:Wandb' .* takes a name that \"accel's own\" has already"),
+        ({"kite": "Absent"}, r"'kite' = 'kites:Absent' .* cannot be imported"),
+        ({"kite": "Other"}, r"'kite' .* is no subclass of GeneralTracker"),
+    ],
+)
+def test_an_entry_point_that_is_no_such_class_or_takes_a_name_is_refused(install, points, words):
+    install("kites", **points)
+    with pytest.raises(SettingsError, match=words):
+        tracker_class(*points)
+
+
+def test_two_distributions_that_claim_a_name_are_refused(install):
+    install("kites", kite="Kite")
+    install("dragons", kite="Other")
+    with pytest.raises(SettingsError, match="uninstall one of the two"):
+        tracker_class("kite")
+
+
+def test_a_program_may_register_a_class_under_the_name_of_an_entry_point(install, memory_class):
+    install("kites", kite="Kite")
+    registered = register_tracker_class(type("Other", (memory_class,), {"name": "kite"}))
+    try:
+        assert tracker_class("kite") is registered
+    finally:
+        del LOGGER_TYPE_TO_CLASS["kite"]
+
+
 def test_an_object_may_get_its_attributes_when_it_is_made():
     class Late(GeneralTracker):
         name = "late"

@@ -195,7 +195,7 @@ class Registry(Generic[Row]):
             raise SettingsError(
                 f"{about} cannot be imported: {error}. Mend or uninstall the distribution that declares it."
             ) from error
-        if not isinstance(row, self.kind) or row.name != point.name:
+        if not isinstance(row, self.kind) or getattr(row, "name", None) != point.name:
             raise SettingsError(
                 f"{about} is {row!r}; it must be a {self.kind.__name__} of the name {point.name!r}."
             )

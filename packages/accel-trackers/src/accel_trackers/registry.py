@@ -43,7 +43,10 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
 """The class of every tracker that `log_with` knows by name, those of entry points excepted."""
 
 _TRACKERS = Registry(
-    group=ENTRY_POINT_GROUP, kind=type, noun="tracker", built_in=cast("dict[str, Any]", LOGGER_TYPE_TO_CLASS)
+    group=ENTRY_POINT_GROUP,
+    kind=type,
+    noun="tracker",
+    built_in=cast("dict[str, Any]", {**LOGGER_TYPE_TO_CLASS}),
 )
 
 _T = TypeVar("_T", bound=type[GeneralTracker])
@@ -139,20 +142,21 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     """Find the class of a tracker.
 
     Raises:
-        SettingsError: There is none, or the entry point of that name gives something else.
+        SettingsError: There is none; or the entry point of that name gives something else, or takes the name
+            of one of accel's own or of another distribution's.
     """
     known = LOGGER_TYPE_TO_CLASS.get(name)
+    # A program may replace a built-in class by another, a distribution that happens to be installed may not.
+    if known is None or known is _TRACKERS.built_in.get(name):
+        points = entry_points(group=ENTRY_POINT_GROUP, name=name)
+        known = _TRACKERS.available(points)[name] if points else known
     if known is not None:
-        return known
-    points = entry_points(group=ENTRY_POINT_GROUP, name=name)
-    if points:
-        loaded: Any = _TRACKERS.available(points)[name]
-        if not issubclass(loaded, GeneralTracker):
+        if not issubclass(known, GeneralTracker):
             raise SettingsError(
-                f"The entry point {name!r} of {ENTRY_POINT_GROUP} is {loaded!r}, which is no subclass of "
+                f"The entry point {name!r} of {ENTRY_POINT_GROUP} is {known!r}, which is no subclass of "
                 "GeneralTracker; ask the authors of the package."
             )
-        return loaded
+        return known
     names = [LoggerType.ALL.value, *_known_names()]
     hint = did_you_mean(name, names, "", cutoff=0.5)
     hint = f"{hint} " if hint else ""
