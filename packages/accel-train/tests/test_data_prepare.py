@@ -142,6 +142,30 @@ def test_a_dataset_that_datasets_has_split_by_node_is_not_sharded_again() -> Non
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
+class StreamSplitDataIterator:
+    """The name of what Ray Data's `streaming_split` returns; Ray is no dependency of the tests."""
+
+
+class RowsOfRay(Numbers):
+    """A stream that reads a split of Ray Data, or a whole dataset of it."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.source = source
+
+
+@pytest.mark.parametrize(
+    ("source", "batches"), [(StreamSplitDataIterator(), [0, 1, 2]), (object(), [3, 4, 5])]
+)
+def test_a_dataset_that_reads_a_split_of_ray_data_is_not_sharded_again(
+    source: Any, batches: list[int]
+) -> None:
+    loader = prepare_data_loader(
+        DataLoader(RowsOfRay(source), batch_size=3), num_processes=2, process_index=1, dispatch_batches=False
+    )
+    assert next(iter(loader)).tolist() == batches
+
+
 class RankAware(Sampler[int]):
     """Every second index; nothing says so."""
 

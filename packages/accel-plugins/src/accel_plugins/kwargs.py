@@ -243,7 +243,7 @@ class DataLoaderConfiguration:
         already_sharded: Whether loaders give each rank its own data before they are prepared. If `None`, that
             is recognised where it can be: by a sampler or stream that has the number of ranks and the rank
             among its attributes, such as a `DistributedSampler`, by streams that `datasets` has split by
-            node, and by Ray Data's.
+            node, and by datasets that read a split of Ray Data.
 
     Raises:
         SettingsError: A field has another type.

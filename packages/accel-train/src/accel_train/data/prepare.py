@@ -77,7 +77,8 @@ def prepare_data_loader(
             loader, and no sample is known to be padding. If `None`, the loader is inspected. Recognised are a
             sampler or an iterable dataset with the number of ranks and the rank among its attributes, such as
             a `DistributedSampler`, an `IterableDatasetShard`, an iterable dataset that `datasets` has split
-            by node, and Ray Data's. A sampler whose indices depend on the rank in any other way needs `True`.
+            by node, and a dataset that reads a split of Ray Data. A sampler whose indices
+            depend on the rank in any other way needs `True`.
 
     Raises:
         TypeError: The argument is no torch loader.

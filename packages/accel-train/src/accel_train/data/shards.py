@@ -633,7 +633,8 @@ def is_sharded_already(
 
     Recognised are samplers and iterable datasets with the number of ranks and the rank among their attributes
     (`num_replicas` and `rank`, for instance), an `IterableDatasetShard`, what
-    `datasets.distributed.split_dataset_by_node` returns for an iterable dataset, and Ray Data's iterables.
+    `datasets.distributed.split_dataset_by_node` returns for an iterable dataset, and datasets that read a
+    split of Ray Data (`streaming_split`, `ray.train.get_dataset_shard`).
 
     Args:
         dataloader: The loader.
@@ -661,9 +662,17 @@ def is_sharded_already(
     return (
         getattr(dataset, "_distributed", None)
         is not None  # set by datasets.distributed.split_dataset_by_node
-        or type(dataset).__module__.startswith("ray.data.")
+        or _reads_ray_split(dataset)
         or _is_shard(dataset, num_processes, process_index)
     )
+
+
+def _reads_ray_split(dataset: Any) -> bool:
+    """Return whether a dataset reads a split of Ray Data: an attribute, or for `to_torch` in a closure."""
+    values = list(vars(dataset).values())
+    closure = getattr(getattr(dataset, "generator_func", None), "__closure__", None) or ()
+    values += [cell.cell_contents for cell in closure]
+    return any(type(value).__name__ == "StreamSplitDataIterator" for value in values)
 
 
 def _is_shard(source: Any, num_processes: int, process_index: int) -> bool:
