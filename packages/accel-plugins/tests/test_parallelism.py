@@ -27,7 +27,7 @@ from accel_plugins.parallelism.config import (
     TorchTensorParallelPlugin,
 )
 from accel_plugins.parallelism.context import ContextParallel
-from accel_plugins.parallelism.tensor import get_model_tp_size, plan_of
+from accel_plugins.parallelism.tensor import TensorParallel, get_model_tp_size, plan_of
 from accel_plugins.registry import choose
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
@@ -183,6 +183,18 @@ def test_a_plan_may_name_styles_or_be_made_of_them():
     assert type(plan["0"]) is ColwiseParallel
     assert plan["1"] is own
     assert get_model_tp_size(model) == 1
+
+
+def test_a_dora_adapter_is_refused_by_the_name_of_its_layer():
+    model: Any = nn.Sequential(nn.Linear(2, 4))
+    model.tp_plan = {"0": "colwise"}
+    mesh: Any = None
+    stage = TensorParallel(mesh=mesh)
+    model[0].lora_magnitude_vector = nn.ModuleDict()  # that of peft's LoRA layers, which have no DoRA
+    stage.validate(model)
+    model[0].lora_magnitude_vector["default"] = nn.Identity()
+    with pytest.raises(SettingsError, match=r"Module '0' has a DoRA adapter.*use_dora=False"):
+        stage.validate(model)
 
 
 def test_a_pattern_of_a_plan_matches_names_at_any_depth():

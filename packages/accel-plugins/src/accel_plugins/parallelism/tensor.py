@@ -81,7 +81,13 @@ class TensorParallel:
             parallelize_module(model, self.mesh, plan_of(model))
 
     def validate(self, model: nn.Module) -> None:
-        """Check that a model has a valid plan, unless it has DTensors already."""
+        """Check that a model has a valid plan, unless it has DTensors already, and no DoRA adapters."""
+        for name, module in model.named_modules():
+            if getattr(module, "lora_magnitude_vector", None):  # set by peft, with an entry for each adapter
+                raise SettingsError(
+                    f"Module {name!r} has a DoRA adapter, whose norm peft computes from the full weight; "
+                    "tensor parallelism shards it. Use LoRA (use_dora=False), or FSDP2 with tp_size=1."
+                )
         if not model_has_dtensor(model):
             plan_of(model)
 
