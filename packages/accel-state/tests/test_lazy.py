@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import types
 from contextlib import contextmanager
 from importlib import import_module
 from unittest import mock
 
 import pytest
+
+from accel_state.errors import UnsupportedError
 
 
 @pytest.fixture
@@ -23,6 +28,21 @@ def zoo(tmp_path, monkeypatch):
     (package / "inner/__init__.py").write_text(attach)
     (package / "inner/__init__.pyi").write_text("from accel_zoo.keeper import feed as feed\n")
     (package / "keeper.py").write_text("def feed():\n    return 'fed'\n")
+    (package / "gate.py").write_text(
+        'from accel_state.lazy import attach\nattach(__name__, "accel_zoo.signs")\n'
+    )
+    (package / "gate.pyi").write_text("")
+    names = {
+        "accel_zoo.gate": {
+            "feed": "accel_zoo.keeper",
+            "os": "os:",
+            "join": "os.path",
+            "eat": "accel_zoo.keeper:feed",
+            "whale": "no_such_library",
+            "dodo": "absent: Use `feed`.",
+        }
+    }
+    (package / "signs.py").write_text(f"NAMES = {names}")
     (package / "visit.py").write_text("from accel_zoo import feed\ndef visit():\n    return feed()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield import_module("accel_zoo")
@@ -116,3 +136,36 @@ def test_a_submodule_is_replaced_and_put_back(zoo):
     with mock.patch("accel_zoo.inner") as inner:
         assert zoo.inner is inner
     assert zoo.inner is before
+
+
+def test_a_visible_name_resolves_and_is_not_listed(zoo):
+    gate = import_module("accel_zoo.gate")
+    assert "accel_zoo.signs" not in sys.modules
+    assert gate.feed is gate.eat is import_module("accel_zoo.keeper").feed
+    assert gate.os is os
+    assert gate.join is os.path.join
+    assert dir(gate) == gate.__all__ == []
+    assert not hasattr(gate, "lion")
+    assert not hasattr(gate, "whale")
+
+
+@pytest.mark.parametrize("used", ["before", "inside"])
+def test_replacing_a_visible_name_replaces_what_is_called(zoo, used):
+    if used == "before":
+        assert import_module("accel_zoo.gate").feed() == "fed"
+    with mock.patch("accel_zoo.gate.feed", lion):
+        assert places() == {"lion fed"}
+    assert places() == {"fed"}
+    with mock.patch("accel_zoo.gate.os") as replaced:
+        assert import_module("accel_zoo.gate").os is replaced
+    assert import_module("accel_zoo.gate").os is os
+
+
+def test_an_absent_name_raises_a_sentence_when_it_is_used(zoo):
+    dodo = import_module("accel_zoo.gate").dodo
+    message = re.escape("accel_zoo.gate.dodo is not implemented in accel. Use `feed`.")
+    assert re.search(message, repr(dodo))
+    assert not hasattr(dodo, "__wrapped__")
+    for use in (dodo, lambda: dodo.wings, lambda: types.new_class("Chick", (dodo,))):
+        with pytest.raises(UnsupportedError, match=message):
+            use()

@@ -9,7 +9,9 @@ from __future__ import annotations
 from enum import Enum, EnumMeta
 
 
-class _BaseEnumMeta(EnumMeta):
+class EnumWithContains(EnumMeta):
+    """Metaclass of enumerations whose `in` accepts values."""
+
     def __contains__(cls, item: object) -> bool:
         try:
             cls(item)
@@ -18,7 +20,7 @@ class _BaseEnumMeta(EnumMeta):
         return True
 
 
-class BaseEnum(Enum, metaclass=_BaseEnumMeta):
+class BaseEnum(Enum, metaclass=EnumWithContains):
     """An enumeration with `list()`, `in` for values, and its value as text."""
 
     def __str__(self) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
-from accel_state.errors import SettingsError, did_you_mean
+from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
 
 _IMPORT = re.compile(r"^from (\S+) import (\([^)]*\)|.*)$", re.MULTILINE)
 _AS_ITSELF = re.compile(r"\b(\w+) as \1\b")
@@ -28,7 +29,7 @@ class LazyModule(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
-        is_export = name in vars(self).get("_EXPORTS", ())
+        is_export = name in vars(self).get("_EXPORTS", ()) or name in _visible_names(self, name)
         # The import system binds a submodule in its package, which replaces nothing.
         if not is_export or (name not in originals and _is_submodule(value, self, name)):
             super().__setattr__(name, value)
@@ -52,19 +53,25 @@ def _is_submodule(value: object, package: ModuleType, name: str) -> bool:
 
 
 def _replace(name: str, before: object, after: object) -> None:
-    """Replace an object in each of our modules that has it under a name, also as `accelerate`."""
-    for module in list(sys.modules.values()):
-        top = getattr(module, "__name__", "").partition(".")[0]
-        is_ours = top in ("accel", "accelerate") or top.startswith("accel_")
+    """Replace an object in each of our other modules that has it under a name, also as `accelerate`."""
+    for module_name, module in list(sys.modules.items()):
+        top = module_name.partition(".")[0]
+        is_ours = (top in ("accel", "accelerate") or top.startswith("accel_")) and module_name != __name__
         if is_ours and vars(module).get(name, module) is before:
             vars(module)[name] = after
 
 
-def attach(package: str) -> None:
+def attach(package: str, visible: str | None = None) -> None:
     """Give a module the names that its stub imports from other modules, each imported at its first use.
 
     The stub, the file beside the module that ends in `.pyi`, is the one list of them: type checkers read it
     as it is. `__all__` has the public names without submodules.
+
+    Args:
+        package: The name of the module.
+        visible: A module whose `NAMES` has, by module, further names with their sources, which the module
+            answers when it is asked for them; neither `dir()` nor `__all__` has them. It is imported at the
+            first name that is no export.
     """
     module: Any = sys.modules[package]
     spec = module.__spec__
@@ -72,10 +79,8 @@ def attach(package: str) -> None:
     exports = exports_of(stub.decode(), spec.name)
 
     def __getattr__(name: str) -> object:  # noqa: N807 - PEP 562
-        if name not in exports:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
-        target = exports[name]
-        value = import_module(target[:-1]) if target.endswith(":") else getattr(import_module(target), name)
+        target = exports.get(name)
+        value = _object_at(target, name) if target else _visible_object(module, name)
         vars(module)[name] = value
         return value
 
@@ -85,8 +90,70 @@ def attach(package: str) -> None:
         __all__=sorted(name for name in exports if name[0] != "_" and exports[name][-1] != ":"),
         _EXPORTS=exports,
         _ORIGINALS={},
+        _VISIBLE=visible,
     )
     module.__class__ = LazyModule
+
+
+def _object_at(target: str, name: str) -> Any:
+    """Import `"module"`'s object of a name, the object `"module:object"`, or the module `"module:"`."""
+    source, is_explicit, attribute = target.partition(":")
+    module = import_module(source)
+    return module if is_explicit and not attribute else getattr(module, attribute or name)
+
+
+def _visible_object(module: ModuleType, name: str) -> Any:
+    """Import the object of a name that a module answers beside its exports.
+
+    Raises:
+        AttributeError: There is no such name, or the library that defines it is not installed.
+    """
+    names = _visible_names(module, name)
+    if name in names:
+        if names[name].startswith(_ABSENT):
+            return AbsentName(f"{module.__name__}.{name}", names[name].removeprefix(_ABSENT))
+        with suppress(ModuleNotFoundError):
+            return _object_at(names[name], name)
+    raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}", name=name)
+
+
+def _visible_names(module: ModuleType, name: str) -> dict[str, str]:
+    """Return what a module answers beside its exports, by name, for one that may be among them."""
+    table: str | None = vars(module).get("_VISIBLE")
+    if table is None or name.startswith("__"):
+        return {}
+    sources: dict[str, str] = import_module(table).NAMES.get(module.__name__, {})
+    return {word: source for words, source in sources.items() for word in words.split()}
+
+
+_ABSENT = "absent: "
+"""What precedes, in a table of visible names, the sentence about names that we do not implement."""
+
+
+class AbsentName:
+    """Stand for a name of the reference that we do not implement: importing it works, using it raises.
+
+    Args:
+        name: The full name.
+        advice: The sentence that the error ends with.
+    """
+
+    def __init__(self, name: str, advice: str) -> None:
+        self._message = f"{name} is not implemented in accel. {advice}"
+
+    def __repr__(self) -> str:
+        return f"<{self._message}>"
+
+    def __call__(self, *_: object, **__: object) -> Any:
+        raise UnsupportedError(self._message)
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
+        raise UnsupportedError(self._message)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(self._message, name=name)
+        raise UnsupportedError(self._message)
 
 
 def exports_of(stub: str, package: str) -> dict[str, str]:

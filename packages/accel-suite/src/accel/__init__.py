@@ -4,4 +4,4 @@ from accel_state.lazy import attach
 
 __version__ = "0.1.0"
 
-attach(__name__)
+attach(__name__, "accel._visible")

@@ -6,7 +6,7 @@ from functools import partial
 from accel_cli.main import run
 from accel_state.lazy import attach
 
-attach(__name__)
+attach(__name__, "accel._visible")
 main = partial(run, "launch")
 
 if __name__ == "__main__":

@@ -1,0 +1,2 @@
+# fmt: off
+from accel_cli.programs import SageMakerConfig as SageMakerConfig
