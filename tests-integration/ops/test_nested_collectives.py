@@ -66,7 +66,7 @@ def check_gather(world_size: int) -> None:
         }
 
     everyone = [data(of) for of in range(world_size)]
-    for _ in range(3):  # learning, then in one message
+    for _ in range(2):  # the second time with the layout of the first
         found = gather(data(rank))
         for i in range(len(DTYPES)):
             assert same(found["types"][i], torch.cat([part["types"][i] for part in everyone]))
@@ -87,13 +87,9 @@ def test_four_ranks_gather_every_type_and_shape() -> None:
 
 
 @distributed(world_size=2)
-def test_a_tree_travels_in_one_message_once_its_size_is_known() -> None:
+def test_a_tree_travels_in_one_message() -> None:
     rank = PartialState(cpu=True).process_index
     tree = {f"leaf {i}": torch.full((3,), float(rank * 1000 + i)) for i in range(120)}
-    for _ in range(3):
-        gather(tree)
-    gather({"other": torch.ones(5)})
-    gather(tree)
     with (
         mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as gathers,
         mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as rings,
@@ -248,8 +244,7 @@ def test_a_rank_that_fails_in_the_middle_of_a_gather_can_take_part_in_the_next()
     collectives = state.runtime.collectives
     with mock.patch.object(collectives, "chunk_bytes", 0):  # as on backends that send chunks of equal size
         large = Fragile({"x": torch.full((5000,), float(state.process_index))})
-        for data in (large, large, large, [torch.ones(1)], [torch.ones(1)]):
-            gather(data)
+        gather(large)
         Fragile.fails = state.process_index == 0
         try:
             gather(large)
@@ -257,6 +252,6 @@ def test_a_rank_that_fails_in_the_middle_of_a_gather_can_take_part_in_the_next()
             assert state.process_index == 0
         finally:
             Fragile.fails = False
-        for _ in range(3):
+        for _ in range(2):
             assert gather(large)["x"].tolist() == [0.0] * 5000 + [1.0] * 5000
             assert gather([torch.ones(1)])[0].tolist() == [1.0, 1.0]

@@ -222,16 +222,15 @@ def test_a_leaf_that_is_no_tensor_is_named(world) -> None:
         ({}, "data['x']: rank 0 has float32[2, 3], rank 1 has nothing"),
     ],
 )
-def test_structures_that_differ_are_an_error_on_every_rank(world, others, found: str) -> None:
+@pytest.mark.parametrize("chunk_bytes", [0, 1 << 17])
+def test_structures_that_differ_are_an_error_on_every_rank(world, others, found: str, chunk_bytes) -> None:
     def body(rank: int):
-        for _ in range(3):
-            gather([torch.ones(500)])  # the guess is for something else
         with pytest.raises(DistributedOperationException) as error:
             gather(others if rank else {"x": torch.ones(2, 3)})
         assert gather(torch.tensor([rank])).tolist() == [0, 1]  # and afterwards all is well
         return str(error.value)
 
-    first, second = world(2).run(body)
+    first, second = world(2, chunk_bytes=chunk_bytes).run(body)
     assert first == second
     assert found in first
 
@@ -462,27 +461,31 @@ def test_broadcast_is_one_message_whatever_the_types(world) -> None:
     assert ranks.messages == ["all_reduce", "broadcast"]  # the first compares the calls
 
 
-def test_in_a_loop_of_different_gathers_the_guesses_become_right() -> None:
-    guess = uneven_gather.ChunkSizePredictor()
-    assert guess.capacity() == uneven_gather.SMALLEST
-    rounds: list[tuple[int, int]] = []
-    for _ in range(3):
-        first = guess.capacity()
-        guess.learn(1, 5000)
-        rounds.append((first, guess.capacity()))
-        guess.learn(2, 100_000)
-    assert rounds[2] == (8192, 131072)
+@pytest.mark.parametrize(
+    ("rows", "chunk_bytes", "messages"),
+    [
+        ((3, 3), 1 << 17, ["exchange_chunks"]),
+        ((3, 5), 1 << 17, ["exchange_chunks"]),
+        ((900, 900), 1 << 12, ["exchange_chunks", "all_gather_into"]),
+        ((3, 900), 1 << 12, ["exchange_chunks", "all_gather_into"]),
+        ((900, 900), 0, ["all_gather_into"] * 2),
+        ((3, 900), 0, ["all_gather_into"] * 2),
+        ((0, 0), 0, ["all_gather_into"] * 2),
+    ],
+)
+def test_a_gather_is_a_header_and_one_buffer_in_one_message_where_both_fit(
+    world, rows, chunk_bytes, messages
+) -> None:
+    ranks = world(2, chunk_bytes=chunk_bytes)
 
+    def data(rank: int) -> list[torch.Tensor]:
+        return [torch.full((rows[rank], 2), float(rank)), torch.tensor([rank], dtype=torch.int16)]
 
-def test_a_guess_is_large_enough_for_either_of_two_successors_and_forgets() -> None:
-    guess = uneven_gather.ChunkSizePredictor(last=1)
-    needs = [5000, 16, 5000, 16]
-    for need in needs:
-        guess.learn(1, need)
-    assert guess.capacity() == 8192
-    for need in (uneven_gather.LARGEST + 1, 16):  # what is too large for any first chunk counts as small
-        guess.learn(1, need)
-    assert guess.capacity() == uneven_gather.SMALLEST
+    for _ in range(2):
+        ranks.messages.clear()
+        for found in ranks.run(lambda rank: gather(data(rank))):
+            assert all(same(leaf, torch.cat([data(0)[i], data(1)[i]])) for i, leaf in enumerate(found))
+        assert ranks.messages == messages
 
 
 @pytest.mark.gpu

@@ -260,8 +260,9 @@ MAX_COMBINED = 1 << 19  # bytes of all ranks that are combined by each, rather t
 def gather(tensor: T, *, same_shapes: bool = False) -> T:
     """Concatenate every tensor of nested data over all processes, along dimension 0, in rank order.
 
-    All leaves are sent in one message. Their sizes of dimension 0 may differ between the processes and may be
-    0; element types and the other dimensions must agree. Every dtype is supported.
+    A header is sent, then all leaves in one buffer; in one message, if they are small and gloo sends them.
+    Their sizes of dimension 0 may differ between the processes and may be 0; element types and the other
+    dimensions must agree. Every dtype is supported.
 
     Args:
         tensor: Tensors nested in lists, tuples, named tuples, mappings and dataclasses.

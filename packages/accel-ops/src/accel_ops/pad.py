@@ -31,7 +31,7 @@ def pad_across_processes(
 ) -> T:
     """Pad every tensor of nested data to its largest size over all ranks.
 
-    The sizes of all leaves are exchanged in one message, which is left out if no leaf has the dimension.
+    The sizes of all leaves are gathered together, unless no leaf has the dimension.
 
     Args:
         tensor: Tensors nested in containers, of the same structure on every process.

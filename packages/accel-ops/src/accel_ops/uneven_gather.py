@@ -1,22 +1,22 @@
-"""Gather tensors whose number of rows differs between ranks: a header, then all leaves as one run of bytes.
+"""Gather tensors whose number of rows differs between ranks: a fixed header, then one buffer of all leaves.
 
-Every rank sends a chunk of the same size: a prefix of four numbers (a hash of the structure, a hash of the
-sizes of dimension 0, the number of leaves, the bytes that the rank needs), these sizes, and the data. Ranks
-learn from the prefixes whether they agree, and whether each chunk held all data; if not, a second collective
-of the right size follows. The size of the first chunk is predicted from what followed the last two gathers,
-which all ranks know: in a loop the prediction soon is right.
+The header has four numbers: a hash of the structure, a hash of the sizes of dimension 0, the number of
+leaves, and the bytes that the rank needs. From the headers of all ranks each one learns whether they agree,
+and how large the buffer is. Where sizes differ they are in the buffer, in front of the leaves; where all are
+equal, large leaves are sent without a copy.
 
 A collective that moves different numbers of bytes on different ranks ends a process or mixes values silently,
-so ranks compare digests of their calls. Where a backend lets every rank send any number of bytes, the digest
-precedes the data in one message. Elsewhere a small all-reduce comes first, with the maximum of the digest and
-of its negative: both are unchanged if and only if all ranks have the same digest.
+so ranks compare digests of their calls. Where a backend lets every rank send any number of bytes, header or
+digest and the data that fit are one message: two take 1.6 times as long. Elsewhere a message of a few bytes
+comes first. For a broadcast or a reduction that is an all-reduce with the maximum of the digest and of its
+negative: both are unchanged if and only if all ranks have the same digest.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,51 +36,44 @@ if TYPE_CHECKING:
 
 def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     """Gather leaves whose sizes of dimension 0 may differ between ranks; see `collectives.gather`."""
-    # 1. Describe this rank's data, and predict what the others send.
-    extras = flat.plan.extras
-    header = _header(flat.plan, device)
-    predictor = predictor_of(collectives)
+    # 1. Exchange headers; with the leaves, where they fit in the message. The scope includes the read, which
+    #    waits for a GPU's collective.
     world_size = collectives.world_size
-    at_once = device.type == "cpu" and collectives.chunk_bytes
-    if not at_once:
-        predictor.catch_up(collectives.rank)
-    capacity = at_once or predictor.capacity()
-    predicted = extras.get(("predicted", world_size, capacity, device))
-    pending = PendingGather(flat, predicted, device) if predicted is not None else None
-    # 2. Exchange headers and data. The scope includes the read, which waits for a GPU's collective.
+    header = _header(flat.plan, device)
+    stride = collectives.chunk_bytes if device.type == "cpu" else 0
     with collective_scope("gather"):
-        if at_once:
-            received, heads = _send_chunks(collectives, header, flat, capacity, pending, device)
+        if stride:
+            fits = header.nbytes <= stride
+            chunk = _chunk(header, flat, header.nbytes, device) if fits else header.content[:PREFIX]
+            received = collectives.exchange_chunks(chunk).view(-1)
         else:
-            received, heads = _exchange(collectives, header, flat, capacity, pending, device, predictor)
-        prefixes: list[list[int]] = heads[:, :4].tolist()
-    # 3. Learn from the headers, and compare them.
-    if not at_once:
-        predictor.learn_from(prefixes)
+            received = torch.empty(world_size * PREFIX, dtype=torch.uint8, device=device)
+            collectives.all_gather_into(received, header.content[:PREFIX])
+        prefixes: list[list[int]] = received.view(torch.int64).view(world_size, -1)[:, :4].tolist()
+    # 2. Compare the headers.
     if any(prefix[0] != header.structure for prefix in prefixes):
         raise call_mismatch("gather", collectives, comparable_leaves(flat.plan))
-    need = max(prefix[3] for prefix in prefixes)
     sizes = tuple(prefix[1] for prefix in prefixes)
-    if pending is not None and pending.layout.sizes == sizes:
-        return pending.finish(received)
-    # 4. Exchange again where the data did not fit.
     even = sizes.count(header.sizes) == world_size
-    if need > capacity:
+    # 3. Exchange the leaves that did not fit.
+    need = max(prefix[3] for prefix in prefixes)
+    if need > stride:
         if even:
             return gather_even(collectives, flat, device)
-        capacity = _aligned(need)
-        received, heads = _exchange(collectives, header, flat, capacity, None, device)
-    # 5. Extract the leaves by the layout of these sizes.
-    layout = extras.get((sizes, capacity, device))
+        stride = _aligned(need)
+        received = torch.empty(world_size * stride, dtype=torch.uint8, device=device)
+        collectives.all_gather_into(received, _chunk(header, flat, stride, device))
+    # 4. Extract the leaves by the layout of these sizes.
+    layout = flat.plan.extras.get((sizes, stride, device))
     if layout is None:
         ranks = [flat.plan.buckets] * world_size
         if not even:
+            heads = received.view(torch.int64).view(world_size, -1)
             rows = heads[:, 4 : 4 + len(flat.leaves)].tolist()
             ranks = [packing.at_rows(flat.plan.buckets, counts) for counts in rows]
-        layout = _layout_of(ranks, flat.plan.restore, header.start, received, sizes)
-        _keep(flat.plan, (sizes, capacity, device), layout)
-    _keep(flat.plan, ("predicted", world_size, capacity, device), layout)
-    return PendingGather(flat, layout, device).finish(received)
+        layout = _layout_of(ranks, flat.plan.restore, header.start, received)
+        _keep(flat.plan, (sizes, stride, device), layout)
+    return _extract(flat, layout, received)
 
 
 def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
@@ -98,54 +91,26 @@ def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> A
     buffer, _ = cached_buffer(flat.plan, "even", buckets, device, capacity=size)
     buffer.fill(flat.leaves)
     received = torch.empty(world_size * size, dtype=torch.uint8, device=device)
+    collectives.all_gather_into(received, buffer.content)
     layout = flat.plan.extras.get((world_size, device))
     if layout is None:
-        layout = _layout_of([buckets] * world_size, flat.plan.restore_packed, 0, received, ())
+        layout = _layout_of([buckets] * world_size, flat.plan.restore_packed, 0, received)
         _keep(flat.plan, (world_size, device), layout)
-    pending = PendingGather(flat, layout, device, joined)
-    collectives.all_gather_into(received, buffer.content, pending.prepare)
-    return pending.finish(received)
+    return _extract(flat, layout, received, joined)
 
 
-class PendingGather:
-    """The result of a gather, allocated during the transfer and filled after it."""
-
-    __slots__ = ("_device", "_flat", "_large", "_made", "layout")
-
-    def __init__(
-        self, flat: Flat, layout: GatherLayout, device: torch.device, large: Sequence[Tensor] = ()
-    ) -> None:
-        self.layout = layout
-        self._flat = flat
-        self._device = device
-        self._large = large
-        self._made: tuple[Tensor, Any] | None = None
-
-    def prepare(self) -> None:
-        """Allocate the result and cut it into leaves."""
-        self._made = self._make()
-
-    def finish(self, received: Tensor) -> Any:
-        """Copy the data into the result and return it."""
-        content, result = self._made or self._make()
-        layout = self.layout
-        with below_autograd():
-            if layout.order is not None:
-                units = received.view(layout.carrier).view(-1, layout.unit)
-                slots = content.view(layout.carrier).view(-1, layout.unit)
-                torch.index_select(units, 0, layout.order, out=slots)
-            elif layout.segments:
-                torch.cat(
-                    [received[first : first + length] for first, length in layout.segments], out=content
-                )
-        return result
-
-    def _make(self) -> tuple[Tensor, Any]:
-        layout = self.layout
-        with below_autograd():
-            content = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
-            leaves = cut_all(layout.joined, sections(layout.joined, content))
-        return content, self._flat.rebuild(layout.restore([*leaves, *self._large]))
+def _extract(flat: Flat, layout: GatherLayout, received: Tensor, large: Sequence[Tensor] = ()) -> Any:
+    """Copy the leaves out of the chunks of all ranks; rebuild the structure around them."""
+    with below_autograd():
+        content = torch.empty(layout.nbytes, dtype=torch.uint8, device=received.device)
+        if layout.order is not None:
+            units = received.view(layout.carrier).view(-1, layout.unit)
+            slots = content.view(layout.carrier).view(-1, layout.unit)
+            torch.index_select(units, 0, layout.order, out=slots)
+        elif layout.segments:
+            torch.cat([received[first : first + length] for first, length in layout.segments], out=content)
+        leaves = cut_all(layout.joined, sections(layout.joined, content))
+    return flat.rebuild(layout.restore([*leaves, *large]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +118,6 @@ class GatherLayout:
     """The plan that extracts leaves, concatenated over the ranks, from the chunks of all ranks.
 
     Attributes:
-        sizes: Hashes of the ranks' sizes of dimension 0 to which the plan applies.
         joined: Where the leaves are once the pieces are in order.
         restore: Puts them into the order of the structure.
         segments: Offset and length of every piece, in order.
@@ -163,7 +127,6 @@ class GatherLayout:
         carrier: The type in which units are moved.
     """
 
-    sizes: tuple[int, ...]
     joined: tuple[Bucket, ...]
     restore: Restore
     segments: list[tuple[int, int]]
@@ -180,11 +143,7 @@ _CARRIERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def _layout_of(
-    ranks: Sequence[tuple[Bucket, ...]],
-    restore: Restore,
-    start: int,
-    received: Tensor,
-    sizes: tuple[int, ...],
+    ranks: Sequence[tuple[Bucket, ...]], restore: Restore, start: int, received: Tensor
 ) -> GatherLayout:
     stride = len(received) // len(ranks)
     segments = packing.interleave(ranks, start, stride)
@@ -197,7 +156,6 @@ def _layout_of(
         with torch.inference_mode(mode=False):
             order = torch.tensor(packing.index_of(segments, unit), dtype=torch.int32, device=received.device)
     return GatherLayout(
-        sizes=sizes,
         joined=packing.at_rows(ranks[0], totals, scalars=False),
         restore=restore,
         segments=segments,
@@ -256,49 +214,10 @@ def _header(flat_plan: PackingPlan, device: torch.device) -> ChunkHeader:
     return header
 
 
-def _exchange(
-    collectives: Collectives,
-    header: ChunkHeader,
-    flat: Flat,
-    capacity: int,
-    pending: PendingGather | None,
-    device: torch.device,
-    predictor: ChunkSizePredictor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """All-gather chunks, or prefixes where they do not fit; return them with 64-bit prefixes by rank."""
-    if header.nbytes <= capacity:
-        chunk = _chunk(header, flat, "gather", capacity, device)
-    else:
-        chunk = torch.empty(capacity, dtype=torch.uint8, device=device)
-        chunk[:PREFIX].copy_(header.content[:PREFIX])
-    received, heads = _receive_buffer(flat.plan, collectives.world_size, capacity, device)
-    if predictor is not None:
-        heads[collectives.rank, 0] = UNSENT
-        predictor.pending = heads
-    collectives.all_gather_into(received, chunk, pending.prepare if pending is not None else None)
-    return received, heads
-
-
-def _send_chunks(
-    collectives: Collectives,
-    header: ChunkHeader,
-    flat: Flat,
-    capacity: int,
-    pending: PendingGather | None,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
-    """Exchange as `_exchange` does, where ranks may send different numbers of bytes."""
-    chunk = header.content[:PREFIX]
-    if header.nbytes <= capacity:
-        chunk = _chunk(header, flat, "chunk", header.nbytes, device)
-    rows = collectives.exchange_chunks(chunk, pending.prepare if pending is not None else None)
-    return rows.view(-1), rows.view(torch.int64)
-
-
-def _chunk(header: ChunkHeader, flat: Flat, key: str, capacity: int, device: torch.device) -> Tensor:
+def _chunk(header: ChunkHeader, flat: Flat, capacity: int, device: torch.device) -> Tensor:
     """Return header and leaves in a buffer of a size."""
     buffer, new = cached_buffer(
-        flat.plan, key, flat.plan.buckets, device, capacity=capacity, start=header.start
+        flat.plan, "chunk", flat.plan.buckets, device, capacity=capacity, start=header.start
     )
     if new:
         buffer.content[: len(header.content)].copy_(header.content)
@@ -306,89 +225,9 @@ def _chunk(header: ChunkHeader, flat: Flat, key: str, capacity: int, device: tor
     return buffer.content
 
 
-MAX_RECEIVE_BUFFER = 1 << 20  # bytes of the chunks of all ranks that are kept with a plan
-
-
-def _receive_buffer(
-    owner: PackingPlan, world_size: int, capacity: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return memory for the chunks of all ranks, that of the last gather if it has the size."""
-    size = world_size * capacity
-    cached: tuple[Tensor, Tensor] | None = owner.extras.get(("receive", device))
-    if cached is not None and len(cached[0]) == size:
-        return cached
-    with torch.inference_mode(mode=False):
-        received = torch.empty(size, dtype=torch.uint8, device=device)
-        made = received, received.view(torch.int64).view(world_size, -1)
-    if size <= MAX_RECEIVE_BUFFER and device.type == "cpu":
-        cache(owner, ("receive", device), made, size)
-    return made
-
-
 def _aligned(nbytes: int, to: int = 16) -> int:
     """Round up to a multiple: by default of 16, the largest element size."""
     return -(-nbytes // to) * to
-
-
-UNSENT = -1  # marks a prefix that no message has overwritten
-SMALLEST = 1 << 10  # bytes of the smallest first chunk
-LARGEST = 1 << 18  # bytes of the largest first chunk: beyond that, a second message costs less
-MOST_TOGETHER = 1 << 25  # bytes that the first chunks of all ranks together may take
-MAX_PREDICTIONS = 1024
-
-
-@dataclass(slots=True)
-class ChunkSizePredictor:
-    """The predicted size of the first chunk of the next gather; equal on all ranks.
-
-    A prediction depends only on what all ranks know, or chunks would differ in size: on the structure of
-    the last gather, not on the structure that this rank is about to gather.
-    """
-
-    largest: int = LARGEST
-    last: int = 0
-    pending: Tensor | None = None
-    after: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-
-    def capacity(self) -> int:
-        """Return the bytes of the first chunk: enough for the last two gathers."""
-        return max(self.after.get(self.last, (SMALLEST,)))
-
-    def catch_up(self, rank: int) -> None:
-        """Learn from the last message, as other ranks have, if an exception prevented that on this rank."""
-        heads, self.pending = self.pending, None
-        if heads is not None and heads[rank, 0] != UNSENT:
-            self.learn_from(heads[:, :4].tolist())
-
-    def learn_from(self, prefixes: Sequence[Sequence[int]]) -> None:
-        """Record a gather by the first numbers of the chunks of all ranks."""
-        self.pending = None
-        structures = {prefix[0] for prefix in prefixes}
-        if len(structures) > 1:
-            self.learn(0, SMALLEST)
-        else:
-            self.learn(structures.pop(), max(prefix[3] for prefix in prefixes))
-
-    def learn(self, structure: int, need: int) -> None:
-        """Record a gather: its structure's hash, and the bytes of the largest chunk that a rank needed."""
-        if len(self.after) >= MAX_PREDICTIONS:
-            self.after.clear()
-        enough = max(SMALLEST, 1 << (need - 1).bit_length()) if need <= self.largest else SMALLEST
-        before = self.after.get(self.last, (SMALLEST,))[0]
-        self.after[self.last] = (enough, before)
-        self.last = structure
-
-
-_predictors: tuple[Any, ChunkSizePredictor] = (None, ChunkSizePredictor())
-
-
-def predictor_of(collectives: Collectives) -> ChunkSizePredictor:
-    """Return the predictor of these ranks; another run starts with a new predictor."""
-    global _predictors  # noqa: PLW0603 - memory of this process about its peers
-    if _predictors[0] is not collectives:
-        share = max(SMALLEST, MOST_TOGETHER // collectives.world_size)
-        _predictors = (collectives, ChunkSizePredictor(largest=min(LARGEST, share)))
-    return _predictors[1]
 
 
 HEADER_BYTES = 32  # in front of the data of a chunk

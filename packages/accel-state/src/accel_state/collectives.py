@@ -24,9 +24,6 @@ class Collectives(Protocol):
 
     Every method is called by all ranks in the same order. Tensors are contiguous and on the CPU or on
     the device of the run. Every dtype is supported; an operation that fails raises on the ranks that see it.
-
-    Work that a caller passes as `meanwhile` is done exactly once, while the message is under way if the
-    backend allows it; it must not touch the contents of the tensors.
     """
 
     @property
@@ -44,7 +41,7 @@ class Collectives(Protocol):
         """The size of the largest chunk that `exchange_chunks` takes, 0 where it cannot be used."""
         ...
 
-    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def exchange_chunks(self, chunk: Tensor) -> Tensor:
         """Send some bytes to every rank, each rank as many as it likes.
 
         Ranks thus need not know of each other how much they send, and can compare in the message itself
@@ -52,7 +49,6 @@ class Collectives(Protocol):
 
         Args:
             chunk: Up to `chunk_bytes` of type uint8, one-dimensional, on the CPU.
-            meanwhile: Work for the time that this takes.
 
         Returns:
             A tensor of shape `(world_size, chunk_bytes)` with the chunk of each rank at the beginning of its
@@ -60,15 +56,12 @@ class Collectives(Protocol):
         """
         ...
 
-    def all_gather_into(
-        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         """Fill `out` with the tensors of all ranks, in rank order.
 
         Args:
             out: `world_size * tensor.numel()` elements of the type of `tensor`, any shape.
             tensor: The same number of elements on every rank, possibly 0.
-            meanwhile: Work for the time that this takes.
         """
         ...
 
@@ -92,14 +85,11 @@ class Collectives(Protocol):
         """
         ...
 
-    def all_reduce(
-        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
-    ) -> None:
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
         """Overwrite `tensor` with the values of all ranks combined, if need be in a wider type.
 
         Args:
             tensor: Of the same size and type on all ranks; real unless added.
-            meanwhile: Work for the time that this takes.
             op: The reduction.
         """
         ...
@@ -130,15 +120,11 @@ class SingleCollectives:
     world_size: int = 1
     chunk_bytes: int = 0
 
-    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        _call(meanwhile)
+    def exchange_chunks(self, chunk: Tensor) -> Tensor:
         return chunk[None]
 
-    def all_gather_into(
-        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         out.view(-1).copy_(tensor.view(-1))
-        _call(meanwhile)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         del tensor
@@ -150,11 +136,8 @@ class SingleCollectives:
             out.copy_(parts[0])
         return _wait_for_nothing
 
-    def all_reduce(
-        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
-    ) -> None:
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
         del tensor, op
-        _call(meanwhile)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return [obj]
@@ -226,7 +209,7 @@ class TorchCollectives:
         self.chunk_bytes: int = _CHUNK_BYTES if direct else 0
         self._rows = self._sent = torch.empty(0, dtype=torch.uint8)
 
-    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def exchange_chunks(self, chunk: Tensor) -> Tensor:
         limit, ranks, own = self.chunk_bytes, self.world_size, self.rank
         if not len(self._rows):
             with torch.inference_mode(mode=False):  # Later calls outside of it write here.
@@ -239,21 +222,15 @@ class TorchCollectives:
         sent[: (own + 1) * nbytes].view(own + 1, nbytes).copy_(chunk)
         sent[own * nbytes + limit :].view(ranks - own - 1, nbytes).copy_(chunk)
         with collective_scope("exchange"):
-            deferred = meanwhile is not None
-            rows = self._rows.view(-1)
-            work = dist.all_to_all_single(rows, sent, [limit] * ranks, sizes, async_op=deferred)
-            _finish(work, meanwhile)
+            dist.all_to_all_single(self._rows.view(-1), sent, [limit] * ranks, sizes)
         return self._rows
 
-    def all_gather_into(
-        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         if self._is_sent_unchanged(tensor):
             with collective_scope("all_gather"):
-                self._all_gather(out.view(-1), tensor.view(-1), meanwhile)
+                dist.all_gather_into_tensor(out.view(-1), tensor.view(-1))
             return
         if tensor.numel() == 0:
-            _call(meanwhile)
             return
         with (
             collective_scope("all_gather"),
@@ -262,7 +239,7 @@ class TorchCollectives:
         ):
             resolved = source.resolve_conj() if source.is_complex() else source
             # Flat, since backends differ in which shapes of `out` they take.
-            self._all_gather(_as_sendable(target.view(-1)), _as_sendable(resolved.view(-1)), meanwhile)
+            dist.all_gather_into_tensor(_as_sendable(target.view(-1)), _as_sendable(resolved.view(-1)))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         if self._is_sent_unchanged(tensor):
@@ -289,15 +266,12 @@ class TorchCollectives:
 
         return finish
 
-    def all_reduce(
-        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
-    ) -> None:
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
         if self._is_sent_unchanged(tensor):
             with collective_scope("all_reduce"):
-                self._all_reduce(tensor, meanwhile, op)
+                dist.all_reduce(tensor, op=_OPS[op])
             return
         if tensor.numel() == 0:
-            _call(meanwhile)
             return
         with collective_scope("all_reduce"), self._transferable(tensor) as buffer:
             wider = _WIDER.get(buffer.dtype)
@@ -305,7 +279,7 @@ class TorchCollectives:
             unsigned = buffer.dtype == torch.uint64 and op in {"max", "min"}
             if unsigned:
                 total.bitwise_xor_(_SIGN)  # This maps the order of unsigned numbers to that of signed ones.
-            self._all_reduce(total, meanwhile, op)
+            dist.all_reduce(total, op=_OPS[op])
             if unsigned:
                 total.bitwise_xor_(_SIGN)
             if wider is not None:
@@ -333,14 +307,6 @@ class TorchCollectives:
     def _is_sent_unchanged(self, tensor: Tensor) -> bool:
         """Return whether a tensor is sent without a copy: the common case, where microseconds count."""
         return tensor.dtype in _SENDABLE and tensor.device.type in self._device_types and tensor.numel() > 0
-
-    def _all_gather(self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None) -> None:
-        deferred = meanwhile is not None
-        _finish(dist.all_gather_into_tensor(out, tensor, async_op=deferred), meanwhile)
-
-    def _all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None, op: ReduceOp) -> None:
-        deferred = meanwhile is not None
-        _finish(dist.all_reduce(tensor, op=_OPS[op], async_op=deferred), meanwhile)
 
     @contextmanager
     def _staged(self, tensor: Tensor) -> Generator[Tensor]:
@@ -385,20 +351,6 @@ def _is_gloo() -> bool:
         )
     except RuntimeError:  # The group has no backend for the CPU.
         return False
-
-
-def _finish(message: dist.Work | None, meanwhile: Callable[[], None] | None) -> None:
-    """Call `meanwhile`, then wait for a message, also if the call fails: the message uses its memory."""
-    try:
-        _call(meanwhile)
-    finally:
-        if message is not None:
-            message.wait()
-
-
-def _call(meanwhile: Callable[[], None] | None) -> None:
-    if meanwhile is not None:
-        meanwhile()
 
 
 def _as_sendable(tensor: Tensor) -> Tensor:
@@ -449,13 +401,10 @@ class RecordedCollectives:
             host.barrier
         )  # Recorded operations are not waited for: they run when a value is needed.
 
-    def all_gather_into(
-        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         if not self._is_recorded(tensor):
-            self._host.all_gather_into(out, tensor, meanwhile)
+            self._host.all_gather_into(out, tensor)
             return
-        _call(meanwhile)
         with collective_scope("all_gather"):
             gathered = self._own.all_gather(tensor.reshape(-1).to(_SENT_AS[tensor.dtype]))
             out.copy_(gathered.reshape(out.shape))
@@ -468,13 +417,10 @@ class RecordedCollectives:
             sent = self._own.broadcast(tensor.to(_SENT_AS[tensor.dtype]), is_source=self.rank == src)
             tensor.copy_(sent)
 
-    def all_reduce(
-        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
-    ) -> None:
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
         if not self._is_recorded(tensor):
-            self._host.all_reduce(tensor, meanwhile, op=op)
+            self._host.all_reduce(tensor, op=op)
             return
-        _call(meanwhile)
         with collective_scope("all_reduce"):
             tensor.copy_(self._own.all_reduce(tensor.to(_REDUCED_AS[tensor.dtype]), op))
 

@@ -117,23 +117,19 @@ class ThreadCollectives:
         self.chunk_bytes = ranks.chunk_bytes
         self._ranks = ranks
 
-    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+    def exchange_chunks(self, chunk: Tensor) -> Tensor:
         """Send some bytes to every rank; what is behind them in the rows is 255."""
         chunks = self._exchange("exchange_chunks", chunk.detach())
         rows = torch.full((self.world_size, self.chunk_bytes), 255, dtype=torch.uint8)
         for row, received in zip(rows, chunks, strict=True):
             row[: len(received)] = received
-        _call(meanwhile)
         return rows
 
-    def all_gather_into(
-        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         """Fill `out` with the tensors of all ranks, in rank order."""
         tensors = self._alike("all_gather_into", tensor)
         for part, received in zip(out.view(self.world_size, -1), tensors, strict=True):
             part.copy_(received.view(-1))
-        _call(meanwhile)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite `tensor` with that of rank `src`."""
@@ -144,14 +140,11 @@ class ThreadCollectives:
         out.copy_(self._exchange("scatter", parts)[src][self.rank])
         return _done
 
-    def all_reduce(
-        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
-    ) -> None:
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
         """Overwrite `tensor` with the values of all ranks combined."""
         combined = torch.stack([part.to(_wide(part.dtype)) for part in self._alike("all_reduce", tensor)])
         by_op = {"sum": combined.sum, "max": combined.amax, "min": combined.amin, "prod": combined.prod}
         tensor.copy_(by_op[op](0))
-        _call(meanwhile)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Gather the objects of all ranks, in rank order."""
@@ -185,11 +178,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else torch.int64
-
-
-def _call(meanwhile: Callable[[], None] | None) -> None:
-    if meanwhile is not None:
-        meanwhile()
 
 
 def _done() -> None:

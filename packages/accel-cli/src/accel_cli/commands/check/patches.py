@@ -224,15 +224,13 @@ class SingleRankCollectives:
     world_size: int
     chunk_bytes: int = 0
 
-    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        self._record("all_gather", meanwhile)
+    def exchange_chunks(self, chunk: Tensor) -> Tensor:
+        self._record("all_gather")
         return chunk.expand(self.world_size, -1)
 
-    def all_gather_into(
-        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
-    ) -> None:
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         del out, tensor
-        self._record("all_gather", meanwhile)
+        self._record("all_gather")
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         del tensor, src
@@ -243,11 +241,9 @@ class SingleRankCollectives:
         self._record("scatter")
         return lambda: None
 
-    def all_reduce(
-        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
-    ) -> None:
+    def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
         del tensor, op
-        self._record("all_reduce", meanwhile)
+        self._record("all_reduce")
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         self._record("all_gather_object")
@@ -260,10 +256,8 @@ class SingleRankCollectives:
     def barrier(self) -> None:
         self._record("wait_for_everyone")
 
-    def _record(self, kind: str, meanwhile: Callable[[], None] | None = None) -> None:
+    def _record(self, kind: str) -> None:
         self.recorder.record(kind)
-        if meanwhile is not None:
-            meanwhile()
 
 
 def fake_operations(recorder: CollectiveRecorder, world_size: int) -> dict[str, Callable[..., Any]]:
