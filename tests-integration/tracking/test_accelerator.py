@@ -56,6 +56,20 @@ class Lines(GeneralTracker):
     def finish(self):
         self.file.close()
 """
+MAIN_RANK = (
+    COMMON
+    + """
+accelerator = Accelerator(cpu=True, log_with=["tensorboard", Lines()], project_dir="project")
+if accelerator.is_main_process:
+    accelerator.init_trackers("run", {"lr": 0.1})
+for step in range(3):
+    accelerator.log({"loss": torch.tensor(0.5 * step)}, step=step)
+accelerator.get_tracker("lines").log_images({"sample": 1}, step=7)
+accelerator.get_tracker("tensorboard", unwrap=True).add_text("note", "direct")
+accelerator.wait_for_everyone()
+accelerator.end_training()
+"""
+)
 ALL_RANKS = (
     COMMON
     + """
@@ -146,7 +160,7 @@ def ran(tmp_path_factory):
     base = tmp_path_factory.mktemp("run")
     sources = {name: LATE.replace("END", code) for name, (code, _) in ENDS.items()}
     sources |= {"hung": HUNG, "forks": FORKS}
-    programs = {"all_ranks": Program(ALL_RANKS)} | {
+    programs = {"all_ranks": Program(ALL_RANKS), "main_rank": Program(MAIN_RANK)} | {
         name: Program(source, world_size=1, variables=ALONE) for name, source in sources.items()
     }
     imports = ("accel_train.accelerator", "torch._dynamo", "torch.utils.tensorboard")
@@ -157,10 +171,11 @@ def lines(folder, rank=0):
     return [json.loads(line) for line in (folder / f"lines_{rank}.jsonl").read_text().splitlines()]
 
 
-def test_every_call_is_legal_on_every_rank_and_only_the_main_one_logs(ran):
+@pytest.mark.parametrize("name", ["all_ranks", "main_rank"])
+def test_every_call_is_legal_on_every_rank_and_only_the_main_one_logs(ran, name):
     ends, base = ran
-    assert [end.code for end in ends["all_ranks"]] == [0, 0], [end.errors for end in ends["all_ranks"]]
-    folder = base / "all_ranks"
+    assert [end.code for end in ends[name]] == [0, 0], [end.errors for end in ends[name]]
+    folder = base / name
     assert lines(folder) == [[0, {"loss": 0.0}], [1, {"loss": 0.5}], [2, {"loss": 1.0}], [7, ["sample"]]]
     assert not (folder / "lines_1.jsonl").exists()
     assert len([*(folder / "project/run").glob("events*")]) == 1

@@ -107,6 +107,31 @@ def test_logging_too_early_or_too_late_says_what_to_do(memory):
         session.log({"loss": 1.0})
 
 
+@pytest.fixture
+def on_rank_1(monkeypatch):
+    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("on_rank_1")
+def test_trackers_may_be_started_on_the_main_process_alone():
+    session = TrackerSession("tensorboard", "project")
+    session.log({"loss": 1.0})
+    session.get("tensorboard").log_images({"x": 1})
+    session.get("tensorboard", unwrap=True).add_text("a", "b")
+    session.write()
+    session.finish()
+    assert session.trackers == []
+
+
+@pytest.mark.usefixtures("on_rank_1")
+def test_a_tracker_that_logs_on_every_rank_is_started_on_every_rank(memory):
+    memory.main_process_only = False
+    session = TrackerSession(memory)
+    with pytest.raises(TrackerError, match="before init_trackers"):
+        session.log({"loss": 1.0})
+
+
 def test_without_trackers_everything_may_be_called():
     session = TrackerSession(None)
     session.log({"loss": 1.0})

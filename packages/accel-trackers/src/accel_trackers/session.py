@@ -142,7 +142,7 @@ class TrackerSession:
 
     def get(self, name: str, *, unwrap: bool = False) -> Any:
         """Find a tracker, as `Accelerator.get_tracker`."""
-        if not self.log_with:
+        if not self.log_with or (self._stage == "new" and not self._may_log()):
             wanted: GeneralTracker = NullTracker(name)
         else:
             by_name = {tracker.name: tracker for tracker in self.trackers}
@@ -228,6 +228,14 @@ class TrackerSession:
             return NullTracker(kind.name)
         return tracker
 
+    def _may_log(self) -> bool:
+        """Return whether one of the trackers would log on this rank: the others need no `start`."""
+        kinds = (
+            chosen if isinstance(chosen, GeneralTracker) else accel_trackers.tracker_class(chosen)
+            for chosen in self.log_with
+        )
+        return runtime.current_topology().is_main or not all(kind.main_process_only for kind in kinds)
+
     def _set_active(self) -> None:
         """Keep the trackers that log on this rank with their bound methods.
 
@@ -248,8 +256,8 @@ class TrackerSession:
 
     def _check_log(self, values: Any) -> None:
         """Check a call of `log` as on a rank that logs."""
-        if self.log_with and self._stage == "new":
-            raise TrackerError("log() was called before init_trackers(); call that first, on every rank.")
+        if self.log_with and self._stage == "new" and self._may_log():
+            raise TrackerError("log() was called before init_trackers(); call that first.")
         if self.log_with and self._stage == "finished":
             raise TrackerError(
                 "log() was called after end_training(), when the trackers are finished; call it earlier, or "

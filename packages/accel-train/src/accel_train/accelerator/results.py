@@ -280,6 +280,7 @@ class TrackingFacet(Facet):
     ) -> None:
         """Start every tracker of `log_with`, and store hyperparameters.
 
+        It may be called on the main process alone, unless a tracker of yours logs on every process.
         After `load_state`, the runs that the checkpoint names are resumed. Runs of an earlier `init_trackers`
         are finished first.
 
