@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Collection, Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from accel_ops.weights.tensors import (
     named_module_tensors,
     non_persistent_buffers,
 )
+from accel_state.frozen import frozen
 from accel_state.torch_private import buffer_table, child_table, parameter_table
 
 if TYPE_CHECKING:
@@ -390,7 +391,7 @@ def _transfer(parent: nn.Module, name: str, replacement: nn.Module | None) -> No
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Attachment:
     """The common arguments of all hooks of one call."""
 

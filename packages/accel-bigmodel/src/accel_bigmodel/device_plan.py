@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
+from accel_state.frozen import frozen
 from accel_state.torch_private import buffer_table, child_table, parameter_table
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _ROUNDED_TO = 2 << 20
 """Bytes; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-memory-management"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PlacementUnits:
     """What is placed together, as columns: a layer, or all layers that share a tied tensor.
 
@@ -102,7 +103,7 @@ def fill(units: PlacementUnits, capacities: Sequence[int]) -> list[int]:
     return ends
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DeviceBudgets:
     """The devices of a plan, in the order in which they are filled.
 

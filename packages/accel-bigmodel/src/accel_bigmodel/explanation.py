@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from accel_bigmodel.placement import sites_of
 from accel_bigmodel.sizes import byte_count
 from accel_ops.weights.layout import convert_bytes
 from accel_ops.weights.read import entry_of
+from accel_state.frozen import frozen
 from accel_state.html_table import html_table
 from accel_state.libraries import require
 
@@ -29,7 +29,7 @@ _STORAGE = ("cpu", "disk")
 _HEAD = ("device", "layers", "bytes", "share", "moved per forward", "entries")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DeviceUsage:
     """One row: what a device holds.
 
@@ -50,7 +50,7 @@ class DeviceUsage:
     entry_nbytes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Explanation:
     """A device map with its numbers; printed, a table.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accel_state import runtime
 from accel_state.files import libc
+from accel_state.frozen import frozen
 from accel_state.streams import DeviceStreams, Event, pinned_if_possible
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ SLOTS = 4
 """Large enough for full bandwidth on both sides, small enough that pinning them is quick."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Span:
     """Bytes of a source from `begin` on, and where they go: flat uint8 memory of the device."""
 

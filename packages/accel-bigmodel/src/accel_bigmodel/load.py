@@ -8,7 +8,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +25,7 @@ from accel_ops.weights.layout import convert_bytes, convert_file_size_to_int
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
 from accel_state.errors import CheckpointMismatchError, SettingsError, UnsupportedError, some_of
+from accel_state.frozen import frozen
 from accel_state.html_table import html_table
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast"]
 """How a tensor comes: mapped; read and cast; read; through pinned buffers; copied; left; from rank 0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Assignment:
     """The arguments of a load; see `load_checkpoint_in_model`."""
 
@@ -57,7 +57,7 @@ class Assignment:
     memory_limit: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AssignStep:
     """The load plan of one tensor, which gets the type `dtype`."""
 
@@ -309,7 +309,7 @@ _SAMPLE = 256 << 20
 _CHUNK = 8 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FileReport:
     """One weight file.
 
@@ -334,7 +334,7 @@ class FileReport:
         return self.nbytes / self.seconds if self.seconds else float("inf")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LoadReport:
     """One load.
 

@@ -20,6 +20,7 @@ from accel_ops.weights.safetensors_io import HeaderEntry, SafetensorsFile, as_by
 from accel_ops.weights.tensors import tensor_memory
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError, some_of
 from accel_state.files import read_json
+from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     Device = int | str | torch.device
@@ -107,7 +108,7 @@ def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
     return FileIdentity(Path(path), facts.st_dev, facts.st_ino)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StoredTensor:
     """An offloaded tensor where it is stored.
 

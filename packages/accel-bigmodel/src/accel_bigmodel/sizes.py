@@ -13,6 +13,7 @@ from torch.func import functional_call
 from accel_bigmodel.placement import torch_dtype
 from accel_ops.weights.layout import dtype_byte_size
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.labels import CustomDtype
 from accel_state.torch_private import (
     buffer_table,
@@ -366,7 +367,7 @@ def _layers(name: str, module: nn.Module, unsplit: frozenset[str]) -> Iterable[s
         yield from _layers(f"{name}.{child_name}" if name else child_name, child, unsplit)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Workload:
     """Bytes that a declared batch and length take, by module.
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from accel_ops.weights.layout import convert_file_size_to_int
 from accel_state.errors import SettingsError, nearest
+from accel_state.frozen import frozen
 from accel_state.settings import OPTIONS, Layer, Option, SourcedValue
 from accel_state.settings.file import DEFAULT_PATH_HELP, concat
 from accel_state.settings.model import BY_PATH, parse
@@ -219,7 +220,7 @@ class SettingAction(Action):
             namespace.settings = {**before, path: concat(before.get(path), value)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SettingFlag:
     """A flag of a setting.
 
@@ -263,7 +264,7 @@ def launch() -> Parser:
     return made
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchArguments:
     """A parsed command line of `accel launch`.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Any, cast
 
 from accel_state.errors import SettingsError
 from accel_state.files import CONFIG_LIMIT, parse_json, read_regular
+from accel_state.frozen import frozen
 from accel_state.libraries import compare_versions
 from accel_state.settings import SourcedValue, default_config_file, parse_file
 from accel_state.settings.file import FILE_NAMES, default_config_folder, translate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ConfigFile:
     """The content of a config file.
 

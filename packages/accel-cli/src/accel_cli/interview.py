@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from accel_cli.launch.hosts import probe_devices
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.settings import OPTIONS, Layer, Option, SourcedValue, merge_layers
 from accel_state.settings.model import BY_PATH, Settings, as_text, parse, value_at
 from accel_state.settings.option import Answers, boolean, comma_list
@@ -48,7 +49,7 @@ class PreviousQuestion(Exception):  # noqa: N818 - the user's wish, not an error
     """Raised to return to the previous question."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Question:
     """A question about a setting.
 
@@ -264,7 +265,7 @@ _REQUIRED = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class HostInfo:
     """This host, and the nodes of its Slurm job.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli.output import working
 from accel_state.errors import AccelError, did_you_mean
+from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from accel_cli.arguments import Parser
@@ -88,7 +88,7 @@ config, estimate_memory, launch, merge_weights = (
 """The entry points of the programs `accel-config`, `accel-estimate-memory` and so on."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Subcommand:
     """A subcommand.
 

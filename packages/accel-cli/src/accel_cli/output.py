@@ -6,16 +6,16 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
 from accel_state.environ import read
+from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from rich.live import Live
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Table:
     """Rows of cells."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Literal, TypeVar
@@ -38,6 +38,7 @@ from accel_ops.uneven_gather import HEADER_BYTES, call_mismatch, check_same_call
 from accel_state.collectives import Collectives, ReduceOp, SingleCollectives
 from accel_state.device_kinds import WITHOUT_STORAGE, runtime_module
 from accel_state.errors import DistributedOperationException
+from accel_state.frozen import frozen
 from accel_state.runtime import current_or_single
 from accel_state.torch_private import foreach_copy_
 
@@ -51,7 +52,7 @@ COMBINED = frozenset(
 _WIDE_EXPONENTS = {torch.float32, torch.float64, torch.bfloat16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Scaling:
     """The reduction of values, and the scaling of the result.
 
@@ -69,7 +70,7 @@ class Scaling:
         return self.divisor is not None or self.scale != 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PendingReduce:
     """One reduction over all ranks.
 

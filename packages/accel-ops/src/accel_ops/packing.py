@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from accel_ops import tree
+from accel_state.frozen import frozen
 from accel_state.torch_private import not_views
 
 LARGE = 1 << 20
 """Bytes from which a leaf travels alone and uncopied: copying it would cost more than a message."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Leaf:
     """One tensor of nested data: its path there, its element type and shape."""
 
@@ -44,7 +45,7 @@ class Leaf:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Bucket:
     """Leaves that are contiguous in a buffer.
 
@@ -240,7 +241,7 @@ class PackingPlan:
         self.cached_bytes = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Flat:
     """Flattened nested data: its leaves, and the plan that packs them."""
 
@@ -254,7 +255,7 @@ class Flat:
         return _rebuild(self.spec, self.data, iter(leaves))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Buffer:
     """A flat buffer of leaves."""
 

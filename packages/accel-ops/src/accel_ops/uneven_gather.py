@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,7 @@ from accel_ops.packing import below_autograd, cache, cached_buffer, cut_all, des
 from accel_ops.tree import walk
 from accel_state.collectives import Collectives
 from accel_state.errors import DistributedOperationException
+from accel_state.frozen import frozen
 from accel_state.hang_monitor import collective_scope
 from accel_state.rank_status import Description, compare_calls
 
@@ -113,7 +113,7 @@ def _extract(flat: Flat, layout: GatherLayout, received: Tensor, large: Sequence
     return flat.rebuild(layout.restore([*leaves, *large]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GatherLayout:
     """The plan that extracts leaves, concatenated over the ranks, from the chunks of all ranks.
 
@@ -176,7 +176,7 @@ def _keep(flat_plan: PackingPlan, key: Hashable, layout: GatherLayout) -> None:
     cache(flat_plan, key, layout, 0 if layout.order is None else layout.order.nbytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ChunkHeader:
     """The header of the data that a rank sends.
 

@@ -26,6 +26,7 @@ from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Bundle, Precis
 from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.labels import DDPCommunicationHookType
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -119,7 +120,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         register_comm_hook(model, self.comm_hook, self.comm_wrapper, options)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DdpWrapper:
     """Model wrapper that puts models into `DistributedDataParallel`."""
 

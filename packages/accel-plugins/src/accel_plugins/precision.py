@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakKeyDictionary, WeakSet
@@ -21,6 +21,7 @@ from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
 from accel_state import hang_monitor
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.labels import DistributedType, has_sharded_gradients
 from accel_state.partial_state import PartialState
 from accel_state.torch_private import amp_unscale_and_check, infinite_flags, supports_amp_scaling, version_of
@@ -88,7 +89,7 @@ def build_precision(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MixedPrecision:
     """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`."""
 
@@ -155,7 +156,7 @@ def step_unscaled(optimizer: Optimizer, closure: Callable[[], float] | None = No
     return True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FullPrecision:
     """The policy `"no"`: no autocast, no loss scaling."""
 
@@ -197,7 +198,7 @@ def warn_unused_scaler_state(state: StateDict, name: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class EnginePrecision:
     """The policy of an engine that casts models: they take inputs of any floating dtype, and return float32.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_plugins.strategy import StrategyFactory, StrategySpec
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.lazy import Registry
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _check_selected(settings: Settings, selected: StrategySpec, fitting: Strateg
                 raise SettingsError(f"{about}: {name} is {actual!r}, and {selected.name!r} needs {needed!r}.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Engine:
     """A plugin that `Accelerator` takes.
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from accel_state.errors import UnsupportedError
+from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +60,7 @@ PLAIN_FEATURES = frozenset(Feature) - {
 """The features of strategies that train full, ordinary tensors with PyTorch's optimizers."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BatchSharding:
     """Sharding of batches across ranks.
 
@@ -90,7 +91,7 @@ class BatchSharding:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Strategy:
     """A way to train: composed of four roles, never subclassed.
 
@@ -173,7 +174,7 @@ StrategyFactory: TypeAlias = "Callable[[Settings, Runtime, PrecisionPolicy, Mapp
 """`build(settings, runtime, precision, handlers)`; `handlers` maps the type of a kwargs handler to it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StrategySpec:
     """The row of a strategy, known before it is built: a distribution registers it, and a run selects it.
 
@@ -508,7 +509,7 @@ class PrecisionPolicy(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Bundle:
     """The arguments of `prepare`, sorted by kind.
 

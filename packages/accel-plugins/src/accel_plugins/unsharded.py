@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from accel_plugins.strategy import (
     Strategy,
 )
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
@@ -51,7 +52,7 @@ def build(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SingleWrapper:
     """Model wrapper that moves models to the device."""
 
@@ -132,7 +133,7 @@ def _core(model: nn.Module) -> nn.Module:
     return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TorchStepper:
     """Stepper of parameters that PyTorch's optimizers step; by default, of ordinary tensors.
 

@@ -41,6 +41,7 @@ from accel_plugins.strategy import (
 )
 from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised, move_to_device
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.labels import DDPCommunicationHookType, DynamoBackend
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -81,7 +82,7 @@ def build_replicated(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class XlaWrapper:
     """Model wrapper that moves models to an XLA device."""
 
@@ -282,7 +283,7 @@ def start_mesh() -> Any:
     return mesh
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ShardedXlaWrapper:
     """Model wrapper that moves models to the devices of a mesh, sharded."""
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from accel_bigmodel.placement import owner_of
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_state.errors import CheckpointError
 from accel_state.files import parse_json
+from accel_state.frozen import frozen
 from accel_state.libraries import is_bnb_available, require
 from accel_state.torch_private import child_table, parameter_table
 
@@ -287,7 +287,7 @@ def is_listed(name: str, listed: Iterable[str]) -> bool:
     return any(f".{entry}." in f".{name}." for entry in listed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Quantizer:
     """Makes quantised layers and weights as a configuration says."""
 

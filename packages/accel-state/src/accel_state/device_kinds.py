@@ -10,13 +10,13 @@ import logging
 import platform
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import InvalidVersion, Version
 
 from accel_state.errors import MissingDependencyError
+from accel_state.frozen import frozen
 from accel_state.labels import DistributedType
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DeviceKind:
     """One family of devices.
 

@@ -6,13 +6,13 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, Generic, Protocol, TypeVar
 
 from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
+from accel_state.frozen import frozen
 
 _IMPORT = re.compile(r"^from (\S+) import (\([^)]*\)|.*)$", re.MULTILINE)
 _AS_ITSELF = re.compile(r"\b(\w+) as \1\b")
@@ -185,7 +185,7 @@ class Named(Protocol):
 Row = TypeVar("Row", bound=Named)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Registry(Generic[Row]):
     """The rows that come with accel, and those of installed distributions.
 

@@ -6,13 +6,13 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from packaging.version import InvalidVersion, Version
 
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 
 STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Version, Version], bool]] = {
     ">": operator.gt,
@@ -105,7 +105,7 @@ def _parsed(text: str) -> Version:
         raise SettingsError(f"{text!r} is not a version: expected something like '2.9.0'") from None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Library:
     """An optional library.
 
@@ -310,7 +310,7 @@ ADA = (8, 9)
 _MI300 = (9, 4)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fp8Backend:
     """A library that multiplies matrices in 8 bits.
 
@@ -331,7 +331,7 @@ class Fp8Backend:
     otherwise: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fp8Device:
     """What is known of a device before torch is imported.
 

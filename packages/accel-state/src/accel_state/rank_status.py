@@ -9,12 +9,13 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import DistributedOperationException
+from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from accel_state.collectives import Collectives
@@ -28,7 +29,7 @@ _INTERNAL = frozenset(
 _internal_files: dict[str, bool] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankStatus:
     """The last status that one rank posted.
 
@@ -182,7 +183,7 @@ SHOWN = 6  # leaves per rank in the table
 Description = tuple[str, str, "tuple[int, ...] | None"]  # path, type, shape
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Call:
     """The collective that one rank is about to call.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor
 from accel_state import runtime
 from accel_state.device_kinds import KINDS, DeviceKind, available_kind
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.labels import RNGType
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RngSource:
     """One random number generator whose state can be read and set.
 

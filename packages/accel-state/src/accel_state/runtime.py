@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from accel_state.collectives import (
 from accel_state.device_kinds import CPU, KINDS, DeviceKind, get_driver_version, get_gpu_info, peer_variables
 from accel_state.devices import choose_device, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.rank_status import compare_calls
 from accel_state.topology import Topology, check_first_host, detect, rendezvous
 from accel_state.torch_private import get_default_store
@@ -36,7 +37,7 @@ class NotStartedError(AccelError, RuntimeError):
     """The topology of this process was needed before `PartialState()` or `Accelerator()` was made."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Runtime:
     """The runtime of this process.
 

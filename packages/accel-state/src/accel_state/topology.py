@@ -14,12 +14,13 @@ from dataclasses import dataclass
 
 from accel_state import environ as process_environment
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 
 DEFAULT_PORT = 29500
 """Where rank 0 listens when nobody says otherwise; PyTorch's own default."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Topology:
     """Rank of this process, world size and nodes of the job. Made once, by `detect`.
 
@@ -53,7 +54,7 @@ class Topology:
         return self.rank == self.world_size - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Rendezvous:
     """The address of a job's rendezvous."""
 
@@ -61,7 +62,7 @@ class Rendezvous:
     port: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LauncherEnvironment:
     """The variables of one launcher for rank and world size.
 

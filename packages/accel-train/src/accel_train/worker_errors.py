@@ -11,18 +11,18 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from accel_state.files import read_json
+from accel_state.frozen import frozen
 from accel_state.rank_status import format_ranks
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The variable in which torch.distributed.run tells a worker where to write its error."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WorkerErrors:
     """How a worker ended in an error.
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from argparse import SUPPRESS, Action, Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from shlex import quote
 from typing import TypeAlias
 
 from accel_cli.arguments import Parser, SettingAction
 from accel_cli.main import COMMANDS
+from accel_state.frozen import frozen
 
 
 def run(options: Namespace) -> int:
@@ -115,7 +115,7 @@ compdef _accel accel
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Flag:
     """A flag.
 
@@ -129,7 +129,7 @@ class Flag:
     choices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CommandFlags:
     """The arguments of a subcommand.
 

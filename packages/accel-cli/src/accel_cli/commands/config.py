@@ -6,7 +6,7 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from accel_cli.launch.hosts import HostDevices, probe_devices
 from accel_cli.output import Table, show
 from accel_state.environ import read
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.settings import (
     OPTIONS,
     LaunchSettings,
@@ -195,7 +196,7 @@ def run_to_fsdp2(options: Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Conversion:
     """A config for FSDP2, with notes on the changes."""
 

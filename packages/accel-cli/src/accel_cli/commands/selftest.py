@@ -10,13 +10,14 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from accel_cli.output import Table, show, working
 from accel_state.files import read_json
+from accel_state.frozen import frozen
 from accel_state.libraries import require
 
 CHECK_NAMES = ("processes", "collectives", "data loader", "training", "mixed precision", "checkpoint")
@@ -25,7 +26,7 @@ CHECK_NAMES = ("processes", "collectives", "data loader", "training", "mixed pre
 PASSED, FAILED, SKIPPED, RUNNING = "passed", "failed", "skipped", "running"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Outcome:
     """Outcome of a check, on one rank or on all."""
 
@@ -35,7 +36,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankReport:
     """Report of one rank.
 

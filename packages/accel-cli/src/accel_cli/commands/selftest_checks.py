@@ -9,7 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from accel_plugins.fp8.te import has_transformer_engine_layers
 from accel_plugins.kwargs import InitProcessGroupKwargs
 from accel_state import runtime
 from accel_state.accelerator_state import AcceleratorState
+from accel_state.frozen import frozen
 from accel_state.partial_state import PartialState
 from accel_state.streams import device_streams, synchronize
 from accel_train.accelerator import Accelerator
@@ -35,7 +36,7 @@ class DiffersError(AssertionError):
     """Raised by a check that finds a difference while all ranks are still in step."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Session:
     """Context of the checks.
 
@@ -53,7 +54,7 @@ class Session:
         return self.accelerator.num_processes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingResult:
     """Result of a few steps.
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from accel_cli.launch.hosts import VISIBLE_DEVICES, HostDevices
 from accel_state.errors import AccelError
+from accel_state.frozen import frozen
 from accel_state.libraries import Fp8Device, choose_backend
 from accel_state.settings import Layer, Merged, Settings, SourcedValue
 from accel_state.settings.model import TITLES, value_at
 from accel_state.topology import detect
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchFacts:
     """The inputs of the checks."""
 

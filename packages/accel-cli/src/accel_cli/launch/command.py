@@ -9,7 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from accel_cli.arguments import LaunchArguments
 from accel_cli.config_file import ConfigFile, read_config
@@ -19,6 +19,7 @@ from accel_cli.launch.launchers import Command, Launcher, choose_launcher, comma
 from accel_cli.output import Table, redact, show
 from accel_state.environ import read
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.settings import (
     OPTIONS,
     ErrorCollector,
@@ -35,7 +36,7 @@ from accel_state.settings.model import BY_PATH, TITLES, as_text, parse, value_at
 from accel_state.topology import check_first_host, detect, rendezvous
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchPlan:
     """The decisions about a launch.
 
@@ -103,7 +104,7 @@ def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     return make_plan(merged, line.script, line.script_arguments, environ, machine), file.notes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TorchrunVariables:
     """The settings in the variables of `torch.distributed.run`.
 

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -14,10 +13,11 @@ from pathlib import Path
 from accel_state.device_kinds import KINDS, nvidia_smi, peer_variables
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.files import read_regular
+from accel_state.frozen import frozen
 from accel_state.libraries import BACKENDS, BY_NAME, is_installed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class HostDevices:
     """The properties of this machine that launching needs.
 

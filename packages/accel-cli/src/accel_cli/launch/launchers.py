@@ -8,7 +8,6 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 from accel_cli.launch.hosts import first_machine
 from accel_cli.main import ERROR
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
+from accel_state.frozen import frozen
 from accel_state.lazy import Registry
 from accel_state.settings import LaunchSettings, to_environ
 from accel_state.settings.model import BY_VARIABLE
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from accel_cli.launch.command import LaunchPlan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Launcher:
     """A way to start the processes of a job; what a distribution registers.
 
@@ -54,7 +54,7 @@ class Launcher:
     environ: Callable[[LaunchPlan], Mapping[str, str]] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Command:
     """A program to become."""
 
@@ -302,7 +302,7 @@ _MPI_VARIABLES = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH",
 """Variables that processes on other machines need besides those of the settings."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MpiVendor:
     """The vendor of an `mpirun`, and its flags; the defaults are those of the Hydra process manager.
 

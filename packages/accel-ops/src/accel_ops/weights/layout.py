@@ -9,12 +9,12 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_ops.weights.tensors import id_tensor_storage
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.labels import CustomDtype
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ Group = TypeVar("Group")
 DEFAULT_SHARD_SIZE = "10GB"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WeightShards:
     """The plan of the files of a state dict.
 

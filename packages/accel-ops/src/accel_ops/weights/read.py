@@ -6,7 +6,6 @@ import os
 import pickletools
 import zipfile
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any, cast
@@ -25,9 +24,10 @@ from accel_ops.weights.layout import (
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError, some_of
 from accel_state.files import JSON_LIMIT, open_regular, read_json
+from accel_state.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CheckpointFiles:
     """The files of a checkpoint.
 

@@ -16,7 +16,6 @@ import mmap
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -28,6 +27,7 @@ from torch import Tensor
 from accel_ops.weights.tensors import tensor_memory
 from accel_state.errors import CheckpointError
 from accel_state.files import libc, open_regular, parse_json
+from accel_state.frozen import frozen
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class SafetensorsFile:
         return [(begin, min(end, self.size)) for begin, end in runs]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class HeaderEntry:
     """Bytes `begin` to `end` of a file, from its start, which one tensor fills."""
 

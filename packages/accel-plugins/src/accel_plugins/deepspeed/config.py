@@ -11,7 +11,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from accel_plugins.kwargs import is_count
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.files import CONFIG_LIMIT, read_regular
+from accel_state.frozen import frozen
 from accel_state.libraries import is_installed
 from accel_state.logging import get_logger
 
@@ -300,7 +301,7 @@ def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
     return known | {"train_micro_batch_size_per_gpu": 1}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class KnownValue:
     """A value that is known from outside of the configuration, with its source for messages.
 
@@ -313,7 +314,7 @@ class KnownValue:
     binding: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Mismatch:
     """A value of the configuration that contradicts a known one."""
 
@@ -326,7 +327,7 @@ class Mismatch:
         return f"{self.key} is {self.value!r} in the configuration, but {known.value!r} by {known.source}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Filled:
     """A filled configuration, its contradictions, and the dotted keys whose value is still `"auto"`."""
 
@@ -512,7 +513,7 @@ def without_none(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "zero_optimization": zero}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RunFacts:
     """Facts about a run from which a configuration is filled; `None` where they are not known.
 

@@ -11,7 +11,6 @@ import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from accel_plugins.deepspeed.library import ds_module
 from accel_state.errors import CheckpointError
+from accel_state.frozen import frozen
 from accel_state.torch_private import rebuild_parameter, rebuild_tensor, rebuild_tensor_v2
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -75,7 +75,7 @@ def _list_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     return [path for _, path in sorted(paths)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class EngineFolder:
     """The files of one checkpoint; tensors are memory-mapped.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
@@ -24,6 +24,7 @@ from accel_plugins.parallelism.config import (
 )
 from accel_state.accelerator_state import GradientState
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _IGNORED = -100
 _KEY = "input_ids"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SequenceShard:
     """Shard the sequences of batches.
 
@@ -141,7 +142,7 @@ _patched: dict[str, tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]
 """Each patched attention function of transformers: the original, and Ulysses' attention by module."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SequenceParallel:
     """Shard sequences over a mesh, with DeepSpeed's attention for models of transformers."""
 

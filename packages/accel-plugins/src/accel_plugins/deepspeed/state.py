@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, final
@@ -21,6 +20,7 @@ from accel_plugins.sharding.state import StateAllocator, StateForm, names_to_ind
 from accel_plugins.strategy import StateDict, Write
 from accel_plugins.unsharded import ReplicatedPersister
 from accel_state.errors import CheckpointError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.torch_private import IncompatibleKeys
 
@@ -325,7 +325,7 @@ _PLAIN = ReplicatedPersister()
 """Persister of models without an engine."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DeepSpeedPersister:
     """Persister that gathers the sharded state of an engine, and shards it again when it is loaded."""
 
@@ -414,7 +414,7 @@ class DeepSpeedPersister:
         return EngineState(None, (), module=core) if any(map(is_sharded, core.parameters())) else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DeepSpeedShards:
     """Sharded state of an engine: saved in its native format, loaded from others as full tensors."""
 

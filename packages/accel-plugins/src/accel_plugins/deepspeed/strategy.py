@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPoli
 from accel_plugins.unsharded import check_materialised
 from accel_state import hang_monitor
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -104,7 +105,7 @@ def _features(plugin: DeepSpeedPlugin) -> frozenset[Feature]:
     return frozenset({Feature.OPTIMIZER_FROM_CONFIGURATION, *more})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DeepSpeedWrapper:
     """Model wrapper that makes an engine from a model and its optimizer."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -21,6 +21,7 @@ from accel_plugins.fp8.recipe import (
     tied_layers,
 )
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.libraries import require
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
@@ -167,7 +168,7 @@ class BlockScaledLinear(nn.Linear):
         return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else output
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TorchAo:
     """Convert models by torchao, and compute the scales of their weights."""
 

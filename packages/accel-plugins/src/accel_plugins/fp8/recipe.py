@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from accel_ops.tree import is_dtensor
 from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count, resolve_fields
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.lazy import Registry
 from accel_state.libraries import is_installed
 from accel_state.runtime import Runtime
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import Bundle
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Recipe:
     """A way for models to compute in a format that needs more than autocast, for one run.
 
@@ -62,7 +63,7 @@ RecipeFactory: TypeAlias = "Callable[[Settings, Runtime, Mapping[type, Any]], Re
 """`build(settings, runtime, handlers)`; `handlers` maps the type of a kwargs handler to it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RecipeSpec:
     """The row of a recipe, known before it is built; `Accelerator(mixed_precision=…)` takes its name.
 

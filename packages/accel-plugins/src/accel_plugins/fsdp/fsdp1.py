@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
@@ -56,6 +56,7 @@ from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPoli
 from accel_plugins.unsharded import TorchStepper, check_materialised, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 from accel_state.torch_private import (
@@ -131,7 +132,7 @@ def _mesh(plugin: FullyShardedDataParallelPlugin, runtime: Runtime) -> DeviceMes
     return mesh_of(kind, {"dp_shard": topology.world_size})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fsdp1Wrapper:
     """Model wrapper that puts models into `FullyShardedDataParallel`.
 
@@ -364,7 +365,7 @@ def _clip_norm(
     return norm
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fsdp1Shards:
     """Sharded state dicts of FSDP1, with the original parameters instead of the flat ones."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -43,6 +43,7 @@ from accel_plugins.sharding.wrap import (
 from accel_plugins.strategy import PrecisionPolicy, Strategy
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.libraries import is_torch_version
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -107,7 +108,7 @@ def build(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FullSharding:
     """Shard models over a mesh, with a shard axis after any replicate axis, by FSDP2.
 

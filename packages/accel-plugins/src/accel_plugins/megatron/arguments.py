@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from inspect import unwrap
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -13,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from accel_plugins.megatron.families import FAMILIES
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.data import MegatronLMDummyScheduler
@@ -202,7 +202,7 @@ def scheduler_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Sizes:
     """The sizes of a transformer that parallel groups divide.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_plugins.megatron.library import core, load_library, without_core_warnings
 from accel_state.accelerator_state import AcceleratorState, is_initialized
 from accel_state.errors import SettingsError, did_you_mean
+from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -184,7 +185,7 @@ def with_real_loaders(loaders: Sequence[Any], context: Any) -> list[Any]:
 _RENAMED = {"splits_string": "split", "seq_length": "sequence_length", "seed": "random_seed"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Documents:
     """The facts about a tokenizer that megatron-core reads; `eod` is -1 if no token ends a document."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from accel_plugins.megatron.train_steps import (
 )
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.torch_private import assert_async
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.strategy import Groups
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainStepContext:
     """The object that train steps get as `accelerator`."""
 

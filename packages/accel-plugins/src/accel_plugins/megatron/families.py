@@ -7,7 +7,6 @@ the part of a rank with its leading dims flattened.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,11 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.lazy import Registry
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModelFamily:
     """A family of models: how megatron-core builds a configuration of transformers, and weights.
 
@@ -74,7 +74,7 @@ def find_family(model: Any) -> ModelFamily:
     return family
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Weight:
     """A parameter of megatron-core and the weights of transformers that it is made of.
 
@@ -88,7 +88,7 @@ class Weight:
     packing: Packing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Packing:
     """How the weights of transformers that make one parameter of megatron-core are packed and split.
 

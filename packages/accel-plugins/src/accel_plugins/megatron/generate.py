@@ -20,6 +20,7 @@ from accel_plugins.megatron.library import core, without_core_warnings
 from accel_plugins.megatron.plugin import Effect, find_ineffective, is_number
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
+from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.engine import MegatronEngine
@@ -148,7 +149,7 @@ _SAMPLING = ("temperature", "top_k", "top_p")
 """Options that ask for draws, unless `do_sample` says something else."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class GenerationOptions:
     """How tokens are chosen and when a sequence ends, from options of `megatron_generate`.
 
@@ -338,7 +339,7 @@ def beam_search(
     return ended[0][1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Prompts:
     """Prompts of shape `[rows, width]` without padding on their left; tokens beyond `lengths` do not count.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from accel_plugins.sharding.state import (
 from accel_plugins.strategy import StateDict
 from accel_plugins.unsharded import ReplicatedPersister
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class MegatronPersister(ReplicatedPersister):
         _load_optimizer(engine, optimizer, state["param_groups"], state_by_name(state, names)["state"])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MegatronShards:
     """Sharded state dicts of engines, as DTensors under the names of transformers."""
 
@@ -412,7 +413,7 @@ def _local_part(engine: MegatronEngine, weight: PlacedWeight, tensors: Sequence[
     return part.to(device=weight.parameter.device, dtype=torch.float32).reshape(weight.parameter.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class OptimizerSlot:
     """The optimizer's part of one parameter, on this rank.
 
@@ -479,7 +480,7 @@ def list_trained(engine: MegatronEngine) -> list[PlacedWeight]:
     return [weight for weight in engine.placed if weight.parameter.requires_grad]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PlacedWeight:
     """A parameter of this rank, and the weights of transformers that it holds a part of."""
 

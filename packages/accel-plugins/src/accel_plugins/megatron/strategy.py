@@ -88,6 +88,7 @@ from accel_plugins.unsharded import check_materialised
 from accel_state import process_group
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.libraries import require
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -185,7 +186,7 @@ class MegatronRun:
     groups: GroupReference | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MegatronWrapper:
     """Model wrapper that builds this rank's stages and Megatron's optimizer."""
 
@@ -353,7 +354,7 @@ def check_run(plugin: MegatronLMPlugin, family: ModelFamily | None) -> None:
         check_attention(plugin, family.kind, family.name, has_engine=has_engine)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MegatronStepper:
     """Stepper of the engine that is trained; steps clip gradients to the norm `clipping`, unless it is 0."""
 
@@ -456,7 +457,7 @@ class MegatronStepper:
         return self.run.is_ready
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Groups:
     """Sizes of Megatron's groups, and this rank in each."""
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 
 _UNLIMITED = {"full_attention", "attention", "moe", "mlp"}  # the last two mix no tokens
 _SPANS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PartialLayer:
     """A layer that does not attend to all earlier tokens.
 

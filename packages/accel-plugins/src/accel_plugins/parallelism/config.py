@@ -17,6 +17,7 @@ from accel_plugins.strategy import BatchSharding
 from accel_state import process_group, torch_private
 from accel_state.collectives import group_timeout, set_group_timeout
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.settings.engines import ParallelismSettings
 from accel_state.settings.model import Settings
 
@@ -473,7 +474,7 @@ def _is_alive(mesh: DeviceMesh) -> bool:
         return False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Axes:
     """The device mesh of a run."""
 

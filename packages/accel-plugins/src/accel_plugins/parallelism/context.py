@@ -6,7 +6,6 @@ import inspect
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +23,7 @@ from accel_plugins.parallelism.attention import (
 )
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.torch_private import (
     context_parallel,
     context_parallel_options,
@@ -46,7 +46,7 @@ _lock = threading.Lock()
 _inside: list[_Block] = []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class _Block:
     """The full sequences in a block of `maybe_context_parallel`.
 
@@ -63,7 +63,7 @@ class _Block:
     packed: dict[int, Tensor]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ContextParallel:
     """Shard sequences over a mesh; keys and values rotate by `"allgather"` or `"alltoall"`."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +23,7 @@ from accel_plugins.sharding.state import TensorShards
 from accel_plugins.sharding.wrap import SHARDED_FEATURES, ShardedWrapper, sharded_stepper
 from accel_plugins.strategy import PrecisionPolicy, Strategy
 from accel_state.errors import SettingsError, did_you_mean
+from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
@@ -69,7 +69,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
 """Parallel styles by the names that a plan may use."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TensorParallel:
     """Apply tensor parallelism to models."""
 

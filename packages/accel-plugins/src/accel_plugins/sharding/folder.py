@@ -10,7 +10,7 @@ import io
 import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -42,6 +42,7 @@ from accel_plugins.sharding.state import (
 )
 from accel_state.errors import CheckpointError, did_you_mean
 from accel_state.files import open_regular
+from accel_state.frozen import frozen
 from accel_state.topology import Topology
 from accel_state.torch_private import StorageInfo, flatten_state_dict, get_layout
 
@@ -274,7 +275,7 @@ def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, stri
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TensorMetadata:
     """One value of a DCP folder; without a shape, it is an object and no tensor.
 
@@ -462,7 +463,7 @@ def _unpack(
     return target
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LocalFiles:
     """Save and load models and optimizers as one file per rank."""
 

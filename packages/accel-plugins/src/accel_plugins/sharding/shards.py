@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accel_plugins.sharding.state import ShardedStates, state_by_index, state_by_name
+from accel_state.frozen import frozen
 from accel_state.torch_private import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def gather_full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     return detached.full_tensor()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ShardsPersister:
     """Gather and load full state dicts through any `ShardedStates`."""
 

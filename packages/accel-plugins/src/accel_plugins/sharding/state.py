@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.errors import CheckpointError
+from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -122,7 +122,7 @@ def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
     return allocate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TensorShards:
     """State dicts with the tensors of the model and of the optimizer as they are.
 

@@ -35,6 +35,7 @@ from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPol
 from accel_plugins.unsharded import TorchStepper, check_not_lazy, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.torch_private import (
     buffer_table,
@@ -126,7 +127,7 @@ class ParamRemap:
         switch_parameters(optimizer, mapping)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ShardedWrapper:
     """Model wrapper that shards models in place; they stay the same objects, with the same names.
 

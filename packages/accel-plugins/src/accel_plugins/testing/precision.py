@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,13 +13,14 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.kwargs import AutocastKwargs
 from accel_plugins.strategy import Bundle, PrecisionPolicy
 from accel_plugins.testing.strategy import ConformanceError, Problem, demand, demand_equal, loss_of, sgd
+from accel_state.frozen import frozen
 from accel_state.labels import PrecisionType
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PrecisionSubject:
     """A precision policy to be checked.
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_plugins.strategy import Bundle, Feature, Strategy
 from accel_state.errors import AccelError
+from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -49,7 +50,7 @@ def demand_equal(
         demand(worst <= tolerance, f"{what}: {name!r} is off by {worst:.3g} (tolerance {tolerance:.3g}).")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Problem:
     """A regression problem whose samples are sharded."""
 
@@ -226,7 +227,7 @@ def full(tensor: Any) -> Any:
 _STEPS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class StrategySubject:
     """A strategy to be checked.
 

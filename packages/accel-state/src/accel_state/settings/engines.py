@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from accel_state.frozen import frozen
 from accel_state.settings.option import (
     Answers,
     boolean,
@@ -71,7 +71,7 @@ def _hosts(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is calle
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DeepSpeedSettings:
     """How DeepSpeed trains; the fields of `DeepSpeedPlugin`.
 
@@ -141,7 +141,7 @@ class DeepSpeedSettings:
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class HostSettings:
     """Starting processes on the machines of a DeepSpeed hostfile."""
 
@@ -237,7 +237,7 @@ def _fsdp_row(help: str, *, short: str | None = None, **more: Any) -> Any:  # no
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FsdpSettings:
     """How PyTorch's FSDP shards models; the fields of `FullyShardedDataParallelPlugin`."""
 
@@ -401,7 +401,7 @@ def _megatron_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field i
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MegatronSettings:
     """How Megatron-LM trains; the fields of `MegatronLMPlugin` that can be set from outside."""
 
@@ -511,7 +511,7 @@ def _fp8_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is cal
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Fp8Settings:
     """How matrices are multiplied in eight bits; the fields of the FP8 recipes."""
 
@@ -624,7 +624,7 @@ def _parallelism_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the fiel
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ParallelismSettings:
     """The sizes of the axes of parallelism; the fields of `ParallelismConfig` and of its handlers."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accel_state.errors import SettingsError, did_you_mean
+from accel_state.frozen import frozen
 from accel_state.settings.model import (
     BY_KEY,
     DEFAULT,
@@ -46,7 +46,7 @@ _FSDP = ("min_num_params", "offload_params", "sharding_strategy")
 """Keys of `fsdp_config` that had no prefix once."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Translation:
     """A config file in the present format.
 

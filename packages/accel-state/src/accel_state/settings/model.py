@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from enum import IntEnum
 from types import TracebackType
 from typing import Any, Literal, TypeAlias
 
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.settings.engines import (
     DEEPSPEED,
     FP8,
@@ -48,7 +49,7 @@ BASE_PRECISIONS = frozenset({"no", "fp16", "bf16"})
 """Those that need no recipe."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Settings:
     """Everything that can be set from outside a script, decided once and passed down in parts.
 
@@ -148,7 +149,7 @@ class Layer(IntEnum):
     DEFAULT = 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SourcedValue:
     """A parsed value with its source.
 
@@ -174,7 +175,7 @@ TITLES = {
 DEFAULT = SourcedValue(value=None, layer=Layer.DEFAULT, origin="default")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Merged:
     """Merged settings with their provenance.
 

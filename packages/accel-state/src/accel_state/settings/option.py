@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, field, fields
 from importlib.metadata import entry_points
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from accel_state.environ import str_to_bool
+from accel_state.frozen import frozen
 
 
 def boolean(text: str) -> bool:
@@ -176,7 +177,7 @@ Answers: TypeAlias = "Callable[[str], Any]"
 """Looks up the answer given so far for a settings path."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Option:
     """One setting.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from accel_state.device_kinds import KINDS
+from accel_state.frozen import frozen
 from accel_state.labels import DistributedType, DynamoBackend, PrecisionType
 from accel_state.settings.option import (
     Answers,
@@ -66,7 +66,7 @@ def _row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LaunchSettings:
     """How the command starts processes. Workers do not see this: their launcher tells them who they are."""
 
@@ -223,7 +223,7 @@ _ONE_RUN = "It belongs to one run rather than to a machine."
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ProcessSettings:
     """How one process runs."""
 
@@ -310,7 +310,7 @@ def _of_pod(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is call
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MpiSettings:
     """Starting processes with `mpirun`."""
 
@@ -327,7 +327,7 @@ MPI = rows_of("mpi", MpiSettings, topic="MPI")
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TpuSettings:
     """Training on TPUs, on this machine or on the machines of a pod."""
 
@@ -396,7 +396,7 @@ TPU = rows_of("tpu", TpuSettings, topic="TPU")
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SageMakerSettings:
     """Training as a job of Amazon SageMaker."""
 
@@ -478,7 +478,7 @@ def _compiles(answers: Answers) -> bool:
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PrecisionSettings:
     """In which precision the forward and backward passes compute."""
 
@@ -492,7 +492,7 @@ class PrecisionSettings:
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingSettings:
     """How the training loop steps."""
 
@@ -526,7 +526,7 @@ def _dynamo(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is call
 
 
 @documented
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class DynamoSettings:
     """How `torch.compile` compiles the model."""
 

@@ -36,6 +36,7 @@ from accel_plugins.strategy import PrecisionPolicy, Strategy, StrategySpec
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState, GradientState, is_initialized
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.labels import DynamoBackend, PrecisionType, RNGType
 from accel_state.logging import get_logger
 from accel_state.partial_state import PartialState
@@ -66,7 +67,7 @@ class _Unset:
 UNSET: Any = _Unset()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class AcceleratorConfig:
     """The unchecked arguments of `Accelerator`, which documents them."""
 
@@ -141,7 +142,7 @@ class PreparedObjects:
             kind.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Parts:
     """Everything that the facets of an `Accelerator` work with; only `prepared` and the states change.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, TypeVarTuple, cast, final, overload
 
 import torch
@@ -29,6 +29,7 @@ from accel_plugins.megatron.data import MegatronLMDummyDataLoader, MegatronLMDum
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer
 from accel_plugins.strategy import Bundle, Feature
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
 from accel_state.labels import DynamoBackend, RNGType
 from accel_state.logging import get_logger
 from accel_state.memory import release_memory
@@ -460,7 +461,7 @@ def _without_wrapper(argument: Any) -> Any:
     return argument.scheduler if isinstance(argument, AcceleratedScheduler) else argument
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class PrepareRequest:
     """The arguments of the stages of one call of `prepare`, besides the bundle."""
 

@@ -28,6 +28,7 @@ from accel_plugins.sharding.state import (
 )
 from accel_state.device_kinds import KINDS, DeviceKind
 from accel_state.errors import CheckpointError, SettingsError
+from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.agreement import Agreement, make_all_gather
@@ -132,7 +133,7 @@ class CheckpointContext:
             saving.finish()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CheckpointFile:
     """A file that this rank writes.
 
@@ -151,7 +152,7 @@ class CheckpointFile:
         self.write(self.read(), sink)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Contents:
     """The objects whose states are saved, and states that were read already."""
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from accel_ops.weights.layout import MODEL_NAME, SAFE_MODEL_NAME, SAFETENSORS_SUFFIX
 from accel_state.errors import CheckpointError
+from accel_state.frozen import frozen
 
 FSDP_MODEL_NAME = f"{MODEL_NAME}_fsdp"
 """The folder or file of a model that FSDP shards, before its number."""
@@ -206,7 +207,7 @@ FORMAT = 1
 CHECKSUM = "xxh3_64"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FileRecord:
     """The size of a file in bytes, and its XXH3 hash of 64 bits in hexadecimal digits."""
 
@@ -214,7 +215,7 @@ class FileRecord:
     checksum: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Manifest:
     """The files of a checkpoint, and facts about the run that saved it.
 

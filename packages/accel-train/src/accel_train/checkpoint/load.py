@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from accel_ops.weights.tensors import id_tensor_storage
 from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
 from accel_state.files import local_path
+from accel_state.frozen import frozen
 from accel_state.torch_private import is_traceable_wrapper_subclass, non_persistent_names
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout
@@ -99,7 +100,7 @@ def has_checkpoint(run: CheckpointContext) -> bool:
     return bool(_complete_on_all(_gather_proposals(run, None, "has_checkpoint")))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LoadProposal:
     """One rank's view of the checkpoint before loading.
 
@@ -249,7 +250,7 @@ def _result_or_error(
         return False, error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class CheckpointReader:
     """A checkpoint that one rank reads.
 

@@ -22,6 +22,7 @@ from accel_state.errors import (
     SettingsError,
 )
 from accel_state.files import local_path
+from accel_state.frozen import frozen
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.agreement import Agreement
 from accel_train.checkpoint.contents import (
@@ -73,7 +74,7 @@ def save(
         raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SaveRequest:
     """The arguments of a save; the same on all ranks."""
 
@@ -84,7 +85,7 @@ class SaveRequest:
     to_disk: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SaveProposal:
     """One rank's view of the save before anything is written.
 
@@ -273,7 +274,7 @@ def _save(run: CheckpointContext, request: SaveRequest, job: WriteTask) -> Savin
     return saving
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class WriteTask:
     """This rank's share of one save.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from accel_ops.tree import children, ignorant_find_batch_size, rebuild
 from accel_state.collectives import Collectives
+from accel_state.frozen import frozen
 from accel_state.runtime import current_or_single
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.loader import batch_transfer
@@ -230,7 +230,7 @@ def shard_of_ranks(mesh: Any) -> list[int]:
     return [owners[rank] for rank in range(len(owners))]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RowSplit:
     """Split the batches that rank 0 has read across ranks; see `DataLoaderDispatcher` for the fields.
 

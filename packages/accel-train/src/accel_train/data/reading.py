@@ -6,7 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from inspect import signature
@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
 from accel_state.errors import MissingDependencyError
+from accel_state.frozen import frozen
 from accel_train.data.samplers import (
     OrderState,
     innermost_sampler,
@@ -27,7 +28,7 @@ from accel_train.data.samplers import (
 from accel_train.data.shards import BatchSamplerShard, BatchWithMeta, RemainingBatches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Position:
     """A position in an epoch: the same for all ranks, and valid for any number of ranks.
 
@@ -219,7 +220,7 @@ INDEXING = frozenset({"batch_size", "shuffle", "sampler", "drop_last", "batch_sa
 """The arguments of a torch loader that choose what it reads; `IndexSource.options` replaces them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class IndexSource:
     """The indices that a loader reads in an epoch.
 

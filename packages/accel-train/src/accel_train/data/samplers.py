@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, TypeAlias, overload
 
@@ -19,6 +18,7 @@ from torch.utils.data import (
 )
 
 from accel_ops.collectives import broadcast_object_list
+from accel_state.frozen import frozen
 from accel_state.labels import RNGType
 from accel_state.torch_private import requested_samples
 
@@ -250,7 +250,7 @@ def drawn(items: Iterable[Any]) -> Iterator[Any]:
     return chain(list(islice(iterator, 1)), iterator)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SharedOrder:
     """An order of samples that is the same on all ranks, and the generators that ranks synchronise for it."""
 

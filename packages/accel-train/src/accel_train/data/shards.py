@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
+from accel_state.frozen import frozen
 from accel_state.torch_private import pin_memory
 from accel_train.data.samplers import (
     OrderState,
@@ -28,7 +29,7 @@ from accel_train.data.samplers import (
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class BatchPlan:
     """The plan that cuts an epoch into *rounds* of one batch for every rank, in the order of ranks.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,12 @@ from accel_cli.output import Table, redact, show, working
 from accel_ops.weights.layout import convert_bytes
 from accel_state.environ import read
 from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
 from accel_state.libraries import require
 from accel_state.settings import Merged, merge_layers, parse_environ, worker_environ
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Findings:
     """The findings of a check.
 

@@ -9,14 +9,15 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import zip_longest
 from pathlib import Path
 
 from accel_cli.commands.estimate.memory import Buckets, MemoryPeak, ModelSizes
+from accel_state.frozen import frozen
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankTask:
     """The arguments of a process that runs as a rank.
 
@@ -48,7 +49,7 @@ class RankTask:
         return {name: str(value) for name, value in variables.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RecordedCollective:
     """A collective.
 
@@ -61,7 +62,7 @@ class RecordedCollective:
     nbytes: int = field(default=0, compare=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class File:
     """A file that would be written.
 
@@ -77,7 +78,7 @@ class File:
     full_nbytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class SelectedStrategy:
     """The strategy of a rank.
 
@@ -93,7 +94,7 @@ class SelectedStrategy:
     precision: str = "no"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class LoaderRecord:
     """A prepared loader.
 
@@ -110,7 +111,7 @@ class LoaderRecord:
     batches: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class RankRecord:
     """The record of one rank.
 
@@ -141,7 +142,7 @@ class RankRecord:
     stopped: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Difference:
     """The first collective in which two ranks differ.
 

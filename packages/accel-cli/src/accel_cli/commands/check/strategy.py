@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -41,6 +41,7 @@ from accel_plugins.sharding.state import INDEX_NAME, ShardedStates, StateForm, s
 from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, Strategy, StrategySpec
 from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised
 from accel_state.accelerator_state import AcceleratorState
+from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 from accel_state.torch_private import DTensorSpec, TensorMeta, tree_leaves
@@ -335,7 +336,7 @@ def _fake_strategy(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Sharded:
     """The sharding of checkpoints by a strategy whose own code does not run in the check.
 
@@ -372,7 +373,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The element types of engines by the name of their precision."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FakeDeepSpeed:
     """Fake of DeepSpeed's engine: it fills and checks the configuration, and casts the model."""
 
@@ -447,7 +448,7 @@ def _fake_megatron(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class FakeMegatron:
     """Fake of Megatron's engine with its checks: models stay unsharded."""
 

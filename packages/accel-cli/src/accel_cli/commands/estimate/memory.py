@@ -10,9 +10,11 @@ the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from typing import Any
+
+from accel_state.frozen import frozen
 
 MASTER = 4
 """Bytes of an element of the master weights, and of their gradients."""
@@ -21,7 +23,7 @@ ADAM = 8
 """Bytes of Adam's two moments per element."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Buckets:
     """The buckets that DeepSpeed allocates, in elements: keys of `zero_optimization` and their defaults.
 
@@ -38,7 +40,7 @@ class Buckets:
     live: int = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class ModelSizes:
     """The size of a model, in elements.
 
@@ -67,7 +69,7 @@ class ModelSizes:
         return max(self.blocks, default=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class MemoryPeak:
     """The live memory at one moment of a forward and backward pass, without the weights.
 
@@ -82,7 +84,7 @@ class MemoryPeak:
     gradients: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class TrainingSetup:
     """A training run.
 
@@ -121,7 +123,7 @@ class TrainingSetup:
         return 2 * MASTER * _ceil(self.sizes.trainable if flat else self.sizes.largest, shards)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Estimate:
     """The memory of a strategy, in bytes.
 
@@ -344,7 +346,7 @@ HEADROOM = 0.9
 _MOST_DEVICES = 65536
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Suggestion:
     """A suggested configuration."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from accel_cli.commands.estimate.memory import ModelSizes
 from accel_ops.weights.read import find_checkpoint_files
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
 from accel_state.files import read_json
+from accel_state.frozen import frozen
 from accel_state.labels import CustomDtype
 from accel_state.libraries import is_timm_available, is_transformers_available
 
@@ -231,7 +231,7 @@ DTYPES: Mapping[str, ElementType] = {
 """The dtypes of `--dtypes`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@frozen
 class Weights:
     """The size of a model in one dtype, in bytes."""
 
