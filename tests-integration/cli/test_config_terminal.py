@@ -109,7 +109,6 @@ BRANCHES = {
         "launch.num_processes": "8",
         "launch.main_process_ip": "n1",
         "mpi.hostfile": "hosts",
-        "launch.num_cpu_threads_per_process": "4",
     },
     "a TPU pod": {
         "launch.distributed_type": "XLA",

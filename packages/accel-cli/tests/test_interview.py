@@ -49,7 +49,7 @@ def test_on_a_laptop_little_is_asked():
         "launch.compute_environment", "launch.distributed_type", "process.use_cpu",
         "precision.mixed_precision", "dynamo.backend",
     ]  # fmt: skip
-    assert settings.launch.num_processes is None
+    assert settings.launch.num_processes == 1
 
 
 def test_who_goes_back_is_asked_again_with_the_earlier_answer():
@@ -273,8 +273,7 @@ def test_several_machines_get_a_command_each():
 @pytest.fixture
 def environ(monkeypatch, tmp_path):
     outside = {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    for module in (config, config):
-        monkeypatch.setattr(module, "read", lambda: outside)
+    monkeypatch.setattr(config, "read", lambda: outside)
     return outside
 
 

@@ -225,6 +225,14 @@ def test_what_is_written_as_a_file_is_read_back(settings):
     assert read in (expected, replace(expected, parallelism=sizes))
 
 
+def test_a_file_has_the_keys_that_other_readers_know():
+    steps = {"deepspeed_config": {"zero_stage": 2, "gradient_accumulation_steps": 4}}
+    settings = merge_layers(parse_file({"distributed_type": "DEEPSPEED", **steps}, "run.yaml")).settings
+    assert to_content(settings)["deepspeed_config"] == steps["deepspeed_config"]
+    job = merge_layers(parse_file({"compute_environment": "AMAZON_SAGEMAKER"}, "job.yaml")).settings
+    assert "num_processes" not in to_content(job)
+
+
 def test_a_file_for_tpus_shards_where_its_fsdp_section_asks_for_xla():
     content = {"distributed_type": "XLA", "fsdp_config": {"xla": True, "xla_fsdp_v2": True}}
     settings = merge_layers(parse_file(content, "run.yaml")).settings

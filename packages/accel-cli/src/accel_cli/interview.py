@@ -42,7 +42,10 @@ def interview(ask: Callable[[Question], str], host: HostInfo) -> Settings:
                 earlier[option.path] = text
             continue
         answers.append((BY_PATH[question.path], text))
-    return _merge_answers(answers)
+    settings = _merge_answers(answers)
+    if settings.launch.compute_environment == "LOCAL_MACHINE" and settings.launch.distributed_type == "NO":
+        settings = replace(settings, launch=replace(settings.launch, num_processes=1))
+    return settings
 
 
 class PreviousQuestion(Exception):  # noqa: N818 - the user's wish, not an error
@@ -170,11 +173,6 @@ def _suggest_precision(host: HostInfo, answers: Answers) -> str:
     return "bf16" if host.bf16 else "fp16"
 
 
-def _suggest_threads(host: HostInfo, answers: Answers) -> str:
-    processes = max(1, (answers("launch.num_processes") or 1) // answers("launch.num_machines"))
-    return str(max(1, host.cores // processes))
-
-
 def _suggest_shard_size(_: HostInfo, answers: Answers) -> str:
     return str(
         max(1, (answers("launch.num_processes") or 1) // (answers("parallelism.dp_replicate_size") or 1))
@@ -188,7 +186,6 @@ _SUGGESTIONS: Mapping[str, str | Callable[[HostInfo, Answers], str]] = {
     "launch.main_process_ip": lambda host, _: host.first_node or host.address or "",
     "launch.main_process_port": "29500",
     "launch.gpu_ids": "all",
-    "launch.num_cpu_threads_per_process": _suggest_threads,
     "precision.mixed_precision": _suggest_precision,
     "fsdp.fsdp_version": "2",
     "fsdp.sharding_strategy": "FULL_SHARD",
@@ -255,6 +252,7 @@ def _find_problem(option: Option, text: str) -> str | None:
 
 
 _REQUIRED = (
+    "launch.num_processes",
     "launch.main_process_ip",
     "launch.main_process_port",
     "hosts.hostfile",

@@ -490,7 +490,7 @@ _LEVELS = ("O1", "O2")
 
 
 def _fp8_on(answers: Answers) -> bool:
-    return answers("precision.mixed_precision") == "fp8"
+    return is_local(answers) and answers("precision.mixed_precision") == "fp8"
 
 
 def _with(*backends: str) -> Any:

@@ -223,12 +223,17 @@ def to_content(settings: Settings) -> dict[str, Any]:
         if option.path == "launch.distributed_type" and engines and not settings.is_sharded_on_xla:
             value = engines[0]
         if option.path == "launch.num_processes" and value is None:
+            if settings.launch.compute_environment == "AMAZON_SAGEMAKER":
+                continue  # Other readers of such a file refuse the key.
             value = -1
         if option.key is None or (
             value == value_at(defaults, option.path) and option.path not in ALWAYS_WRITTEN
         ):
             continue
-        table, _, name = option.key.rpartition(".")
+        key = option.key
+        if option.path == "training.gradient_accumulation_steps" and settings.deepspeed is not None:
+            key = option.key_aliases[0]  # Other readers know it there only.
+        table, _, name = key.rpartition(".")
         (content.setdefault(table, {}) if table else content)[name] = _written(option, value)
     if settings.parallelism is not None:
         content.setdefault("parallelism_config", {"parallelism_config_dp_replicate_size": 1})

@@ -148,8 +148,7 @@ class LaunchSettings:
     )
     num_cpu_threads_per_process: int | None = _row(
         "Threads per process (OMP_NUM_THREADS); by default several processes share the cores.",
-        question="How many threads per process?",
-        ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "MULTI_CPU",
+        skip_reason="The default fits, and Accelerate refuses a file with this key.",
     )
     max_restarts: int = _row(
         "How often a failed group of workers is started again.",
