@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from accel_state.errors import UnsupportedError
 from accel_train.accelerator import Accelerator
 from accel_train.accelerator.prepare import STAGES, kind_of, sort_argument, sort_arguments
 
@@ -90,6 +93,7 @@ def test_the_order_of_stages_is_the_documented_one():
         "check",
         "recipe",
         "precision",
+        "sequences",
         "wrap",
         "compile",
         "optimizers",
@@ -105,3 +109,24 @@ def test_what_is_prepared_is_marked_for_libraries_that_ask():
     loader = torch.utils.data.DataLoader([1, 2])
     for prepared in Accelerator(cpu=True).prepare(model, optimizer, scheduler, loader):
         assert prepared._is_accelerate_prepared is True
+
+
+def test_the_private_methods_of_accelerate_can_be_called():
+    accelerator: Any = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    cpu = torch.device("cpu")
+    assert accelerator._get_devices(model, optimizer, "other") == (cpu, cpu)
+    assert accelerator._get_devices() == (None, None)
+    assert accelerator._get_named_parameters(model) == {"weight": model.weight, "bias": model.bias}
+    assert accelerator._get_named_parameters(model, drop_refs=True)["weight"] == model.weight.data_ptr()
+    accelerator._do_sync()
+    assert not accelerator.sync_gradients
+    assert accelerator._prepare_one(optimizer) is optimizer
+    assert type(accelerator._prepare_one(optimizer, first_pass=True)).__name__ == "AcceleratedOptimizer"
+    assert accelerator._prepare_tp(model) == (model,)
+    assert accelerator._prepare_device_mesh() is None
+    model.weight.grad = torch.full((2, 2), 3.0)
+    assert accelerator._clip_grad_norm_dtensor_aware(model.parameters(), 1.0) == 6.0
+    with pytest.raises(UnsupportedError, match="MS-AMP"):
+        accelerator._prepare_msamp(model, device_placement=None)

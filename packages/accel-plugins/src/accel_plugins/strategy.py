@@ -105,6 +105,7 @@ class Strategy:
         mesh: The device mesh, where it has several axes.
         split_sequences: Makes a context in which every rank has a shard of each sequence: called as
             `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
+        prepare_for_split: Changes a model in place, before it is wrapped, so that it works in this context.
         shard_sequences: Shards the sequences of a batch, where loaders do that.
         precision: The policy to use instead of the one that the strategy was made with, where an engine has
             its own.
@@ -137,6 +138,7 @@ class Strategy:
     features: frozenset[Feature]
     mesh: DeviceMesh | None = None
     split_sequences: Callable[..., AbstractContextManager[None]] | None = None
+    prepare_for_split: Callable[[nn.Module], None] | None = None
     shard_sequences: Callable[[Any], Any] | None = None
     precision: PrecisionPolicy | None = None
     release: Callable[[], None] | None = None

@@ -1,8 +1,9 @@
-"""The documented functions around FSDP2 that take an `Accelerator`; `prepare` does all of it."""
+"""The documented functions around FSDP2 that take an `Accelerator`; `prepare` calls replacements."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -35,7 +36,9 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
         raise UnsupportedError(f"fsdp2_prepare_model(): the strategy is {strategy.name!r}, not 'fsdp2'.")
     bundle = Bundle(models=[model])
     strategy.wrapper.check(bundle)
-    return strategy.wrapper.wrap(bundle).models[0]
+    options = replacements(accelerator)
+    options.pop("shard", None)  # it may be what calls this
+    return strategy.wrapper.wrap(bundle, **options).models[0]
 
 
 def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -69,7 +72,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any] | Iterable[tuple[st
 
 def fsdp2_load_full_state_dict(
     accelerator: Accelerator, model: nn.Module, full_sd: Mapping[str, Tensor], cpu_offload: bool = False
-) -> None:
+) -> nn.Module:
     """Load a full state dict that only the main process has into a sharded model, tensor by tensor.
 
     Args:
@@ -77,9 +80,27 @@ def fsdp2_load_full_state_dict(
         model: The sharded model, also on the meta device.
         full_sd: Full state dict; ignored on other ranks.
         cpu_offload: Whether parameters stay on the CPU.
+
+    Returns:
+        The model.
     """
     runtime = accelerator.state.runtime
     load_from_rank0(model, full_sd, runtime, on_cpu=cpu_offload)
+    return model
+
+
+# A replacement of the functions leaves these names alone.
+_SHARD, _LOAD = fsdp2_prepare_model, fsdp2_load_full_state_dict
+
+
+def replacements(accelerator: Any) -> dict[str, Any]:
+    """Return the functions by which a program has replaced those above, as the wrapper takes them."""
+    replaced: dict[str, Any] = {}
+    if fsdp2_prepare_model is not _SHARD:
+        replaced["shard"] = partial(fsdp2_prepare_model, accelerator)
+    if fsdp2_load_full_state_dict is not _LOAD:
+        replaced["load"] = partial(fsdp2_load_full_state_dict, accelerator)
+    return replaced
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any, Tensor]) -> None:

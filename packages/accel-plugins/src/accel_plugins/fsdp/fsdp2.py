@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -35,7 +35,6 @@ from accel_plugins.sharding.state import TensorShards
 from accel_plugins.sharding.wrap import (
     SHARDED_FEATURES,
     ShardedWrapper,
-    compose,
     dtype_to_train,
     hook_of,
     sharded_stepper,
@@ -80,10 +79,8 @@ def build(
         rotation = axes.config.cp_handler.cp_comm_strategy or "allgather"
         context = ContextParallel(mesh=axes.context, rotation=rotation)
     stages = [*(() if tensor is None else (tensor,)), full]
-    shard: list[Callable[[nn.Module], None]] = [*stages]
     validate = [stage.validate for stage in stages]
     if context is not None:
-        shard.append(context.prepare)
         validate.append(context.validate)
     shards = TensorShards(form_now=partial(form_of, plugin))
     return Strategy(
@@ -91,8 +88,8 @@ def build(
         fsdp_version=2,
         wrapper=ShardedWrapper(
             runtime=runtime,
-            shard=compose(shard),
-            validate=compose(validate),
+            shard=_compose(stages),
+            validate=_compose(validate),
             parameters_on=full.parameters_on(runtime.device),
             master_weights=None if precision.name == "no" else precision.name,
             only_main_has_values=bool(plugin.cpu_ram_efficient_loading),
@@ -103,9 +100,20 @@ def build(
         features=SHARDED_FEATURES,
         mesh=axes.mesh,
         split_sequences=context,
+        prepare_for_split=None if context is None else context.prepare,
         shards=shards,
         native=LocalFiles(shards=shards, topology=runtime.topology),
     )
+
+
+def _compose(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
+    """Compose functions of a model into one that calls them in order."""
+
+    def call_all(model: nn.Module) -> None:
+        for function in functions:
+            function(model)
+
+    return call_all
 
 
 @frozen

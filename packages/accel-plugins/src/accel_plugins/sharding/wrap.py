@@ -31,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_ops.modules import without_compiler
 from accel_ops.tree import by_device, local_parts
 from accel_plugins.sharding.shards import gather_full_tensor, group_tied_names, shard_like
+from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy
 from accel_plugins.unsharded import TorchStepper, check_not_lazy, move_to_device
 from accel_state import hang_monitor
@@ -168,8 +169,23 @@ class ShardedWrapper:
                     "of their parameters differ. Make the same models on every rank."
                 )
 
-    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Shard the models that are not sharded yet, and switch optimizers to the new parameters."""
+    def wrap(
+        self,
+        bundle: Bundle,
+        *,
+        evaluation: bool = False,
+        shard: Callable[[nn.Module], nn.Module] | None = None,
+        load: Callable[..., Any] | None = None,
+    ) -> Bundle:
+        """Shard the models that are not sharded yet, and switch optimizers to the new parameters.
+
+        Args:
+            bundle: Models that `check` has let pass.
+            evaluation: The models will never be trained.
+            shard: Returns a model sharded, with all its values, in place of all that is done here.
+            load: Gives a sharded model on the meta device its values, called as `load(model, full_state,
+                cpu_offload=…)`; the full state is empty on ranks other than 0.
+        """
         models = [*bundle.models]
         for index, model in enumerate(models):
             core = without_compiler(model)
@@ -179,8 +195,10 @@ class ShardedWrapper:
                 models[index] = move_to_device(
                     replace(bundle, models=[model], placements=()), self.runtime.device
                 )[0]
+            elif shard is not None:
+                models[index] = self._shard_by(shard, core)
             else:
-                self._wrap(core, bundle)
+                self._wrap(core, bundle, load)
         for optimizer in bundle.optimizers:
             self.remap.switch(optimizer)
         return replace(bundle, models=models)
@@ -188,7 +206,20 @@ class ShardedWrapper:
     def unwrap(self, model: nn.Module) -> nn.Module:
         return without_compiler(model)
 
-    def _wrap(self, model: nn.Module, bundle: Bundle) -> None:
+    def _shard_by(self, shard: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
+        """Shard a model by a function of the caller."""
+        before = {
+            parameter: strip_wrapper_prefixes(name)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        sharded = shard(model)
+        if not self.remap.has(sharded):
+            named = sharded.named_parameters(remove_duplicate=False)
+            now = {strip_wrapper_prefixes(name): parameter for name, parameter in named}
+            self.remap.add(sharded, before.items(), now)
+        return sharded
+
+    def _wrap(self, model: nn.Module, bundle: Bundle, load: Callable[..., Any] | None) -> None:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         is_main = self.runtime.topology.is_main
         if self.master_weights is not None and is_main:
@@ -201,6 +232,10 @@ class ShardedWrapper:
         )
         detached_parameters = detach_params(bundle.optimizers, names)
         self.shard(model)
+        if load is not None:
+            on_cpu = self.parameters_on != self.runtime.device
+            load(model, {**values.parameters, **values.buffers}, cpu_offload=on_cpu)
+            values = _without_materialized(model, values)
         materialize_from_rank0(model, values, self.runtime, parameters_on=self.parameters_on)
         reattach_params(detached_parameters, model)
         self.remap.add(model, values.before.items(), dict(model.named_parameters(remove_duplicate=False)))
@@ -232,16 +267,6 @@ def _check_quantised(model: nn.Module) -> None:
                 f"{type(model).__name__}: the parameter {name!r} is quantised ({type(parameter).__name__} of "
                 "bitsandbytes) and cannot be sharded. Train the model with DDP, or load it in its own dtype."
             )
-
-
-def compose(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
-    """Compose functions of a model into one that calls them in order."""
-
-    def call_all(model: nn.Module) -> None:
-        for function in functions:
-            function(model)
-
-    return call_all
 
 
 @dataclass(slots=True)
@@ -348,6 +373,22 @@ def materialize_from_rank0(
                 set_gradient_hooks(shard, values.hooks[name])
         for alias in names:
             put_tensor(model, alias, shard)
+
+
+def _without_materialized(model: nn.Module, values: FullModelState) -> FullModelState:
+    """Return the state of the tensors that are still on the meta device; give the others what they had."""
+    on_meta: dict[str, list[str]] = {}
+    for name, names in values.names.items():
+        tensor = _get_tensor(model, name)
+        if tensor.is_meta:
+            on_meta[name] = names
+            continue
+        vars(tensor).update(values.attributes[name])
+        if name in values.hooks:
+            set_gradient_hooks(tensor, values.hooks[name])
+        for alias in names[1:]:
+            put_tensor(model, alias, tensor)
+    return replace(values, names=on_meta)
 
 
 def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: bool) -> None:

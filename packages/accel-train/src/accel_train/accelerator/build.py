@@ -183,6 +183,11 @@ class Parts:
     trackers: TrackerSession
     meter: StepMeter | None
 
+    @property
+    def fp8_backend(self) -> str:
+        """The library that multiplies matrices in 8 bits, `"NO"` without."""
+        return (self.converter and self.converter.recipe.backend) or "NO"
+
 
 def build_parts(config: AcceleratorConfig) -> Parts:
     """Read the settings, start the process group if there is none yet, and build the parts."""

@@ -19,6 +19,7 @@ from accel_ops.modules import (
     has_compiled_regions,
     is_compiled_module,
     model_has_dtensor,
+    without_compiler,
 )
 from accel_plugins import sharding
 from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
@@ -34,7 +35,8 @@ from accel_state.labels import DynamoBackend, RNGType
 from accel_state.logging import get_logger
 from accel_state.memory import release_memory
 from accel_state.runtime import Runtime
-from accel_train.accelerator.run import Facet
+from accel_train import fsdp
+from accel_train.accelerator.seams import SeamFacet, replaced_stages
 from accel_train.data.adapter import DataLoaderAdapter, PreparedLoader
 from accel_train.data.prepare import prepare_data_loader
 from accel_train.step import bind_step
@@ -54,7 +56,7 @@ More = TypeVarTuple("More")
 Placement: TypeAlias = "Sequence[bool | None] | None"
 
 
-class PrepareFacet(Facet):
+class PrepareFacet(SeamFacet):
     """`prepare`, and what undoes it."""
 
     __slots__ = ()
@@ -174,14 +176,10 @@ class PrepareFacet(Facet):
             >>> type(optimizer).__name__
             'AcceleratedOptimizer'
         """
-        parts = self._parts
-        bundle, placements = sort_arguments(
-            args,
-            device_placement=device_placement,
-            default=parts.device_placement,
-            prepared=parts.prepared,
-        )
-        results = run_stages(bundle, PrepareRequest(parts=parts, placements=placements)).in_order()
+        replaced = replaced_stages(self)
+        for method in replaced.values():
+            args = tuple(getattr(self, method)(*args))
+        results = self._run_stages(args, device_placement, leave_out=replaced)
         return results[0] if len(results) == 1 else tuple(results)
 
     def prepare_model(
@@ -355,13 +353,42 @@ class PrepareFacet(Facet):
     def _dataloaders(self) -> list[Any]:
         return self._parts.prepared.dataloaders
 
-    def _prepare_single(self, kind: str, argument: Any, placement: bool | None, **request: Any) -> Any:
+    def _run_stages(
+        self, args: Sequence[Any], device_placement: Placement = None, *, leave_out: Container[str] = ()
+    ) -> list[Any]:
+        parts = self._parts
+        bundle, placements = sort_arguments(
+            args,
+            device_placement=device_placement,
+            default=parts.device_placement,
+            prepared=parts.prepared,
+        )
+        request = PrepareRequest(accelerator=self, placements=placements, leave_out=leave_out)
+        return run_stages(bundle, request).in_order()
+
+    def _run_single_stage(self, stage: str, args: Sequence[Any]) -> tuple[Any, ...]:
+        parts = self._parts
+        bundle, placements = sort_arguments(
+            args, device_placement=None, default=parts.device_placement, prepared=parts.prepared
+        )
+        return tuple(
+            STAGES[stage](bundle, PrepareRequest(accelerator=self, placements=placements)).in_order()
+        )
+
+    def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
+        kind = kind_of(obj)
+        if kind == _OTHERS or (kind == "schedulers") == first_pass:
+            return obj
+        return self._prepare_single(kind, obj, device_placement)
+
+    def _prepare_single(self, kind: str, argument: Any, placement: bool | None, **options: Any) -> Any:
         parts = self._parts
         if argument in parts.prepared:
             return argument
         move = parts.device_placement if placement is None else placement
         bundle, placements = sort_argument(kind, argument, move=move)
-        return run_stages(bundle, PrepareRequest(parts=parts, placements=placements, **request)).in_order()[0]
+        request = PrepareRequest(accelerator=self, placements=placements, **options)
+        return run_stages(bundle, request).in_order()[0]
 
 
 # An argument is of the first kind whose types it has; of no kind, it is passed through.
@@ -463,19 +490,26 @@ def _without_wrapper(argument: Any) -> Any:
 
 @frozen
 class PrepareRequest:
-    """The arguments of the stages of one call of `prepare`, besides the bundle."""
+    """The arguments of the stages of one call of `prepare`, besides the bundle; `leave_out` names stages."""
 
-    parts: Parts
+    accelerator: PrepareFacet
     placements: Mapping[str, Sequence[bool]]
+    leave_out: Container[str] = ()
     evaluation: bool = False
     slice_fn: Callable[..., Any] | None = None
     step_per: StepPer | None = None
 
+    @property
+    def parts(self) -> Parts:
+        """The parts of the accelerator."""
+        return self.accelerator._parts  # pyright: ignore[reportPrivateUsage] - its own stages
+
 
 def run_stages(bundle: Bundle, request: PrepareRequest) -> Bundle:
     """Run every stage in order, and record the prepared objects."""
-    for stage in STAGES.values():
-        bundle = stage(bundle, request)
+    for name, stage in STAGES.items():
+        if name not in request.leave_out:
+            bundle = stage(bundle, request)
     for wrapped in (*bundle.models, *bundle.optimizers, *bundle.schedulers, *bundle.dataloaders):
         vars(wrapped)["_is_accelerate_prepared"] = True  # libraries read it
     prepared = request.parts.prepared
@@ -574,9 +608,18 @@ class RecipeApplier:
         return bundle
 
 
+def _sequences(bundle: Bundle, request: PrepareRequest) -> Bundle:
+    prepare = request.parts.strategy.prepare_for_split
+    if prepare is not None and not request.evaluation:
+        for model in bundle.models:
+            prepare(without_compiler(model))
+    return bundle
+
+
 def _wrap(bundle: Bundle, request: PrepareRequest) -> Bundle:
-    bundle = request.parts.strategy.wrapper.wrap(bundle, evaluation=request.evaluation)
-    engine = request.parts.engine
+    strategy, engine = request.parts.strategy, request.parts.engine
+    replaced = fsdp.replacements(request.accelerator) if strategy.fsdp_version == 2 else {}
+    bundle = strategy.wrapper.wrap(bundle, evaluation=request.evaluation, **replaced)
     if engine is not None and not request.evaluation:
         for model in bundle.models:
             engine.route(model)
@@ -627,6 +670,10 @@ def _optimizers(bundle: Bundle, request: PrepareRequest) -> Bundle:
 def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
     parts = request.parts
     config, sharding = parts.dataloading, parts.strategy.sharding
+    # What is not in Accelerate's signature is passed where it is needed: the function may be replaced.
+    own: dict[str, Any] = {"micro_batches": sharding.micro_batches} if sharding.micro_batches > 1 else {}
+    if config.already_sharded:
+        own["already_sharded"] = True
     loaders = tuple(
         prepare_data_loader(
             loader,
@@ -644,18 +691,21 @@ def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
             torch_device_mesh=parts.strategy.mesh,
-            micro_batches=sharding.micro_batches,
-            already_sharded=config.already_sharded,
+            **own,
         )
         for loader, move in zip(bundle.dataloaders, request.placements["dataloaders"], strict=True)
     )
-    for loader in loaders:
+    for loader in filter(_is_ours, loaders):
         loader.resume_mid_epoch = config.resume_mid_epoch
         if parts.meter is not None:
             loader.meter = parts.meter
         if bundle.models:
             loader.shard_sequences = parts.strategy.shard_sequences
     return replace(bundle, dataloaders=loaders)
+
+
+def _is_ours(loader: object) -> bool:
+    return isinstance(loader, PreparedLoader)  # a replacement of `prepare_data_loader` may return any
 
 
 def _schedulers(bundle: Bundle, request: PrepareRequest) -> Bundle:
@@ -687,6 +737,7 @@ STAGES: Mapping[str, Callable[[Bundle, PrepareRequest], Bundle]] = {
     "check": _check,
     "recipe": _recipe,
     "precision": lambda bundle, request: request.parts.precision.convert(bundle),
+    "sequences": _sequences,
     "wrap": _wrap,
     "compile": _compile,
     "optimizers": _optimizers,

@@ -42,7 +42,6 @@ class Facet(ABC):
 
 
 _FLAG = "use set_trigger() and check_trigger()"
-_PREPARE = "use prepare()"
 _HANDLERS = "keep the object that you gave as one of kwargs_handlers"
 _HOOKS = "keep the handles that register_save_state_pre_hook() and register_load_state_pre_hook() return"
 
@@ -56,22 +55,9 @@ INSTEAD = {
     "msamp_recipe_handler": _HANDLERS,
     "has_lomo_optimizer": "call lomo_backward() where the optimizer is of lomo-optim",
     "delayed_fp8_autocast": "use autocast()",
-    "_clip_grad_norm_dtensor_aware": "use clip_grad_norm_(), which takes DTensors",
     "_custom_objects": "keep the objects that you give to register_for_checkpointing()",
-    "_do_sync": "use accumulate(), and gradient_state for its result",
-    "_get_devices": "use device",
-    "_get_named_parameters": "use named_parameters() of the model",
     "_load_model_state_pre_hook": _HOOKS,
     "_save_model_state_pre_hook": _HOOKS,
-    "_prepare_ao": _PREPARE,
-    "_prepare_cp": _PREPARE,
-    "_prepare_deepspeed": _PREPARE,
-    "_prepare_device_mesh": "use torch_device_mesh",
-    "_prepare_fsdp2": _PREPARE,
-    "_prepare_megatron_lm": _PREPARE,
-    "_prepare_msamp": _PREPARE,
-    "_prepare_te": _PREPARE,
-    "_prepare_tp": _PREPARE,
 }
 """Advice by attribute of Hugging Face's `Accelerator`; most of these are private there."""
 
@@ -121,9 +107,7 @@ class ProcessFacet(Facet, RankMethods):
             >>> Accelerator(cpu=True).fp8_backend.value
             'NO'
         """
-        converter = self._parts.converter
-        backend = None if converter is None else converter.recipe.backend
-        return FP8BackendType(backend or "NO")
+        return FP8BackendType(self._parts.fp8_backend)
 
     @property
     def fp8_enabled(self) -> bool:

@@ -1,0 +1,43 @@
+"""What libraries replace in `accelerate` takes effect under the alias, and ends with the replacement."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).parent / "programs" / "patches.py"
+
+
+def replay(ranks: int, folder: Path) -> dict[str, Any]:
+    """Run the cases of a number of ranks; return what each has seen."""
+    several = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+    done = subprocess.run(
+        [sys.executable, *(several if ranks > 1 else []), "-m", "accel_compat", str(PROGRAM)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    seen: dict[str, Any] = {}
+    for line in done.stdout.splitlines():
+        seen |= json.loads(line) if line.startswith("{") else {}
+    return seen
+
+
+ARGUMENTS = ["Sequential", "SGD", "StepLR", "DataLoader"]
+
+
+def test_replacements_of_functions_and_methods_run_on_two_ranks(tmp_path: Path):
+    seen = replay(2, tmp_path)
+    assert seen["fsdp2_prepare_model"] == ["Accelerator", "wrapping"]
+    assert seen["fsdp2_load_full_state_dict"] == [[["0.bias", "0.weight", "1.bias", "1.weight"], False]]
+    prepared = ["FSDPSequential", "AcceleratedOptimizer", "AcceleratedScheduler", "DataLoaderShard"]
+    assert seen["prepare_fsdp2"] == [ARGUMENTS, prepared]
+    assert seen["prepare_cp"] == [["Sequential"]]
