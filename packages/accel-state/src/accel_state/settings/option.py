@@ -293,6 +293,7 @@ def switch(section: str, name: str, **row: Any) -> Option:
 
 def documented(kind: type[_Section]) -> type[_Section]:
     """Decorate a section: its docstring lists the fields with the help of their rows."""
-    lines = [f"    {row.path[1:]}: {row.help}" for row in rows_of("", kind, topic="")]
+    section: type[Any] = kind
+    lines = [f"    {item.name}: {item.metadata['row'](item.name)['help']}" for item in fields(section)]
     kind.__doc__ = "\n".join([f"{kind.__doc__}", "", "Args:", *lines])
     return kind

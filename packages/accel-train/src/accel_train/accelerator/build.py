@@ -45,7 +45,7 @@ from accel_state.settings import Settings
 from accel_state.settings.model import from_environ
 from accel_trackers.session import OnTrackerError, TrackerSession
 from accel_train.accelerator.prepare import RecipeApplier
-from accel_train.checkpoint.contents import CheckpointContext
+from accel_train.checkpoint.context import CheckpointContext
 from accel_train.profiling import StepMeter
 from accel_train.step import EngineCalls, ItemWindow, Synchronizer, Trigger, bind_backward, bind_step
 

@@ -20,7 +20,7 @@ from accel_train.checkpoint import layout
 if TYPE_CHECKING:
     from accel_trackers.general import GeneralTracker
     from accel_trackers.session import TrackerSession
-    from accel_train.checkpoint.contents import CheckpointContext
+    from accel_train.checkpoint.context import CheckpointContext
 
 
 T = TypeVar("T")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from accel_ops.modules import extract_model_from_parallel
 from accel_plugins import sharding
 from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, read_folder
 from accel_plugins.sharding.state import (
@@ -29,108 +27,16 @@ from accel_plugins.sharding.state import (
 from accel_state.device_kinds import KINDS, DeviceKind
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.frozen import frozen
-from accel_state.runtime import Runtime
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.agreement import Agreement, make_all_gather
-from accel_train.checkpoint.staging import HostStaging, write_object, write_weights
+from accel_train.checkpoint.context import CheckpointContext
+from accel_train.checkpoint.staging import write_object, write_weights
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_plugins.fp8.recipe import Recipe
-    from accel_plugins.kwargs import ProjectConfiguration
     from accel_plugins.sharding.folder import TensorMetadata
-    from accel_plugins.strategy import Generators, NativeFiles, PrecisionPolicy, Strategy
-    from accel_train.accelerator.build import PreparedObjects
+    from accel_plugins.strategy import Generators, NativeFiles
     from accel_train.checkpoint.load import CheckpointReader
-    from accel_train.checkpoint.save import Saving
-    from accel_train.step import Synchronizer
-
-
-@dataclass
-class CheckpointContext:
-    """The objects that an `Accelerator` saves and loads, and their folders.
-
-    Args:
-        save_hooks: Called as `hook(models, weights, folder)` before anything is written.
-        load_hooks: Called as `hook(models, folder)` before anything is loaded.
-    """
-
-    runtime: Runtime
-    project: ProjectConfiguration
-    prepared: PreparedObjects
-    synchronizer: Synchronizer
-    strategy: Strategy
-    precision: PrecisionPolicy
-    recipe: Recipe | None = None
-    custom: list[Any] = field(default_factory=list[Any])
-    save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
-    load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
-    saving: Saving | None = None
-
-    @property
-    def rank(self) -> int:
-        """Index of this process."""
-        return self.runtime.topology.rank
-
-    @property
-    def is_automatic(self) -> bool:
-        """Whether checkpoints are numbered."""
-        return self.project.automatic_checkpoint_naming
-
-    @property
-    def numbered(self) -> Path:
-        """The folder of numbered checkpoints."""
-        if self.project.project_dir is None:
-            raise SettingsError(
-                "ProjectConfiguration(automatic_checkpoint_naming=True) needs a project_dir: checkpoints go "
-                "to <project_dir>/checkpoints."
-            )
-        return layout.numbered_folders(self.project.project_dir)
-
-    @property
-    def committer(self) -> int:
-        """The rank that commits the folder in which this rank writes."""
-        topology = self.runtime.topology
-        return topology.rank - topology.local_rank if self.project.save_on_each_node else 0
-
-    @property
-    def commits(self) -> bool:
-        """Whether this rank is the committer."""
-        return self.rank == self.committer
-
-    @property
-    def bare_models(self) -> list[nn.Module]:
-        """The unwrapped models, which hooks get."""
-        return [
-            extract_model_from_parallel(model, keep_torch_compile=False) for model in self.prepared.models
-        ]
-
-    @cached_property
-    def main(self) -> Agreement:
-        """All-gather between the main threads of all ranks."""
-        return make_all_gather(self.runtime, "main", in_main_thread=True)
-
-    @cached_property
-    def background(self) -> Agreement:
-        """All-gather between the writer threads."""
-        return make_all_gather(self.runtime, "writer", in_main_thread=False)
-
-    @cached_property
-    def staging(self) -> HostStaging:
-        """Host memory for tensors that are written in the background."""
-        return HostStaging()
-
-    def recipe_state(self) -> dict[str, Any]:
-        """Return the state that the precision recipe needs to resume; empty if it has none."""
-        read = None if self.recipe is None else self.recipe.state_dict
-        return {} if read is None else read()
-
-    def finish(self) -> None:
-        """Wait for a save that is being written; raise its error."""
-        saving, self.saving = self.saving, None
-        if saving is not None:
-            saving.finish()
 
 
 @frozen

@@ -32,12 +32,12 @@ from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import (
     ENGINE_KEY,
-    CheckpointContext,
     model_loader,
     optimizer_loader,
     seed_per_rank,
     write_rng,
 )
+from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import HashedBytes, HashedReader, record_of, record_of_mapping
 from accel_train.checkpoint.folder import SMALL, complete_everywhere, identity, is_being_replaced
 from accel_train.checkpoint.layout import FileRecord, Manifest, shares

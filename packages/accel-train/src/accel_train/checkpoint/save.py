@@ -26,7 +26,6 @@ from accel_state.frozen import frozen
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.agreement import Agreement
 from accel_train.checkpoint.contents import (
-    CheckpointContext,
     CheckpointFile,
     Contents,
     check_shared,
@@ -37,6 +36,7 @@ from accel_train.checkpoint.contents import (
     sharded_parts,
     shared_parts,
 )
+from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import FolderLock, make_folder, record_of, remove, sizes_in, write_file
 from accel_train.checkpoint.folder import Staging, commit, delete, list_complete, to_prune
 from accel_train.checkpoint.layout import FileRecord, Manifest

@@ -29,7 +29,6 @@ from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import (
     MODEL_KEY,
     OPTIMIZER_KEY,
-    CheckpointContext,
     Contents,
     parts_of_folder,
     rank_files,
@@ -37,6 +36,7 @@ from accel_train.checkpoint.contents import (
     restore_optimizer_shards,
     shared_parts,
 )
+from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import make_folder, move, remove, write_file
 from accel_train.checkpoint.folder import read_manifest
 from accel_train.checkpoint.layout import FileRecord, Manifest

@@ -46,7 +46,8 @@ from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 from accel_state.torch_private import DTensorSpec, TensorMeta, tree_leaves
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.contents import CheckpointContext, form_of_run
+from accel_train.checkpoint.contents import form_of_run
+from accel_train.checkpoint.context import CheckpointContext
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
