@@ -275,7 +275,7 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
         index.write_bytes(pickle.dumps(Bomb()))
         (tmp_path / "here" / "accel_manifest.json").unlink()
     dist.barrier()
-    with pytest.raises(CheckpointError, match=r"builtins.print is not allowed in an index"):
+    with pytest.raises(CheckpointError, match=r"builtins.print is not allowed in this file"):
         run[0].load_state(tmp_path / "here")
 
 

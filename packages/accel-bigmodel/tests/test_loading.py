@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_bigmodel import (
+    OffloadedWeightsLoader,
     dispatch_model,
+    infer_auto_device_map,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
@@ -21,7 +23,13 @@ from accel_bigmodel import (
 from accel_bigmodel.sources import is_network, local_checkpoint
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_ops.weights.write import save_state_dict
-from accel_state.errors import CheckpointError, CheckpointMismatchError, SettingsError, UnsupportedError
+from accel_state.errors import (
+    AccelError,
+    CheckpointError,
+    CheckpointMismatchError,
+    SettingsError,
+    UnsupportedError,
+)
 from accel_state.testing import late_device
 
 MAPS = {
@@ -405,6 +413,34 @@ def test_names_in_messages_are_few_and_short(tmp_path):
     with pytest.raises(CheckpointError, match=r"names absent files.*and 190 more") as caught:
         load_checkpoint_in_model(model, tmp_path / "x.safetensors.index.json")
     assert len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]},
+        {"dtype": "D" * 3000, "shape": [2], "data_offsets": [0, 1]},
+        {"dtype": "U8", "shape": [1], "data_offsets": [0, 1], "z" * 3000: 1},
+    ],
+)
+def test_names_of_damaged_files_are_short(tmp_path, entry):
+    header = json.dumps({"x" * 5000: entry}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"a")
+    (tmp_path / "index.json").write_text(json.dumps({"w" * 3000: {"dtype": "x", "shape": [1] * 3000}}))
+    (tmp_path / "x.index.json").write_text(json.dumps({"weight_map": {"w": "../" + "y" * 3000}}))
+    calls = [
+        lambda: load_checkpoint_in_model(nn.Linear(2, 2), path),
+        lambda: load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "x.index.json"),
+        lambda: OffloadedWeightsLoader(save_folder=tmp_path),
+        lambda: load_checkpoint_and_dispatch(nn.Linear(2, 2), path, {"a" * 3000: "b" * 3000}),
+        lambda: infer_auto_device_map(nn.Linear(2, 2), {"z" * 3000: 1}),
+        lambda: infer_auto_device_map(nn.Linear(2, 2), {0: "z" * 3000}),
+    ]
+    for call in calls:
+        with pytest.raises(AccelError) as caught:
+            call()
+        assert len(str(caught.value)) < 1000
 
 
 def test_weights_that_a_model_does_not_use_are_warned_of_by_name(tmp_path, caplog):

@@ -174,7 +174,7 @@ def _device_key(key: int | str) -> int | str:
             torch.device(key)
         except RuntimeError as error:
             raise SettingsError(
-                f"max_memory names {key!r}, which is no device: write 0, 'cpu' or 'disk'"
+                f"max_memory names {reprlib.repr(key)}, which is no device: write 0, 'cpu' or 'disk'"
             ) from error
     return key
 
@@ -301,7 +301,7 @@ def automatic_device_map(
     """
     if kind not in _AUTOMATIC:
         raise SettingsError(
-            f"device_map is {kind!r}: write one of {', '.join(map(repr, _AUTOMATIC))}, or a mapping"
+            f"device_map is {reprlib.repr(kind)}: write a mapping, or one of {some_of(map(repr, _AUTOMATIC))}"
         )
     if kind != "sequential":
         max_memory = get_balanced_memory(
@@ -511,16 +511,15 @@ def known_entries(model: nn.Module, device_map: Mapping[str, Device]) -> dict[st
 def _check_device(name: object, device: object) -> None:
     if not isinstance(name, str):
         raise SettingsError(f"the device_map has the key {name!r}: keys are names of modules or tensors")
-    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
-        raise SettingsError(
-            f"the device_map sends {name!r} to {device!r}, which is no device: write 0, 'cpu' or 'disk'"
-        )
     try:
+        if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+            raise ValueError(device)
         if device != "disk":
             torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, ValueError) as error:
         raise SettingsError(
-            f"the device_map sends {name!r} to {device!r}, which is no device: write 0, 'cpu' or 'disk'"
+            f"the device_map sends {some_of([name])!r} to {reprlib.repr(device)}, which is no device: write "
+            "0, 'cpu' or 'disk'"
         ) from error
 
 

@@ -60,7 +60,8 @@ def check_offload_index(index: Mapping[str, Any], source: str) -> None:
     for name, entry in index.items():
         if not _is_sound(entry) or not _is_text(name):
             raise CheckpointError(
-                f"the entry of {name!r} in {source} describes no offloaded weight: {str(entry)[:200]!r}; it "
+                f"the entry of {some_of([name])!r} in {source} describes no offloaded weight: "
+                f"{some_of([str(entry)])!r}; it "
                 "needs a 'dtype' and a list of whole numbers as 'shape', or a 'safetensors_file'. Offload "
                 "the weights again"
             )

@@ -1,4 +1,4 @@
-"""Read files of unknown origin, and JSON; the C library.
+"""Read files of unknown origin, JSON and pickles among them; the C library.
 
 Opening a FIFO would block, and reading `/dev/zero` would fill memory: only regular files are read, and no
 more of them than a limit.
@@ -10,13 +10,14 @@ import ctypes
 import functools
 import json
 import os
+import pickle
 import re
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from accel_state.errors import CheckpointError, SettingsError
 
@@ -102,6 +103,34 @@ def parse_json(
     except ValueError as problem:
         reason = str(problem)
     raise error(f"{str(path)!r} is no {what}: {reason}")
+
+
+class RestrictedUnpickler(pickle.Unpickler):
+    """Unpickle plain values and torch's dtypes; refuse other classes and functions that are not listed.
+
+    Attributes:
+        allowed: What a pickle may name: module and name to the object that stands for it. Set by subclasses.
+
+    Example:
+        >>> import io
+        >>> RestrictedUnpickler(io.BytesIO(pickle.dumps({"rank": 0}))).load()
+        {'rank': 0}
+        >>> RestrictedUnpickler(io.BytesIO(pickle.dumps(print))).load()
+        Traceback (most recent call last):
+        _pickle.UnpicklingError: builtins.print is not allowed in this file
+    """
+
+    allowed: ClassVar[Mapping[tuple[str, str], Any]] = {}
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Return what a listed name stands for."""
+        allowed = self.allowed.get((module_name, global_name))
+        if allowed is None and module_name == "torch":
+            known = getattr(sys.modules.get("torch"), global_name, None)
+            allowed = known if type(known).__name__ == "dtype" else None
+        if allowed is None:
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in this file")
+        return allowed
 
 
 def _open_without_blocking(path: str, flags: int) -> int:

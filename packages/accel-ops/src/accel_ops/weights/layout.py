@@ -101,7 +101,9 @@ def convert_file_size_to_int(size: float | str) -> int:
     match = _SIZE.fullmatch(size)
     unit = match[2].upper() if match else ""
     if not match or unit not in _UNITS:
-        raise SettingsError(f"{size!r} is not a size: write a number with a unit, as in '5GB' or '512MiB'")
+        raise SettingsError(
+            f"{size[:40]!r} is not a size: write a number with a unit, as in '5GB' or '512MiB'"
+        )
     count = int(float(match[1]) * _UNITS[unit])
     return count // 8 if match[2].endswith("b") and unit in _DECIMAL else count
 

@@ -172,7 +172,7 @@ def _path_of_shard(index_file: Path, shard: str) -> Path:
     posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
     if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts or not windows.parts:
         raise CheckpointError(
-            f"{str(index_file)!r} names the shard {shard!r}, outside its folder; refused as unsafe"
+            f"{str(index_file)!r} names the shard {some_of([shard])!r}, outside its folder; refused as unsafe"
         )
     return index_file.parent / shard
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from accel_ops.weights.tensors import tensor_memory
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointError, some_of
 from accel_state.files import libc, open_regular, parse_json
 from accel_state.frozen import frozen
 
@@ -178,7 +178,7 @@ def _read_header(file: BinaryIO, path: Path, size: int) -> tuple[dict[str, Heade
         with safe_open(path, framework="np"):
             pass
     except SafetensorError as error:
-        reason = str(error).removeprefix("Error while deserializing header: ")
+        reason = some_of([str(error).removeprefix("Error while deserializing header: ")], width=300)
         raise CheckpointError(
             f"{str(path)!r}, of {size} bytes, is no safetensors file, or is truncated or damaged: {reason}; "
             "fetch or save it again"
@@ -209,13 +209,14 @@ def _header_entry(path: Path, name: str, row: dict[str, Any], start: int) -> Hea
     shape, dtype = tuple[int, ...](row["shape"]), DTYPES.get(row["dtype"])
     if dtype is None:
         raise CheckpointError(
-            f"{str(path)!r}: tensor {name!r} has element type {row['dtype']!r}, unknown to this torch"
+            f"{str(path)!r}: tensor {some_of([name])!r} has element type {row['dtype']!r}, unknown to this "
+            "torch"
         )
     # An empty tensor may have any other length, as far as torch can count.
     count = math.prod(max(length, 1) for length in shape)
     if row.keys() != _FIELDS or len(shape) > _MAX_DIMS or count * 16 > _INT64_MAX:
         raise CheckpointError(
-            f"{str(path)!r}: the entry of tensor {name!r} is damaged: {str(row)[:200]!r}; "
+            f"{str(path)!r}: the entry of tensor {some_of([name])!r} is damaged: {some_of([str(row)])!r}; "
             "fetch or save it again"
         )
     begin, end = row["data_offsets"]

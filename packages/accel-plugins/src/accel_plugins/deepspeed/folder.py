@@ -13,13 +13,14 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from accel_plugins.deepspeed.library import ds_module
 from accel_state.errors import CheckpointError
+from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen
 from accel_state.torch_private import rebuild_parameter, rebuild_tensor, rebuild_tensor_v2
 
@@ -244,6 +245,8 @@ _TENSORS: dict[tuple[str, str], Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
     ("torch", "Tensor"): torch.Tensor,
     ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
+    ("torch.storage", "UntypedStorage"): torch.UntypedStorage,
+    **{("torch", name): getattr(torch, name) for name in dir(torch) if name.endswith("Storage")},
     ("builtins", "set"): set,
 }
 
@@ -265,21 +268,14 @@ _OBJECTS: dict[str, str] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(RestrictedUnpickler):
+    allowed: ClassVar = _TENSORS
+
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """Return one of the allowed classes, or a placeholder for DeepSpeed's."""
-        allowed = _TENSORS.get((module_name, global_name))
-        if allowed is not None:
-            return allowed
         if module_name.partition(".")[0] == "deepspeed":
             return self.of_deepspeed(global_name)
-        if module_name == "torch":
-            known = getattr(torch, global_name, None)
-            if isinstance(known, torch.dtype) or global_name.endswith("Storage"):
-                return known
-        if (module_name, global_name) == ("torch.storage", "UntypedStorage"):
-            return torch.UntypedStorage
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in a checkpoint of tensors")
+        return super().find_class(module_name, global_name)
 
     def of_deepspeed(self, name: str) -> Any:
         """Return a placeholder."""

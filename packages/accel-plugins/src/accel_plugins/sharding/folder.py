@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from accel_plugins.sharding.state import (
     shard_file,
 )
 from accel_state.errors import CheckpointError, did_you_mean
-from accel_state.files import open_regular
+from accel_state.files import RestrictedUnpickler, open_regular
 from accel_state.frozen import frozen
 from accel_state.topology import Topology
 from accel_state.torch_private import StorageInfo, flatten_state_dict, get_layout
@@ -330,20 +330,9 @@ def unpickle(path: Path) -> Any:
     """
     try:
         with open_regular(path) as file:
-            return _Unpickler(file).load()
+            return _IndexUnpickler(file).load()
     except DAMAGE as error:
         raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        allowed = _ALLOWED.get((module_name, global_name))
-        if allowed is None and module_name == "torch":
-            allowed = getattr(torch, global_name, None)
-            allowed = allowed if isinstance(allowed, torch.dtype) else None
-        if allowed is None:
-            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in an index")
-        return allowed
 
 
 _ALLOWED_NAMES = {
@@ -363,22 +352,23 @@ _ALLOWED_NAMES = {
 }
 
 
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{
-        (module.__name__, name): getattr(module, name)
-        for module, names in _ALLOWED_NAMES.items()
-        for name in names
-    },
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): get_layout,
-    **{
-        (module, name): PurePath
-        for module in ("pathlib", "pathlib._local")
-        for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
-    },
-    ("builtins", "set"): set,
-    ("collections", "OrderedDict"): dict,
-}
+class _IndexUnpickler(RestrictedUnpickler):
+    allowed: ClassVar = {
+        **{
+            (module.__name__, name): getattr(module, name)
+            for module, names in _ALLOWED_NAMES.items()
+            for name in names
+        },
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): get_layout,
+        **{
+            (module, name): PurePath
+            for module in ("pathlib", "pathlib._local")
+            for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+        },
+        ("builtins", "set"): set,
+        ("collections", "OrderedDict"): dict,
+    }
 
 
 DAMAGE = (
