@@ -26,6 +26,7 @@ from accel_plugins.kwargs import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.environ import clear_environment, patch_environment
 from accel_state.errors import SettingsError
@@ -264,10 +265,11 @@ def test_every_row_of_effects_names_a_field_of_its_class():
     classes: list[type[Any]] = [
         DistributedDataParallelKwargs,
         FullyShardedDataParallelPlugin,
+        MegatronLMPlugin,
         ParallelismConfig,
         ProfileKwargs,
     ]
     assert {kind.__name__ for kind in classes} == EFFECTS.keys()
     for kind in classes:
-        rows = {name for name, _, _ in EFFECTS[kind.__name__]}
+        rows = {name for effect in EFFECTS[kind.__name__] for name in effect.names}
         assert rows <= {option.name for option in dataclasses.fields(kind)}

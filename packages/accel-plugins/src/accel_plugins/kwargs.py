@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from functools import partial
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -107,63 +107,133 @@ def resolve_fields(
     return sources
 
 
-Effect: TypeAlias = tuple[str, Callable[[Any], bool], str]
-"""A field; whether it has an effect, or is unset, on an owner; the sentence if not, with fields in braces."""
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Options that change nothing unless a condition holds, which is called with all options by name.
 
+    `reason` completes "has no effect …" in messages, with other options in braces. Beside `None`, `neutral`
+    is the value that asks for nothing.
+    """
 
-def _is_needed_by_fsdp(name: str, values: Collection[Any], plugin: Any) -> bool:
-    value = getattr(plugin, name)
-    return plugin.version == 1 or value is None or getattr(value, "name", value) in values
-
-
-def _has_axis(axis: str, config: Any) -> bool:
-    return getattr(config, f"{axis}_handler") is None or getattr(config, f"{axis}_size") > 1
+    names: tuple[str, ...]
+    reason: str
+    condition: Callable[[Mapping[str, Any]], Any]
+    neutral: Any = None
 
 
 EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "DistributedDataParallelKwargs": (
-        (
-            "comm_state_option",
-            lambda kwargs: not kwargs.comm_state_option or kwargs.comm_hook.value.endswith("power_sgd"),
-            "has no effect with comm_hook={comm_hook.value!r}, only with 'power_sgd' or 'batched_power_sgd'.",
+        Effect(
+            ("comm_state_option",),
+            "with comm_hook={comm_hook.value!r}, only with 'power_sgd' or 'batched_power_sgd'",
+            lambda values: values["comm_hook"].value.endswith("power_sgd"),
+            {},
         ),
     ),
     "FullyShardedDataParallelPlugin": (
-        (
-            "transformer_cls_names_to_wrap",
-            lambda plugin: plugin.auto_wrap_policy == "transformer_based_wrap",
-            "has no effect without auto_wrap_policy='transformer_based_wrap'.",
+        Effect(
+            ("transformer_cls_names_to_wrap",),
+            "without auto_wrap_policy='transformer_based_wrap'",
+            lambda values: values["auto_wrap_policy"] == "transformer_based_wrap",
         ),
-        (
-            "min_num_params",
-            lambda plugin: plugin.auto_wrap_policy == "size_based_wrap",
-            "has no effect without auto_wrap_policy='size_based_wrap'.",
+        Effect(
+            ("min_num_params",),
+            "without auto_wrap_policy='size_based_wrap'",
+            lambda values: values["auto_wrap_policy"] == "size_based_wrap",
         ),
-        *(
-            (name, partial(_is_needed_by_fsdp, name, values), "has no effect with fsdp_version=2.")
-            for name, values in (  # version 2 behaves as with these values, and ignores others
-                ("backward_prefetch", ("NO_PREFETCH", "BACKWARD_PRE")),
-                ("limit_all_gathers", (True,)),
-                ("state_dict_config", ()),
-                ("optim_state_dict_config", ()),
-                ("sync_module_states", (True,)),
-                ("use_orig_params", (True,)),
-            )
+        Effect(  # version 2 behaves as with these values of `backward_prefetch`
+            ("backward_prefetch",),
+            "with fsdp_version=2",
+            lambda values: (
+                values["fsdp_version"] == 1
+                or getattr(values["backward_prefetch"], "name", values["backward_prefetch"])
+                in {"NO_PREFETCH", "BACKWARD_PRE"}
+            ),
+        ),
+        Effect(
+            ("limit_all_gathers", "sync_module_states", "use_orig_params"),
+            "with fsdp_version=2",
+            lambda values: values["fsdp_version"] == 1,
+            neutral=True,
+        ),
+        Effect(
+            ("state_dict_config", "optim_state_dict_config"),
+            "with fsdp_version=2",
+            lambda values: values["fsdp_version"] == 1,
         ),
     ),
+    "MegatronLMPlugin": (
+        Effect(
+            ("sequence_parallelism",),
+            "without tp_degree of 2 or more",
+            lambda values: values["tp_degree"] > 1,
+            0,
+        ),
+        Effect(
+            ("num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers"),
+            "without pp_degree of 2 or more",
+            lambda values: values["pp_degree"] > 1,
+        ),
+        Effect(
+            ("recompute_method", "recompute_num_layers"),
+            "without recompute_granularity='full'",
+            lambda values: values["recompute_granularity"] == "full",
+        ),
+        Effect(
+            ("overlap_cpu_optimizer_d2h_h2d",),
+            "without optimizer_cpu_offload=True",
+            itemgetter("optimizer_cpu_offload"),
+            0,
+        ),
+        Effect(
+            ("optimizer_cpu_offload",),
+            "without use_precision_aware_optimizer=True, the only optimizer that megatron-core offloads",
+            itemgetter("use_precision_aware_optimizer"),
+            0,
+        ),
+        Effect(
+            ("use_precision_aware_optimizer",),
+            "without use_distributed_optimizer=True",
+            itemgetter("use_distributed_optimizer"),
+            0,
+        ),
+        Effect(
+            ("custom_train_step_kwargs",),
+            "without custom_train_step_class",
+            itemgetter("custom_train_step_class"),
+            {},
+        ),
+        Effect(("lr_mult",), "without scale_lr_cond", itemgetter("scale_lr_cond"), 1),
+    ),
     "ParallelismConfig": tuple(
-        (f"{axis}_handler", partial(_has_axis, axis), f"has no effect with {axis}_size=1; leave it out.")
+        Effect(
+            (f"{axis}_handler",),
+            f"with {axis}_size=1; leave it out",
+            lambda values, axis=axis: values[f"{axis}_size"] > 1,
+        )
         for axis in ("tp", "cp", "sp")
     ),
     "ProfileKwargs": (
-        (
-            "flame_graph",
-            lambda kwargs: not kwargs.flame_graph or kwargs.output_trace_dir is not None,
-            "has no effect without output_trace_dir, the folder that it is written to.",
+        Effect(
+            ("flame_graph",),
+            "without output_trace_dir, the folder that it is written to",
+            lambda values: values["output_trace_dir"] is not None,
+            neutral=False,
         ),
     ),
 }
-"""The fields that have no effect unless another field has a certain value, by the name of their class."""
+"""The options that need others, by the name of their class.
+
+`megatron.checks` has rows that depend on what is prepared, `megatron.generate` those of a call.
+"""
+
+
+def find_ineffective(effects: Iterable[Effect], values: Mapping[str, Any]) -> Iterator[tuple[list[str], str]]:
+    """Yield the options of each row that are set and have no effect, and the sentence about them."""
+    for effect in effects:
+        names = [name for name in effect.names if values.get(name) not in (None, effect.neutral)]
+        if names and not effect.condition(values):
+            yield names, f"has no effect {effect.reason.format_map(values)}"
 
 
 def list_ineffective(owner: object) -> dict[str, str]:
@@ -175,11 +245,11 @@ def list_ineffective(owner: object) -> dict[str, str]:
         >>> list_ineffective(kwargs)["flame_graph"][:66]
         'ProfileKwargs(flame_graph=True) has no effect without output_trace'
     """
-    name = type(owner).__name__
+    kind = type(owner).__name__
     return {
-        field_name: f"{name}({field_name}={getattr(owner, field_name)!r}) {sentence.format(**vars(owner))}"
-        for field_name, has_effect, sentence in EFFECTS.get(name, ())
-        if not has_effect(owner)
+        name: f"{kind}({name}={getattr(owner, name)!r}) {sentence}."
+        for names, sentence in find_ineffective(EFFECTS[kind], vars(owner))
+        for name in names
     }
 
 
@@ -189,8 +259,7 @@ def refuse_ineffective(owner: object) -> None:
     Raises:
         SettingsError: There are some; all are named.
     """
-    problems = list_ineffective(owner)
-    if problems:
+    if problems := list_ineffective(owner):
         raise SettingsError(" ".join(problems.values()))
 
 
@@ -541,36 +610,31 @@ class ProfileKwargs(KwargsHandler):
         Raises:
             SettingsError: An activity is not supported, or `schedule_option` lacks or misspells an argument.
         """
-        schedule = None if self.schedule_option is None else self._schedule(self.schedule_option)
-        activities = None if self.activities is None else [_activity_of(name) for name in self.activities]
+        supported = torch.profiler.supported_activities()
+        members = {
+            label.lower(): activity
+            for label, activity in ProfilerActivity.__members__.items()
+            if activity in supported
+        }
+        for name in self.activities or ():
+            if name not in members:
+                raise SettingsError(
+                    f"ProfileKwargs(activities=[{name!r}]): this build of torch records {sorted(members)}."
+                )
+        schedule = None
+        if self.schedule_option is not None:
+            accepted = inspect.signature(torch.profiler.schedule)
+            try:
+                accepted.bind(**self.schedule_option)
+            except TypeError as error:
+                raise SettingsError(
+                    f"ProfileKwargs(schedule_option={self.schedule_option!r}): {error}; "
+                    f"torch.profiler.schedule{accepted} takes these."
+                ) from None
+            schedule = torch.profiler.schedule(**self.schedule_option)
         return torch.profiler.profile(
-            activities=activities,
+            activities=None if self.activities is None else [members[name] for name in self.activities],
             schedule=schedule,
             on_trace_ready=self.on_trace_ready,
             **{name: getattr(self, name) for name in _PROFILER_FLAGS},
         )
-
-    def _schedule(self, options: dict[str, int]) -> Callable[[int], torch.profiler.ProfilerAction]:
-        accepted = inspect.signature(torch.profiler.schedule)
-        try:
-            accepted.bind(**options)
-        except TypeError as error:
-            raise SettingsError(
-                f"ProfileKwargs(schedule_option={options!r}): {error}; "
-                f"torch.profiler.schedule{accepted} takes these."
-            ) from None
-        return torch.profiler.schedule(**options)
-
-
-def _activity_of(name: str) -> ProfilerActivity:
-    supported = torch.profiler.supported_activities()
-    names = {
-        label.lower(): activity
-        for label, activity in ProfilerActivity.__members__.items()
-        if activity in supported
-    }
-    if name not in names:
-        raise SettingsError(
-            f"ProfileKwargs(activities=[{name!r}]): this build of torch records {sorted(names)}."
-        )
-    return names[name]

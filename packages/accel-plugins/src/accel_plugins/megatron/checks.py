@@ -12,9 +12,10 @@ import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
+from accel_plugins.kwargs import Effect, find_ineffective
 from accel_plugins.megatron.arguments import Sizes, model_sizes
 from accel_plugins.megatron.families import find_family
-from accel_plugins.megatron.plugin import DEFAULTS, OWN_CODE, Effect, MegatronLMPlugin, find_ineffective
+from accel_plugins.megatron.plugin import DEFAULTS, OWN_CODE, MegatronLMPlugin
 from accel_state.errors import SettingsError, UnsupportedError
 
 
@@ -106,17 +107,16 @@ _OF_SCHEDULES = (
             "start_weight_decay",
             "end_weight_decay",
         ),
-        "Megatron's schedule",
+        "without Megatron's schedule: prepare a MegatronLMDummyScheduler with the optimizer, or leave it out",
         itemgetter("has_placeholder"),
-        remedy="prepare a MegatronLMDummyScheduler with the optimizer, or leave it out",
     ),
 )
 _NEEDED_FOR_DATA = (
-    "indexed data sets (prepare a MegatronLMDummyDataLoader), or a MegatronLMDummyScheduler for the length "
-    "of the training"
+    "without indexed data sets (prepare a MegatronLMDummyDataLoader), or a "
+    "MegatronLMDummyScheduler for the length of the training: leave it out"
 )
 _OF_DATA = tuple(
-    Effect(names, _NEEDED_FOR_DATA, itemgetter(condition), remedy="leave it out")
+    Effect(names, _NEEDED_FOR_DATA, itemgetter(condition))
     for names, condition in (
         (("eod_mask_loss", "consumed_samples", "eval_iters", "eval_interval"), "has_reader"),
         (("train_iters", "train_samples"), "has_length"),

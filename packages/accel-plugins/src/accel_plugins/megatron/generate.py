@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from accel_plugins.kwargs import is_count
+from accel_plugins.kwargs import Effect, find_ineffective, is_count
 from accel_plugins.megatron.library import core, without_core_warnings
-from accel_plugins.megatron.plugin import Effect, find_ineffective, is_number
+from accel_plugins.megatron.plugin import is_number
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
 from accel_state.frozen import frozen
@@ -188,16 +188,23 @@ def check_options(requested: Mapping[str, Any]) -> dict[str, Any]:
         )
     values = options | {"is_sampled": options.get("do_sample", bool(sampling))}
     for (name, *_), sentence in find_ineffective(_EFFECTS, values):
-        raise UnsupportedError(f"megatron_generate({name}={options[name]!r}) {sentence}.")
+        raise UnsupportedError(
+            f"megatron_generate({name}={options[name]!r}) {sentence}: add that, or leave it out."
+        )
     return options
 
 
 _EFFECTS = (
-    Effect(_SAMPLING, "do_sample=True", itemgetter("is_sampled")),
-    Effect(("random_seed",), "do_sample=True, temperature, top_k or top_p", itemgetter("is_sampled")),
-    Effect(("top_p_decay",), "top_p", lambda values: values.get("top_p", 0) > 0, 0),
-    Effect(("top_p_bound",), "top_p_decay", lambda values: values.get("top_p_decay", 0) > 0, 0),
-    Effect(("length_penalty",), "num_beams of 2 or more", lambda values: values.get("num_beams", 1) > 1, 1),
+    Effect(_SAMPLING, "without do_sample=True", itemgetter("is_sampled")),
+    Effect(("random_seed",), "without do_sample=True, temperature, top_k or top_p", itemgetter("is_sampled")),
+    Effect(("top_p_decay",), "without top_p", lambda values: values.get("top_p", 0) > 0, 0),
+    Effect(("top_p_bound",), "without top_p_decay", lambda values: values.get("top_p_decay", 0) > 0, 0),
+    Effect(
+        ("length_penalty",),
+        "without num_beams of 2 or more",
+        lambda values: values.get("num_beams", 1) > 1,
+        1,
+    ),
 )
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.kwargs import is_count, resolve_fields
+from accel_plugins.kwargs import EFFECTS, find_ineffective, is_count, resolve_fields
 from accel_plugins.megatron.arguments import (
     base_args,
     enter_network_args,
@@ -226,9 +225,7 @@ class MegatronLMPlugin:
         if isinstance(self.attention_backend, bool):
             self.attention_backend = "auto" if self.attention_backend else "unfused"
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        check_values(values, sources)
-        check_supported(values, sources)
-        check_combinations(values, sources)
+        check_fields(values, sources)
         if self.recompute_activations:
             self.recompute_granularity = "selective"
         if self.recompute_granularity == "full":
@@ -409,28 +406,18 @@ _ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
         (_OPTIONAL_AMOUNTS, "a number, 0 or more, or None", _optional(is_number)),
         (_CALLABLES, "something to call, or None", _optional(callable)),
         (_DICTIONARIES, "a dictionary, or None", lambda value: isinstance(value, dict | None)),
+        (
+            ("consumed_samples",),
+            "a list of whole numbers, one for each loader",
+            lambda value: (
+                value is None
+                or (isinstance(value, list) and all(is_count(number, least=0) for number in value))
+            ),
+        ),
         *(((name,), f"one of {words}", words.__contains__) for name, words in _CHOICES.items()),
     )
     for name in names
 }
-
-
-def check_values(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Check each field by itself."""
-    problems = [
-        f"{sources[name]}: expected {wanted}"
-        for name, (wanted, holds) in _ROWS.items()
-        if not holds(fields[name])
-    ]
-    consumed = fields["consumed_samples"]
-    if consumed is not None and not (
-        isinstance(consumed, list) and all(is_count(number, least=0) for number in consumed)
-    ):
-        problems.append(
-            f"{sources['consumed_samples']}: expected a list of whole numbers, one for each loader"
-        )
-    if problems:
-        raise SettingsError("; ".join(problems) + ".")
 
 
 UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
@@ -462,13 +449,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
 """Fields that are refused unless they have this value, and what to use instead."""
 
 
-def check_supported(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Refuse fields that no part of the strategy reads."""
-    for name, (default, instead) in UNSUPPORTED.items():
-        if fields[name] != default:
-            raise UnsupportedError(f"{sources[name]} is not supported: {instead}.")
-
-
 _ALTERNATIVES = (
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples"),
@@ -484,80 +464,28 @@ _ALTERNATIVES = (
 """Pairs of fields that set the same thing, or count in different units."""
 
 
-def check_combinations(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Refuse fields that contradict each other, or have no effect beside the others."""
+def check_fields(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """Refuse fields with wrong values, that are not supported, contradict each other or have no effect."""
+    problems = [
+        f"{sources[name]}: expected {wanted}"
+        for name, (wanted, holds) in _ROWS.items()
+        if not holds(fields[name])
+    ]
+    if problems:
+        raise SettingsError("; ".join(problems) + ".")
+    for name, (default, instead) in UNSUPPORTED.items():
+        if fields[name] != default:
+            raise UnsupportedError(f"{sources[name]} is not supported: {instead}.")
     if problems := [*_contradictions(fields, sources)]:
         raise SettingsError("; ".join(problems) + ".")
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """Options that would change nothing, and are refused, unless a condition holds.
-
-    `needed` says in messages what makes the condition true, which is called with all values. Beside `None`,
-    `neutral` is the value that asks for nothing.
-    """
-
-    names: tuple[str, ...]
-    needed: str
-    condition: Callable[[Mapping[str, Any]], Any]
-    neutral: Any = None
-    remedy: str = "add that, or leave it out"
-
-
-EFFECTS = (
-    Effect(("sequence_parallelism",), "tp_degree of 2 or more", lambda values: values["tp_degree"] > 1, 0),
-    Effect(
-        ("num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers"),
-        "pp_degree of 2 or more",
-        lambda values: values["pp_degree"] > 1,
-    ),
-    Effect(
-        ("recompute_method", "recompute_num_layers"),
-        "recompute_granularity='full'",
-        lambda values: values["recompute_granularity"] == "full",
-    ),
-    Effect(
-        ("overlap_cpu_optimizer_d2h_h2d",),
-        "optimizer_cpu_offload=True",
-        itemgetter("optimizer_cpu_offload"),
-        0,
-    ),
-    Effect(
-        ("optimizer_cpu_offload",),
-        "use_precision_aware_optimizer=True, the only optimizer that megatron-core offloads",
-        itemgetter("use_precision_aware_optimizer"),
-        0,
-    ),
-    Effect(
-        ("use_precision_aware_optimizer",),
-        "use_distributed_optimizer=True",
-        itemgetter("use_distributed_optimizer"),
-        0,
-    ),
-    Effect(
-        ("custom_train_step_kwargs",), "custom_train_step_class", itemgetter("custom_train_step_class"), {}
-    ),
-    Effect(("lr_mult",), "scale_lr_cond", itemgetter("scale_lr_cond"), 1),
-)
-"""Fields that need another. `checks` has rows that depend on what is prepared, `generate` those of a call."""
-
-
-def find_ineffective(effects: Iterable[Effect], values: Mapping[str, Any]) -> Iterator[tuple[list[str], str]]:
-    """Yield the options of each row that are set and have no effect, and the predicate of a sentence."""
-    for effect in effects:
-        requested = [name for name in effect.names if values.get(name) is not None]
-        names = [name for name in requested if values[name] != effect.neutral]
-        if names and not effect.condition(values):
-            yield names, f"has no effect without {effect.needed}: {effect.remedy}"
 
 
 def _contradictions(fields: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
     for name, other in _ALTERNATIVES:
         if fields[name] is not None and fields[other] is not None:
             yield f"{sources[name]} and {sources[other]} exclude each other: leave one out"
-    for names, sentence in find_ineffective(EFFECTS, fields):
-        yield from (f"{sources[name]} {sentence}" for name in names)
+    for names, sentence in find_ineffective(EFFECTS["MegatronLMPlugin"], fields):
+        yield from (f"{sources[name]} {sentence}: add that, or leave it out" for name in names)
     if fields["recompute_activations"] and fields["recompute_granularity"] == "full":
         yield (
             f"{sources['recompute_activations']} recomputes selected activations and "
