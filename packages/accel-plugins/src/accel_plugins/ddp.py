@@ -35,17 +35,11 @@ from accel_state.torch_private import disable_compiler
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-
 logger = logging.getLogger(__name__)
-
 
 _Hook = DDPCommunicationHookType
 
-
 _WRAPPERS = (_Hook.NO, _Hook.FP16, _Hook.BF16)
-
-
-_WITH_STATE = frozenset({_Hook.POWER_SGD, _Hook.BATCHED_POWER_SGD})
 
 
 @dataclass
@@ -116,7 +110,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """
         if self.comm_hook is _Hook.NO and self.comm_wrapper is _Hook.NO:
             return
-        options = self.comm_state_option if self.comm_hook in _WITH_STATE else None
+        options = self.comm_state_option if self.comm_hook.value.endswith("power_sgd") else None
         register_comm_hook(model, self.comm_hook, self.comm_wrapper, options)
 
 
@@ -134,17 +128,27 @@ class DdpWrapper:
         """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""
         models = move_to_device(bundle, self.device)
         if not evaluation:
-            models = [self._wrap(model) if _needs_ddp(model) else model for model in models]
+            models = [
+                model
+                if isinstance(without_compiler(model), DistributedDataParallel)
+                or not any(parameter.requires_grad for parameter in model.parameters())
+                else self._wrap(model)
+                for model in models
+            ]
         return replace(bundle, models=models)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
+        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+        is_on_accelerator = len(devices) == 1 and next(iter(devices)).type != "cpu"
         with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
             # The documented option, with the documented meaning, is deprecated by newer versions of torch.
             warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
-            wrapped = MonitoredDDP(model, device_ids=_device_ids(model), **self.options.to_kwargs())
+            wrapped = MonitoredDDP(
+                model, device_ids=[*devices] if is_on_accelerator else None, **self.options.to_kwargs()
+            )
         self.options.register_comm_hook(wrapped)
         return wrapped
 
@@ -164,19 +168,6 @@ class MonitoredDDP(DistributedDataParallel):
 
     def _get_name(self) -> str:
         return DistributedDataParallel.__name__  # `print(model)` shows torch's own name
-
-
-def _needs_ddp(model: nn.Module) -> bool:
-    if isinstance(without_compiler(model), DistributedDataParallel):
-        return False
-    return any(parameter.requires_grad for parameter in model.parameters())
-
-
-def _device_ids(model: nn.Module) -> list[torch.device] | None:
-    """Return the one accelerator of a model; `None` on the CPU or if it spans several devices."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    only = devices.pop()
-    return None if devices or only.type == "cpu" else [only]
 
 
 def build(
@@ -281,16 +272,35 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
         state.maybe_increase_iter(bucket)
         return default_hooks.allreduce_hook(state.process_group, bucket)  # pyright: ignore[reportArgumentType] - None is the default group
     buffer, index = bucket.buffer(), bucket.index()
-    matrix = _to_square(buffer)
+    # 1. View the bucket as a zero-padded square matrix, in a dtype that can be orthogonalised.
+    side = math.ceil(math.sqrt(buffer.numel()))
+    dtype = torch.promote_types(buffer.dtype, torch.float32)
+    matrix = torch.zeros(side * side, dtype=dtype, device=buffer.device)
+    matrix[: buffer.numel()] = buffer
+    matrix = matrix.view(side, side)
     if state.use_error_feedback and index in state.error_dict:
         matrix += state.error_dict[index]
-    left, right = _low_rank_factors(state, index, matrix, buffer.dtype)
+    # 2. Do a power iteration: P and Q such that P Qᵀ approximates the mean of all ranks' matrices. The first
+    # guess is random, the same on every rank and new in every step.
+    rank = min(state.matrix_approximation_rank, side)
+    guess = state.q_memory_dict.get(index) if state.warm_start else None
+    if guess is None:
+        generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
+        guess = torch.randn(side, rank, generator=generator, dtype=dtype).to(matrix.device)
+    left = torch.linalg.qr(_all_reduce_sum(state, matrix @ torch.linalg.qr(guess).Q, buffer.dtype)).Q
+    right = _all_reduce_sum(state, matrix.T @ left, buffer.dtype) / dist.get_world_size(state.process_group)
     approximation = left @ right.T
     if state.use_error_feedback:
         state.error_dict[index] = matrix - approximation
     if state.warm_start:
         state.q_memory_dict[index] = right
-    _update_statistics(state, bucket, matrix.shape[0])
+    # 3. Report, and return the approximation.
+    state.total_numel_before_compression += buffer.numel()
+    state.total_numel_after_compression += 2 * side * rank
+    if bucket.is_last() and state.iter >= state.next_stats_report:
+        rate, before, after = state.compression_stats()
+        logger.info("PowerSGD sent %d of %d gradients so far, 1/%.1f of them.", after, before, rate)
+        state.next_stats_report = state.iter + state.compression_stats_logging_frequency
     state.maybe_increase_iter(bucket)
     buffer.copy_(approximation.flatten()[: buffer.numel()])
     future = torch.futures.Future(devices=None if buffer.device.type == "cpu" else [buffer.device])
@@ -298,46 +308,8 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
     return future
 
 
-def _to_square(buffer: Tensor) -> Tensor:
-    """Return the values as a zero-padded square matrix, in a dtype that can be orthogonalised."""
-    side = math.ceil(math.sqrt(buffer.numel()))
-    dtype = torch.promote_types(buffer.dtype, torch.float32)
-    matrix = torch.zeros(side * side, dtype=dtype, device=buffer.device)
-    matrix[: buffer.numel()] = buffer
-    return matrix.view(side, side)
-
-
-def _low_rank_factors(
-    state: PowerSGDState, index: int, matrix: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Do one power iteration: P and Q such that P Qᵀ approximates the mean of the ranks' matrices."""
-    guess = state.q_memory_dict.get(index) if state.warm_start else None
-    if guess is None:
-        guess = _random_columns(state, matrix)
-    left = torch.linalg.qr(_all_reduce_sum(state, matrix @ torch.linalg.qr(guess).Q, dtype)).Q
-    right = _all_reduce_sum(state, matrix.T @ left, dtype) / dist.get_world_size(state.process_group)
-    return left, right
-
-
-def _random_columns(state: PowerSGDState, matrix: Tensor) -> Tensor:
-    """Draw normally distributed columns, the same on every rank and new in every step."""
-    generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
-    rank = min(state.matrix_approximation_rank, matrix.shape[0])
-    columns = torch.randn(matrix.shape[0], rank, generator=generator, dtype=matrix.dtype)
-    return columns.to(matrix.device)
-
-
 def _all_reduce_sum(state: PowerSGDState, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """All-reduce a sum in the dtype of the gradients."""
     sent = tensor.to(dtype).contiguous()
     dist.all_reduce(sent, group=state.process_group)
     return sent.to(tensor.dtype)
-
-
-def _update_statistics(state: PowerSGDState, bucket: GradBucket, side: int) -> None:
-    state.total_numel_before_compression += bucket.buffer().numel()
-    state.total_numel_after_compression += 2 * side * min(state.matrix_approximation_rank, side)
-    if bucket.is_last() and state.iter >= state.next_stats_report:
-        rate, before, after = state.compression_stats()
-        logger.info("PowerSGD sent %d of %d gradients so far, 1/%.1f of them.", after, before, rate)
-        state.next_stats_report = state.iter + state.compression_stats_logging_frequency

@@ -19,7 +19,6 @@ from accel_state.runtime import current_or_single
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
 
-
 logger = get_logger(__name__)
 
 
@@ -367,12 +366,7 @@ class AcceleratedScheduler:
                 return
         if self._steps_once and not args and not kwargs:
             scheduler.step()
-        else:
-            self._advance(*args, **kwargs)
-
-    def _advance(self, *args: Any, **kwargs: Any) -> None:
-        """Make the steps of one update, of which there may be several, or none."""
-        scheduler = self.scheduler
+            return
         steps, self._samples = self._samples if self._counts_samples else self._steps_per_update, 0
         if self._counts_samples and type(scheduler) is LambdaLR:
             # LambdaLR computes its rates from the position alone, and thousands of steps would be slow.

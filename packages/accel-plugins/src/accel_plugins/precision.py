@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import field
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.strategy import Bundle, PrecisionPolicy, StateDict
 
-
 logger = logging.getLogger(__name__)
-
 
 DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The dtype that models compute in, by the name of a mixed precision."""
@@ -69,7 +67,9 @@ def build_precision(
         torch.bfloat16
     """
     if name == "no":
-        return FullPrecision(device_type=device.type)
+        return EnginePrecision(
+            name="no", device_type=device.type, write_scale=partial(warn_unused_scaler_state, name="no")
+        )
     if name not in DTYPES:
         raise SettingsError(f"mixed_precision={name!r}: expected one of {['no', *DTYPES]}.")
     if not torch.amp.is_autocast_available(device.type):
@@ -156,38 +156,6 @@ def step_unscaled(optimizer: Optimizer, closure: Callable[[], float] | None = No
     return True
 
 
-@frozen
-class FullPrecision:
-    """The policy `"no"`: no autocast, no loss scaling."""
-
-    device_type: str
-    name: str = "no"
-    scaler: None = None
-
-    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context that changes nothing, or that disables an autocast around it if `kwargs` do."""
-        if kwargs is None or kwargs.enabled:
-            return nullcontext()
-        return torch.autocast(self.device_type, enabled=False)
-
-    def convert(self, bundle: Bundle) -> Bundle:
-        return bundle
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Do nothing."""
-
-    step = staticmethod(step_unscaled)
-
-    def state_dict(self) -> StateDict:
-        return {}
-
-    def load_state_dict(self, state: StateDict) -> None:
-        warn_unused_scaler_state(state, self.name)
-
-
 def warn_unused_scaler_state(state: StateDict, name: str) -> None:
     """Warn that a loss scaler's state cannot be used by a policy without one."""
     if state:
@@ -200,7 +168,9 @@ def warn_unused_scaler_state(state: StateDict, name: str) -> None:
 
 @frozen
 class EnginePrecision:
-    """The policy of an engine that casts models: they take inputs of any floating dtype, and return float32.
+    """The policy `"no"`, and that of an engine that casts models.
+
+    Such models take inputs of any floating dtype, and return float32.
 
     Args:
         read_scale: Returns the state of the engine's loss scale, unless the engine's own files have it.
@@ -214,11 +184,16 @@ class EnginePrecision:
     write_scale: Callable[[StateDict], None] = lambda _: None
 
     def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A context for what is computed outside of models."""
-        dtype = DTYPES.get(self.name)
-        if dtype is None:
-            return FullPrecision(device_type=self.device_type).autocast(kwargs)
-        return torch.autocast(self.device_type, dtype, **({} if kwargs is None else kwargs.to_kwargs()))
+        """Return a context for what is computed outside of models.
+
+        Without a 16-bit dtype it changes nothing, or disables an autocast around it if `kwargs` do.
+        """
+        options = {} if kwargs is None else kwargs.to_kwargs()
+        if self.name in DTYPES:
+            return torch.autocast(self.device_type, DTYPES[self.name], **options)
+        if kwargs is None or kwargs.enabled:
+            return nullcontext()
+        return torch.autocast(self.device_type, enabled=False)
 
     def convert(self, bundle: Bundle) -> Bundle:
         """Let every model's `forward` convert what it gets and returns."""
@@ -231,10 +206,9 @@ class EnginePrecision:
         return loss
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Do nothing; the engine does it when it steps."""
+        """Do nothing; an engine does it when it steps."""
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-        return step_unscaled(optimizer, closure)
+    step = staticmethod(step_unscaled)
 
     def state_dict(self) -> StateDict:
         return self.read_scale()
@@ -252,15 +226,11 @@ class EnginePrecision:
                 with self.autocast():
                     return convert_to_fp32(forward(model, *args, **kwargs))
             args, kwargs = recursively_apply(
-                lambda tensor: tensor.to(dtype), (args, kwargs), test_type=_is_floating
+                lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, (args, kwargs)
             )
             return convert_to_fp32(forward(model, *args, **kwargs))
 
         return converted
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 @final
@@ -302,7 +272,14 @@ class LossScaling:
         if self._stepped:
             self._update()
         elif self._unscaled:
-            self._start_window_without_step()
+            # Gradients were unscaled, as for clipping, but made no step. If they were cleared, the step was
+            # left out. Otherwise they may still make it, as where each of several optimizers has a loss,
+            # unless the new loss's gradients are added to them.
+            if any(_has_gradients(optimizer) for optimizer in self._unscaled):
+                for optimizer in self._unscaled:
+                    self._versions.setdefault(optimizer, _versions(optimizer))
+            else:
+                self._update()
         return self.scaler.scale(loss)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
@@ -337,8 +314,20 @@ class LossScaling:
             )
         if optimizer not in self._optimizers:
             self.add([optimizer])
-        is_fused = supports_amp_scaling(optimizer)
-        stepped = self._step_fused(optimizer) if is_fused else self._step_unless_infinite(optimizer)
+        if supports_amp_scaling(optimizer):
+            if optimizer in self._unscaled:
+                self._check_unmixed(optimizer)
+            self.scaler.step(optimizer)
+            worst, *flags = infinite_flags(self.scaler, optimizer)
+            for flag in flags:
+                worst = torch.maximum(worst, flag.to(worst.device))
+            stepped = worst == 0
+        else:
+            # GradScaler.step does the same without returning whether it stepped; asking the device afterwards
+            # would wait for the kernels of the step.
+            self.unscale([optimizer])
+            is_infinite = any(flag.item() for flag in infinite_flags(self.scaler, optimizer))
+            stepped = not is_infinite and step_unscaled(optimizer)
         self._stepped.add(optimizer)
         if len(self._stepped) == len(self._optimizers):
             self._update()
@@ -358,39 +347,6 @@ class LossScaling:
                 "The checkpoint has no state of a loss scaler: scaling begins anew at %s.",
                 self.scaler.get_scale(),
             )
-
-    def _step_fused(self, optimizer: Optimizer) -> Tensor:
-        if optimizer in self._unscaled:
-            self._check_unmixed(optimizer)
-        self.scaler.step(optimizer)
-        flags = self._infinite(optimizer)
-        worst = flags[0]
-        for flag in flags[1:]:
-            worst = torch.maximum(worst, flag.to(worst.device))
-        return worst == 0
-
-    def _step_unless_infinite(self, optimizer: Optimizer) -> bool:
-        # GradScaler.step does the same without returning whether it stepped; asking the device afterwards
-        # would wait for the kernels of the step.
-        self.unscale([optimizer])
-        if any(flag.item() for flag in self._infinite(optimizer)):
-            return False
-        return step_unscaled(optimizer)
-
-    def _infinite(self, optimizer: Optimizer) -> list[Tensor]:
-        return infinite_flags(self.scaler, optimizer)
-
-    def _start_window_without_step(self) -> None:
-        """Record a loss after gradients that were unscaled, as for clipping, but made no step.
-
-        If these gradients were cleared, the step was left out. Otherwise they may still make it, as where
-        each of several optimizers has a loss of its own; unless the new loss's gradients are added to them.
-        """
-        if not any(_has_gradients(optimizer) for optimizer in self._unscaled):
-            self._update()
-            return
-        for optimizer in self._unscaled:
-            self._versions.setdefault(optimizer, _versions(optimizer))
 
     def _check_unmixed(self, optimizer: Optimizer) -> None:
         if self._versions.pop(optimizer, None) not in {None, _versions(optimizer)}:

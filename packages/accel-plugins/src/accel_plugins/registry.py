@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from accel_state.settings.model import Settings
     from accel_state.topology import Topology
 
-
 ENTRY_POINT_GROUP = "accel.strategies"
 """A distribution adds a strategy with `[project.entry-points."accel.strategies"] name = "module:SPEC"`."""
 
@@ -101,7 +100,6 @@ BUILT_IN: Mapping[str, StrategySpec] = {
 }
 """The strategies that come with accel, in order: the first that applies is chosen."""
 
-
 STRATEGIES = Registry(group=ENTRY_POINT_GROUP, kind=StrategySpec, noun="strategy", built_in=BUILT_IN)
 """All strategies, those of installed distributions included."""
 
@@ -135,7 +133,20 @@ def choose(
     fitting = next(name for name, spec in specs.items() if spec.applies(settings, topology, device))
     if selected is None or selected == fitting:
         return fitting
-    _check_selected(settings, specs[selected], specs[fitting])
+    for section in specs[fitting].sections:
+        value = getattr(settings, section)
+        if value is None:
+            continue
+        about = (
+            f"strategy={selected!r} was selected, but settings of {section!r}, from its plugin, the "
+            f"environment or a config file, ask for {fitting!r}"
+        )
+        if section not in specs[selected].sections:
+            raise SettingsError(f"{about}: leave one of the two out.")
+        for name, needed in (specs[selected].sections[section] or {}).items():
+            actual = getattr(value, name)
+            if actual != needed:
+                raise SettingsError(f"{about}: {name} is {actual!r}, and {selected!r} needs {needed!r}.")
     limit = specs[selected].max_processes
     if limit is not None and topology.world_size > limit:
         raise SettingsError(
@@ -143,24 +154,6 @@ def choose(
             f"most {limit}: select {fitting!r}, or start fewer."
         )
     return selected
-
-
-def _check_selected(settings: Settings, selected: StrategySpec, fitting: StrategySpec) -> None:
-    """Refuse a strategy that does not read the settings that would have chosen another one."""
-    for section in fitting.sections:
-        value = getattr(settings, section)
-        if value is None:
-            continue
-        about = (
-            f"strategy={selected.name!r} was selected, but settings of {section!r}, from its plugin, the "
-            f"environment or a config file, ask for {fitting.name!r}"
-        )
-        if section not in selected.sections:
-            raise SettingsError(f"{about}: leave one of the two out.")
-        for name, needed in (selected.sections[section] or {}).items():
-            actual = getattr(value, name)
-            if actual != needed:
-                raise SettingsError(f"{about}: {name} is {actual!r}, and {selected.name!r} needs {needed!r}.")
 
 
 @frozen
@@ -246,9 +239,16 @@ def find_plugins(
                 value = engine.plugin_type()()
             elif arguments is not None:
                 value = engine.plugin_type()(**arguments)
-        if value is not None:
-            _check_type(engine, value)
-            plugins[engine.argument] = value
+        if value is None:
+            continue
+        kind, is_several = engine.plugin_type(), engine.several and isinstance(value, dict)
+        values: list[Any] = [*value.values()] if is_several else [value]
+        if not values or any(not isinstance(plugin, kind) for plugin in values):
+            more = f", or a dictionary of several by name, {kind.__name__}s" if engine.several else ""
+            raise SettingsError(
+                f"Accelerator({engine.argument}={value!r}): expected a {kind.__name__}{more}."
+            )
+        plugins[engine.argument] = value
     return plugins
 
 
@@ -265,12 +265,3 @@ def as_handlers(plugins: Mapping[str, Any]) -> dict[type, Any]:
     return {
         engine.plugin_type(): plugins[engine.argument] for engine in ENGINES if engine.argument in plugins
     }
-
-
-def _check_type(engine: Engine, value: Any) -> None:
-    kind = engine.plugin_type()
-    several = cast("Mapping[str, Any]", value) if engine.several and isinstance(value, dict) else None
-    plugins = [value] if several is None else [*several.values()]
-    if not plugins or any(not isinstance(plugin, kind) for plugin in plugins):
-        more = f", or a dictionary of several by name, {kind.__name__}s" if engine.several else ""
-        raise SettingsError(f"Accelerator({engine.argument}={value!r}): expected a {kind.__name__}{more}.")

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -158,7 +157,14 @@ class TorchStepper:
     """Steps an optimizer: the precision's own method, without a call of ours in between, if possible."""
 
     def __post_init__(self) -> None:
-        step = self.precision.step if self.around_step is None else partial(_step_within, self)
+        around, step = self.around_step, self.precision.step
+        if around is not None:
+
+            def step_within(optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
+                with around(optimizer):
+                    return self.precision.step(optimizer, closure)
+
+            step = step_within
         object.__setattr__(self, "step", step)
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
@@ -199,12 +205,6 @@ class TorchStepper:
             self.clip_value(tensors, clip_value)
 
 
-def _step_within(stepper: TorchStepper, optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
-    context: Any = stepper.around_step
-    with context(optimizer):
-        return stepper.precision.step(optimizer, closure)
-
-
 def unscale_gradients(
     precision: PrecisionPolicy, parameters: Parameters, optimizers: Optimizers
 ) -> Tensor | list[Tensor]:
@@ -225,29 +225,23 @@ def sync_in_backward(model: nn.Module) -> Generator[None]:
     """Synchronise gradients in the backward pass within, although the forward pass ran in `no_sync`."""
     inner = without_compiler(model)
     if isinstance(inner, DistributedDataParallel):
-        with _sync_ddp_in_backward(inner):
+        if inner.find_unused_parameters:
+            raise UnsupportedError(
+                "trigger_sync_in_backward() with find_unused_parameters=True: which parameters are unused is "
+                "found out in a forward pass that synchronises; leave the option out, or run the last "
+                "forward pass outside of no_sync()."
+            )
+        before = inner.require_backward_grad_sync, inner.require_forward_param_sync
+        inner.require_backward_grad_sync = inner.require_forward_param_sync = True
+        # The forward pass prepares the reducer only outside of `no_sync`: https://docs.pytorch.org/docs/stable/notes/ddp.html
+        inner.reducer.prepare_for_backward([])
+        try:
             yield
+        finally:
+            inner.require_backward_grad_sync, inner.require_forward_param_sync = before
         return
     fsdp = sys.modules.get("torch.distributed.fsdp")  # a model that FSDP2 shards has imported it
     if fsdp is not None and isinstance(inner, fsdp.FSDPModule):
         sharded: Any = inner
         sharded.set_requires_gradient_sync(True)
     yield
-
-
-@contextmanager
-def _sync_ddp_in_backward(inner: DistributedDataParallel) -> Generator[None]:
-    if inner.find_unused_parameters:
-        raise UnsupportedError(
-            "trigger_sync_in_backward() with find_unused_parameters=True: which parameters are unused is "
-            "found out in a forward pass that synchronises; leave the option out, or run the last forward "
-            "pass outside of no_sync()."
-        )
-    before = inner.require_backward_grad_sync, inner.require_forward_param_sync
-    inner.require_backward_grad_sync = inner.require_forward_param_sync = True
-    # The forward pass prepares the reducer only outside of `no_sync`: https://docs.pytorch.org/docs/stable/notes/ddp.html
-    inner.reducer.prepare_for_backward([])
-    try:
-        yield
-    finally:
-        inner.require_backward_grad_sync, inner.require_forward_param_sync = before

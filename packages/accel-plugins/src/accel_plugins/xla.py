@@ -29,7 +29,7 @@ from accel_plugins.fsdp.blocks import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.sharding.folder import load_object
-from accel_plugins.sharding.state import StateAllocator, StateForm, TensorShards, allocator_like
+from accel_plugins.sharding.state import StateAllocator, StateForm, TensorShards
 from accel_plugins.strategy import (
     PLAIN_FEATURES,
     BatchSharding,
@@ -144,24 +144,27 @@ class GradientAverage:
             xla_module("core.xla_model").all_reduce("sum", [*gradients.values()], scale=self._scale)
 
 
-def move_to_xla(bundle: Bundle, device: torch.device) -> list[nn.Module]:
-    """Move models to the device, as `move_to_device` does; parameters stay the same objects."""
-    with _swap_parameters():
-        return move_to_device(bundle, device)
+AXIS = "fsdp"
+"""The axis of the mesh over which parameters and batches are sharded."""
 
 
 @contextmanager
-def _swap_parameters() -> Generator[None]:
-    """Let `Module.to` swap the contents of parameters, which it otherwise replaces on XLA devices.
-
-    https://docs.pytorch.org/docs/stable/future_mod.html
-    """
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
+def _quiet(message: str) -> Generator[None]:
+    """Ignore a warning of torch within the block."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=message)
         yield
+
+
+def move_to_xla(bundle: Bundle, device: torch.device) -> list[nn.Module]:
+    """Move models to the device, as `move_to_device` does; parameters stay the same objects."""
+    future = torch.__future__  # `Module.to` otherwise replaces parameters on XLA devices
+    before = future.get_swap_module_params_on_conversion()
+    future.set_swap_module_params_on_conversion(True)
+    try:
+        return move_to_device(bundle, device)
     finally:
-        torch.__future__.set_swap_module_params_on_conversion(before)
+        future.set_swap_module_params_on_conversion(before)
 
 
 _COMPILERS = {
@@ -171,7 +174,6 @@ _COMPILERS = {
     DynamoBackend.TORCHXLA_TRACE_ONCE,
     DynamoBackend.AOT_TORCHXLA_TRACE_ONCE,
 }
-
 
 SPMD_PLUGIN = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
 """The plugin with which the compiler shards models, for messages."""
@@ -212,6 +214,7 @@ def build_spmd(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
     """Make the strategy of a run that is sharded over XLA devices."""
+    # 1. Refuse what the compiler does not support.
     plugin: FullyShardedDataParallelPlugin = handlers[FullyShardedDataParallelPlugin]
     own, topology = runtime.kind.own_runtime, runtime.topology
     if own is None:
@@ -220,35 +223,13 @@ def build_spmd(
             f"{str(runtime.device)!r}: leave xla out, or install accel-suite[xla]."
         )
     refuse_unsupported(settings, runtime, precision, handlers)
-    _check_plugin(plugin)
-    mesh = start_mesh()
-    return Strategy(
-        name="xla_fsdp",
-        wrapper=ShardedXlaWrapper(device=runtime.device, plugin=plugin, mesh=mesh),
-        stepper=TorchStepper(precision=precision, around_backward=quiet_backward),
-        persister=CompilerShardedPersister(),
-        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
-        features=PLAIN_FEATURES,
-        shards=TensorShards(form_now=partial(form_of, plugin), allocator_like=SpmdAllocator(mesh)),
-        planners=SpmdPlanners(),
-        shard_sequences=BatchSharder(mesh, runtime.device, topology.world_size),
-        after_micro_batch=own.flush,
-        after_step=own.flush,
-    )
-
-
-# Fields of the plugin that are refused on XLA devices.
-_UNSUPPORTED = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
-
-
-def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Refuse fields of the plugin that the compiler does not support."""
     if not (plugin.xla and plugin.xla_fsdp_v2):
         raise UnsupportedError(
             f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): on XLA "
             f"devices the compiler shards models; write {SPMD_PLUGIN}."
         )
-    unsupported = [name for name in _UNSUPPORTED if getattr(plugin, name) is not None]
+    names = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
+    unsupported = [name for name in names if getattr(plugin, name) is not None]
     unsupported += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
     if form_of(plugin) is StateForm.NATIVE:
         unsupported.append("state_dict_type='LOCAL_STATE_DICT'")
@@ -257,30 +238,32 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
             f"{SPMD_PLUGIN} does not go with {', '.join(unsupported)}: leave it out. mixed_precision='bf16' "
             "of Accelerator computes in bfloat16."
         )
-
-
-AXIS = "fsdp"
-"""The axis of the mesh over which parameters and batches are sharded."""
-
-
-def start_mesh() -> Any:
-    """Let the compiler shard from now on, and return the mesh.
-
-    Returns:
-        The global mesh, where the caller has set one with an axis `"fsdp"`; else one of all devices along
-        that axis, which becomes the global one.
-
-    Raises:
-        SettingsError: Something has used a device before.
-    """
+    # 2. Let the compiler shard: over the mesh that the caller has set, else over all devices.
     start(spmd=True)
-    runtime, spmd = xla_module("runtime"), xla_module("distributed.spmd")
+    spmd = xla_module("distributed.spmd")
     mesh = spmd.get_global_mesh()
     if mesh is None or AXIS not in mesh.axis_names:
-        count = runtime.global_runtime_device_count()
+        count = xla_module("runtime").global_runtime_device_count()
         mesh = spmd.Mesh([*range(count)], (count, 1), (AXIS, "model"))
         spmd.set_global_mesh(mesh)
-    return mesh
+    return Strategy(
+        name="xla_fsdp",
+        wrapper=ShardedXlaWrapper(device=runtime.device, plugin=plugin, mesh=mesh),
+        stepper=TorchStepper(
+            precision=precision,
+            around_backward=partial(
+                _quiet, "Full backward hook is firing"
+            ),  # of barriers whose inputs need no gradient
+        ),
+        persister=CompilerShardedPersister(),
+        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
+        features=PLAIN_FEATURES,
+        shards=TensorShards(form_now=partial(form_of, plugin), allocator_like=partial(_allocator_like, mesh)),
+        planners=SpmdPlanners(),
+        shard_sequences=partial(recursively_apply, partial(_move_sharded, mesh, runtime)),
+        after_micro_batch=own.flush,
+        after_step=own.flush,
+    )
 
 
 @frozen
@@ -317,7 +300,11 @@ class ShardedXlaWrapper:
                 for block in units[:-1]:
                     xla_module("distributed.fsdp").checkpoint_module(block)
         for optimizer in bundle.optimizers:
-            shard_optimizer(optimizer, self.mesh)
+            # The state is sharded like the parameters, whenever it is loaded or created.
+            shard_state = partial(_shard_state, self.mesh)
+            optimizer.register_load_state_dict_post_hook(shard_state)
+            optimizer.register_step_post_hook(shard_state)
+            shard_state(optimizer)
         return replace(bundle, models=models)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -338,8 +325,13 @@ def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: Any) -> Non
     gather parameters block by block.
     """
     spmd = xla_module("distributed.spmd")
-    _shard_parameters(model, mesh)
-    model.register_load_state_dict_post_hook(lambda module, _: _shard_parameters(module, mesh))
+
+    def shard_parameters(model: nn.Module, _: Any = None) -> None:
+        for parameter in model.parameters():
+            shard(parameter, mesh)
+
+    shard_parameters(model)
+    model.register_load_state_dict_post_hook(shard_parameters)
 
     def shard_output(module: nn.Module, inputs: Any, output: Any) -> None:
         del module, inputs
@@ -353,23 +345,11 @@ def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: Any) -> Non
             spmd.xla_sharding.apply_backward_optimization_barrier(block)
 
 
-def _shard_parameters(model: nn.Module, mesh: Any) -> None:
-    for parameter in model.parameters():
-        shard(parameter, mesh)
-
-
-def shard_optimizer(optimizer: Optimizer, mesh: Any) -> None:
-    """Shard the state of an optimizer like its parameters, whenever it is loaded or created."""
-
-    def shard_state(optimizer: Optimizer, *_: Any) -> None:
-        for parameter, values in optimizer.state.items():
-            for value in values.values():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and not value.is_cpu:
-                    shard(value, mesh)
-
-    optimizer.register_load_state_dict_post_hook(shard_state)
-    optimizer.register_step_post_hook(shard_state)
-    shard_state(optimizer)
+def _shard_state(mesh: Any, optimizer: Optimizer, *_: Any) -> None:
+    for parameter, values in optimizer.state.items():
+        for value in values.values():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and not value.is_cpu:
+                shard(value, mesh)
 
 
 def shard(tensor: Tensor, mesh: Any) -> None:
@@ -394,33 +374,14 @@ def first_dim(tensor: Tensor) -> tuple[str | None, ...]:
     return (AXIS, *(None for _ in tensor.shape[1:]))
 
 
-@dataclass(frozen=True, slots=True)
-class BatchSharder:
-    """Moves batches to the devices, sharded along their first dimension."""
-
-    mesh: Any
-    device: torch.device
-    num_hosts: int
-
-    def __call__(self, batch: Any) -> Any:
-        """Return the batch with its tensors on the devices."""
-        return recursively_apply(self._move, batch)
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        if not tensor.dim() or tensor.device.type != "cpu":
-            return tensor.to(self.device)
-        spec = xla_module("distributed.spmd").ShardingSpec(
-            self.mesh, first_dim(tensor), minibatch=self.num_hosts > 1
-        )
-        return xla_module("core.xla_model").send_cpu_data_to_device([tensor], self.device, spec)[0]
-
-
-@contextmanager
-def quiet_backward() -> Generator[None]:
-    """Run a backward pass without torch's warning about barriers of blocks whose inputs need no gradient."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Full backward hook is firing")
-        yield
+def _move_sharded(mesh: Any, runtime: Runtime, tensor: Tensor) -> Tensor:
+    """Move a tensor of a batch to the devices, sharded along its first dimension."""
+    if not tensor.dim() or tensor.device.type != "cpu":
+        return tensor.to(runtime.device)
+    spec = xla_module("distributed.spmd").ShardingSpec(
+        mesh, first_dim(tensor), minibatch=runtime.topology.world_size > 1
+    )
+    return xla_module("core.xla_model").send_cpu_data_to_device([tensor], runtime.device, spec)[0]
 
 
 class CompilerShardedPersister(ReplicatedPersister):
@@ -488,25 +449,21 @@ class SpmdPlanners:
         return _LoadedShards(planner, state, paths), planner.create_local_plan()
 
 
-@dataclass(frozen=True, slots=True)
-class SpmdAllocator:
-    """Makes allocators of optimizer states that are sharded over a mesh as parameters are."""
+_INDEXED_BY_LISTS = "Using a non-tuple sequence"  # torch_xla indexes shards so
 
-    mesh: Any
 
-    def __call__(self, parameters: Mapping[str, Tensor]) -> StateAllocator:
-        """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
-        allocate_plain = allocator_like({})
+def _allocator_like(mesh: Any, parameters: Mapping[str, Tensor]) -> StateAllocator:
+    """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
 
-        def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            tensor, parameter = allocate_plain(name, shape, dtype), parameters.get(name)
-            if parameter is None or parameter.shape != shape or not shape:
-                return tensor
-            tensor = tensor.to(parameter.device)
-            shard(tensor, self.mesh)
-            return tensor
+    def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        parameter = parameters.get(name)
+        if parameter is None or parameter.shape != shape or not shape:
+            return torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype).to(parameter.device)
+        shard(tensor, mesh)
+        return tensor
 
-        return allocate
+    return allocate
 
 
 @dataclass(frozen=True, slots=True)
@@ -516,7 +473,7 @@ class _SavedShards:
     planner: Any
 
     def resolve_data(self, item: WriteItem) -> Tensor | io.BytesIO:
-        with _quiet():
+        with _quiet(_INDEXED_BY_LISTS):
             return self.planner.resolve_data(item)
 
 
@@ -533,20 +490,12 @@ class _LoadedShards:
         load_object(self.state, self.paths.get(key, (key,)), value)
 
     def resolve_tensor(self, item: ReadItem) -> Tensor:
-        with _quiet():
+        with _quiet(_INDEXED_BY_LISTS):
             return self.planner.resolve_tensor(item)
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
         """Copy the shards of a tensor to their devices when all were read."""
         self.planner.commit_tensor(item, tensor)
-
-
-@contextmanager
-def _quiet() -> Generator[None]:
-    """Let torch_xla index shards by lists without torch's warning."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Using a non-tuple sequence")
-        yield
 
 
 def _is_ours(item: WriteItem, sharded: Mapping[str, Any], rank: int) -> bool:

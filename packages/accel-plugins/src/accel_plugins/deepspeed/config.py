@@ -12,7 +12,8 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from functools import partial
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -25,7 +26,6 @@ from accel_state.logging import get_logger
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 logger = get_logger(__name__)
 
@@ -159,44 +159,41 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
                 f"The DeepSpeed configuration {source!r} is not a dictionary, the path of a JSON file, or "
                 "JSON in base64."
             ) from None
+    # 1. Read the text of a file, or decode it.
     path = Path(cast("str", source)).expanduser()
     try:
         is_file = path.is_file()
     except OSError:  # The text is too long for a name: it is base64.
         is_file = False
-    if is_file:
-        where = f"the file {str(path)!r}"
-        try:
-            return _parse(read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode(), where)
-        except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"The DeepSpeed configuration in {where} cannot be read: {error}.") from None
+    where = f"the file {str(path)!r}" if is_file else "the base64 text"
     try:
-        text = base64.urlsafe_b64decode(str(source)).decode()
-    except (binascii.Error, UnicodeError):
+        if is_file:
+            text = read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode()
+        else:
+            text = base64.urlsafe_b64decode(str(source)).decode()
+    except (OSError, binascii.Error, UnicodeError) as error:
+        if is_file:
+            raise SettingsError(f"The DeepSpeed configuration in {where} cannot be read: {error}.") from None
         raise SettingsError(
             f"There is no DeepSpeed configuration file {str(source)!r}, and the text is not base64; pass the "
             "path of a JSON file."
         ) from None
-    return _parse(text, "the base64 text")
 
+    # 2. Parse it.
+    def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise ValueError(f"the key(s) {', '.join(map(repr, repeated))} are repeated in one object")
+        return dict(pairs)
 
-def _parse(text: str, where: str) -> dict[str, Any]:
     try:
-        config = json.loads(text, object_pairs_hook=_without_repetition)
+        config = json.loads(text, object_pairs_hook=without_repetition)
     except (ValueError, RecursionError) as error:
         raise SettingsError(f"The DeepSpeed configuration in {where} is not valid JSON: {error}.") from None
     if not isinstance(config, dict):
         raise SettingsError(f"The DeepSpeed configuration in {where} is {config!r}; it must be one object.")
     return cast("dict[str, Any]", config)
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    node = dict(pairs)
-    if len(node) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the key(s) {', '.join(map(repr, repeated))} are repeated in one object")
-    return node
 
 
 class DummyOptim:
@@ -226,10 +223,6 @@ class DummyOptim:
         self.lr = lr
         self.weight_decay = weight_decay
         self.kwargs = kwargs
-
-    def tensors(self) -> list[Tensor]:
-        """Return the parameters of all groups."""
-        return [parameter for group in self.groups() for parameter in group]
 
     def groups(self) -> list[list[Tensor]]:
         """Return the parameters, group by group."""
@@ -292,7 +285,7 @@ def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
         return {
             name: without_auto(value) if isinstance(value, dict) else value
             for name, value in node.items()
-            if not _is_auto(value)
+            if value != AUTO
         }
 
     known = without_auto(config)
@@ -313,18 +306,9 @@ class KnownValue:
     source: str = ""
     binding: bool = True
 
-
-@frozen
-class Mismatch:
-    """A value of the configuration that contradicts a known one."""
-
-    key: str
-    value: Any
-    known: KnownValue
-
-    def __str__(self) -> str:
-        known = self.known
-        return f"{self.key} is {self.value!r} in the configuration, but {known.value!r} by {known.source}"
+    def contradiction(self, key: str, value: Any) -> str:
+        """Describe another value in the configuration."""
+        return f"{key} is {value!r} in the configuration, but {self.value!r} by {self.source}"
 
 
 @frozen
@@ -332,8 +316,8 @@ class Filled:
     """A filled configuration, its contradictions, and the dotted keys whose value is still `"auto"`."""
 
     config: dict[str, Any]
-    mismatches: tuple[Mismatch, ...] = ()
-    open_keys: tuple[str, ...] = ()
+    mismatches: list[str]
+    open_keys: list[str]
 
 
 def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
@@ -344,11 +328,11 @@ def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
     Example:
         >>> known = {"a": KnownValue(value=1, source="us"), "b.c": KnownValue(value=2, source="us")}
         >>> filled = fill({"a": "auto", "b": {"c": 3}}, known)
-        >>> filled.config["a"], [str(mismatch) for mismatch in filled.mismatches]
+        >>> filled.config["a"], filled.mismatches
         (1, ['b.c is 3 in the configuration, but 2 by us'])
     """
-    mismatches: list[Mismatch] = []
-    unknown: list[str] = []
+    mismatches: list[str] = []
+    open_keys: list[str] = []
 
     def walk(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -358,15 +342,17 @@ def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
                 result[name] = walk(cast("dict[str, Any]", value), f"{key}.")
                 continue
             other = known.get(key)
-            result[name] = other.value if other is not None and _is_auto(value) else value
-            if other is not None and other.binding and not _is_same(result[name], other.value):
-                mismatches.append(Mismatch(key=key, value=value, known=other))
-            if _is_auto(result[name]):
-                unknown.append(key)
+            result[name] = other.value if other is not None and value == AUTO else value
+            if other is not None and other.binding:
+                # JSON has one kind of number: 2 is 2.0, but true is not 1.
+                is_bool = isinstance(result[name], bool)
+                if is_bool != isinstance(other.value, bool) or result[name] != other.value:
+                    mismatches.append(other.contradiction(key, value))
+            if result[name] == AUTO:
+                open_keys.append(key)
         return result
 
-    filled = walk(config, "")
-    return Filled(config=filled, mismatches=tuple(mismatches), open_keys=tuple(unknown))
+    return Filled(config=walk(config, ""), mismatches=mismatches, open_keys=open_keys)
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
@@ -384,12 +370,12 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
     config[last] = value
 
 
-def refuse_mismatches(mismatches: Sequence[Mismatch | str]) -> None:
+def refuse_mismatches(mismatches: Sequence[str]) -> None:
     """Raise one error that names all contradictions, if there are any."""
     if mismatches:
         raise SettingsError(
             "The DeepSpeed configuration contradicts other settings: "
-            + "; ".join(map(str, mismatches))
+            + "; ".join(mismatches)
             + ". Set each in one place only, or to 'auto' in the configuration."
         )
 
@@ -399,22 +385,12 @@ def refuse_misspelt(config: Mapping[str, Any], names: Iterable[str]) -> list[str
     known = sorted(set(names))
     unknown = [name for name in config if name not in known]
     for name in unknown:
-        hint = did_you_mean(name, known, "", cutoff=0.8)
-        if hint:
+        if hint := did_you_mean(name, known, "", cutoff=0.8):
             raise SettingsError(
                 f"The DeepSpeed configuration has {name!r}: {config[name]!r}, which the installed version of "
                 f"DeepSpeed does not know; {hint}"
             )
     return unknown
-
-
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == AUTO
-
-
-def _is_same(value: Any, known: Any) -> bool:
-    # JSON has one kind of number: 2 is 2.0, but true is not 1.
-    return isinstance(value, bool) == isinstance(known, bool) and value == known
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -467,20 +443,8 @@ def check_fields(config: HfDeepSpeedConfig) -> None:
         for key, (wanted, holds) in _WANTED.items()
         if (value := config.get_value(key)) not in {None, AUTO} and not holds(value)
     ]
-    stage = config.get_value(KEYS["zero_stage"], 0)
-    problems += [] if problems or stage == AUTO else _describe_offload_problems(config, stage)
-    if config.get_value("managed_gradient_accumulation") is False:
-        problems.append(
-            "managed_gradient_accumulation=False: accel sets the engine's accumulation boundary itself; "
-            "leave it out"
-        )
-    if problems:
-        raise SettingsError(f"The DeepSpeed configuration cannot be used: {'; '.join(problems)}.")
-
-
-def _describe_offload_problems(config: HfDeepSpeedConfig, stage: int) -> list[str]:
-    problems: list[str] = []
-    for what, least in (("optimizer", 1), ("param", 3)):
+    stage: Any = config.get_value(KEYS["zero_stage"], 0)
+    for what, least in () if problems or stage == AUTO else (("optimizer", 1), ("param", 3)):
         device = config.get_value(KEYS[f"offload_{what}_device"]) or "none"
         path = config.get_value(KEYS[f"offload_{what}_nvme_path"])
         needed = 3 if device == "nvme" else least
@@ -495,7 +459,13 @@ def _describe_offload_problems(config: HfDeepSpeedConfig, stage: int) -> list[st
             problems.append(
                 f"offload_{what}_nvme_path={path!r} has no effect with offload_{what}_device={device!r}"
             )
-    return problems
+    if config.get_value("managed_gradient_accumulation") is False:
+        problems.append(
+            "managed_gradient_accumulation=False: accel sets the engine's accumulation boundary itself; "
+            "leave it out"
+        )
+    if problems:
+        raise SettingsError(f"The DeepSpeed configuration cannot be used: {'; '.join(problems)}.")
 
 
 def without_none(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -543,7 +513,21 @@ def autofill(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
     batches, mismatches = _batches(config, facts)
     filled = fill(config, {**batches, **_known_values(facts)})
     refuse_mismatches([*mismatches, *filled.mismatches])
-    result = _without_optional(filled)
+    # Of the keys that are still "auto", DeepSpeed has a default for some.
+    open_keys: list[str] = []
+    for key in filled.open_keys:
+        *above, last = key.split(".")
+        if key == "gradient_clipping" or above[:1] == ["zero_optimization"]:
+            del reduce(getitem, above, filled.config)[last]
+        else:
+            open_keys.append(key)
+    if open_keys:
+        raise SettingsError(
+            "The DeepSpeed configuration has 'auto' for keys whose value is not known: "
+            + ", ".join(f"{key}='auto'" for key in open_keys)
+            + ". Give a value, or leave the key out for DeepSpeed's own default."
+        )
+    result = filled.config
     for key, known in batches.items():
         put(result, key, known.value)
     # DeepSpeed's own default would clip to 1.
@@ -585,22 +569,19 @@ def hidden_size_of(model: Any) -> int | None:
     return None
 
 
-def _batches(config: Mapping[str, Any], facts: RunFacts) -> tuple[dict[str, KnownValue], list[Mismatch]]:
+def _batches(config: Mapping[str, Any], facts: RunFacts) -> tuple[dict[str, KnownValue], list[str]]:
     """Return the three batch sizes, of which any two determine the third, and their contradictions."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    configured: list[int | None] = [
-        None if _is_auto(value) else value for value in (config.get(name) for name in names)
-    ]
-    total, micro, steps = configured
-    mismatches: list[Mismatch] = []
+    configured = (config.get(name) for name in names)
+    total, micro, steps = (None if value == AUTO else value for value in configured)
+    mismatches: list[str] = []
     accumulation = facts.accumulation
     if steps is not None and accumulation.binding and accumulation.value != steps:
-        mismatches.append(Mismatch(key="gradient_accumulation_steps", value=steps, known=accumulation))
+        mismatches.append(accumulation.contradiction("gradient_accumulation_steps", steps))
     steps = accumulation.value if steps is None else steps
     if micro is None and total is not None and facts.micro_batch is None:
         micro = max(1, total // (facts.world_size * steps))
-    if micro is None:
-        micro = facts.micro_batch
+    micro = facts.micro_batch if micro is None else micro
     if micro is None:
         micro = 1
         logger.warning_once(
@@ -614,18 +595,14 @@ def _batches(config: Mapping[str, Any], facts: RunFacts) -> tuple[dict[str, Know
             f"{micro} samples of a batch x {steps} micro-batches of a step x {facts.world_size} process(es)"
         )
         known = KnownValue(value=product, source=source)
-        mismatches.append(Mismatch(key="train_batch_size", value=total, known=known))
+        mismatches.append(known.contradiction("train_batch_size", total))
     return _defaults("", dict(zip(names, (product, micro, steps), strict=True))), mismatches
 
 
 def _known_values(facts: RunFacts) -> dict[str, KnownValue]:
     """Return the values that the model, and the placeholders of optimizer and schedule, decide."""
-    size, optimizer, scheduler, shards = (
-        facts.hidden_size,
-        facts.optimizer,
-        facts.scheduler,
-        facts.schedule_shards,
-    )
+    size, optimizer, scheduler = facts.hidden_size, facts.optimizer, facts.scheduler
+    shards = facts.schedule_shards
     known: dict[str, KnownValue] = {}
     if size is not None:
         # The formulas of transformers: https://huggingface.co/docs/transformers/deepspeed
@@ -639,11 +616,8 @@ def _known_values(facts: RunFacts) -> dict[str, KnownValue]:
         values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
         known |= _defaults("optimizer.params.", values)
     if isinstance(scheduler, DummyScheduler):
-        rate = (
-            optimizer.lr
-            if isinstance(optimizer, DummyOptim)
-            else getattr(optimizer, "defaults", {}).get("lr")
-        )
+        has_rate = isinstance(optimizer, DummyOptim)
+        rate = optimizer.lr if has_rate else getattr(optimizer, "defaults", {}).get("lr")
         steps = scheduler.total_num_steps
         values = {
             "warmup_min_lr": 0,
@@ -659,25 +633,3 @@ def _known_values(facts: RunFacts) -> dict[str, KnownValue]:
 
 def _defaults(prefix: str, values: Mapping[str, Any]) -> dict[str, KnownValue]:
     return {f"{prefix}{name}": KnownValue(value=value, binding=False) for name, value in values.items()}
-
-
-def _without_optional(filled: Filled) -> dict[str, Any]:
-    """Drop keys that are still `"auto"` and for which DeepSpeed has a default; refuse the others."""
-    result = filled.config
-    open_keys: list[str] = []
-    for key in filled.open_keys:
-        if key == "gradient_clipping" or key.startswith("zero_optimization."):
-            *above, last = key.split(".")
-            node = result
-            for name in above:
-                node = node[name]
-            del node[last]
-        else:
-            open_keys.append(key)
-    if open_keys:
-        raise SettingsError(
-            "The DeepSpeed configuration has 'auto' for keys whose value is not known: "
-            + ", ".join(f"{key}='auto'" for key in open_keys)
-            + ". Give a value, or leave the key out for DeepSpeed's own default."
-        )
-    return result

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from accel_plugins.strategy import Optimizers, Parameters
 
-
 _BACKWARD_ARGUMENTS = frozenset({"retain_graph", "scale_wrt_gas"})
 
 
@@ -67,16 +66,31 @@ class DeepSpeedEngineWrapper:
                 f"backward({', '.join(sorted(unknown))}): DeepSpeed's engine accepts a 0-d loss and the "
                 "option retain_graph; leave the others out."
             )
+        optimizer = self.optimizer
+        # 1. Copy reduced gradients, which stages 1 and 2 overwrite in another completing backward pass.
         if self._is_complete:
-            self._saved_grads = self._complete_gradients()
-        if self._skips_scaling:
-            loss = loss.float() * _scale_of(self.optimizer)
+            is_overwritten = hasattr(optimizer, "bit16_groups") and not optimizer.cpu_offload
+            reduced: dict[int, Any] = optimizer.averaged_gradients if is_overwritten else {}
+            self._saved_grads = {
+                index: [gradient.clone() for gradient in gradients]
+                for index, gradients in reduced.items()
+                if gradients is not None and not optimizer._use_compact_grad_partition_buffer(index)
+            }
+        # 2. Scale the loss in float16 at stage 0: an engine with a method `scale`, which only optimizers of
+        # stages 1 to 3 get, leaves that out, but its `step` divides by the scale.
+        is_scaled = hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "scale_if_loss")
+        if is_scaled and hasattr(self.engine, "scale"):
+            loss = loss.float() * _scale_of(optimizer)
+        # 3. Compute gradients, and add the saved ones.
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self._holds)
         with hang_monitor.collective_scope("backward"):
             self.engine.backward(loss, **kwargs)
         self._has_gradients = True
-        if self._saved_grads and self._is_complete:
-            self._add_saved_grads()
+        if self._is_complete:
+            for index, gradients in self._saved_grads.items():
+                for now, before in zip(optimizer.averaged_gradients[index], gradients, strict=True):
+                    now.add_(before)
+            self._saved_grads = {}
         self._known.clear()
 
     @contextmanager
@@ -117,7 +131,29 @@ class DeepSpeedEngineWrapper:
                 "norm_type out."
             )
         self._max_grad_norm = max_norm
-        return self._norm() if self._is_complete else None
+        if not self._is_complete:
+            return None
+        # Compute the norm over all ranks, and cache it for the step.
+        optimizer = self.optimizer
+        if hasattr(optimizer, "scaled_global_norm"):
+            wait: Callable[[], None] | None = getattr(optimizer, "_wait_for_offload_copies", None)
+            if wait is not None:
+                wait()
+            total = self._known["scaled_global_norm"] = optimizer.scaled_global_norm()
+        elif hasattr(optimizer, "_get_norm_groups"):
+            groups = self._known["_get_norm_groups"] = optimizer._get_norm_groups()
+            norms = torch.stack([torch.as_tensor(group, dtype=torch.float32).reshape(()) for group in groups])
+            invalid = torch.full_like(norms[0], -1.0)
+            total = torch.where((norms < 0).any(), invalid, torch.linalg.vector_norm(norms))
+        else:
+            gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+            if not gradients:
+                return None
+            total = torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients])
+        total = torch.as_tensor(total, dtype=torch.float32)
+        # The engine's norm is -1 if a gradient is not finite.
+        total = torch.where(total < 0, torch.full_like(total, float("inf")), total)
+        return total / _scale_of(optimizer)
 
     def step(self) -> bool:
         """Update the model with the gradients since the last step; do nothing if there are none.
@@ -169,17 +205,6 @@ class DeepSpeedEngineWrapper:
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
-    @property
-    def _skips_scaling(self) -> bool:
-        """Whether the engine's `step` divides by a loss scale that its `backward` leaves out.
-
-        That is so at stage 0 in float16 with engines that have a method `scale`, which calls only the
-        optimizers of stages 1 to 3.
-        """
-        optimizer = self.optimizer
-        is_scaled = hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "scale_if_loss")
-        return is_scaled and hasattr(self.engine, "scale")
-
     def _clip_grad_attributes(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients in the parameters' `.grad`."""
         parameters = self.engine.module.parameters()
@@ -190,25 +215,6 @@ class DeepSpeedEngineWrapper:
     @property
     def _is_complete(self) -> bool:
         return self._has_gradients and self.engine.is_gradient_accumulation_boundary()
-
-    def _complete_gradients(self) -> dict[int, list[Tensor]]:
-        """Copy reduced gradients, which stages 1 and 2 overwrite in another completing backward pass."""
-        optimizer = self.optimizer
-        if not hasattr(optimizer, "bit16_groups") or optimizer.cpu_offload:
-            return {}
-        reduced: dict[int, list[Tensor] | None] = optimizer.averaged_gradients
-        return {
-            index: [gradient.clone() for gradient in gradients]
-            for index, gradients in reduced.items()
-            if gradients is not None and not optimizer._use_compact_grad_partition_buffer(index)
-        }
-
-    def _add_saved_grads(self) -> None:
-        """Add the saved gradients to those of the later backward pass."""
-        for index, gradients in self._saved_grads.items():
-            for now, before in zip(self.optimizer.averaged_gradients[index], gradients, strict=True):
-                now.add_(before)
-        self._saved_grads = {}
 
     def _reset(self) -> None:
         self._has_gradients = False
@@ -233,35 +239,6 @@ class DeepSpeedEngineWrapper:
             optimizer.clip_grad = before
             for name in known:
                 del vars(optimizer)[name]
-
-    def _norm(self) -> Tensor | None:
-        """Compute the norm over all ranks, and cache it for the step."""
-        optimizer = self.optimizer
-        if hasattr(optimizer, "scaled_global_norm"):
-            wait: Callable[[], None] | None = getattr(optimizer, "_wait_for_offload_copies", None)
-            if wait is not None:
-                wait()
-            total = self._known["scaled_global_norm"] = optimizer.scaled_global_norm()
-        elif hasattr(optimizer, "_get_norm_groups"):
-            groups = self._known["_get_norm_groups"] = optimizer._get_norm_groups()
-            total = _norm_of_norms([torch.as_tensor(group, dtype=torch.float32) for group in groups])
-        else:
-            gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
-            if not gradients:
-                return None
-            total = torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients])
-        total = torch.as_tensor(total, dtype=torch.float32)
-        # The engine's norm is -1 if a gradient is not finite.
-        total = torch.where(total < 0, torch.full_like(total, float("inf")), total)
-        return total / _scale_of(optimizer)
-
-
-def _norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of norms; -1 if one is -1, the engine's mark of gradients that are not finite."""
-    stacked = torch.stack([norm.reshape(()) for norm in norms])
-    return torch.where(
-        (stacked < 0).any(), torch.full_like(stacked[0], -1.0), torch.linalg.vector_norm(stacked)
-    )
 
 
 def _scale_of(optimizer: Any) -> float:

@@ -144,68 +144,46 @@ class EngineFolder:
                 ]
                 for base in bases
             ]
-            self._add_entry(states, name, shards)
+            flat = [
+                all(isinstance(value, torch.Tensor) and value.dim() for value in column)
+                for column in zip(*shards, strict=True)
+            ]
+            if all(flat):
+                for parameter, value in self._unflatten(shards):
+                    states[parameter][name] = value
+                continue
+            for group, value in zip(self._shapes(), shards[0], strict=False):
+                for parameter in group:  # Each parameter has its own step.
+                    states[parameter][name] = value.clone() if isinstance(value, torch.Tensor) else value
+        shapes = iter(self._shapes())  # a group has one flat tensor, or several at stage 3
         groups = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-            for group, names in zip(bases[0]["param_groups"], self._names_of_groups(bases[0]), strict=False)
+            {
+                **group,
+                "params": [name for _, names in zip(group["params"], shapes, strict=False) for name in names],
+            }
+            for group in bases[0]["param_groups"]
         ]
         return {"state": {name: state for name, state in states.items() if state}, "param_groups": groups}
-
-    def _names_of_groups(self, base: Mapping[str, Any]) -> Iterator[list[str]]:
-        """Yield the parameter names of each group: one flat tensor, or several at stage 3."""
-        shapes = iter(self._shapes())
-        for group in base["param_groups"]:
-            yield [name for _, names in zip(group["params"], shapes, strict=False) for name in names]
-
-    def _add_entry(
-        self, states: dict[str, dict[str, Any]], name: str, shards: Sequence[Sequence[Any]]
-    ) -> None:
-        """Add one entry of the optimizer's state to every parameter's state."""
-        flat = [
-            all(isinstance(value, torch.Tensor) and value.dim() for value in column)
-            for column in zip(*shards, strict=True)
-        ]
-        if all(flat):
-            for parameter, value in self._unflatten(shards):
-                states[parameter][name] = value
-            return
-        for group, value in zip(self._shapes(), shards[0], strict=False):
-            for parameter in group:  # Each parameter has its own step.
-                states[parameter][name] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def _shapes(self) -> Sequence[Mapping[str, Any]]:
         return self.models[0]["param_shapes"]
 
     def _unflatten(self, shards: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Split flat tensors by parameter: `shards` has each rank's, one per group of shapes."""
-        split = _by_parameter if self.stage == 3 else _by_range
         paddings = self.optimizers[0].get("param_alignment_paddings")
-        for index, shapes in enumerate(self._shapes()):
-            columns = [rank[index] for rank in shards]
-            yield from split(shapes, columns, None if paddings is None else paddings[index])
-
-
-def _by_range(
-    shapes: Mapping[str, Any], columns: Sequence[Tensor], paddings: Sequence[int] | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Split at stages 1 and 2: one flat tensor of all parameters, of which each rank has a range."""
-    full, offset = torch.cat([*columns]), 0
-    for index, (name, shape) in enumerate(shapes.items()):
-        yield name, full[offset : offset + math.prod(shape)].view(torch.Size(shape))
-        offset += math.prod(shape) + (0 if paddings is None else paddings[index])
-
-
-def _by_parameter(
-    shapes: Mapping[str, Any], columns: Sequence[Tensor], paddings: Sequence[int] | None
-) -> Iterator[tuple[str, Tensor]]:
-    """Split at stage 3: every rank has an equal shard of each parameter, one after the other."""
-    del paddings
-    offset = 0
-    for name, shape in shapes.items():
-        size = math.ceil(math.prod(shape) / len(columns))
-        full = torch.cat([column[offset : offset + size] for column in columns])
-        yield name, full[: math.prod(shape)].view(torch.Size(shape))
-        offset += size
+        for group, shapes in enumerate(self._shapes()):
+            columns = [rank[group] for rank in shards]
+            full, offset = columns[0] if self.stage == 3 else torch.cat(columns), 0
+            for index, (name, shape) in enumerate(shapes.items()):
+                numel = math.prod(shape)
+                if self.stage == 3:  # every rank has an equal shard of each parameter, one after the other
+                    size = math.ceil(numel / len(columns))
+                    value = torch.cat([column[offset : offset + size] for column in columns])[:numel]
+                    offset += size
+                else:  # one flat tensor of all parameters, of which each rank has a range
+                    value = full[offset : offset + numel]
+                    offset += numel + (0 if paddings is None else paddings[group][index])
+                yield name, value.view(torch.Size(shape))
 
 
 def load_file(path: Path, *, for_engine: bool = False) -> dict[str, Any]:
@@ -229,12 +207,6 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
     raise pickle.UnpicklingError("the file is of a version of PyTorch before 1.6, which is not supported")
 
 
-def _without_attributes(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Rebuild a tensor without the attributes that an engine has pickled with it."""
-    del kind, state
-    return make(*arguments)
-
-
 _TENSORS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
@@ -242,7 +214,9 @@ _TENSORS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor"): rebuild_tensor,
     ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,
     ("torch._utils", "_rebuild_parameter"): rebuild_parameter,
-    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
+    ("torch._tensor", "_rebuild_from_type_v2"): lambda make, _, arguments, __: make(
+        *arguments
+    ),  # without its attributes
     ("torch", "Tensor"): torch.Tensor,
     ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
     ("torch.storage", "UntypedStorage"): torch.UntypedStorage,

@@ -23,7 +23,6 @@ from accel_state.libraries import compare_versions, require
 if TYPE_CHECKING:
     from accel_state.runtime import Runtime
 
-
 _MINIMUM = "0.19"  # Engines of earlier versions lack methods that `engine.py` calls.
 _EXTRA = "accel-plugins[deepspeed]"
 
@@ -135,9 +134,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """Names of DeepSpeed that this package uses, by `module` or `module:class` without `deepspeed.` before it."""
 
 
-def absent_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> list[str]:
-    """Return the names that the installed DeepSpeed lacks, as `module:class.name`."""
-    absent: list[str] = []
+def check_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> None:
+    """Refuse a DeepSpeed that lacks what we use of it, before a run depends on it."""
+    absent: list[str] = []  # as `module:class.name`
     for owner, attributes in names.items():
         module, _, inner = owner.partition(":")
         try:
@@ -147,12 +146,7 @@ def absent_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> list[str]:
             absent.append(owner)
         else:
             absent += [f"{owner}.{name}" for name in attributes if not hasattr(target, name)]
-    return absent
-
-
-def check_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> None:
-    """Refuse a DeepSpeed that lacks what we use of it, before a run depends on it."""
-    if absent := absent_names(names):
+    if absent:
         raise MissingDependencyError(
             f"deepspeed {version('deepspeed')} does not have {', '.join(absent)}, which this version of "
             "accel uses of it: install another version of deepspeed, such as 0.19, or a newer accel."

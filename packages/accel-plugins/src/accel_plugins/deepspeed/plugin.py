@@ -14,7 +14,6 @@ from accel_plugins.deepspeed.config import (
     KEYS,
     HfDeepSpeedConfig,
     KnownValue,
-    Mismatch,
     check_fields,
     fill,
     leaves,
@@ -36,11 +35,9 @@ from accel_state.settings.model import BASE_PRECISIONS, Settings
 if TYPE_CHECKING:
     from torch import nn
 
-
 logger = get_logger(__name__)
 
 _DEFAULT_STAGE = 2
-_OF_STAGE_3 = ("zero3_init_flag", "zero3_save_16bit_model", "transformer_moe_cls_names")
 
 
 @dataclass
@@ -122,7 +119,14 @@ class DeepSpeedPlugin:
         for name, key in KEYS.items():
             value = self.get_value(key)
             setattr(self, name, None if value == AUTO else value)
-        self._resolve_init_flag()
+        if self.hf_ds_config.is_zero3():
+            self.zero3_init_flag = self.zero3_init_flag is not False
+        else:
+            for name in ("zero3_init_flag", "zero3_save_16bit_model", "transformer_moe_cls_names"):
+                if value := getattr(self, name):
+                    stage = self.get_value("zero_optimization.stage")
+                    logger.warning("%s=%r has no effect with ZeRO stage %s.", name, value, stage)
+            self.zero3_init_flag = False
         self._selected = False
         self._link: Any = None
 
@@ -208,11 +212,11 @@ class DeepSpeedPlugin:
             return
         if must_match and node[last] is not None and node[last] != kwargs.get(ds_key_long, node[last]):
             known = KnownValue(value=kwargs[ds_key_long], source="argument")
-            mismatch = Mismatch(key=ds_key_long, value=node[last], known=known)
+            problem = known.contradiction(ds_key_long, node[last])
             if mismatches is None:
-                refuse_mismatches([mismatch])
+                refuse_mismatches([problem])
             else:
-                mismatches.append(str(mismatch))
+                mismatches.append(problem)
 
     def deepspeed_config_process(
         self,
@@ -265,9 +269,8 @@ class DeepSpeedPlugin:
         autocast = self.get_value("torch_autocast.enabled") is True  # torch's autocast is used instead.
         for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
             if chosen == name and self.get_value(f"{other}.enabled") is True:
-                source = f"mixed_precision={chosen!r}"
-                known = KnownValue(value=False, source=source)
-                refuse_mismatches([Mismatch(key=f"{other}.enabled", value=True, known=known)])
+                known = KnownValue(value=False, source=f"mixed_precision={chosen!r}")
+                refuse_mismatches([known.contradiction(f"{other}.enabled", True)])  # noqa: FBT003
             value = self.get_value(f"{name}.enabled")
             if value == AUTO or (value is None and chosen == name and not autocast):
                 put(config, f"{name}.enabled", chosen == name)
@@ -323,17 +326,6 @@ class DeepSpeedPlugin:
         fresh._link = None
         memo[id(self)] = fresh
         return fresh
-
-    def _resolve_init_flag(self) -> None:
-        if self.hf_ds_config.is_zero3():
-            if self.zero3_init_flag is None:
-                self.zero3_init_flag = True
-            return
-        stage = self.get_value("zero_optimization.stage")
-        for name in _OF_STAGE_3:
-            if getattr(self, name):
-                logger.warning("%s=%r has no effect with ZeRO stage %s.", name, getattr(self, name), stage)
-        self.zero3_init_flag = False
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
@@ -408,14 +400,9 @@ def deepspeed_required(func: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(func)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _is_enabled():
+        is_active = is_initialized() and AcceleratorState().deepspeed_plugin is not None
+        if not is_active and from_environ(environ.read()).deepspeed is None:
             raise ValueError(f"{func.__name__}() needs DeepSpeed, which this run does not use.")
         return func(*args, **kwargs)
 
     return checked
-
-
-def _is_enabled() -> bool:
-    if is_initialized() and AcceleratorState().deepspeed_plugin is not None:
-        return True
-    return from_environ(environ.read()).deepspeed is not None

@@ -30,7 +30,6 @@ from accel_state.runtime import Runtime
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-
 _IGNORED = -100
 """The label that losses of torch and transformers ignore."""
 _KEY = "input_ids"
@@ -71,9 +70,10 @@ class SequenceShard:
             UnsupportedError: The batch needs masks, which sharded attention lacks.
         """
         if not isinstance(batch, MutableMapping) or not isinstance(batch.get(_KEY), Tensor):
+            keys = f" with {sorted(map(str, batch))}" if isinstance(batch, MutableMapping) else ""
             raise SettingsError(
-                f"sp_size={self.size}: a batch is {_described(batch)}; batches to shard must be dictionaries "
-                f"with a tensor {_KEY!r} of shape [rows, length]."
+                f"sp_size={self.size}: a batch is a {type(batch).__name__}{keys}; batches to shard must be "
+                f"dictionaries with a tensor {_KEY!r} of shape [rows, length]."
             )
         shard = cast("MutableMapping[str, Any]", copy.copy(batch))
         length = self._length_of(shard[_KEY])
@@ -130,12 +130,6 @@ class SequenceShard:
                 "packs several samples, which 'sdpa' attention over sharded sequences cannot separate; use "
                 "DeepSpeedSequenceParallelConfig(sp_attn_implementation='flash_attention_2')."
             )
-
-
-def _described(batch: Any) -> str:
-    if isinstance(batch, MutableMapping):
-        return f"a {type(batch).__name__} with {sorted(map(str, cast('Any', batch)))}"
-    return f"a {type(batch).__name__}"
 
 
 _patched: dict[str, tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]] = {}

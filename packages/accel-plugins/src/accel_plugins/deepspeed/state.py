@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.deepspeed.engine import DeepSpeedStepper
-
 
 _MAX_PROBLEMS = 20
 """Problems that a message names."""
@@ -117,9 +116,18 @@ class EngineState:
         refresh: Callable[[], None] | None = getattr(outer, "refresh_fp32_params", None)
         if refresh is not None:
             refresh()
+        utils = ds_module("utils")
         for name in shapes:
-            if self._has_master(current[name]):
-                self._load_master(current[name], _read(state[name]))
+            value = current[name]
+            if not self._has_master(value):
+                continue
+            full = _read(state[name]).to(value.device, torch.float32)
+            if is_sharded(value):
+                utils.safe_set_local_fp32_param(value, _local_shard(value, full))
+            elif hasattr(value, "_hp_mapping"):
+                utils.safe_set_full_fp32_param(value, full)
+            elif (master := dict(_iter_masters(outer)).get(id(value))) is not None:
+                master.copy_(full)
         return IncompatibleKeys(missing, unexpected)
 
     @torch.no_grad()
@@ -139,7 +147,19 @@ class EngineState:
         for index, tensor in enumerate(chain.from_iterable(self._groups)):
             if not tensor.requires_grad:
                 continue
-            saved = self._saved_state_for(tensor)
+            flat = self._flat_of(tensor)
+            saved: dict[str, Any] = {
+                name: value
+                for name, value in outer.optimizer.state.get(flat, {}).items()
+                if value is not None
+            }
+            for name, value in saved.items():
+                if _is_flat(value) and value.shape != flat.shape:
+                    raise UnsupportedError(
+                        f"The optimizer's state {name!r} has shape {tuple(value.shape)} for parameters that "
+                        "DeepSpeed has flattened into one, and cannot be split by parameter. Save the "
+                        "engine's own folder."
+                    )
             single = {  # Each parameter has its own step.
                 name: value.clone() if isinstance(value, torch.Tensor) else value
                 for name, value in saved.items()
@@ -173,11 +193,17 @@ class EngineState:
         for group, before in zip(outer.optimizer.param_groups, saved, strict=False):
             group.update({name: value for name, value in before.items() if name != "params"})
         self._allocate_state(tensors, state["state"])
+        utils = ds_module("utils")
         order = [index for group in saved for index in group["params"]]
         for tensor, index in zip(tensors, order, strict=True):
             for name, value in state["state"].get(index, {}).items():
-                if tensor.requires_grad and _is_flat(value):
-                    _load_state(tensor, name, value)
+                if not tensor.requires_grad or not _is_flat(value):
+                    continue
+                full = value.to(tensor.device, torch.float32)
+                if is_sharded(tensor):
+                    utils.safe_set_local_optimizer_state(tensor, _local_shard(tensor, full), name)
+                else:
+                    utils.safe_set_full_optimizer_state(tensor, full, name)
 
     def names(self) -> list[list[str]]:
         """Return the names of the optimizer's parameters, group by group."""
@@ -207,29 +233,15 @@ class EngineState:
         if not isinstance(value, torch.Tensor):
             return value
         if exact and self._has_master(value):
-            master = self._master(value)
+            master = ds_module("utils").safe_get_full_fp32_param(value)
+            if master is None:
+                masters = dict(_iter_masters(self._engine.optimizer))
+                master = masters.get(id(value), value.detach().float())
             return _on_host(master) if keep else None
         if not is_sharded(value):
             return (_on_host(value) if to_host else value.detach()) if keep else None
         with GatheredParameters([value]):
             return _on_host(value.detach().clone()) if keep else None
-
-    def _master(self, value: Tensor) -> Tensor:
-        master = ds_module("utils").safe_get_full_fp32_param(value)
-        if master is not None:
-            return master
-        return dict(_iter_masters(self._engine.optimizer)).get(id(value), value.detach().float())
-
-    def _load_master(self, value: Tensor, new: Tensor) -> None:
-        full = new.to(value.device, torch.float32)
-        if is_sharded(value):
-            ds_module("utils").safe_set_local_fp32_param(value, _local_shard(value, full))
-        elif hasattr(value, "_hp_mapping"):
-            ds_module("utils").safe_set_full_fp32_param(value, full)
-        else:
-            masters = dict(_iter_masters(self._engine.optimizer))
-            if id(value) in masters:
-                masters[id(value)].copy_(full)
 
     def _flat_of(self, tensor: Tensor) -> Tensor:
         """Return this rank's flat partition that contains a parameter."""
@@ -241,18 +253,6 @@ class EngineState:
             if any(member is tensor for member in group):
                 return flat[index]
         raise AssertionError("every trained parameter is in a group")
-
-    def _saved_state_for(self, tensor: Tensor) -> dict[str, Any]:
-        flat = self._flat_of(tensor)
-        saved = cast("dict[str, Any]", self._engine.optimizer.optimizer.state.get(flat, {}))
-        for name, value in saved.items():
-            if _is_flat(value) and value.shape != flat.shape:
-                raise UnsupportedError(
-                    f"The optimizer's state {name!r} has shape {tuple(value.shape)} for parameters that "
-                    "DeepSpeed has flattened into one, and cannot be split by parameter. Save the engine's "
-                    "own folder."
-                )
-        return {name: value for name, value in saved.items() if value is not None}
 
     def _allocate_state(self, tensors: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
         """Allocate the state of every flat partition, zeros of its shape."""
@@ -313,14 +313,6 @@ def _local_shard(parameter: Any, full: Tensor) -> Tensor:
     return torch.nn.functional.pad(shard, (0, numel - shard.numel()))
 
 
-def _load_state(parameter: Any, name: str, value: Tensor) -> None:
-    full = value.to(parameter.device, torch.float32)
-    if is_sharded(parameter):
-        ds_module("utils").safe_set_local_optimizer_state(parameter, _local_shard(parameter, full), name)
-    else:
-        ds_module("utils").safe_set_full_optimizer_state(parameter, full, name)
-
-
 _PLAIN = ReplicatedPersister()
 """Persister of models without an engine."""
 
@@ -352,10 +344,39 @@ class DeepSpeedPersister:
         owner = self.stepper.owner_of(model)
         if owner is None:
             path = directory / f"{folder_name(index)}.bin"
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            _PLAIN.load_full_state_dict(model, state)
-        else:
-            load_engine(owner.engine, EngineState(owner.engine, owner.groups), directory, index)
+            _PLAIN.load_full_state_dict(model, torch.load(path, map_location="cpu", weights_only=True))
+            return
+        engine, state = owner.engine, EngineState(owner.engine, owner.groups)
+        folder = engine_folder(directory, folder_name(index), index)
+        saved = read_folder(folder)
+        # 1. Let the engine load a checkpoint of the same world size and ZeRO stage.
+        stage = int(engine.zero_optimization_stage())
+        if saved.stage == stage and saved.models[0]["dp_world_size"] == engine.dp_world_size:
+            del saved
+
+            def load_safely(path: str, map_location: Any = None) -> Any:
+                del map_location  # The engine itself copies tensors to its device.
+                return load_file(Path(path), for_engine=True)
+
+            with _replace_methods(engine.checkpoint_engine, load=load_safely):
+                loaded, _ = engine.load_checkpoint(str(directory), tag=folder.name)
+            if loaded is None:
+                raise CheckpointError(f"DeepSpeed could not load {str(folder)!r}; its log has the reason.")
+            return
+        # 2. Load the full states of any other.
+        state.load_weights(saved.weights())
+        if engine.optimizer is not None:
+            numbered = saved.numbered_optimizer()
+            if numbered is None:
+                state.load_named_optimizer(saved.optimizer())
+            else:
+                state.load_optimizer(numbered)
+        for name in ("global_steps", "global_samples", "skipped_steps"):
+            if name in saved.models[0]:
+                setattr(engine, name, saved.models[0][name])
+        schedule = saved.models[0].get("lr_scheduler")
+        if schedule is not None and engine.lr_scheduler is not None:
+            engine.lr_scheduler.load_state_dict(schedule)
 
     def save_optimizer(
         self,
@@ -438,17 +459,12 @@ class DeepSpeedShards:
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Allocate full tensors on every rank."""
         del optimizer, models
-        return _full
+        return lambda _, shape, dtype: torch.empty(shape, dtype=dtype)
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load a state dict that is keyed by parameter name into the optimizer."""
         del optimizer, models
         self.persister.state.load_named_optimizer(state)
-
-
-def _full(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    del name
-    return torch.empty(shape, dtype=dtype)
 
 
 def folder_name(index: int) -> str:
@@ -459,38 +475,6 @@ def folder_name(index: int) -> str:
         ('pytorch_model', 'pytorch_model_1')
     """
     return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
-
-
-def load_engine(engine: Any, state: EngineState, directory: Path, index: int) -> None:
-    """Load a native checkpoint folder, also of another world size or ZeRO stage."""
-    folder = engine_folder(directory, folder_name(index), index)
-    saved = read_folder(folder)
-    stage = int(engine.zero_optimization_stage())
-    if saved.stage == stage and saved.models[0]["dp_world_size"] == engine.dp_world_size:
-        del saved
-
-        def load_safely(path: str, map_location: Any = None) -> Any:
-            del map_location  # The engine itself copies tensors to its device.
-            return load_file(Path(path), for_engine=True)
-
-        with _replace_methods(engine.checkpoint_engine, load=load_safely):
-            path, _ = engine.load_checkpoint(str(directory), tag=folder.name)
-        if path is None:
-            raise CheckpointError(f"DeepSpeed could not load {str(folder)!r}; its log has the reason.")
-        return
-    state.load_weights(saved.weights())
-    if engine.optimizer is not None:
-        numbered = saved.numbered_optimizer()
-        if numbered is None:
-            state.load_named_optimizer(saved.optimizer())
-        else:
-            state.load_optimizer(numbered)
-    for name in ("global_steps", "global_samples", "skipped_steps"):
-        if name in saved.models[0]:
-            setattr(engine, name, saved.models[0][name])
-    schedule = saved.models[0].get("lr_scheduler")
-    if schedule is not None and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(schedule)
 
 
 @contextmanager

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -57,6 +58,8 @@ def build(
     for each in plugins.values():
         each.set_mixed_precision(precision.name)
     plugin = _find_selected(plugins)
+    is_plain = plugin.get_value("zero_optimization.stage", 0) == 0 and plugin.mixed_precision == "no"
+    features = {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if is_plain else set[Feature]()
     topology = runtime.topology
     sequences = sequences_of(runtime, handlers)
     sharers = 1 if sequences is None else sequences.size
@@ -81,7 +84,7 @@ def build(
         ),
         mesh=None if sequences is None else sequences.full_mesh,
         shard_sequences=None if sequences is None else sequences.shard,
-        features=_features(plugin),
+        features=frozenset({Feature.OPTIMIZER_FROM_CONFIGURATION, *features}),
         precision=EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type),
         release=partial(_release, stepper, sequences),
         shards=DeepSpeedShards(persister=persister),
@@ -96,13 +99,6 @@ def _release(stepper: DeepSpeedStepper, sequences: SequenceParallel | None) -> N
     stepper.release()
     if sequences is not None:
         sequences.release()
-
-
-def _features(plugin: DeepSpeedPlugin) -> frozenset[Feature]:
-    stage = plugin.get_value("zero_optimization.stage", 0)
-    is_plain = stage == 0 and plugin.mixed_precision == "no"
-    more = {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if is_plain else frozenset[Feature]()
-    return frozenset({Feature.OPTIMIZER_FROM_CONFIGURATION, *more})
 
 
 @frozen
@@ -128,13 +124,31 @@ class DeepSpeedWrapper:
         unsharded = [model for model in fresh if not any(map(is_sharded, model.parameters()))]
         check_materialised(replace(bundle, models=unsharded))
         plugin = self.plugin
-        check_device_support(plugin.hf_ds_config)
+        # 1. Check the precision and the offload devices.
+        config, device = plugin.hf_ds_config, ds_module("accelerator").get_accelerator()
+        for name, other in (("fp16", "bf16"), ("bf16", "fp16")):
+            if config.get_value(f"{name}.enabled") is True and not getattr(device, f"is_{name}_supported")():
+                raise UnsupportedError(
+                    f"{name}.enabled=True (or mixed_precision={name!r}): DeepSpeed does not support {name} "
+                    f"on {device.device_name()!r} devices; use {other!r} or 'no'."
+                )
+        for what in ("optimizer", "param"):
+            if config.get_value(f"zero_optimization.offload_{what}.device") == "nvme":
+                builder = device.create_op_builder("AsyncIOBuilder")
+                if builder is None or not builder.is_compatible(verbose=False):
+                    raise MissingDependencyError(
+                        f"offload_{what}_device='nvme' needs DeepSpeed's operation async_io, which cannot be "
+                        "built on this host: install a C++ compiler and libaio with its headers (package "
+                        "libaio-dev on Debian and Ubuntu, libaio-devel on others; set CFLAGS and LDFLAGS for "
+                        f"other paths), or use offload_{what}_device='cpu'."
+                    )
+        # 2. Check what is prepared.
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
         if self.sequences is not None:
             for model in fresh:
                 self.sequences.validate(model)
         if fresh:
-            self._config_for(fresh[0], bundle)
+            self._configuration(fresh[0], bundle)
         if fresh and plugin.transformer_moe_cls_names:
             plugin.set_moe_leaf_modules(fresh[0])
 
@@ -168,8 +182,7 @@ class DeepSpeedWrapper:
     def _is_engine(self, model: nn.Module) -> bool:
         return isinstance(model, self.deepspeed.DeepSpeedEngine)
 
-    def _config_for(self, model: nn.Module, bundle: Bundle) -> dict[str, Any]:
-        """Complete the configuration of one engine."""
+    def _configuration(self, model: nn.Module, bundle: Bundle) -> dict[str, Any]:
         config = configuration_of(
             self.plugin,
             model,
@@ -178,13 +191,15 @@ class DeepSpeedWrapper:
             accumulation=self.accumulation,
             split_batches=self.split_batches,
         )
-        return validate_config(config, config_names())
+        validate_config(config)
+        return config
 
     def _initialize(self, model: nn.Module, bundle: Bundle) -> tuple[Any, Any, Any]:
         if self.plugin.hf_ds_config.is_zero3():
             # Stage 3's hooks replace dictionaries of parameters, which a compiler's wrapper would hide.
             model = compiled_in_place(model)
-        config = self._config_for(model, bundle)
+        # 1. Collect the arguments: configuration, optimizer and its parameters, schedule.
+        config = self._configuration(model, bundle)
         arguments: dict[str, Any] = {"model": model, "config": config}
         groups: list[list[torch.Tensor]] = []
         if bundle.optimizers:
@@ -206,45 +221,26 @@ class DeepSpeedWrapper:
             arguments["lr_scheduler"] = schedule.lr_scheduler_callable
         if self.sequences is not None:
             arguments["mpu"] = self.sequences.as_mpu()
+        # 2. Make the engine, and undo what changes the training.
         with hang_monitor.collective_scope("prepare"):
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
-        if self.sequences is not None:
-            _average_over_all_ranks(engine, engine.optimizer)
-        if "optimizer" in arguments:
-            _restore_adagrad(optimizer, arguments["optimizer"])
-        _undo_first_step(optimizer)
+        # DeepSpeed's stages below 3 would sum gradients over a sequence-parallel group, not average them over
+        # all ranks; stage 3 does so without `reduce_scatter` only.
+        for owner in () if self.sequences is None else (engine, engine.optimizer):
+            if hasattr(owner, "sequence_parallel_size"):
+                owner.sequence_parallel_size = 1
+        # ZeRO replaces the user's Adagrad by a new one without its groups and schedule.
+        original, replacement = arguments.get("optimizer"), getattr(optimizer, "optimizer", None)
+        if isinstance(original, Adagrad) and isinstance(replacement, Adagrad):
+            original.state = replacement.state
+            optimizer.optimizer = original
+        # 16-bit optimizers of stage 0 initialise their state by a step, which would count and decay weights.
+        if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "refresh_fp32_params"):
+            optimizer.optimizer.state.clear()
+            optimizer.refresh_fp32_params()
         if bundle.optimizers:
             self.stepper.register(DeepSpeedEngineWrapper(engine, groups=groups))
         return engine, optimizer, scheduler
-
-
-def _restore_adagrad(engine_optimizer: Any, optimizer: Any) -> None:
-    """Restore the user's Adagrad, which ZeRO replaces by a new one without its groups and schedule."""
-    replacement = getattr(engine_optimizer, "optimizer", None)
-    if isinstance(replacement, torch.optim.Adagrad) and isinstance(optimizer, torch.optim.Adagrad):
-        optimizer.state = replacement.state
-        engine_optimizer.optimizer = optimizer
-
-
-def _undo_first_step(optimizer: Any) -> None:
-    """Undo the step with zero gradients by which 16-bit optimizers of stage 0 initialise their state.
-
-    That step would count and decay weights.
-    """
-    if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "refresh_fp32_params"):
-        optimizer.optimizer.state.clear()
-        optimizer.refresh_fp32_params()
-
-
-def _average_over_all_ranks(*owners: Any) -> None:
-    """Average gradients over all ranks, as other strategies do.
-
-    DeepSpeed's stages below 3 sum them over a sequence-parallel group; stage 3 does so without
-    `reduce_scatter` only.
-    """
-    for owner in owners:
-        if hasattr(owner, "sequence_parallel_size"):
-            owner.sequence_parallel_size = 1
 
 
 def configuration_of(
@@ -294,10 +290,13 @@ def _find_selected(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
     return next((plugin for plugin in plugins.values() if plugin.selected), first)
 
 
-def validate_config(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Validate a filled configuration with DeepSpeed's own parser."""
-    unknown = refuse_misspelt(config, names)
-    if unknown:
+def validate_config(config: dict[str, Any]) -> None:
+    """Validate a filled configuration with DeepSpeed's own names of keys and parser."""
+    names = set(_MORE_NAMES)
+    for module in _NAMES_IN:
+        constants = vars(ds_module(module)).items()
+        names |= {value for key, value in constants if key.isupper() and isinstance(value, str)}
+    if unknown := refuse_misspelt(config, names):
         logger.warning(
             "The DeepSpeed configuration has %s, which the installed version does not know: no effect.",
             ", ".join(map(repr, unknown)),
@@ -308,19 +307,6 @@ def validate_config(config: dict[str, Any], names: Iterable[str]) -> dict[str, A
         raise SettingsError(
             f"DeepSpeed cannot use zero_optimization={config['zero_optimization']!r}: {error}"
         ) from None
-    return config
-
-
-def config_names() -> frozenset[str]:
-    """Return the top-level keys that the installed version of DeepSpeed knows."""
-    names = set(_MORE_NAMES)
-    for module in _NAMES_IN:
-        names |= {
-            value
-            for key, value in vars(ds_module(module)).items()
-            if key.isupper() and isinstance(value, str)
-        }
-    return frozenset(names)
 
 
 # Keys that DeepSpeed's constants lack.
@@ -374,9 +360,26 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
             "DummyScheduler is a placeholder for the scheduler of DeepSpeed's engine: pass it to the call of "
             "accelerator.prepare() that gets the model and its optimizer."
         )
-    if optimizers:
-        _check_optimizer(config, optimizers[0], models[0])
-        _check_schedules(config, bundle.schedulers)
+    if not optimizers:
+        return
+    _check_optimizer(config, optimizers[0], models[0])
+    described = config.get_value("scheduler")
+    for scheduler in bundle.schedulers:
+        is_placeholder = isinstance(scheduler, DummyScheduler)
+        if not is_placeholder and not isinstance(scheduler, LRScheduler):
+            continue
+        if is_placeholder and described is None and scheduler.lr_scheduler_callable is None:
+            raise SettingsError(
+                "DummyScheduler is a placeholder for the scheduler of the DeepSpeed configuration, which has "
+                'none: add "scheduler" to the configuration, give an lr_scheduler_callable, or pass a '
+                "scheduler of PyTorch."
+            )
+        if described is not None and (not is_placeholder or scheduler.lr_scheduler_callable is not None):
+            raise SettingsError(
+                f"The DeepSpeed configuration has scheduler={described!r}, but prepare() got another one: "
+                'remove "scheduler" from the configuration, or pass a DummyScheduler without '
+                "lr_scheduler_callable."
+            )
 
 
 def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module) -> None:
@@ -387,7 +390,7 @@ def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module
                 "DummyOptim is a placeholder for the optimizer of the DeepSpeed configuration, which has "
                 'none: add "optimizer" to the configuration, or pass an optimizer of PyTorch.'
             )
-        tensors = optimizer.tensors()
+        tensors = [*chain.from_iterable(optimizer.groups())]
     else:
         if described is not None:
             raise SettingsError(
@@ -410,45 +413,3 @@ def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module
             f"to the {type(model).__name__} that is prepared with it: create the optimizer from the "
             "parameters of that model (not of a copy, and after its parameters were replaced)."
         )
-
-
-def _check_schedules(config: HfDeepSpeedConfig, schedulers: Sequence[Any]) -> None:
-    described = config.get_value("scheduler")
-    for scheduler in schedulers:
-        is_placeholder = isinstance(scheduler, DummyScheduler)
-        if not is_placeholder and not isinstance(scheduler, LRScheduler):
-            continue
-        if is_placeholder and described is None and scheduler.lr_scheduler_callable is None:
-            raise SettingsError(
-                "DummyScheduler is a placeholder for the scheduler of the DeepSpeed configuration, which has "
-                'none: add "scheduler" to the configuration, give an lr_scheduler_callable, or pass a '
-                "scheduler of PyTorch."
-            )
-        if described is not None and (not is_placeholder or scheduler.lr_scheduler_callable is not None):
-            raise SettingsError(
-                f"The DeepSpeed configuration has scheduler={described!r}, but prepare() got another one: "
-                'remove "scheduler" from the configuration, or pass a DummyScheduler without '
-                "lr_scheduler_callable."
-            )
-
-
-def check_device_support(config: HfDeepSpeedConfig) -> None:
-    """Check the precision and the offload devices of a configuration."""
-    device: Any = ds_module("accelerator").get_accelerator()
-    for name in ("fp16", "bf16"):
-        if config.get_value(f"{name}.enabled") is True and not getattr(device, f"is_{name}_supported")():
-            raise UnsupportedError(
-                f"{name}.enabled=True (or mixed_precision={name!r}): DeepSpeed does not support {name} on "
-                f"{device.device_name()!r} devices; use "
-                f"{'bf16' if name == 'fp16' else 'fp16'!r} or 'no'."
-            )
-    for what in ("optimizer", "param"):
-        if config.get_value(f"zero_optimization.offload_{what}.device") == "nvme":
-            builder = device.create_op_builder("AsyncIOBuilder")
-            if builder is None or not builder.is_compatible(verbose=False):
-                raise MissingDependencyError(
-                    f"offload_{what}_device='nvme' needs DeepSpeed's operation async_io, which cannot be "
-                    "built on this host: install a C++ compiler and libaio with its headers (package "
-                    "libaio-dev on Debian and Ubuntu, libaio-devel on others; set CFLAGS and LDFLAGS for "
-                    f"other paths), or use offload_{what}_device='cpu'."
-                )

@@ -185,6 +185,12 @@ class TorchAo:
 
     def convert(self, bundle: Bundle, runtime: Runtime, mesh: DeviceMesh | None) -> Mapping[Tensor, Tensor]:
         del runtime, mesh
+
+        def autocast_inputs(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            kind = layer.weight.device.type  # torchao knows the autocast of CUDA alone
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+            return tuple(tensor.to(dtype) for tensor in inputs)
+
         replaced: dict[Tensor, Tensor] = {}
         for model in map(without_compiler, bundle.models):
             before = dict(model.named_parameters())
@@ -194,7 +200,7 @@ class TorchAo:
             if self.device.type != "cuda":
                 for layer in map(model.get_submodule, names):
                     if not isinstance(layer, BlockScaledLinear):
-                        layer.register_forward_pre_hook(_autocast_inputs)
+                        layer.register_forward_pre_hook(autocast_inputs)
             if not names:
                 logger.warning(
                     "mixed_precision='fp8' converts no layer of %s: by default, linear layers are converted "
@@ -210,14 +216,6 @@ class TorchAo:
         """Compute the scales of all weights with one all-reduce instead of one in each all-gather."""
         for model in models:
             _float8().precompute_float8_dynamic_scale_for_fsdp(model)
-
-
-def _autocast_inputs(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Cast the input of a converted layer as autocast does; torchao knows the autocast of CUDA alone."""
-    kind = layer.weight.device.type
-    if not torch.is_autocast_enabled(kind):
-        return inputs
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in inputs)
 
 
 def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_types: bool) -> Recipe:
@@ -244,7 +242,22 @@ def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
     """Return the configuration of torchao for a handler on a device."""
     named = "tensorwise" if handler.is_default else handler.config
     if named == "mxfp8":
-        return _block_scaled_config(device)
+        try:
+            training = import_module("torchao.prototype.moe_training.config")
+            make, recipes = training.MXFP8TrainingOpConfig.from_recipe, training.MXFP8TrainingRecipe
+        except (ImportError, AttributeError):
+            raise UnsupportedError(
+                "AORecipeKwargs(config='mxfp8'): the installed torchao has no MXFP8 training; install 0.17 "
+                "or newer, or use 'rowwise'."
+            ) from None
+        if device.type == "cpu":
+            return make(recipes.MXFP8_EMULATED_RCEIL)
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0):
+            raise UnsupportedError(
+                f"AORecipeKwargs(config='mxfp8'): blocks that are scaled by themselves need a GPU of compute "
+                f"capability 10.0 or newer (Blackwell), which {device} is not; use 'rowwise'."
+            )
+        return make(recipes.MXFP8_RCEIL)
     if not isinstance(named, str):
         return named
     return replace(
@@ -253,25 +266,6 @@ def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
         enable_fsdp_float8_all_gather=bool(handler.enable_fsdp_float8_all_gather),
         emulate=device.type == "cpu",
     )
-
-
-def _block_scaled_config(device: torch.device) -> Any:
-    try:
-        training = import_module("torchao.prototype.moe_training.config")
-        make, recipes = training.MXFP8TrainingOpConfig.from_recipe, training.MXFP8TrainingRecipe
-    except (ImportError, AttributeError):
-        raise UnsupportedError(
-            "AORecipeKwargs(config='mxfp8'): the installed torchao has no MXFP8 training; install 0.17 or "
-            "newer, or use 'rowwise'."
-        ) from None
-    if device.type == "cpu":
-        return make(recipes.MXFP8_EMULATED_RCEIL)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0):
-        raise UnsupportedError(
-            f"AORecipeKwargs(config='mxfp8'): blocks that are scaled by themselves need a GPU of compute "
-            f"capability 10.0 or newer (Blackwell), which {device} is not; use 'rowwise'."
-        )
-    return make(recipes.MXFP8_RCEIL)
 
 
 def _convert(
@@ -283,7 +277,18 @@ def _convert(
 ) -> set[str]:
     """Convert layers in place; return their names."""
     is_by_blocks = not hasattr(config, "enable_fsdp_float8_all_gather")  # torchao's other class
-    chosen = _layers_to_convert(model, module_filter_func, BLOCK if is_by_blocks else 16)
+    divisor = BLOCK if is_by_blocks else 16
+    ends = find_first_last_linear_layers(model)
+    chosen: set[str] = set()
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear) or isinstance(layer, _layer_classes()):
+            continue  # those that are converted already are left out
+        if module_filter_func is not None:
+            is_chosen = module_filter_func(layer, name)
+        else:  # a subclass may use its weight differently
+            is_chosen = type(layer) is nn.Linear and name not in ends and is_divisible(layer, divisor)
+        if is_chosen:
+            chosen.add(name)
     if "" in chosen:
         raise SettingsError(
             f"mixed_precision='fp8': the model is itself a {type(model).__name__} layer, which cannot be "
@@ -325,26 +330,6 @@ def _convert_to_blocks(model: nn.Module, config: Any, chosen: set[str], *, pad: 
         layer.__class__ = BlockScaledLinear
         layer.pads_rows = pad  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType] - of that class now
     return chosen
-
-
-def _layers_to_convert(
-    model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None, divisor: int
-) -> set[str]:
-    """Return the names of the layers to convert; those that are converted already are left out."""
-    layers = {
-        name: layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and not isinstance(layer, _layer_classes())
-    }
-    if wanted is not None:
-        return {name for name, layer in layers.items() if wanted(layer, name)}
-    ends = find_first_last_linear_layers(model)
-    return {
-        name
-        for name, layer in layers.items()
-        # A subclass may use its weight differently.
-        if type(layer) is nn.Linear and name not in ends and is_divisible(layer, divisor)
-    }
 
 
 def _float8() -> Any:

@@ -29,17 +29,24 @@ from accel_state.settings.model import Settings
 
 logger = get_logger(__name__)
 
-
 HANDLERS: Mapping[type, str] = {AORecipeKwargs: "AO", TERecipeKwargs: "TE", MSAMPRecipeKwargs: "MSAMP"}
 """The backend of each type of handler."""
-
 
 _SHARDING = (FullyShardedDataParallelPlugin, ParallelismConfig, DeepSpeedPlugin)
 
 
 def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) -> Recipe:
     """Make the recipe; `fp8.backend` of the settings names a backend, unless a handler does."""
-    named, handler = _requested_backend(handlers)
+    # 1. Choose the library.
+    requested = [handlers[kind] for kind in (*HANDLERS, FP8RecipeKwargs) if kind in handlers]
+    if len(requested) > 1:
+        names = " and ".join(type(recipe).__name__ for recipe in requested)
+        raise SettingsError(f"kwargs_handlers contains {names}, which stand for one recipe each; give one.")
+    handler = requested[0] if requested else None
+    if isinstance(handler, FP8RecipeKwargs):
+        named = handler.backend
+    else:
+        named = None if handler is None else HANDLERS[type(handler)]
     if named is None and settings.fp8 is not None:
         named = settings.fp8.backend
     emulate = isinstance(handler, AORecipeKwargs) and handler.emulate
@@ -50,12 +57,18 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
             "mixed_precision='fp8' uses %s; fp8_backend or a kwargs handler chooses another library.",
             backend.title,
         )
+    # 2. Make its recipe.
     if backend.name == "AO":
+        fsdp, config = handlers.get(FullyShardedDataParallelPlugin), handlers.get(ParallelismConfig)
+        is_sharded = config is not None and config.dp_shard_enabled if fsdp is None else fsdp.version == 2
+        # Weights lose a library's type in buffers of FSDP1 and DeepSpeed, and as tensor-parallel `DTensor`s.
+        is_tensor_parallel = config is not None and config.tp_enabled
+        is_fsdp1 = fsdp is not None and not is_sharded
         return ao.build(
             options or AORecipeKwargs(),
             runtime,
-            sharded=_is_fsdp2(handlers),
-            keeps_types=_keeps_types(handlers),
+            sharded=is_sharded,
+            keeps_types=not (is_tensor_parallel or is_fsdp1 or DeepSpeedPlugin in handlers),
         )
     if backend.name == "TE":
         return te.build(options or TERecipeKwargs())
@@ -77,34 +90,6 @@ def fp8_device(device: torch.device) -> Fp8Device:
         return Fp8Device(type=device.type)
     capability = torch.cuda.get_device_capability(device)
     return Fp8Device(type="cuda", capability=capability, is_rocm=torch.version.hip is not None)
-
-
-def _requested_backend(handlers: Mapping[type, Any]) -> tuple[str | None, Any]:
-    kinds = (*HANDLERS, FP8RecipeKwargs)
-    requested = [handlers[kind] for kind in kinds if kind in handlers]
-    if len(requested) > 1:
-        names = " and ".join(type(recipe).__name__ for recipe in requested)
-        raise SettingsError(f"kwargs_handlers contains {names}, which stand for one recipe each; give one.")
-    if not requested:
-        return None, None
-    handler = requested[0]
-    return handler.backend if isinstance(handler, FP8RecipeKwargs) else HANDLERS[type(handler)], handler
-
-
-def _is_fsdp2(handlers: Mapping[type, Any]) -> bool:
-    plugin = handlers.get(FullyShardedDataParallelPlugin)
-    if plugin is not None:
-        return plugin.version == 2
-    config = handlers.get(ParallelismConfig)
-    return config is not None and config.dp_shard_enabled
-
-
-def _keeps_types(handlers: Mapping[type, Any]) -> bool:
-    """Return whether weights keep a library's type: not in FSDP1's or DeepSpeed's buffers, nor `DTensor`s."""
-    config = handlers.get(ParallelismConfig)
-    is_tensor_parallel = config is not None and config.tp_enabled
-    is_fsdp1 = FullyShardedDataParallelPlugin in handlers and not _is_fsdp2(handlers)
-    return not (is_tensor_parallel or is_fsdp1 or DeepSpeedPlugin in handlers)
 
 
 def build_msamp(handler: MSAMPRecipeKwargs, *, sharded: bool, world_size: int) -> Recipe:

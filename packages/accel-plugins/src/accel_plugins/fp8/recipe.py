@@ -102,7 +102,6 @@ def build_recipe(
 AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 """Names that `AORecipeKwargs(config=…)` takes."""
 
-
 TE_RECIPES = ("delayed", "current", "mxfp8", "nvfp4")
 """Names that `TERecipeKwargs(recipe=…)` takes."""
 
@@ -341,7 +340,6 @@ FP8 = RecipeSpec(
 )
 """Matrices multiplied in 8 bits by torchao, TransformerEngine or MS-AMP."""
 
-
 RECIPES = Registry(group=RECIPE_GROUP, kind=RecipeSpec, noun="precision recipe", built_in={"fp8": FP8})
 """All recipes, those of installed distributions included."""
 
@@ -426,26 +424,21 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 def save_plain_weights(model: nn.Module, names: Iterable[str]) -> None:
     """Make state dicts of a model have plain weights, and loaded weights get new scales."""
-    for name in names:
-        layer = model.get_submodule(name)
-        layer.register_state_dict_post_hook(_plain_weight)
-        layer.register_load_state_dict_post_hook(_clear_scale)
 
+    def save_plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for name, _ in module.named_parameters(recurse=False):
+            if prefix + name in state:
+                state[prefix + name] = plain_tensor(state[prefix + name])
 
-def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    del metadata
-    for name, _ in module.named_parameters(recurse=False):
-        if prefix + name in state:
-            state[prefix + name] = plain_tensor(state[prefix + name])
+    def clear_scale(module: nn.Module, _: Any) -> None:  # computed from the previous weight
+        weight: Any = module.weight
+        local: Any = local_tensor(weight) if is_dtensor(weight) else weight
+        if hasattr(local, "_precomputed_scale"):
+            local._precomputed_scale = None
 
-
-def _clear_scale(module: nn.Module, incompatible: Any) -> None:
-    """Drop a scale that was computed from the previous weight."""
-    del incompatible
-    weight: Any = module.weight
-    local: Any = local_tensor(weight) if is_dtensor(weight) else weight
-    if hasattr(local, "_precomputed_scale"):
-        local._precomputed_scale = None
+    for layer in map(model.get_submodule, names):
+        layer.register_state_dict_post_hook(save_plain)
+        layer.register_load_state_dict_post_hook(clear_scale)
 
 
 def tied_layers(model: nn.Module) -> set[str]:

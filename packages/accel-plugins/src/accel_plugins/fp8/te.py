@@ -80,15 +80,14 @@ def convert_model(
     require("transformer_engine", "`convert_model`", install=_INSTALL)
     te = _te()
     linear, norm = (nn.Linear, nn.LayerNorm) if to_transformer_engine else (te.Linear, te.LayerNorm)
-    make_linear: Any = _te_linear if to_transformer_engine else _linear
-    make_norm: Any = _te_norm if to_transformer_engine else _norm
     made: dict[nn.Module, Any] = {}
     for layer in model.modules():
-        if _convert_linear and isinstance(layer, linear) and is_divisible(layer):
-            made[layer] = make_linear(layer)
-        elif _convert_ln and isinstance(layer, norm):
-            made[layer] = make_norm(layer)
-    made = {layer: new for layer, new in made.items() if new is not None and layer is not model}
+        is_linear = _convert_linear and isinstance(layer, linear) and is_divisible(layer)
+        is_norm = (
+            _convert_ln and isinstance(layer, norm) and layer.weight is not None and layer.bias is not None
+        )
+        if layer is not model and (is_linear or is_norm):
+            made[layer] = _counterpart(layer, te)
     replaced: dict[Tensor, Tensor] = {}
     for layer, new in made.items():
         _copy(layer, new, replaced)
@@ -218,38 +217,17 @@ def _te() -> Any:
     return import_module("transformer_engine.pytorch")
 
 
-def _te_linear(layer: nn.Linear) -> Any:
-    te = _te()
-    weight = layer.weight
-    return te.Linear(
-        layer.in_features,
-        layer.out_features,
-        bias=layer.bias is not None,
-        params_dtype=weight.dtype,
-        device=weight.device,
-    )
-
-
-def _te_norm(layer: nn.LayerNorm) -> Any:
-    te = _te()
-    if layer.weight is None or layer.bias is None:
-        return None  # TransformerEngine always has both
-    weight = layer.weight
-    return te.LayerNorm(
-        layer.normalized_shape, eps=layer.eps, params_dtype=weight.dtype, device=weight.device
-    )
-
-
-def _linear(layer: Any) -> nn.Linear:
-    weight = layer.weight
-    return nn.Linear(
-        layer.in_features, layer.out_features, layer.use_bias, device=weight.device, dtype=weight.dtype
-    )
-
-
-def _norm(layer: Any) -> nn.LayerNorm:
-    weight = layer.weight
-    return nn.LayerNorm([*weight.shape], eps=layer.eps, device=weight.device, dtype=weight.dtype)
+def _counterpart(layer: Any, te: Any) -> nn.Module:
+    """Return TransformerEngine's new layer for one of torch, or torch's for one of TransformerEngine."""
+    device, dtype = layer.weight.device, layer.weight.dtype
+    if isinstance(layer, nn.Linear):
+        sizes, has_bias = (layer.in_features, layer.out_features), layer.bias is not None
+        return te.Linear(*sizes, bias=has_bias, params_dtype=dtype, device=device)
+    if isinstance(layer, nn.LayerNorm):
+        return te.LayerNorm(layer.normalized_shape, eps=layer.eps, params_dtype=dtype, device=device)
+    if isinstance(layer, te.Linear):
+        return nn.Linear(layer.in_features, layer.out_features, layer.use_bias, device=device, dtype=dtype)
+    return nn.LayerNorm([*layer.weight.shape], eps=layer.eps, device=device, dtype=dtype)
 
 
 @torch.no_grad()

@@ -27,7 +27,6 @@ from accel_state.runtime import Runtime
 if TYPE_CHECKING:
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 
-
 POLICIES: tuple[str, ...] = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 """The names of the built-in wrap policies."""
 
@@ -125,7 +124,7 @@ def fsdp2_prepare_auto_wrap_policy(
     Raises:
         SettingsError: The model has no module of a class to wrap.
     """
-    policy = fsdp2_plugin.block_policy
+    policy = fsdp2_plugin.auto_wrap_policy
     if policy == "transformer_based_wrap":
         return transformer_policy(classes_named(model, fsdp2_plugin.transformer_cls_names_to_wrap), 2)
     if policy == "size_based_wrap":
@@ -229,20 +228,20 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
             f"{FIRST_VERSION} or newer is needed to recompute its layers in FP8; upgrade it, or use the FP8 "
             "backend 'AO'."
         )
-    return _checkpoint_in_fp8
+
+    def checkpoint_in_fp8(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():  # versions before 2.20 would store scales for a backward pass
+            return function(*args, **kwargs)
+        library = import_module(f"{_LIBRARY}.pytorch")
+        return library.checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+    return checkpoint_in_fp8
 
 
 def has_te_modules(module: nn.Module) -> bool:
     """Return whether a module has layers of TransformerEngine, without importing the library."""
     classes = {kind for part in module.modules() for kind in type(part).__mro__}
     return any(kind.__module__.partition(".")[0] == _LIBRARY for kind in classes)
-
-
-def _checkpoint_in_fp8(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():  # versions before 2.20 would store scales for a backward pass
-        return function(*args, **kwargs)
-    library = import_module(f"{_LIBRARY}.pytorch")
-    return library.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload: bool = False) -> None:

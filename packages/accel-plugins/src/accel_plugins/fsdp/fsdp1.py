@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -45,13 +46,7 @@ from accel_plugins.sharding.state import (
     check_groups,
     strip_wrapper_prefixes,
 )
-from accel_plugins.sharding.wrap import (
-    ParamRemap,
-    hook_of,
-    is_elementwise,
-    upcast_flat_parameters,
-    warn_about_master_weights,
-)
+from accel_plugins.sharding.wrap import ParamRemap, dtype_to_train, hook_of, warn_about_master_weights
 from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, StateDict, Strategy
 from accel_plugins.unsharded import TorchStepper, check_materialised, move_to_device
 from accel_state import hang_monitor
@@ -62,19 +57,19 @@ from accel_state.settings.model import Settings
 from accel_state.torch_private import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
+    flat_handle,
     flat_names,
     flat_shards,
     hybrid_shard_zero2,
     offload_wrapper,
+    refresh_original_parameters,
     shared_parameters,
 )
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-
 unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
-
 
 _HYBRID = {ShardingStrategy.HYBRID_SHARD, hybrid_shard_zero2()}
 
@@ -87,6 +82,10 @@ def build(
     topology = runtime.topology
     plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=1)
     plugin.set_mixed_precision(precision.name)
+    sizes = {"dp_shard": topology.world_size}
+    if plugin.sharding_strategy in _HYBRID:  # one row for each node
+        local = topology.local_world_size
+        sizes = {"dp_replicate": topology.world_size // local, "dp_shard": local}
     roots = FsdpRoots()
     shards = Fsdp1Shards(roots=roots, form_now=partial(form_of, plugin))
     return Strategy(
@@ -95,7 +94,7 @@ def build(
         wrapper=Fsdp1Wrapper(
             runtime=runtime,
             plugin=plugin,
-            mesh=_mesh(plugin, runtime),
+            mesh=mesh_of(runtime.device.type, sizes),
             roots=roots,
             remap=ParamRemap(),
             master_weights=None if precision.name == "no" else precision.name,
@@ -123,15 +122,6 @@ def build(
     )
 
 
-def _mesh(plugin: FullyShardedDataParallelPlugin, runtime: Runtime) -> DeviceMesh:
-    """Make the mesh of all ranks; under hybrid sharding with one row for each node."""
-    topology, kind = runtime.topology, runtime.device.type
-    if plugin.sharding_strategy in _HYBRID:
-        local = topology.local_world_size
-        return mesh_of(kind, {"dp_replicate": topology.world_size // local, "dp_shard": local})
-    return mesh_of(kind, {"dp_shard": topology.world_size})
-
-
 @frozen
 class Fsdp1Wrapper:
     """Model wrapper that puts models into `FullyShardedDataParallel`.
@@ -157,30 +147,27 @@ class Fsdp1Wrapper:
         self.remap.check(bundle.optimizers, models)
         new = [model for model in models if not isinstance(model, FullyShardedDataParallel)]
         for model in new:
-            self._check_hooks(model)
+            ignored = {
+                id(parameter)
+                for part in modules_named(plugin.ignored_modules, model)
+                for parameter in part.parameters()
+            }
+            for name, parameter in model.named_parameters():
+                if id(parameter) not in ignored and (hook := hook_of(parameter)):
+                    # Autograd sees views of the flat parameter only.
+                    raise SettingsError(
+                        f"{type(model).__name__}: the parameter {name!r} has a hook ({hook}), which FSDP1 "
+                        "would never call. Remove it, and change the gradients between backward() and step() "
+                        "instead; fsdp_version=2 calls hooks of register_post_accumulate_grad_hook."
+                    )
         for optimizer in bundle.optimizers:
             if not self.remap.knows(optimizer):
                 self._check_optimizer(optimizer, new)
 
-    def _check_hooks(self, model: nn.Module) -> None:
-        """Refuse hooks that would never be called: autograd sees views of the flat parameter only."""
-        ignored = {
-            id(parameter)
-            for part in modules_named(self.plugin.ignored_modules, model)
-            for parameter in part.parameters()
-        }
-        for name, parameter in model.named_parameters():
-            if id(parameter) not in ignored and (hook := hook_of(parameter)):
-                raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} has a hook ({hook}), which FSDP1 would "
-                    "never call. Remove it, and change the gradients between backward() and step() instead; "
-                    "fsdp_version=2 calls hooks of register_post_accumulate_grad_hook."
-                )
-
     def _check_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
         kind = type(optimizer).__qualname__
         sharded = self.plugin.sharding_strategy is not ShardingStrategy.NO_SHARD and self.mesh.size() > 1
-        if sharded and not is_elementwise(optimizer):
+        if sharded and not _is_elementwise(optimizer):
             raise SettingsError(
                 f"{kind} computes the update of an element from others of its parameter, and FSDP1 gives "
                 "every rank a flat shard: it would train other weights. Use fsdp_version=2, whose shards "
@@ -259,7 +246,7 @@ class Fsdp1Wrapper:
             )
         # 4. Complete what FSDP1 leaves out.
         if self.master_weights is not None:
-            upcast_flat_parameters(root)
+            _upcast_flat_parameters(root)
         if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
             _checkpoint_blocks(root, plugin)
         _gather_in_generate(root)
@@ -338,8 +325,8 @@ def _clip_norm(
 ) -> Tensor:
     """Clip gradients by the norm over all parameters, of any number of models."""
     clipped = parameters if isinstance(parameters, list) else [parameters]
-    models = roots.of_parameters(clipped)
     ids = {id(parameter) for parameter in clipped}
+    models = [root for root in roots if any(id(parameter) in ids for parameter in root.parameters())]
     inside = {id(parameter) for root in models for parameter in root.parameters()}
     absent = {
         id(parameter) for root in models for parameter in root.parameters() if parameter.requires_grad
@@ -405,7 +392,14 @@ class Fsdp1Shards:
         roots = self.roots.of_optimizer(optimizer, models)
         if not roots:
             return self._plain.optimizer_tensors(optimizer, models)
-        _check_flat(optimizer.state_dict()["state"].values(), type(optimizer).__qualname__)
+        for values in optimizer.state_dict()["state"].values():
+            for key, value in values.items():
+                if isinstance(value, dict):  # torch requires it to be the same on every rank
+                    raise UnsupportedError(
+                        f"{type(optimizer).__qualname__} keeps {key!r} for this rank's shards, which torch "
+                        "cannot gather from FSDP1: its state cannot be saved. Save the model alone, with "
+                        "save_model(), or use an optimizer whose state is tensors of the parameters' shapes."
+                    )
         state: StateDict = {}
         for prefix, root in roots.items():
             with sharded_states(root), _trained_by(optimizer, root) as part:
@@ -473,18 +467,6 @@ class Fsdp1Shards:
             {**group, "params": [name for parameter in group["params"] for name in names[id(parameter)]]}
             for group in optimizer.param_groups
         ]
-
-
-def _check_flat(states: Iterable[Mapping[str, Any]], kind: str) -> None:
-    """Refuse states with nested dictionaries, which torch requires to be the same on every rank."""
-    for values in states:
-        for key, value in values.items():
-            if isinstance(value, dict):
-                raise UnsupportedError(
-                    f"{kind} keeps {key!r} for this rank's shards, which torch cannot gather from FSDP1: its "
-                    "state cannot be saved. Save the model alone, with save_model(), or use an optimizer "
-                    "whose state is tensors of the parameters' shapes."
-                )
 
 
 @contextmanager
@@ -570,11 +552,85 @@ def _flat_parameters(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any]
             yield strip_wrapper_prefixes(f"{name}.") if name else "", handle.flat_param
 
 
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer computes the same from shards of a parameter as from all of it.
+
+    A new optimizer of its class and options steps a small matrix, and others the flat halves of it; they
+    differ where the update of an element depends on others, as by an inner product, a norm, a factored state
+    or a matrix. An optimizer that cannot be made from its defaults, or draws random numbers, is trusted.
+    """
+    generator = torch.Generator().manual_seed(0)
+    value, *gradients = torch.randn(3, 4, 4, generator=generator).unbind()
+    # 1. Step the full matrix, with two seeds.
+    try:
+        full, again = (_step_copy(optimizer, value, gradients, seed=seed) for seed in (0, 1))
+    except Exception:  # noqa: BLE001 - an optimizer's own code may raise anything
+        return True
+    if not torch.equal(full, again):
+        return True
+    # 2. Step its halves, and compare.
+    try:
+        halves = [
+            _step_copy(
+                optimizer, value.flatten()[part], [gradient.flatten()[part] for gradient in gradients], seed=0
+            )
+            for part in (slice(8), slice(8, 16))
+        ]
+    except Exception:  # noqa: BLE001 - as above
+        return False
+    return torch.allclose(torch.cat(halves, 1), full.flatten(1), rtol=1e-3, atol=1e-6)
+
+
+def _step_copy(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor], *, seed: int) -> Tensor:
+    """Step a new optimizer of the same class, with a parameter of this value in each group; return them."""
+    kind: Any = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    options = {name: default for name, default in optimizer.defaults.items() if name in accepted}
+    parameters = [nn.Parameter(value.clone()) for _ in optimizer.param_groups]
+    groups = [
+        {**group, "params": [parameter]}
+        for group, parameter in zip(optimizer.param_groups, parameters, strict=True)
+    ]
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        trial = kind(groups, **options)
+        for gradient in gradients:
+
+            @torch.enable_grad()
+            def closure(gradient: Tensor = gradient) -> Tensor:
+                loss = torch.zeros(())
+                for parameter in parameters:
+                    parameter.grad = gradient.clone()
+                    loss = loss + (parameter.detach() * gradient).sum()
+                return loss
+
+            closure()
+            trial.step(closure)
+    return torch.stack([parameter.detach() for parameter in parameters])
+
+
+def _upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
+    """Convert the trained flat parameters of FSDP1 to float32, before the first forward pass.
+
+    torch accepts a dtype that changes between wrapping and the first forward pass.
+    """
+    for module in FullyShardedDataParallel.fsdp_modules(root):
+        handle: Any = flat_handle(module)
+        if handle is None or dtype_to_train(handle.flat_param) is handle.flat_param.dtype:
+            continue
+        handle.flat_param.data = handle.flat_param.data.float()
+        refresh_original_parameters(module, handle)
+
+
 class FsdpRoots:
     """Weak set of the root FSDP1 modules, in the order in which they were added, the same on every rank."""
 
     def __init__(self) -> None:
         self._roots: WeakKeyDictionary[FullyShardedDataParallel, None] = WeakKeyDictionary()
+
+    def __iter__(self) -> Iterator[FullyShardedDataParallel]:
+        return iter(self._roots)
 
     def add(self, root: FullyShardedDataParallel) -> None:
         """Add a root module."""
@@ -587,11 +643,6 @@ class FsdpRoots:
             return outer
         core = extract_model_from_parallel(model, keep_torch_compile=False)
         return next((root for root in self._roots if root.module is core), None)
-
-    def of_parameters(self, parameters: Iterable[Tensor]) -> list[FullyShardedDataParallel]:
-        """Return the root modules that have one of the parameters."""
-        ids = {id(parameter) for parameter in parameters}
-        return [root for root in self._roots if any(id(parameter) in ids for parameter in root.parameters())]
 
     def shard_state(self, optimizer: Optimizer) -> None:
         """Shard, in place, the state that an optimizer has for full parameters, with `use_orig_params`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -32,12 +32,12 @@ from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.sharding.folder import LocalFiles
 from accel_plugins.sharding.shards import ShardsPersister
 from accel_plugins.sharding.state import TensorShards
+from accel_plugins.sharding.step import sharded_stepper
 from accel_plugins.sharding.wrap import (
     SHARDED_FEATURES,
     ShardedWrapper,
     dtype_to_train,
     hook_of,
-    sharded_stepper,
 )
 from accel_plugins.strategy import PrecisionPolicy, Strategy
 from accel_state import hang_monitor
@@ -68,7 +68,9 @@ def build(
     full = FullSharding(
         plugin=plugin, mesh=axes.fully_sharded(runtime), master_weights=precision.name != "no"
     )
-    tensor = None if axes.tensor is None else TensorParallel(mesh=axes.tensor)
+    is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    stages = [*(() if axes.tensor is None else (TensorParallel(mesh=axes.tensor),)), full]
+    validate = [stage.validate for stage in stages]
     context = None
     if axes.context is not None and axes.config.cp_handler is not None:
         if is_torch_version("<", "2.10"):
@@ -78,9 +80,6 @@ def build(
             )
         rotation = axes.config.cp_handler.cp_comm_strategy or "allgather"
         context = ContextParallel(mesh=axes.context, rotation=rotation)
-    stages = [*(() if tensor is None else (tensor,)), full]
-    validate = [stage.validate for stage in stages]
-    if context is not None:
         validate.append(context.validate)
     shards = TensorShards(form_now=partial(form_of, plugin))
     return Strategy(
@@ -88,9 +87,9 @@ def build(
         fsdp_version=2,
         wrapper=ShardedWrapper(
             runtime=runtime,
-            shard=_compose(stages),
-            validate=_compose(validate),
-            parameters_on=full.parameters_on(runtime.device),
+            shard=stages,
+            validate=validate,
+            parameters_on=torch.device("cpu") if is_offloaded else runtime.device,
             master_weights=None if precision.name == "no" else precision.name,
             only_main_has_values=bool(plugin.cpu_ram_efficient_loading),
         ),
@@ -104,16 +103,6 @@ def build(
         shards=shards,
         native=LocalFiles(shards=shards, topology=runtime.topology),
     )
-
-
-def _compose(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
-    """Compose functions of a model into one that calls them in order."""
-
-    def call_all(model: nn.Module) -> None:
-        for function in functions:
-            function(model)
-
-    return call_all
 
 
 @frozen
@@ -157,7 +146,15 @@ class FullSharding:
         if ignored:
             options["ignored_params"] = {parameter for part in ignored for parameter in part.parameters()}
         reshard = cast("bool | int", plugin.reshard_after_forward)
-        for unit in (*_full_precision_norms(model, units, ignored, options["mp_policy"]), *inner):
+        norms: list[nn.Module] = []  # their weights must have the dtype of their statistics
+        if options["mp_policy"].param_dtype is not None:
+            known = {id(module) for part in ignored for module in part.modules()} | {*map(id, units)}
+            norms = [
+                part
+                for part in model.modules()
+                if _has_statistics(part) and cast("Any", part).affine and id(part) not in known
+            ]
+        for unit in (*norms, *inner):
             fully_shard(unit, reshard_after_forward=reshard, **options | _precision(unit, options))
         # torch keeps the root's parameters gathered by default, as the backward pass begins with them.
         root_reshard = {} if inner and reshard is True else {"reshard_after_forward": reshard}
@@ -174,37 +171,31 @@ class FullSharding:
                 unit.set_modules_to_forward_prefetch([following])
 
     def validate(self, model: nn.Module) -> None:
-        """Check that torch can shard a model."""
-        ignored = {
-            id(parameter)
-            for part in modules_named(self.plugin.ignored_modules, model)
-            for parameter in part.parameters()
-        }
+        """Check that torch can shard a model, and that the trained parameters of a block have one dtype."""
+        modules = modules_named(self.plugin.ignored_modules, model)
+        ignored = {id(parameter) for part in modules for parameter in part.parameters()}
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 0 and id(parameter) not in ignored:
+            if id(parameter) in ignored:
+                continue
+            if parameter.dim() == 0:
                 raise SettingsError(
                     f"{type(model).__name__}: the parameter {name!r} is a scalar and has no dim to shard; "
                     "give it the shape (1,), or add its module to ignored_modules."
                 )
-            if hook_of(parameter) == "register_hook" and id(parameter) not in ignored:
+            if hook_of(parameter) == "register_hook":
                 raise SettingsError(
                     f"{type(model).__name__}: the parameter {name!r} has a hook (register_hook), which FSDP2 "
                     "would never call. Use register_post_accumulate_grad_hook, which gets this rank's shard "
                     "with the reduced gradient, or change the gradients between backward() and step()."
                 )
-            if parameter.numel() == 0 and id(parameter) not in ignored:
+            if parameter.numel() == 0:
                 raise SettingsError(
                     f"{type(model).__name__}: the parameter {name!r} of shape {tuple(parameter.shape)} has "
                     "no elements to shard; remove it, or add its module to ignored_modules."
                 )
-        self._check_dtypes(model, ignored)
-
-    def _check_dtypes(self, model: nn.Module, ignored: set[int]) -> None:
-        """Refuse blocks whose trained parameters have several dtypes."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         policy = fsdp2_prepare_auto_wrap_policy(self.plugin, model)
         seen = {*ignored}
-        modules = modules_named(self.plugin.ignored_modules, model)
         for unit in blocks(model, policy, {id(module) for part in modules for module in part.modules()}):
             first: dict[torch.dtype, str] = {}
             for parameter in unit.parameters():
@@ -227,22 +218,6 @@ class FullSharding:
         if isinstance(policy, CPUOffloadPolicy) and self.mesh.device_type == "cpu":
             return replace(policy, pin_memory=False)
         return policy
-
-    def parameters_on(self, device: torch.device) -> torch.device:
-        """Return the device of the parameters: the CPU if they are offloaded."""
-        return torch.device("cpu") if isinstance(self.plugin.cpu_offload, CPUOffloadPolicy) else device
-
-
-def _full_precision_norms(
-    model: nn.Module, units: list[nn.Module], ignored: list[nn.Module], policy: MixedPrecisionPolicy
-) -> list[nn.Module]:
-    """Return the norms with running statistics to shard on their own, in the dtype of the statistics."""
-    if policy.param_dtype is None:
-        return []
-    without = {id(module) for part in ignored for module in part.modules()} | {id(unit) for unit in units}
-    return [
-        part for part in model.modules() if _has_statistics(part) and part.affine and id(part) not in without
-    ]
 
 
 def _has_statistics(module: nn.Module) -> bool:

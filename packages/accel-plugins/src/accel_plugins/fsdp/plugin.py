@@ -36,9 +36,7 @@ from accel_state.torch_private import hybrid_shard_zero2
 
 logger = logging.getLogger(__name__)
 
-
 EnumT = TypeVar("EnumT", bound=Enum)
-
 
 # The defaults of fields that neither an argument nor the environment sets.
 _DEFAULTS: dict[str, Any] = {
@@ -58,12 +56,9 @@ _DEFAULTS: dict[str, Any] = {
     "xla_fsdp_grad_ckpt": False,
 }
 
-
 _STATE_DICTS = {1: "FULL_STATE_DICT", 2: "SHARDED_STATE_DICT"}
 
-
 _SUPPORTED_BY_FSDP2 = {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}
-
 
 RESHARDS = {
     ShardingStrategy.FULL_SHARD: True,
@@ -192,11 +187,6 @@ class FullyShardedDataParallelPlugin:
     def version(self) -> int:
         """FSDP version, 1 or 2."""
         return cast("int", self.fsdp_version)
-
-    @property
-    def block_policy(self) -> str | Callable[..., Any]:
-        """Wrap policy: its name, or a function."""
-        return cast("Any", self.auto_wrap_policy)
 
     def to_settings(self, settings: Settings) -> Settings:
         """Return the settings with the fields by which the strategy is chosen."""
@@ -330,7 +320,11 @@ class FullyShardedDataParallelPlugin:
                 ShardingStrategy, "FULL_SHARD" if strategy is None else strategy, "sharding_strategy"
             )
             self.reshard_after_forward = RESHARDS[self.sharding_strategy]
-            self.backward_prefetch = prefetch_of(self.backward_prefetch)
+            prefetch = self.backward_prefetch
+            is_none = prefetch is None or str(prefetch).upper() == "NO_PREFETCH"
+            self.backward_prefetch = (
+                None if is_none else member_of(BackwardPrefetch, prefetch, "backward_prefetch")
+            )
             return
         if strategy is not None:
             self.sharding_strategy = member_of(ShardingStrategy, strategy, "sharding_strategy")
@@ -341,8 +335,14 @@ class FullyShardedDataParallelPlugin:
                     "Accelerator without fsdp_plugin for no sharding."
                 )
             reshard = RESHARDS[self.sharding_strategy] if reshard is None else reshard
-        if isinstance(reshard, (str, ShardingStrategy)):
-            reshard = reshard_of(reshard)
+        if isinstance(reshard, (str, ShardingStrategy)):  # a strategy of version 1, or a flag
+            flags = {"true": True, "false": False}
+            name = str(reshard).lower()
+            reshard = (
+                flags[name]
+                if name in flags
+                else RESHARDS[member_of(ShardingStrategy, reshard, "reshard_after_forward")]
+            )
         self.reshard_after_forward = True if reshard is None else reshard
         if not isinstance(self.reshard_after_forward, int):
             raise SettingsError(
@@ -388,31 +388,6 @@ def member_of(kind: type[EnumT], value: Any, field: str) -> EnumT:
     return member
 
 
-def reshard_of(value: ShardingStrategy | str) -> bool:
-    """Return whether parameters are freed after the forward pass, from a strategy of version 1 or a string.
-
-    Example:
-        >>> reshard_of("SHARD_GRAD_OP"), reshard_of("true")
-        (False, True)
-    """
-    text = str(value).lower()
-    if text in {"true", "false"}:
-        return text == "true"
-    return RESHARDS[member_of(ShardingStrategy, value, "reshard_after_forward")]
-
-
-def prefetch_of(value: BackwardPrefetch | str | None) -> BackwardPrefetch | None:
-    """Return when FSDP1 prefetches the next parameters in the backward pass; `None` for no prefetching.
-
-    Example:
-        >>> prefetch_of("no_prefetch") is None
-        True
-    """
-    if value is None or str(value).upper() == "NO_PREFETCH":
-        return None
-    return member_of(BackwardPrefetch, value, "backward_prefetch")
-
-
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
 
 
@@ -435,20 +410,16 @@ def policy_of(policy: Any, version: int) -> Any:
                 f"FullyShardedDataParallelPlugin(mixed_precision_policy={dict(policy)!r}): {kind.__name__} "
                 f"of torch {torch.__version__} has no {name!r}; {hint}"
             )
-        arguments[name] = _dtype(name, value) if str(name).endswith("_dtype") else value
+        arguments[name] = value
+        if str(name).endswith("_dtype") and isinstance(value, str):
+            dtype = getattr(torch, _SHORT.get(value, value).removeprefix("torch."), None)
+            if not isinstance(dtype, torch.dtype):
+                raise SettingsError(
+                    f"FullyShardedDataParallelPlugin(mixed_precision_policy={{{name!r}: {value!r}}}): torch "
+                    "has no such dtype; write 'float32', 'bfloat16' or 'float16'."
+                )
+            arguments[name] = dtype
     return kind(**arguments)
-
-
-def _dtype(name: str, value: Any) -> torch.dtype | None:
-    if value is None or isinstance(value, torch.dtype):
-        return value
-    dtype = getattr(torch, _SHORT.get(str(value), str(value)).removeprefix("torch."), None)
-    if not isinstance(dtype, torch.dtype):
-        raise SettingsError(
-            f"FullyShardedDataParallelPlugin(mixed_precision_policy={{{name!r}: {value!r}}}): torch has no "
-            "such dtype; write 'float32', 'bfloat16' or 'float16'."
-        )
-    return dtype
 
 
 _FORMS = {
@@ -464,7 +435,6 @@ def form_of(plugin: FullyShardedDataParallelPlugin) -> StateForm:
 
 
 SWITCH = "ACCELERATE_USE_FSDP"
-
 
 _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 

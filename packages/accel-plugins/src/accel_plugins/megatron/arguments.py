@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     Parser: TypeAlias = Callable[[MegatronLMPlugin, nn.Module, Mapping[str, Any] | None], None]
 
-
 _RENAMED: Mapping[str, str] = {
     "tp_degree": "tensor_model_parallel_size",
     "pp_degree": "pipeline_model_parallel_size",

@@ -115,6 +115,12 @@ class MegatronLMDummyDataLoader:
         return indexed_loaders(plugin, provider(num_samples(plugin)))
 
 
+_LOADER_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "prefetch_factor", "persistent_workers", "in_order", "drop_last"),
+)
+
+
 def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
     """Return a loader whose batches have `num_micro_batches` times as many samples.
 
@@ -124,19 +130,7 @@ def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
     number = plugin.num_micro_batches or 1
     if number == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None:
         return loader
-    options: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-        "generator": loader.generator,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "in_order": loader.in_order,
-        "drop_last": loader.drop_last,
-    }
+    options = {name: getattr(loader, name) for name in _LOADER_OPTIONS}
     if type(loader.batch_sampler) is BatchSampler and not isinstance(loader.dataset, IterableDataset):
         options["sampler"] = loader.sampler
     return DataLoader(loader.dataset, batch_size=loader.batch_size * number, **options)

@@ -85,8 +85,14 @@ class MegatronEngine(nn.Module):
         self.optimizer_names = optimizer_names
         self.transformer_config = core("utils").get_model_config(chunks[0])
         self.config = getattr(source, "config", None)
-        self.outputs = None if family is None else _output_class(family, source)
-        self.positions = None if family is None else _positions_of(family, source)
+        self.outputs = self.positions = None
+        if family is not None:
+            kind = type(source).__name__
+            module, name = _OUTPUTS_OF_MODELS.get(kind, (_MODELING, _OUTPUTS[family.kind]))
+            self.outputs = getattr(import_module(module), name)
+            arguments = family.model_arguments(source)
+            if arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute":
+                self.positions = arguments.get("max_sequence_length")
         self.samples = 0
         self._is_reduced = False
 
@@ -203,7 +209,9 @@ class MegatronEngine(nn.Module):
             loss, logits = self._reduced(results)
         self._is_reduced = sync and not forward_only
         self.samples += 0 if forward_only else len(parts) * rows * self.groups.data
-        return output_of(self.outputs, loss, logits)
+        if self.outputs is None:
+            return (loss, *logits) if logits else loss
+        return self.outputs(loss=loss, **dict(zip(_logits_of(self.outputs), logits, strict=False)))
 
     def discard(self) -> None:
         """Zero gradients."""
@@ -228,9 +236,11 @@ class MegatronEngine(nn.Module):
             )
 
     def _micro_batches(self, args: Sequence[Any], batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Check a batch, and cut it into micro-batches."""
+        # 1. Check its form and number of samples.
         if args or not batch:
             raise SettingsError("Megatron's engine takes a batch by name: call model(**batch).")
-        number = self.plugin.num_micro_batches or 1
+        number, plugin = self.plugin.num_micro_batches or 1, self.plugin
         sequences = self._sequences(batch)
         rows = len(next(iter(sequences.values()), ()))
         if rows % number or not rows:
@@ -239,9 +249,42 @@ class MegatronEngine(nn.Module):
                 "batch size a multiple of it, leave out the last batch (drop_last=True), or complete it "
                 "(even_batches=True of DataLoaderConfiguration)."
             )
-        check_lengths_of_batch(self.plugin, sequences)
-        self._check_lengths({name: tokens.shape[1] for name, tokens in sequences.items()})
-        self._check_tokens(batch)
+        # 2. Check the lengths of its sequences.
+        check_lengths_of_batch(plugin, sequences)
+        lengths = {name: tokens.shape[1] for name, tokens in sequences.items()}
+        longest = max((length for name, length in lengths.items() if name in _SEQUENCES), default=0)
+        if self.positions is not None and longest > self.positions:
+            raise SettingsError(
+                f"Sequences of {longest} tokens are too long: {type(self.source).__name__} has "
+                f"{self.positions} positions. Truncate them."
+            )
+        tensor, context = self.groups.tensor, self.groups.context
+        size, what = 1, f"tp_degree={tensor}, as sequence_parallelism does"
+        if self.transformer_config.sequence_parallel:
+            size = tensor
+        if context > 1:  # Each rank has two chunks, which sequence parallelism divides.
+            size, what = 2 * context * size, f"twice context_parallel_size={context}"
+        length = next((length for length in lengths.values() if length % size), None)
+        if length is not None:
+            raise SettingsError(
+                f"Sequences of {length} tokens cannot be divided by {what}: pad them to a multiple of "
+                f"{size} (pad_to_multiple_of), or leave it out."
+            )
+        # 3. Check that the vocabulary has its tokens. A device is not waited for; own code may read anything.
+        vocabulary = getattr(self.config, "vocab_size", None)
+        custom = plugin.custom_get_batch_function, plugin.custom_train_step_class
+        is_known = "input_ids" in batch and vocabulary is not None and self.family is not None
+        for name in _TOKENS if is_known and custom == (None, None) else ():
+            tokens = batch.get(name)
+            if tokens is None or tokens.ndim < 2 or tokens.is_floating_point():  # Labels may be of classes.
+                continue
+            is_valid = (tokens >= 0) & (tokens < vocabulary)
+            ignored = f" (or {IGNORED})" if name == "labels" else ""
+            assert_async(
+                (is_valid | (tokens == IGNORED) if ignored else is_valid).all(),
+                f"{name} has tokens that the vocabulary, from 0 to {vocabulary - 1}{ignored}, does not have.",
+            )
+        # 4. Cut it.
         each = rows // number
         return [
             {
@@ -272,45 +315,6 @@ class MegatronEngine(nn.Module):
             )
         return tensors
 
-    def _check_tokens(self, batch: Mapping[str, Any]) -> None:
-        """Refuse tokens and labels that are not in the vocabulary; what a device has is not waited for."""
-        vocabulary = getattr(self.config, "vocab_size", None)
-        plugin = self.plugin
-        custom = plugin.custom_get_batch_function, plugin.custom_train_step_class  # They may read anything.
-        if "input_ids" not in batch or vocabulary is None or self.family is None or custom != (None, None):
-            return
-        for name in ("input_ids", "decoder_input_ids", "labels"):
-            tokens = batch.get(name)
-            if tokens is None or tokens.ndim < 2 or tokens.is_floating_point():  # Labels may be of classes.
-                continue
-            is_known = (tokens >= 0) & (tokens < vocabulary)
-            ignored = f" (or {IGNORED})" if name == "labels" else ""
-            assert_async(
-                (is_known | (tokens == IGNORED) if ignored else is_known).all(),
-                f"{name} has tokens that the vocabulary, from 0 to {vocabulary - 1}{ignored}, does not have.",
-            )
-
-    def _check_lengths(self, lengths: Mapping[str, int]) -> None:
-        longest = max((length for name, length in lengths.items() if name in _SEQUENCES), default=0)
-        if self.positions is not None and longest > self.positions:
-            raise SettingsError(
-                f"Sequences of {longest} tokens are too long: {type(self.source).__name__} has "
-                f"{self.positions} positions. Truncate them."
-            )
-        tensor, context = self.groups.tensor, self.groups.context
-        shares = [(tensor, f"tp_degree={tensor}, as sequence_parallelism does")]
-        if not self.transformer_config.sequence_parallel:
-            shares = []
-        if context > 1:  # Each rank has two chunks, which sequence parallelism divides.
-            shares = [(2 * context * (tensor if shares else 1), f"twice context_parallel_size={context}")]
-        for size, what in shares:
-            length = next((length for length in lengths.values() if length % size), None)
-            if length is not None:
-                raise SettingsError(
-                    f"Sequences of {length} tokens cannot be divided by {what}: pad them to a multiple of "
-                    f"{size} (pad_to_multiple_of), or leave it out."
-                )
-
     def _reduced(self, results: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[Tensor | None]]:
         """Return the mean loss over the micro-batches, and logits, as the last stage has computed them."""
         device = next(self.parameters()).device
@@ -332,13 +336,6 @@ class MegatronEngine(nn.Module):
         if logits[0] is not None and logits[0].ndim > 2:
             logits[0] = logits[0][..., : getattr(self.config, "vocab_size", None)]
         return loss, logits
-
-
-def _positions_of(family: ModelFamily, source: nn.Module) -> int | None:
-    """Return how many positions have an embedding; `None` where they are rotary or relative."""
-    arguments = family.model_arguments(source)
-    has_embeddings = arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute"
-    return arguments.get("max_sequence_length") if has_embeddings else None
 
 
 def _from_last(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor | None:
@@ -376,6 +373,7 @@ def _scaled_step(
 
 
 _SEQUENCES = ("input_ids", "tokens", "text", "text_enc", "decoder_input_ids", "text_dec")
+_TOKENS = ("input_ids", "decoder_input_ids", "labels")
 _LOGITS = ("logits", "order logits")
 """Names in train steps of the logits of tokens or classes, and of the order of sentences."""
 _MODELING = "transformers.modeling_outputs"
@@ -387,21 +385,8 @@ _OUTPUTS_OF_MODELS = {
 }
 
 
-def _output_class(family: ModelFamily, source: nn.Module) -> type[Any]:
-    """Return the class of what a model of transformers returns; that of its kind, if the model is unknown."""
-    module, name = _OUTPUTS_OF_MODELS.get(type(source).__name__, (_MODELING, _OUTPUTS[family.kind]))
-    return getattr(import_module(module), name)
-
-
 def _logits_of(outputs: type[Any]) -> list[str]:
     return [field.name for field in fields(outputs) if field.name.endswith("logits")]
-
-
-def output_of(outputs: type[Any] | None, loss: Tensor, logits: Sequence[Tensor | None]) -> Any:
-    """Return a loss and logits as models of transformers do; of other models, without names."""
-    if outputs is None:
-        return (loss, *logits) if logits else loss
-    return outputs(loss=loss, **dict(zip(_logits_of(outputs), logits, strict=False)))
 
 
 _TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {

@@ -505,7 +505,6 @@ BERT = ModelFamily(
     check=_check_bert,
 )
 
-
 _T5_ACTIVATIONS: dict[str, Any] = {
     "relu": relu,
     "gelu": gelu,
@@ -552,41 +551,34 @@ def _t5_weights(config: Any) -> list[Weight]:
         weight("embedding.word_embeddings.weight", "shared.weight", vocabulary(config.vocab_size)),
         weight("lm_head.output_layer.weight", head, vocabulary(config.vocab_size)),
     ]
-    for side in ("encoder", "decoder"):
+    qkv = attention(config.num_heads, config.num_heads, config.d_kv)
+    kv = keys_values(config.num_heads, config.d_kv)
+    for side, last in (("encoder", 1), ("decoder", 2)):
+        layer, name = f"{side}.layers.{{layer}}.", f"{side}.block.{{layer}}.layer."
+        attn, mlp = f"{name}0.SelfAttention.", f"{name}{last}.DenseReluDense."
+        projections = tuple(f"{attn}{letter}.weight" for letter in "qkv")
+        first = (f"{mlp}wi_0.weight", f"{mlp}wi_1.weight") if config.is_gated_act else f"{mlp}wi.weight"
         bias = f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
         weights += [
             weight(f"{side}_relative_pos_emb.relative_attention_bias.weight", bias, same()),
             weight(f"{side}.final_layernorm.weight", f"{side}.final_layer_norm.weight", same()),
-            *_t5_layer(config, side),
+            weight(f"{layer}input_layernorm.weight", f"{name}0.layer_norm.weight", same()),
+            weight(f"{layer}self_attention.linear_qkv.weight", projections, qkv),
+            weight(f"{layer}self_attention.linear_proj.weight", f"{attn}o.weight", same(1)),
+            weight(f"{layer}pre_mlp_layernorm.weight", f"{name}{last}.layer_norm.weight", same()),
+            weight(f"{layer}mlp.linear_fc1.weight", first, gated() if config.is_gated_act else same(0)),
+            weight(f"{layer}mlp.linear_fc2.weight", f"{mlp}wo.weight", same(1)),
         ]
-    return weights
-
-
-def _t5_layer(config: Any, side: str) -> list[Weight]:
-    layer, name = f"{side}.layers.{{layer}}.", f"{side}.block.{{layer}}.layer."
-    attn, cross = f"{name}0.SelfAttention.", f"{name}1.EncDecAttention."
-    last = 2 if side == "decoder" else 1
-    mlp = f"{name}{last}.DenseReluDense."
-    qkv = attention(config.num_heads, config.num_heads, config.d_kv)
-    projections = tuple(f"{attn}{letter}.weight" for letter in "qkv")
-    first = (f"{mlp}wi_0.weight", f"{mlp}wi_1.weight") if config.is_gated_act else f"{mlp}wi.weight"
-    weights = [
-        weight(f"{layer}input_layernorm.weight", f"{name}0.layer_norm.weight", same()),
-        weight(f"{layer}self_attention.linear_qkv.weight", projections, qkv),
-        weight(f"{layer}self_attention.linear_proj.weight", f"{attn}o.weight", same(1)),
-        weight(f"{layer}pre_mlp_layernorm.weight", f"{name}{last}.layer_norm.weight", same()),
-        weight(f"{layer}mlp.linear_fc1.weight", first, gated() if config.is_gated_act else same(0)),
-        weight(f"{layer}mlp.linear_fc2.weight", f"{mlp}wo.weight", same(1)),
+    layer, name = "decoder.layers.{layer}.", "decoder.block.{layer}.layer."
+    cross = f"{name}1.EncDecAttention."
+    keys_and_values = (f"{cross}k.weight", f"{cross}v.weight")
+    return [
+        *weights,
+        weight(f"{layer}pre_cross_attn_layernorm.weight", f"{name}1.layer_norm.weight", same()),
+        weight(f"{layer}cross_attention.linear_q.weight", f"{cross}q.weight", same(0)),
+        weight(f"{layer}cross_attention.linear_kv.weight", keys_and_values, kv),
+        weight(f"{layer}cross_attention.linear_proj.weight", f"{cross}o.weight", same(1)),
     ]
-    if side == "decoder":
-        kv = keys_values(config.num_heads, config.d_kv)
-        weights += [
-            weight(f"{layer}pre_cross_attn_layernorm.weight", f"{name}1.layer_norm.weight", same()),
-            weight(f"{layer}cross_attention.linear_q.weight", f"{cross}q.weight", same(0)),
-            weight(f"{layer}cross_attention.linear_kv.weight", (f"{cross}k.weight", f"{cross}v.weight"), kv),
-            weight(f"{layer}cross_attention.linear_proj.weight", f"{cross}o.weight", same(1)),
-        ]
-    return weights
 
 
 def _check_t5(config: Any) -> None:
@@ -607,7 +599,6 @@ T5 = ModelFamily(
     build="accel_plugins.megatron.stages:build_t5",
     check=_check_t5,
 )
-
 
 ENTRY_POINT_GROUP = "accel.megatron_models"
 """A distribution adds a row with `[project.entry-points."accel.megatron_models"] name = "module:FAMILY"`."""

@@ -47,19 +47,15 @@ def generate(
     if choice.start is not None:
         inputs, attention_mask = with_start(inputs, attention_mask, choice.start)
     prompts = aligned(inputs, attention_mask, steps_of(options, config, inputs.shape[1]))
-    _check_positions(engine, int(prompts.limits.max()))
-    scope = hang_monitor.collective_scope("generation")
-    with without_core_warnings(), scope, full_sequences(engine):
-        return (_search if choice.num_beams > 1 else _continue)(engine, prompts, choice)
-
-
-def _check_positions(engine: MegatronEngine, longest: int) -> None:
-    inner = core("utils").unwrap_model(engine.chunks[0])
+    inner, longest = core("utils").unwrap_model(engine.chunks[0]), int(prompts.limits.max())
     if inner.position_embedding_type == "learned_absolute" and longest > inner.max_sequence_length:
         raise SettingsError(
             f"megatron_generate(): a prompt and its continuation have {longest} tokens, but the model has "
             f"{inner.max_sequence_length} positions; make max_new_tokens or max_length smaller."
         )
+    scope = hang_monitor.collective_scope("generation")
+    with without_core_warnings(), scope, full_sequences(engine):
+        return (_search if choice.num_beams > 1 else _continue)(engine, prompts, choice)
 
 
 def _continue(engine: MegatronEngine, prompts: Prompts, choice: GenerationOptions) -> Tensor:
@@ -67,14 +63,21 @@ def _continue(engine: MegatronEngine, prompts: Prompts, choice: GenerationOption
     start, end = int(prompts.lengths.min()), int(prompts.limits.max())
     tokens = functional.pad(prompts.tokens, (0, end - prompts.tokens.shape[1]))
     ends = torch.tensor(choice.ends, dtype=tokens.dtype, device=tokens.device)
-    pick = _picker(choice, tokens.device)
+    sampler = None
+    if choice.is_sampled:  # the same tokens on all ranks of a replica
+        state = core("parallel_state")
+        seed = torch.tensor(torch.randint(2**31, ()).item() if choice.seed is None else choice.seed)
+        seed = seed.to(tokens.device)
+        dist.broadcast(seed, state.get_model_parallel_src_rank(), state.get_model_parallel_group())
+        sampler = Sampler(choice, torch.Generator(tokens.device).manual_seed(int(seed)))
     stops = prompts.limits.clone()
     decoder = CachedDecoder(engine, len(tokens), end)
     logits = decoder.logits(tokens[:, :start])
     for position in range(start, end):
         is_new = position >= prompts.lengths
         runs = is_new & (position < stops)
-        token = torch.where(runs, pick(logits), 0)  # The tokens after an end are cut off.
+        chosen = logits.argmax(-1) if sampler is None else sampler(logits)
+        token = torch.where(runs, chosen, 0)  # The tokens after an end are cut off.
         tokens[:, position] = torch.where(is_new, token, tokens[:, position])
         stops = torch.where(runs & torch.isin(token, ends), position + 1, stops)
         if bool((stops <= position + 1).all()):
@@ -82,17 +85,6 @@ def _continue(engine: MegatronEngine, prompts: Prompts, choice: GenerationOption
         logits = decoder.logits(tokens[:, position : position + 1])
     rows = [row[:stop] for row, stop in zip(tokens, stops.tolist(), strict=True)]
     return in_layout(prompts, rows, choice.pad)
-
-
-def _picker(choice: GenerationOptions, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Return a function that picks a token of each row's logits: the same on all ranks of a replica."""
-    if not choice.is_sampled:
-        return lambda logits: logits.argmax(-1)
-    state = core("parallel_state")
-    own = torch.randint(2**31, ()).item() if choice.seed is None else choice.seed
-    seed = torch.tensor(own, device=device)
-    dist.broadcast(seed, state.get_model_parallel_src_rank(), state.get_model_parallel_group())
-    return Sampler(choice, torch.Generator(device).manual_seed(int(seed)))
 
 
 def _search(engine: MegatronEngine, prompts: Prompts, choice: GenerationOptions) -> Tensor:

@@ -258,8 +258,8 @@ def transformer_config(
         "context_parallel_size": plugin.context_parallel_size or 1,
         "sequence_parallel": bool(plugin.sequence_parallelism) and (plugin.tp_degree or 1) > 1,
         "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
-        "params_dtype": dtype_of(precision),
-        "pipeline_dtype": dtype_of(precision),
+        "params_dtype": DTYPES.get(precision, torch.float32),
+        "pipeline_dtype": DTYPES.get(precision, torch.float32),
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
         "perform_initialization": False,  # The weights are those of the prepared model.
@@ -302,7 +302,7 @@ def optimizer_values(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: 
     """Return the fields of an `OptimizerConfig` that a plugin and an optimizer decide."""
     return {
         **optimizer_args(optimizer),
-        "params_dtype": dtype_of(precision),
+        "params_dtype": DTYPES.get(precision, torch.float32),
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
         "use_distributed_optimizer": plugin.use_distributed_optimizer,
@@ -330,8 +330,3 @@ def scaling_values(scaling: GradScalerKwargs) -> dict[str, Any]:
         "loss_scale_window": scaling.growth_interval,
         "hysteresis": 1,  # PyTorch's scale falls with every overflow.
     }
-
-
-def dtype_of(precision: str) -> torch.dtype:
-    """Return the dtype of parameters under a mixed precision."""
-    return DTYPES.get(precision, torch.float32)

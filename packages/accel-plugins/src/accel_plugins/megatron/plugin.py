@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from accel_plugins.megatron.data import MegatronLMDummyScheduler
 
-
 DEFAULTS: Mapping[str, Any] = {
     "tp_degree": 1,
     "pp_degree": 1,
@@ -343,28 +342,6 @@ _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "recompute_granularity": (None, "full", "selective"),
     "recompute_method": (None, "uniform", "block"),
 }
-_FLAGS = (
-    *(name for name, value in DEFAULTS.items() if isinstance(value, bool)),
-    "is_train_batch_min",
-    "megatron_dataset_flag",
-    "set_all_logging_options",
-    "return_logits",
-)
-_SIZES = (*(name for name, value in DEFAULTS.items() if type(value) is int), "eval_iters", "eval_interval")
-_OPTIONAL_SIZES = (
-    "decoder_last_pipeline_num_layers",
-    "recompute_num_layers",
-    "num_layers_per_virtual_pipeline_stage",
-    "train_iters",
-    "train_samples",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    *LENGTHS,
-)
-_COUNTS = ("lr_warmup_iters", "lr_warmup_samples")
-_FRACTIONS = ("attention_dropout", "hidden_dropout", "lr_warmup_fraction")
-_AMOUNTS = ("gradient_clipping", "min_lr", "lr_mult")
-_OPTIONAL_AMOUNTS = ("start_weight_decay", "end_weight_decay")
 OWN_CODE = (
     "custom_train_step_class",
     "custom_model_provider_function",
@@ -374,9 +351,6 @@ OWN_CODE = (
     "custom_loss_function",
 )
 """Fields with code of the user, which may read any argument."""
-
-_CALLABLES = ("no_wd_decay_cond", "scale_lr_cond", *OWN_CODE)
-_DICTIONARIES = ("custom_train_step_kwargs", "other_megatron_args")
 
 
 def is_number(value: object, low: float = 0.0, high: float = math.inf) -> bool:
@@ -396,16 +370,59 @@ def _optional(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     name: (wanted, holds)
     for names, wanted, holds in (
-        (_FLAGS, "True or False", lambda value: isinstance(value, int) and value in {0, 1}),
+        (
+            (
+                *(name for name, value in DEFAULTS.items() if isinstance(value, bool)),
+                "is_train_batch_min",
+                "megatron_dataset_flag",
+                "set_all_logging_options",
+                "return_logits",
+            ),
+            "True or False",
+            lambda value: isinstance(value, int) and value in {0, 1},
+        ),
         (("use_rotary_position_embeddings",), "True, False or None", {None, True, False}.__contains__),
-        (_SIZES, "a whole number above 0", partial(is_count, least=1)),
-        (_OPTIONAL_SIZES, "a whole number above 0, or None", _optional(partial(is_count, least=1))),
-        (_COUNTS, "a whole number, 0 or more, or None", _optional(partial(is_count, least=0))),
-        (_FRACTIONS, "a number from 0 to 1, or None", _optional(partial(is_number, high=1))),
-        (_AMOUNTS, "a number, 0 or more", is_number),
-        (_OPTIONAL_AMOUNTS, "a number, 0 or more, or None", _optional(is_number)),
-        (_CALLABLES, "something to call, or None", _optional(callable)),
-        (_DICTIONARIES, "a dictionary, or None", lambda value: isinstance(value, dict | None)),
+        (
+            (
+                *(name for name, value in DEFAULTS.items() if type(value) is int),
+                "eval_iters",
+                "eval_interval",
+            ),
+            "a whole number above 0",
+            partial(is_count, least=1),
+        ),
+        (
+            (
+                "decoder_last_pipeline_num_layers",
+                "recompute_num_layers",
+                "num_layers_per_virtual_pipeline_stage",
+                "train_iters",
+                "train_samples",
+                "lr_decay_iters",
+                "lr_decay_samples",
+                *LENGTHS,
+            ),
+            "a whole number above 0, or None",
+            _optional(partial(is_count, least=1)),
+        ),
+        (
+            ("lr_warmup_iters", "lr_warmup_samples"),
+            "a whole number, 0 or more, or None",
+            _optional(partial(is_count, least=0)),
+        ),
+        (
+            ("attention_dropout", "hidden_dropout", "lr_warmup_fraction"),
+            "a number from 0 to 1, or None",
+            _optional(partial(is_number, high=1)),
+        ),
+        (("gradient_clipping", "min_lr", "lr_mult"), "a number, 0 or more", is_number),
+        (("start_weight_decay", "end_weight_decay"), "a number, 0 or more, or None", _optional(is_number)),
+        (("no_wd_decay_cond", "scale_lr_cond", *OWN_CODE), "something to call, or None", _optional(callable)),
+        (
+            ("custom_train_step_kwargs", "other_megatron_args"),
+            "a dictionary, or None",
+            lambda value: isinstance(value, dict | None),
+        ),
         (
             ("consumed_samples",),
             "a list of whole numbers, one for each loader",
@@ -418,7 +435,6 @@ _ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     )
     for name in names
 }
-
 
 UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "use_custom_fsdp": (
@@ -447,7 +463,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     ),
 }
 """Fields that are refused unless they have this value, and what to use instead."""
-
 
 _ALTERNATIVES = (
     ("train_iters", "train_samples"),

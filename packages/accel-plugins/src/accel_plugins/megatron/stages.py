@@ -88,7 +88,8 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
     """Return megatron-core's specification of a stage's layers.
 
     TransformerEngine's layers are used on a GPU where it is installed, unless `attention_backend` is
-    `"local"`; else megatron-core's own, with PyTorch's attention unless `"unfused"` asks for its own.
+    `"local"`; else megatron-core's own, with PyTorch's attention unless `"unfused"` asks for its own, or the
+    scores are other than PyTorch's, which context parallelism refuses.
     """
     specs = core("models.gpt.gpt_layer_specs")
     block = core("transformer.transformer_block")
@@ -98,25 +99,18 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
     else:
         layer, norm = specs.get_gpt_layer_local_spec(normalization=config.normalization), TorchNorm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        if uses_torch_attention(config):
+        is_sharded = config.context_parallel_size > 1
+        is_plain = config.window_size is None and config.softmax_type == "vanilla"
+        if is_sharded and not is_plain:
+            raise UnsupportedError(
+                f"other_megatron_args: window_size={config.window_size!r} and softmax_type="
+                f"{config.softmax_type!r} beside context_parallel_size={config.context_parallel_size} need "
+                "TransformerEngine's attention: install transformer-engine, or leave one of them out."
+            )
+        is_wanted = config.attention_backend.name != "unfused" and config.attention_softmax_in_fp32
+        if is_sharded or (is_plain and is_wanted):
             layer.submodules.self_attention.submodules.core_attention = CausalAttention
     return block.TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=norm)
-
-
-def uses_torch_attention(config: Any) -> bool:
-    """Return whether PyTorch computes the attention of megatron-core's own layers.
-
-    It does not where the scores are other than PyTorch's, which context parallelism therefore refuses.
-    """
-    is_plain = config.window_size is None and config.softmax_type == "vanilla"
-    if config.context_parallel_size > 1 and not is_plain:
-        raise UnsupportedError(
-            f"other_megatron_args: window_size={config.window_size!r} and softmax_type="
-            f"{config.softmax_type!r} beside context_parallel_size={config.context_parallel_size} need "
-            "TransformerEngine's attention: install transformer-engine, or leave one of them out."
-        )
-    is_wanted = config.attention_backend.name != "unfused" and config.attention_softmax_in_fp32
-    return config.context_parallel_size > 1 or (is_plain and is_wanted)
 
 
 def padded_vocabulary(vocabulary: int, config: Any) -> int:
@@ -126,19 +120,17 @@ def padded_vocabulary(vocabulary: int, config: Any) -> int:
 
 def mask_padding(layer: nn.Module, vocabulary: int) -> None:
     """Give tokens that only pad the vocabulary no probability."""
-    layer.register_forward_hook(partial(_mask_padded_vocabulary, vocabulary))
 
+    def mask(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+        del inputs
+        logits, bias = output
+        own = logits.shape[-1]
+        is_gathered = own == module.output_size
+        first = 0 if is_gathered else own * core("parallel_state").get_tensor_model_parallel_rank()
+        is_padding = torch.arange(first, first + own, device=logits.device) >= vocabulary
+        return logits.masked_fill(is_padding, torch.finfo(logits.dtype).min), bias
 
-def _mask_padded_vocabulary(
-    vocabulary: int, layer: Any, inputs: Any, output: tuple[torch.Tensor, Any]
-) -> Any:
-    del inputs
-    logits, bias = output
-    own = logits.shape[-1]
-    is_gathered = own == layer.output_size
-    first = 0 if is_gathered else own * core("parallel_state").get_tensor_model_parallel_rank()
-    is_padding = torch.arange(first, first + own, device=logits.device) >= vocabulary
-    return logits.masked_fill(is_padding, torch.finfo(logits.dtype).min), bias
+    layer.register_forward_hook(mask)
 
 
 def build_bert(
@@ -156,12 +148,19 @@ def build_bert(
             f"attention_backend={config.attention_backend.name!r}: BERT is trained with megatron-core's own "
             "attention, as its norms follow the residual connections; leave it out."
         )
+    # 1. Specify layers whose norms follow the residual connections.
+    spec = copy.deepcopy(core("models.bert.bert_layer_specs").bert_layer_local_spec)
+    norm = core("transformer.spec_utils").ModuleSpec(module=NormAfter, params={"config": config})
+    identity = core("transformer.identity_op").IdentityOp
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = identity
+    spec.submodules.self_attn_bda = spec.submodules.mlp_bda = norm
+    # 2. Make the module.
     labels, dropout = arguments.pop("num_labels"), arguments.pop("classifier_dropout")
     padded = padded_vocabulary(vocabulary, config)
     with _sharded_norms():
         made: Any = core("models.bert.bert_model").BertModel(
             config=config,
-            transformer_layer_spec=bert_layer_spec(config),
+            transformer_layer_spec=spec,
             vocab_size=padded,
             pre_process=pre_process,
             post_process=post_process,
@@ -169,24 +168,25 @@ def build_bert(
             **arguments,
         )
     made.encoder.final_layernorm = None
+    # 3. Norm the sum of the embeddings, before the dropout; make the head of a classifier.
     if pre_process:
-        _norm_embeddings(made.embedding, config)
+        embedding = made.embedding
+        embeddings_dropout, embedding.embedding_dropout = embedding.embedding_dropout, nn.Identity()
+        embedding.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+
+        def normed(module: Any, inputs: Any, output: Tensor) -> Tensor:
+            del inputs
+            tracker = core("tensor_parallel").get_cuda_rng_tracker()
+            with tracker.fork() if config.sequence_parallel else nullcontext():
+                return functional.dropout(module.norm(output), embeddings_dropout.p, module.training)
+
+        embedding.register_forward_hook(normed)
     if post_process and labels is not None:
         made.lm_head, made.output_layer = _NoHead(), _NoOutputLayer()
         made.binary_head = nn.Sequential(nn.Dropout(dropout), nn.Linear(config.hidden_size, labels))
     elif post_process and padded > vocabulary:
         mask_padding(made.output_layer, vocabulary)
     return made
-
-
-def bert_layer_spec(config: Any) -> Any:
-    """Return megatron-core's specification of BERT's layers."""
-    spec = copy.deepcopy(core("models.bert.bert_layer_specs").bert_layer_local_spec)
-    identity = core("transformer.identity_op").IdentityOp
-    norm = core("transformer.spec_utils").ModuleSpec(module=NormAfter, params={"config": config})
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = identity
-    spec.submodules.self_attn_bda = spec.submodules.mlp_bda = norm
-    return spec
 
 
 @contextmanager
@@ -199,21 +199,6 @@ def _sharded_norms() -> Generator[None]:
         yield
     finally:
         head.LNImpl, block.LayerNormImpl = before
-
-
-def _norm_embeddings(embedding: Any, config: Any) -> None:
-    """Norm the sum of the embeddings, before the dropout."""
-    dropout = embedding.embedding_dropout
-    embedding.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
-    embedding.embedding_dropout = nn.Identity()
-
-    def normed(module: Any, inputs: Any, output: Tensor) -> Tensor:
-        del inputs
-        tracker = core("tensor_parallel").get_cuda_rng_tracker()
-        with tracker.fork() if config.sequence_parallel else nullcontext():
-            return functional.dropout(module.norm(output), dropout.p, module.training)
-
-    embedding.register_forward_hook(normed)
 
 
 class NormAfter(nn.Module):
@@ -317,29 +302,31 @@ def recompute(modules: Iterable[nn.Module]) -> None:
 
     What they draw comes from the random states of tensor parallelism or the default ones.
     """
-    for module in modules:
-        module.forward = partial(_recomputed, module.forward)
-
-
-def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
     tracker = core("tensor_parallel").get_cuda_rng_tracker()
-    before = tracker.get_states()
 
     @contextmanager
-    def with_states_before() -> Generator[None]:
+    def with_states(states: Any) -> Generator[None]:
         now = tracker.get_states()
-        tracker.set_states(before)
+        tracker.set_states(states)
         try:
             yield
         finally:
             tracker.set_states(now)
 
-    def contexts() -> Any:
-        return nullcontext(), with_states_before()
+    def recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        before = tracker.get_states()
+        return checkpoint(
+            forward,
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), with_states(before)),
+            **kwargs,
+        )
 
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    for module in modules:
+        module.forward = partial(recomputed, module.forward)
 
 
 class TorchNorm(nn.Module):
@@ -423,19 +410,16 @@ class CausalAttention(_TorchAttention):
         is_square = len(query) == len(keys)
         if attention_mask is None and not is_square:
             positions = torch.arange(len(keys), device=query.device)
-            is_chunked = self.config.context_parallel_size > 1
-            own = _own_positions(positions) if is_chunked else positions[-len(query) :]
+            own = positions[-len(query) :]
+            if self.config.context_parallel_size > 1:
+                group = core("parallel_state").get_context_parallel_group()
+                chunks = positions.chunk(2 * group.size())
+                own = torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]])
             attention_mask = positions > own[:, None]
         each = query.shape[2] // keys.shape[2]
         keys, values = (tensor.repeat_interleave(each, dim=2) for tensor in (keys, values))
         mask = None if attention_mask is None else _fill_masked(query.new_zeros(()), attention_mask)
         return self._attend(query, keys, values, mask)
-
-
-def _own_positions(positions: Tensor) -> Tensor:
-    group = core("parallel_state").get_context_parallel_group()
-    chunks = positions.chunk(2 * group.size())
-    return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]])
 
 
 def _fill_masked(bias: Tensor, mask: Tensor) -> Tensor:

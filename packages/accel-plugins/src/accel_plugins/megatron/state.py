@@ -220,10 +220,22 @@ def named_optimizer_state(
     Called on every rank.
     """
     slots = find_slots(engine)
-    keys, step = _agree_on_keys(slots)
+    # 1. Agree on the keys of states and the number of steps; a rank without slots knows neither.
+    keys: set[str] = set()
+    steps: set[float] = set()
+    for slot in slots.values():
+        own = slot.optimizer.state.get(slot.master, {})
+        keys |= {key for key, value in own.items() if key != _STEP and isinstance(value, torch.Tensor)}
+        counts = [own.get(_STEP), *(group.get(_STEP) for group in slot.optimizer.param_groups)]
+        steps |= {float(count) for count in counts if count is not None}
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (keys, steps))
+    all_keys = sorted({key for keys_of_rank, _ in of_ranks for key in keys_of_rank})
+    step = max((step for _, steps_of_rank in of_ranks for step in steps_of_rank), default=None)
+    # 2. Gather the states.
     trained = list_trained(engine)
     state: dict[str, dict[str, Any]] = {}
-    for key in () if engine.plugin.no_save_optim else keys:
+    for key in () if engine.plugin.no_save_optim else all_keys:
         parts = gather(engine, trained, partial(_in_full_shape, slots, key=key), lambda _: torch.float32)
         for name, value in chain.from_iterable(part.items() for part in parts):
             entry = state.setdefault(name, {} if step is None else {_STEP: torch.tensor(step)})
@@ -236,21 +248,6 @@ def named_optimizer_state(
 
 
 _STEP = "step"
-
-
-def _agree_on_keys(slots: Mapping[nn.Parameter, OptimizerSlot]) -> tuple[list[str], float | None]:
-    """Return the keys of states and the number of steps; a rank without slots knows neither."""
-    keys: set[str] = set()
-    steps: set[float] = set()
-    for slot in slots.values():
-        state = slot.optimizer.state.get(slot.master, {})
-        keys |= {key for key, value in state.items() if key != _STEP and isinstance(value, torch.Tensor)}
-        counts = [state.get(_STEP), *(group.get(_STEP) for group in slot.optimizer.param_groups)]
-        steps |= {float(count) for count in counts if count is not None}
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, (keys, steps))
-    all_steps = {step for _, steps_of_rank in of_ranks for step in steps_of_rank}
-    return sorted({key for keys_of_rank, _ in of_ranks for key in keys_of_rank}), max(all_steps, default=None)
 
 
 def _in_full_shape(
@@ -504,7 +501,13 @@ def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[Pl
     placed: list[PlacedWeight] = []
     for stage in stages:
         for local_name, parameter in stage.named_parameters():
-            name, layer = _full_name(stage, local_name)
+            name, layer = local_name, None
+            for fused, plain in _FUSED.items():
+                name = name.replace(fused, plain)
+            if match := _LAYER.search(name):  # a stage counts its layers from 0
+                modules: Any = stage.get_submodule(name[: match.start() - 1])
+                layer = modules[int(match[0])].layer_number - 1
+                name = f"{name[: match.start()]}{layer}{name[match.end() :]}"
             row = rows.get(_LAYER.sub("{layer}", name))
             if row is None:
                 raise SettingsError(
@@ -515,18 +518,6 @@ def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[Pl
             names = tuple(pattern.format(layer=layer) for pattern in row.names)
             placed.append(PlacedWeight(name=name, parameter=parameter, names=names, packing=row.packing))
     return placed
-
-
-def _full_name(stage: nn.Module, name: str) -> tuple[str, int | None]:
-    """Return the name of a parameter in the full model, and its layer; a stage counts layers from 0."""
-    for fused, plain in _FUSED.items():
-        name = name.replace(fused, plain)
-    match = _LAYER.search(name)
-    if match is None:
-        return name, None
-    layers = stage.get_submodule(name[: match.start() - 1])
-    layer = layers[int(match[0])].layer_number - 1  # pyright: ignore[reportIndexIssue, reportOperatorIssue]
-    return f"{name[: match.start()]}{layer}{name[match.end() :]}", layer
 
 
 def check_covered(model: nn.Module, weights: Sequence[Weight]) -> None:

@@ -39,7 +39,7 @@ from accel_plugins.megatron.data import (
     with_real_loaders,
 )
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext, check_train_step, train_step_of
-from accel_plugins.megatron.families import ModelFamily, find_family
+from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.library import (
     ENGINE_EXTRA,
     check_device,
@@ -81,7 +81,6 @@ from accel_plugins.strategy import (
     Optimizers,
     Parameters,
     PrecisionPolicy,
-    StateDict,
     Strategy,
 )
 from accel_plugins.unsharded import check_materialised
@@ -134,8 +133,8 @@ def build(
         precision=EnginePrecision(
             name=precision.name,
             device_type=runtime.device.type,
-            read_scale=stepper.scale_state,
-            write_scale=stepper.load_scale,
+            read_scale=lambda: {} if run.engine is None else scaler_state(run.engine.optimizer),
+            write_scale=lambda state: load_scaler_state(stepper.engine.optimizer, state),
         ),
         generators=MegatronGenerators(groups),
         release=stepper.release,
@@ -220,7 +219,24 @@ class MegatronWrapper:
             for optimizer in bundle.optimizers:
                 self._check_optimizer(optimizer)
             if self.plugin.custom_model_provider_function is None:
-                check_family_model(self.plugin, model, context=self.groups.context, has_indexed=has_indexed)
+                self._check_family(model, has_indexed=has_indexed)
+
+    def _check_family(self, model: Any, *, has_indexed: bool) -> None:
+        plugin, family = self.plugin, find_family(model)
+        kind, name = family.kind, family.name
+        check_context(self.groups.context, kind, name)
+        check_recompute(plugin, kind)
+        check_token_loss(plugin, kind, name)
+        check_sequence_lengths(plugin, kind, name)
+        if kind != "gpt":  # Whether decoders have TransformerEngine's layers is known where they run.
+            check_attention(plugin, kind, name, has_engine=False)
+        if has_indexed:
+            check_indexed_data(plugin, kind, name)
+        family.check(model.config)
+        check_covered(model, family.weights(model.config))
+        positions = family.model_arguments(model).get("position_embedding_type")
+        check_positions(plugin, positions, type(model).__name__)
+        check_model(plugin, model_sizes(model.config, type(model).__name__))
 
     def _check_optimizer(self, optimizer: object) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -277,7 +293,12 @@ class MegatronWrapper:
         if optimizer is not None:
             plugin.set_optimizer_type(optimizer)
         family = None if plugin.custom_model_provider_function is not None else find_family(model)
-        check_run(plugin, family)
+        check_device()
+        check_train_step(plugin)
+        check_other_args(plugin)
+        if family is not None:
+            has_engine = uses_transformer_engine(plugin.attention_backend)
+            check_attention(plugin, family.kind, family.name, has_engine=has_engine)
         fields = family.transformer_config(model.config) if family else described_sizes(plugin)
         virtual = virtual_stages(plugin, fields["num_layers"])
         config = transformer_config(plugin, fields, self.precision, virtual)
@@ -324,36 +345,6 @@ class MegatronWrapper:
         return engine
 
 
-def check_family_model(plugin: MegatronLMPlugin, model: Any, *, context: int, has_indexed: bool) -> None:
-    """Refuse a model of transformers that the plugin, or indexed data sets prepared with it, do not fit."""
-    family = find_family(model)
-    kind, name = family.kind, family.name
-    check_context(context, kind, name)
-    check_recompute(plugin, kind)
-    check_token_loss(plugin, kind, name)
-    check_sequence_lengths(plugin, kind, name)
-    if kind != "gpt":  # Whether decoders have TransformerEngine's layers is known where they run.
-        check_attention(plugin, kind, name, has_engine=False)
-    if has_indexed:
-        check_indexed_data(plugin, kind, name)
-    family.check(model.config)
-    check_covered(model, family.weights(model.config))
-    check_positions(
-        plugin, family.model_arguments(model).get("position_embedding_type"), type(model).__name__
-    )
-    check_model(plugin, model_sizes(model.config, type(model).__name__))
-
-
-def check_run(plugin: MegatronLMPlugin, family: ModelFamily | None) -> None:
-    """Refuse a device, layers and a train step that the library does not train with."""
-    check_device()
-    check_train_step(plugin)
-    check_other_args(plugin)
-    if family is not None:
-        has_engine = uses_transformer_engine(plugin.attention_backend)
-        check_attention(plugin, family.kind, family.name, has_engine=has_engine)
-
-
 @frozen
 class MegatronStepper:
     """Stepper of the engine that is trained; steps clip gradients to the norm `clipping`, unless it is 0."""
@@ -383,7 +374,7 @@ class MegatronStepper:
             raise UnsupportedError(
                 f"clip_grad_norm_(norm_type={norm_type!r}): Megatron clips by the 2-norm; leave it out."
             )
-        optimizer = self._engine().optimizer
+        optimizer = self.engine.optimizer
         if not self._prepare():
             return torch.tensor(float("inf"))
         return torch.tensor(clip(optimizer, max_norm))
@@ -399,7 +390,7 @@ class MegatronStepper:
             raise UnsupportedError(
                 "optimizer.step(closure): Megatron's engine steps without one; leave it out."
             )
-        engine = self._engine()
+        engine = self.engine
         copy_hyperparameters(optimizer, engine.optimizer)
         vars(optimizer)["_opt_called"] = True  # Schedules of PyTorch ask for it.
         is_ready = self._prepare()
@@ -418,7 +409,7 @@ class MegatronStepper:
         """Discard the gradients since the last step."""
         del optimizer
         self.run.is_ready = False
-        self._engine().discard()
+        self.engine.discard()
 
     def wrap_optimizer(self, optimizer: Any, wrapper: Callable[..., Any]) -> Any:
         """Wrap the optimizer so that it steps and drops gradients through the engine."""
@@ -428,15 +419,6 @@ class MegatronStepper:
         """Wrap Megatron's schedule, which steps advance; return `None` for any other."""
         return wrapper(scheduler, optimizers) if isinstance(scheduler, MegatronSchedule) else None
 
-    def scale_state(self) -> StateDict:
-        """Return the state of the loss scale; empty without one."""
-        engine = self.run.engine
-        return {} if engine is None else scaler_state(engine.optimizer)
-
-    def load_scale(self, state: StateDict) -> None:
-        """Load the state of the loss scale."""
-        load_scaler_state(self._engine().optimizer, state)
-
     def release(self) -> None:
         """Release the engine and the process groups."""
         self.run.engine = self.run.optimizer = None
@@ -445,7 +427,9 @@ class MegatronStepper:
             self.run.groups.release()
             self.run.groups = None
 
-    def _engine(self) -> MegatronEngine:
+    @property
+    def engine(self) -> MegatronEngine:
+        """The engine that is trained."""
         if self.run.engine is None:
             raise SettingsError("No model is prepared: call prepare(model, optimizer) first.")
         return self.run.engine
@@ -453,7 +437,7 @@ class MegatronStepper:
     def _prepare(self) -> bool:
         """Unscale gradients once per step; return whether they are finite."""
         if not self.run.is_ready:
-            self.run.is_ready = not self._engine().optimizer.prepare_grads()
+            self.run.is_ready = not self.engine.optimizer.prepare_grads()
         return self.run.is_ready
 
 
@@ -473,11 +457,6 @@ class Groups:
         return self.rank % self.tensor
 
     @property
-    def context_rank(self) -> int:
-        """The rank in the context-parallel group."""
-        return self.rank // self.tensor % self.context
-
-    @property
     def data_rank(self) -> int:
         """The rank in the data-parallel group."""
         return self.rank // (self.tensor * self.context) % self.data
@@ -495,7 +474,7 @@ class Groups:
     @property
     def repeats(self) -> bool:
         """Whether another rank computes the same with the same batches."""
-        return self.tensor_rank > 0 or self.context_rank > 0 or self.pipeline_rank > 0
+        return self.rank % (self.tensor * self.context) > 0 or self.pipeline_rank > 0
 
     @property
     def axes(self) -> dict[str, int]:

@@ -45,7 +45,27 @@ class AbstractTrainStep(ABC):
         """Return the loss function: it returns the loss, and a dictionary of losses over all replicas."""
 
 
-class TokenTrainStep(AbstractTrainStep):
+class _BatchTrainStep(AbstractTrainStep):
+    """A step that reads batches of transformers, or of Megatron's indexed data sets."""
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
+        """Return the plugin's `custom_get_batch_function`, or one for batches of transformers or of Megatron.
+
+        Args:
+            accelerator: Its plugin may have a function.
+            megatron_dataset_flag: Whether batches are of Megatron's data sets.
+        """
+        own = accelerator.state.megatron_lm_plugin.custom_get_batch_function
+        return own or (self._read_indexed if megatron_dataset_flag else self._read)
+
+    @abstractmethod
+    def _read(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]: ...
+
+    @abstractmethod
+    def _read_indexed(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]: ...
+
+
+class TokenTrainStep(_BatchTrainStep):
     """A step whose loss is that of tokens."""
 
     def __init__(self, name: str, accelerator: Any, args: Namespace) -> None:
@@ -81,18 +101,22 @@ class GPTTrainStep(TokenTrainStep):
     def __init__(self, accelerator: Any, args: Namespace) -> None:
         super().__init__("GPTTrainStep", accelerator, args)
 
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the plugin's `custom_get_batch_function`, or one for batches of transformers or of Megatron.
+    def _read(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
+        batch = next(data_iterator)
+        tokens = batch["input_ids"]
+        targets = batch.get("labels")
+        shifted = functional.pad((tokens if targets is None else targets)[:, 1:], (0, 1), value=IGNORED)
+        position_ids = batch.get("position_ids")
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        by_engine = uses_transformer_engine(self.args.attention_backend)
+        mask = causal_mask(batch.get("attention_mask"), padding_at_end=by_engine)
+        return tokens, shifted.clamp(min=0), shifted != IGNORED, mask, position_ids
 
-        Args:
-            accelerator: Its plugin may have a function.
-            megatron_dataset_flag: Whether batches are of Megatron's data sets.
-        """
-        own = accelerator.state.megatron_lm_plugin.custom_get_batch_function
-        if own is not None:
-            return own
-        by_engine = uses_transformer_engine(accelerator.state.megatron_lm_plugin.attention_backend)
-        return _indexed_batch if megatron_dataset_flag else partial(_decoder_batch, padding_at_end=by_engine)
+    def _read_indexed(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
+        batch = next(data_iterator)
+        mask = batch.get("attention_mask")
+        return batch["tokens"], batch["labels"], batch["loss_mask"], mask, batch["position_ids"]
 
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the forward step."""
@@ -147,18 +171,6 @@ def with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
     return inner.compute_language_model_loss(labels, by_position), output
 
 
-def _decoder_batch(data_iterator: Iterator[Any], *, padding_at_end: bool) -> tuple[Any, ...]:
-    batch = next(data_iterator)
-    tokens = batch["input_ids"]
-    targets = batch.get("labels")
-    shifted = functional.pad((tokens if targets is None else targets)[:, 1:], (0, 1), value=IGNORED)
-    position_ids = batch.get("position_ids")
-    if position_ids is None:
-        position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    mask = causal_mask(batch.get("attention_mask"), padding_at_end=padding_at_end)
-    return tokens, shifted.clamp(min=0), shifted != IGNORED, mask, position_ids
-
-
 def causal_mask(attention_mask: Tensor | None, *, padding_at_end: bool = False) -> Tensor | None:
     """Return which positions a token may not attend to: `[batch, 1, sequence, sequence]`, true where masked.
 
@@ -187,12 +199,6 @@ def causal_mask(attention_mask: Tensor | None, *, padding_at_end: bool = False) 
     return future | (attention_mask == 0)[:, None, None, :]
 
 
-def _indexed_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
-    batch = next(data_iterator)
-    mask = batch.get("attention_mask")
-    return batch["tokens"], batch["labels"], batch["loss_mask"], mask, batch["position_ids"]
-
-
 def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Average losses over the data-parallel ranks of a run with Megatron.
 
@@ -218,7 +224,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     return averages / dist.get_world_size(group)
 
 
-class BertTrainStep(AbstractTrainStep):
+class BertTrainStep(_BatchTrainStep):
     """The step of encoders: masked tokens, with or without the order of sentences, or classes.
 
     A batch has `input_ids` and `labels` of transformers (-100 is left out of the loss of tokens), and may
@@ -244,17 +250,21 @@ class BertTrainStep(AbstractTrainStep):
         self.loss_func = self.get_loss_func(accelerator, args.pretraining_flag, args.num_labels)
         self.forward_step = self.get_forward_step_func(args.pretraining_flag, args.bert_binary_head)
 
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the plugin's `custom_get_batch_function`, or one for batches of transformers or of Megatron.
+    def _read(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
+        batch = next(data_iterator)
+        tokens, labels = batch["input_ids"], batch["labels"]
+        types, padding = batch.get("token_type_ids"), batch.get("attention_mask")
+        types = torch.zeros_like(tokens) if types is None else types
+        padding = torch.ones_like(tokens) if padding is None else padding
+        if labels.shape != tokens.shape:
+            return tokens, types, None, None, labels, padding
+        is_labelled = labels != IGNORED
+        return tokens, types, batch.get("next_sentence_label"), is_labelled, labels.clamp(min=0), padding
 
-        Args:
-            accelerator: Its plugin may have a function.
-            megatron_dataset_flag: Whether batches are of Megatron's data sets.
-        """
-        own = accelerator.state.megatron_lm_plugin.custom_get_batch_function
-        if own is not None:
-            return own
-        return _indexed_bert_batch if megatron_dataset_flag else _encoder_batch
+    def _read_indexed(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
+        batch = next(data_iterator)
+        names = ("text", "types", "is_random", "loss_mask", "labels", "padding_mask")
+        return tuple(batch[name] for name in names)
 
     def get_loss_func(  # pyright: ignore[reportIncompatibleMethodOverride] - as documented
         self, accelerator: Any, pretraining_flag: bool, num_labels: int
@@ -329,25 +339,6 @@ def _class_loss(
     return loss, (reduced | {"logits": logits.detach()} if return_logits else reduced)
 
 
-def _encoder_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
-    batch = next(data_iterator)
-    tokens, labels = batch["input_ids"], batch["labels"]
-    types, padding = batch.get("token_type_ids"), batch.get("attention_mask")
-    types = torch.zeros_like(tokens) if types is None else types
-    padding = torch.ones_like(tokens) if padding is None else padding
-    if labels.shape != tokens.shape:
-        return tokens, types, None, None, labels, padding
-    is_labelled = labels != IGNORED
-    return tokens, types, batch.get("next_sentence_label"), is_labelled, labels.clamp(min=0), padding
-
-
-def _indexed_bert_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
-    batch = next(data_iterator)
-    return tuple(
-        batch[name] for name in ("text", "types", "is_random", "loss_mask", "labels", "padding_mask")
-    )
-
-
 class T5TrainStep(TokenTrainStep):
     """The step of encoder-decoders: the loss of the tokens of the decoder.
 
@@ -414,18 +405,6 @@ class T5TrainStep(TokenTrainStep):
         masked = (attention_mask < 0.5).to(device)
         return masked.unsqueeze(1).expand(-1, dec_seq_length, -1)
 
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the plugin's `custom_get_batch_function`, or one for batches of transformers or of Megatron.
-
-        Args:
-            accelerator: Its plugin may have a function.
-            megatron_dataset_flag: Whether batches are of Megatron's data sets.
-        """
-        own = accelerator.state.megatron_lm_plugin.custom_get_batch_function
-        if own is not None:
-            return own
-        return _indexed_t5_batch if megatron_dataset_flag else self._batch
-
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the forward step."""
 
@@ -440,12 +419,15 @@ class T5TrainStep(TokenTrainStep):
 
         return forward_step
 
-    def _batch(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
+    def _read(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
         batch = next(data_iterator)
         tokens, labels = batch["input_ids"], batch["labels"]
         padding, inputs = batch.get("attention_mask"), batch.get("decoder_input_ids")
         padding = torch.ones_like(tokens) if padding is None else padding
-        inputs = self._shifted(labels) if inputs is None else inputs
+        if inputs is None:  # the labels shifted to the right, as in transformers
+            inputs = labels.roll(1, dims=1)
+            inputs[:, 0] = self.args.decoder_start_token_id
+            inputs = inputs.masked_fill(inputs == IGNORED, self.args.pad_token_id)
         future = self.get_decoder_mask(labels.shape[1], labels.device)
         own = batch.get("decoder_attention_mask")
         return (
@@ -458,14 +440,7 @@ class T5TrainStep(TokenTrainStep):
             self.get_enc_dec_mask(padding, labels.shape[1], labels.device),
         )
 
-    def _shifted(self, labels: Tensor) -> Tensor:
-        """Return labels shifted to the right, as transformers does."""
-        shifted = labels.roll(1, dims=1)
-        shifted[:, 0] = self.args.decoder_start_token_id
-        return shifted.masked_fill(shifted == IGNORED, self.args.pad_token_id)
-
-
-def _indexed_t5_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
-    batch = next(data_iterator)
-    masks = (batch[name] < 0.5 for name in ("enc_mask", "dec_mask", "enc_dec_mask"))
-    return batch["text_enc"], batch["text_dec"], batch["loss_mask"], batch["labels"], *masks
+    def _read_indexed(self, data_iterator: Iterator[Any]) -> tuple[Any, ...]:
+        batch = next(data_iterator)
+        masks = (batch[name] < 0.5 for name in ("enc_mask", "dec_mask", "enc_dec_mask"))
+        return batch["text_enc"], batch["text_dec"], batch["loss_mask"], batch["labels"], *masks

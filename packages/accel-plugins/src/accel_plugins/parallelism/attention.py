@@ -52,7 +52,11 @@ def partial_layers(model: nn.Module) -> Iterator[PartialLayer]:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "layer_idx", None), int) and getattr(module, "config", text) is text
     }
-    for index, kind in enumerate(_layer_types(text, len(names))):
+    kinds = getattr(text, "layer_types", None)
+    if kinds is None:
+        is_windowed = getattr(text, "sliding_window", None) is not None
+        kinds = ["sliding_attention"] * (len(names) or 1) if is_windowed else []
+    for index, kind in enumerate(kinds):
         if kind not in _UNLIMITED:
             span = getattr(text, _SPANS[kind], None) if kind in _SPANS else None
             yield PartialLayer(name=names.get(index, str(index)), kind=kind, span=span, longest=longest)
@@ -93,14 +97,6 @@ def text_config(model: nn.Module) -> Any:
     configs = (module.config for module in model.modules() if hasattr(module, "config"))
     config: Any = next(configs, None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def _layer_types(config: Any, num_layers: int) -> list[str]:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None:
-        return [*kinds]
-    is_windowed = getattr(config, "sliding_window", None) is not None
-    return ["sliding_attention"] * (num_layers or 1) if is_windowed else []
 
 
 def has_padding_before_tokens(mask: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from accel_state.settings.model import Settings
 if TYPE_CHECKING:
     from accel_state.runtime import Runtime
 
-
 _ROTATIONS = ("allgather", "alltoall")
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 
@@ -540,27 +539,25 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
             )
         return config
     if plugin is not None and plugin.torch_device_mesh is not None:
-        return _of_mesh(plugin.torch_device_mesh)
+        mesh = plugin.torch_device_mesh
+        names, ranks = [*(mesh.mesh_dim_names or ())], mesh.mesh.flatten().tolist()
+        if names != [axis for axis in AXES if axis in names] or ranks != [*range(len(ranks))]:
+            raise SettingsError(
+                f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): expected axes named {[*AXES]}, in "
+                "this order, with the ranks in ascending order."
+            )
+        sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+        sizes |= {f"{name}_size": size for name, size in zip(names, mesh.shape, strict=True)}
+        config = ParallelismConfig(**sizes)
+        config.device_mesh = mesh
+        return config
     tensor = 1 if plugin is None else plugin.tp_size
     if world % tensor:
         raise SettingsError(
             f"TorchTensorParallelPlugin(tp_size={tensor}): the world size {world} is not a multiple of "
             f"{tensor}; launch a multiple of {tensor} processes, or choose another tp_size."
         )
-    axis = "dp_shard_size" if sharded else "dp_replicate_size"
-    sizes: dict[str, Any] = {axis: world // tensor}
-    return ParallelismConfig(tp_size=tensor, **sizes)
-
-
-def _of_mesh(mesh: DeviceMesh) -> ParallelismConfig:
-    names, ranks = [*(mesh.mesh_dim_names or ())], mesh.mesh.flatten().tolist()
-    if names != [axis for axis in AXES if axis in names] or ranks != [*range(len(ranks))]:
-        raise SettingsError(
-            f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): expected axes named {[*AXES]}, in this "
-            "order, with the ranks in ascending order."
-        )
-    sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
-    sizes |= {f"{name}_size": size for name, size in zip(names, mesh.shape, strict=True)}
-    config = ParallelismConfig(**sizes)
-    config.device_mesh = mesh
-    return config
+    copies = world // tensor
+    if sharded:
+        return ParallelismConfig(tp_size=tensor, dp_shard_size=copies)
+    return ParallelismConfig(tp_size=tensor, dp_replicate_size=copies)

@@ -94,11 +94,19 @@ class ContextParallel:
             UnsupportedError: Another thread is in such a block.
         """
         self._check(buffers, buffer_seq_dims, no_restore_buffers)
+        set_rotate_method(self.rotation)
+        # Ring attention lacks rules for the CPU, and without causality.
+        rules = context_parallel_rules()
+        rules.setdefault(_CPU, _forward)
+        rules.setdefault(_CPU_BACKWARD, _backward)
+        for op, rule in [*rules.items()]:
+            if not isinstance(rule, _BidirectionalRule):
+                rules[op] = _BidirectionalRule(rule)
         # Load balancing gives each rank a chunk of the beginning and one of the end: it needs two per rank.
         num_chunks = buffers[0].shape[buffer_seq_dims[0]] // self.mesh.size()
         with (
             _one_thread(_block_of(buffers, buffer_seq_dims)) as plain,
-            _ring(self.rotation, balance=num_chunks % 2 == 0),
+            nullcontext() if num_chunks % 2 == 0 else _without_balance(),
             hang_monitor.transport_errors_explained("maybe_context_parallel"),
             context_parallel(
                 self.mesh,
@@ -209,15 +217,6 @@ def _one_thread(block: _Block) -> Generator[Callable[..., Any]]:
 
 
 @contextmanager
-def _ring(rotation: str, *, balance: bool) -> Generator[None]:
-    """Set torch's ring attention up within the block."""
-    set_rotate_method(rotation)
-    register_ring_attention_rules()
-    with nullcontext() if balance else _without_balance():
-        yield
-
-
-@contextmanager
 def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
     """Use ring attention in this thread and in backward passes within the block, not in other threads.
 
@@ -242,16 +241,6 @@ def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = attention
-
-
-def register_ring_attention_rules() -> None:
-    """Register ring attention's missing rules: for the CPU, and without causality."""
-    rules = context_parallel_rules()
-    rules.setdefault(_CPU, _forward)
-    rules.setdefault(_CPU_BACKWARD, _backward)
-    for op, rule in [*rules.items()]:
-        if not isinstance(rule, _BidirectionalRule):
-            rules[op] = _BidirectionalRule(rule)
 
 
 @contextmanager
@@ -286,13 +275,12 @@ class _BidirectionalRule:
 def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     query, key, value, *remaining = args
     dropout, causal = [*remaining, *(0.0, False)[len(remaining) :]][:2]
-    group = _group(query)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **more: Any) -> Any:
         return op(q, k, v, dropout, is_causal, **more)
 
     out, logsumexp = ring_attention(
-        group,
+        query.device_mesh.get_group(),
         _SEQUENCE,
         cast("Any", attention),
         query.to_local(),
@@ -316,7 +304,7 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
 
     gradients = ring_attention_backward(
-        _group(query),
+        query.device_mesh.get_group(),
         _SEQUENCE,
         attention,
         grad_out=grad.to_local(),
@@ -330,10 +318,6 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         scale=kwargs.get("scale"),
     )
     return tuple(_shard_like(gradient, query) for gradient in gradients[:3])
-
-
-def _group(query: DTensor) -> Any:
-    return query.device_mesh.get_group()
 
 
 def _shard_like(part: Tensor, like: DTensor) -> DTensor:

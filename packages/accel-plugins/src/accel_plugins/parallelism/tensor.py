@@ -20,7 +20,8 @@ from accel_ops.modules import model_has_dtensor
 from accel_plugins.parallelism.config import axes_of
 from accel_plugins.sharding.shards import ShardsPersister
 from accel_plugins.sharding.state import TensorShards
-from accel_plugins.sharding.wrap import SHARDED_FEATURES, ShardedWrapper, sharded_stepper
+from accel_plugins.sharding.step import sharded_stepper
+from accel_plugins.sharding.wrap import SHARDED_FEATURES, ShardedWrapper
 from accel_plugins.strategy import PrecisionPolicy, Strategy
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.frozen import frozen
@@ -46,7 +47,7 @@ def build(
     return Strategy(
         name="tp",
         wrapper=ShardedWrapper(
-            runtime=runtime, shard=stage, validate=stage.validate, parameters_on=runtime.device
+            runtime=runtime, shard=[stage], validate=[stage.validate], parameters_on=runtime.device
         ),
         stepper=sharded_stepper(precision, "tp"),
         persister=ShardsPersister(shards=TensorShards(), device=runtime.device),
@@ -115,17 +116,14 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
             raise SettingsError(
                 f"{type(model).__name__}.tp_plan names {pattern!r}, which matches no module; {hint}"
             )
-        plan |= dict.fromkeys(matches, _style(pattern, style))  # torch's `*` is within one level of names
+        if not isinstance(style, ParallelStyle) and style not in STYLES:
+            hint = did_you_mean(style, STYLES, f"there are {[*STYLES]}.")
+            raise SettingsError(
+                f"tp_plan[{pattern!r}]={style!r}: expected a ParallelStyle or its name; {hint}"
+            )
+        # torch's `*` is within one level of names.
+        plan |= dict.fromkeys(matches, style if isinstance(style, ParallelStyle) else STYLES[style]())
     return plan
-
-
-def _style(pattern: str, style: Any) -> ParallelStyle:
-    if isinstance(style, ParallelStyle):
-        return style
-    if not isinstance(style, str) or style not in STYLES:
-        hint = did_you_mean(style, STYLES, f"there are {[*STYLES]}.")
-        raise SettingsError(f"tp_plan[{pattern!r}]={style!r}: expected a ParallelStyle or its name; {hint}")
-    return STYLES[style]()
 
 
 def get_model_tp_size(model: nn.Module) -> int:

@@ -235,7 +235,18 @@ def read_into(
         CheckpointError: The folder is damaged, or does not fit `state`.
     """
     index = read_index(folder)
-    _check_fit(folder, index, state if flat else flatten_state_dict(state)[0], strict=strict)
+    present = {entry.key: entry for entry in entries(index)}
+    for key, value in (state if flat else flatten_state_dict(state)[0]).items():
+        entry = present.get(key)
+        if entry is None:
+            if strict:
+                hint = did_you_mean(key, present, f"it has {len(present)} others.")
+                raise CheckpointError(f"{str(folder)!r} has no {key!r}; {hint}")
+        elif isinstance(value, torch.Tensor) and entry.shape is not None and value.shape != entry.shape:
+            raise CheckpointError(
+                f"{str(folder)!r} has {key!r} with shape {tuple(entry.shape)}, but this run's has shape "
+                f"{tuple(value.shape)}: build the model as in the run that was saved."
+            )
     reader = FileSystemReader(folder)
     try:
         planner, plan = (planners or TorchPlanners()).plan_load(state, index, strict=strict, flat=flat)
@@ -258,21 +269,6 @@ def read_all(
         put(state, entry.path, None if entry.shape is None else allocate(entry))
     read_into(folder, state, planners=planners)
     return state
-
-
-def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, strict: bool) -> None:
-    present = {entry.key: entry for entry in entries(index)}
-    for key, value in wanted.items():
-        entry = present.get(key)
-        if entry is None:
-            if strict:
-                hint = did_you_mean(key, present, f"it has {len(present)} others.")
-                raise CheckpointError(f"{str(folder)!r} has no {key!r}; {hint}")
-        elif isinstance(value, torch.Tensor) and entry.shape is not None and value.shape != entry.shape:
-            raise CheckpointError(
-                f"{str(folder)!r} has {key!r} with shape {tuple(entry.shape)}, but this run's has shape "
-                f"{tuple(value.shape)}: build the model as in the run that was saved."
-            )
 
 
 @frozen
@@ -385,9 +381,7 @@ DAMAGE = (
 )
 """Raised by pickle and torch for damaged bytes, and for pickles that would run code."""
 
-
 _PART, _SHAPE = "part", "shape_of_whole"  # keys of the format
-
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer_fsdp"
 """Stems of the files' names, for `local_file`."""

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from accel_plugins.strategy import StateDict
 
-
 StateAllocator: TypeAlias = "Callable[[str, torch.Size, torch.dtype], Tensor]"
 
 

@@ -1,61 +1,39 @@
-"""Shard models and optimizers in place: move to meta, shard, materialise from rank 0, remap optimizers.
-
-FSDP2, tensor parallelism and FSDP1 share the model wrapper, the map from original to sharded parameters,
-float32 master weights, and the stepper for `DTensor`s on several meshes.
-"""
+"""Shard models and optimizers in place: move to meta, shard, materialise from rank 0, remap optimizers."""
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
-import math
-import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.utils import get_total_norm
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.modules import without_compiler
-from accel_ops.tree import by_device, local_parts
 from accel_plugins.sharding.shards import gather_full_tensor, group_tied_names, shard_like
 from accel_plugins.sharding.state import strip_wrapper_prefixes
-from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy
-from accel_plugins.unsharded import TorchStepper, check_not_lazy, move_to_device
-from accel_state import hang_monitor
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature
+from accel_plugins.unsharded import check_not_lazy, move_to_device
+from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.torch_private import (
     buffer_table,
-    flat_handle,
-    foreach_clamp_max_,
-    foreach_clamp_min_,
-    foreach_mul_,
     gradient_hooks,
     is_traceable_wrapper_subclass,
-    refresh_original_parameters,
     set_gradient_hooks,
 )
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-
 logger = logging.getLogger(__name__)
-
 
 SHARDED_FEATURES = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
 """The features of strategies with sharded models."""
@@ -133,15 +111,16 @@ class ShardedWrapper:
     """Model wrapper that shards models in place; they stay the same objects, with the same names.
 
     Args:
-        validate: Raises `ValueError` for a model that cannot be sharded; checks this rank alone.
+        shard: Functions of a model that shard it in place, in their order.
+        validate: Functions that raise `ValueError` for a model that cannot be sharded; they check this rank.
         master_weights: The mixed precision under which trained parameters are cast to float32; `None` to keep
             all dtypes.
         only_main_has_values: Whether models of ranks other than 0 may be on the meta device.
     """
 
     runtime: Runtime
-    shard: Callable[[nn.Module], None]
-    validate: Callable[[nn.Module], None]
+    shard: Sequence[Callable[[nn.Module], None]]
+    validate: Sequence[Callable[[nn.Module], None]]
     parameters_on: torch.device
     master_weights: str | None = None
     only_main_has_values: bool = False
@@ -153,7 +132,6 @@ class ShardedWrapper:
         models = [model for model in map(without_compiler, bundle.models) if not self.remap.has(model)]
         try:
             for model in models:
-                _check_quantised(model)
                 self._validate(model)
             self.remap.check(bundle.optimizers, map(without_compiler, bundle.models))
         except ValueError as error:
@@ -220,53 +198,66 @@ class ShardedWrapper:
         return sharded
 
     def _wrap(self, model: nn.Module, bundle: Bundle, load: Callable[..., Any] | None) -> None:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
         is_main = self.runtime.topology.is_main
         if self.master_weights is not None and is_main:
             warn_about_master_weights(model, self.master_weights)
+        # 1. Move it to meta, and remove its parameters from the optimizers, which frees their memory.
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
         values = to_meta(
             model,
             keep=is_main,
             device=self.runtime.device,
             dtype_of=None if self.master_weights is None else dtype_to_train,
         )
-        detached_parameters = detach_params(bundle.optimizers, names)
-        self.shard(model)
+        detached: list[tuple[Optimizer, list[Tensor], int, str, Any]] = []
+        for optimizer in bundle.optimizers:
+            for parameters in (group["params"] for group in optimizer.param_groups):
+                for index, parameter in enumerate(parameters):
+                    if name := names.get(id(parameter)):
+                        state = optimizer.state.pop(parameter, None)
+                        detached.append((optimizer, parameters, index, name, state))
+                        parameters[index] = torch.empty(0)
+        # 2. Shard it, and materialise its shards.
+        for shard in self.shard:
+            shard(model)
         if load is not None:
             on_cpu = self.parameters_on != self.runtime.device
             load(model, {**values.parameters, **values.buffers}, cpu_offload=on_cpu)
             values = _without_materialized(model, values)
         materialize_from_rank0(model, values, self.runtime, parameters_on=self.parameters_on)
-        reattach_params(detached_parameters, model)
-        self.remap.add(model, values.before.items(), dict(model.named_parameters(remove_duplicate=False)))
+        now = dict(model.named_parameters(remove_duplicate=False))
+        # 3. Put the sharded parameters into the optimizers, with their sharded states.
+        for optimizer, parameters, index, name, state in detached:
+            parameters[index] = now[name]
+            if state is not None:
+                optimizer.state[now[name]] = _shard_state(state, now[name])
+        self.remap.add(model, values.before.items(), now)
 
     def _validate(self, model: nn.Module) -> None:
         may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
         check_not_lazy(model)
         for name, parameter in model.named_parameters():
+            kind = type(parameter)
+            if kind.__module__.startswith("bitsandbytes."):  # as plain tensors they would lose their scales
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} is quantised ({kind.__name__} of "
+                    "bitsandbytes) and cannot be sharded. Train the model with DDP, or load it in its own "
+                    "dtype."
+                )
             if parameter.is_meta and not may_be_empty:
                 raise SettingsError(
                     f"{type(model).__name__}: the parameter {name!r} is on the meta device on "
                     f"rank {self.runtime.topology.rank}. Load the weights there before prepare(); with "
                     "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True), rank 0 alone needs them."
                 )
-        self.validate(model)
+        for validate in self.validate:
+            validate(model)
 
 
 def _digest(model: nn.Module) -> str:
     tensors = (*model.named_parameters(), *model.named_buffers())
     text = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _check_quantised(model: nn.Module) -> None:
-    """Refuse weights quantised by bitsandbytes: sharded as plain tensors they would lose their scales."""
-    for name, parameter in model.named_parameters():
-        if type(parameter).__module__.startswith("bitsandbytes."):
-            raise SettingsError(
-                f"{type(model).__name__}: the parameter {name!r} is quantised ({type(parameter).__name__} of "
-                "bitsandbytes) and cannot be sharded. Train the model with DDP, or load it in its own dtype."
-            )
 
 
 @dataclass(slots=True)
@@ -362,7 +353,12 @@ def materialize_from_rank0(
         is_parameter = name in parameters
         like = parameters[name] if is_parameter else buffers[name]
         available = values.parameters if is_parameter else values.buffers
-        full = _broadcast_from_rank0(available.pop(name, None), like, values.dtypes[name], runtime)
+        full, dtype = available.pop(name, None), values.dtypes[name]
+        if full is None or not runtime.topology.is_main:
+            full = torch.empty(like.shape, dtype=dtype, device=runtime.device)
+        else:
+            full = full.to(runtime.device, dtype).contiguous()
+        runtime.collectives.broadcast(full, src=0)
         target = parameters_on if is_parameter else runtime.device
         shard = shard_like(full, like, target, keep_type=is_parameter)
         del full
@@ -416,15 +412,6 @@ def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: b
     )
 
 
-def _broadcast_from_rank0(value: Tensor | None, like: Tensor, dtype: torch.dtype, runtime: Runtime) -> Tensor:
-    if value is None or runtime.topology.rank != 0:
-        full = torch.empty(like.shape, dtype=dtype, device=runtime.device)
-    else:
-        full = value.to(runtime.device, dtype).contiguous()
-    runtime.collectives.broadcast(full, src=0)
-    return full
-
-
 def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace the parameter or buffer of a name in a model."""
     path, _, leaf = name.rpartition(".")
@@ -470,48 +457,6 @@ def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) ->
         group["params"][:] = parameters.values()
 
 
-@dataclass(frozen=True, slots=True)
-class DetachedParameter:
-    """A parameter of an optimizer, replaced by a placeholder while the model is moved."""
-
-    optimizer: Optimizer
-    parameters: list[Tensor]
-    index: int
-    name: str
-    state: Any
-
-
-def detach_params(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[DetachedParameter]:
-    """Remove a model's parameters, by id, from optimizers, so that their memory can be freed.
-
-    The optimizers must not be used until `reattach_params`.
-    """
-    detached_parameters: list[DetachedParameter] = []
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            parameters = group["params"]
-            for index, parameter in enumerate(parameters):
-                name = names.get(id(parameter))
-                if name is not None:
-                    detached_parameters.append(
-                        DetachedParameter(
-                            optimizer, parameters, index, name, optimizer.state.pop(parameter, None)
-                        )
-                    )
-                    parameters[index] = torch.empty(0)
-    return detached_parameters
-
-
-def reattach_params(detached_parameters: Iterable[DetachedParameter], model: nn.Module) -> None:
-    """Put a model's sharded parameters in place of the detached ones, with their sharded states."""
-    now = dict(model.named_parameters(remove_duplicate=False))
-    for detached in detached_parameters:
-        new = now[detached.name]
-        detached.parameters[detached.index] = new
-        if detached.state is not None:
-            detached.optimizer.state[new] = _shard_state(detached.state, new)
-
-
 def _shard_state(state: Any, like: Tensor) -> Any:
     if not isinstance(state, dict):
         return state
@@ -539,69 +484,6 @@ def hook_of(parameter: Any) -> str | None:
     return "register_post_accumulate_grad_hook" if after_accumulation else None
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer computes the same from shards of a parameter as from all of it.
-
-    A new optimizer of its class and options steps a small matrix, and others the flat halves of it; they
-    differ where the update of an element depends on others, as by an inner product, a norm, a factored state
-    or a matrix. An optimizer that cannot be made from its defaults, or draws random numbers, is trusted.
-
-    Example:
-        >>> parameters = [torch.nn.Parameter(torch.ones(2, 2))]
-        >>> is_elementwise(torch.optim.AdamW(parameters)), is_elementwise(torch.optim.LBFGS(parameters))
-        (True, False)
-    """
-    generator = torch.Generator().manual_seed(0)
-    value, *gradients = torch.randn(3, 4, 4, generator=generator).unbind()
-    # 1. Step the full matrix, with two seeds.
-    try:
-        full, again = (_step_copy(optimizer, value, gradients, seed=seed) for seed in (0, 1))
-    except Exception:  # noqa: BLE001 - an optimizer's own code may raise anything
-        return True
-    if not torch.equal(full, again):
-        return True
-    # 2. Step its halves, and compare.
-    try:
-        halves = [
-            _step_copy(
-                optimizer, value.flatten()[part], [gradient.flatten()[part] for gradient in gradients], seed=0
-            )
-            for part in (slice(8), slice(8, 16))
-        ]
-    except Exception:  # noqa: BLE001 - as above
-        return False
-    return torch.allclose(torch.cat(halves, 1), full.flatten(1), rtol=1e-3, atol=1e-6)
-
-
-def _step_copy(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor], *, seed: int) -> Tensor:
-    """Step a new optimizer of the same class, with a parameter of this value in each group; return them."""
-    kind: Any = type(optimizer)
-    accepted = inspect.signature(kind).parameters
-    options = {name: default for name, default in optimizer.defaults.items() if name in accepted}
-    parameters = [nn.Parameter(value.clone()) for _ in optimizer.param_groups]
-    groups = [
-        {**group, "params": [parameter]}
-        for group, parameter in zip(optimizer.param_groups, parameters, strict=True)
-    ]
-    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.manual_seed(seed)
-        trial = kind(groups, **options)
-        for gradient in gradients:
-
-            @torch.enable_grad()
-            def closure(gradient: Tensor = gradient) -> Tensor:
-                loss = torch.zeros(())
-                for parameter in parameters:
-                    parameter.grad = gradient.clone()
-                    loss = loss + (parameter.detach() * gradient).sum()
-                return loss
-
-            closure()
-            trial.step(closure)
-    return torch.stack([parameter.detach() for parameter in parameters])
-
-
 _LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
 
@@ -615,19 +497,6 @@ def dtype_to_train(parameter: Tensor) -> torch.dtype:
         torch.bfloat16
     """
     return torch.float32 if parameter.requires_grad and parameter.dtype in _LOW_PRECISION else parameter.dtype
-
-
-def upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
-    """Convert the trained flat parameters of FSDP1 to float32, before the first forward pass.
-
-    torch accepts a dtype that changes between wrapping and the first forward pass.
-    """
-    for module in FullyShardedDataParallel.fsdp_modules(root):
-        handle: Any = flat_handle(module)
-        if handle is None or dtype_to_train(handle.flat_param) is handle.flat_param.dtype:
-            continue
-        handle.flat_param.data = handle.flat_param.data.float()
-        refresh_original_parameters(module, handle)
 
 
 def warn_about_master_weights(model: nn.Module, precision: str) -> None:
@@ -645,156 +514,3 @@ def warn_about_master_weights(model: nn.Module, precision: str) -> None:
             dtypes,
             precision,
         )
-
-
-def sharded_stepper(precision: PrecisionPolicy, strategy: str) -> TorchStepper:
-    """Return the stepper of parameters that may be `DTensor`s on several meshes."""
-    return TorchStepper(
-        precision=precision,
-        no_sync_of=_no_sync,
-        join_of=partial(_refuse_join, strategy),
-        around_backward=partial(hang_monitor.collective_scope, "backward"),
-        around_step=one_mesh_per_group,
-        clip_norm=_clip_norm,
-        clip_value=_clip_value,
-    )
-
-
-@contextmanager
-def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
-    """Split an optimizer's groups by mesh within the block, for its step.
-
-    torch's `foreach` and `fused` kernels take lists of tensors only if all are on one mesh, or on none. The
-    groups are restored afterwards, with the values that the step wrote.
-
-    Raises:
-        UnsupportedError: The step uses an operation that torch does not have for DTensors.
-    """
-    groups = [*optimizer.param_groups]
-    split = [_by_mesh(group) for group in groups]
-    # LBFGS keeps a list of its own, and accepts one group only.
-    is_split = any(len(by_mesh) > 1 for by_mesh in split) and "_params" not in vars(optimizer)
-    if is_split:  # in place, since an optimizer that wraps another one shares the list
-        optimizer.param_groups[:] = [group for by_mesh in split for group in by_mesh]
-    try:
-        yield
-    except (NotImplementedError, RuntimeError) as error:
-        if not _is_raised_by_dtensor(error):
-            raise
-        raise UnsupportedError(
-            f"{type(optimizer).__qualname__} cannot step on sharded parameters: {str(error).splitlines()[0]} "
-            "Use an optimizer that works on DTensors, or a strategy that does not shard."
-        ) from error
-    finally:
-        if is_split:
-            optimizer.param_groups[:] = groups
-            for group, by_mesh in zip(groups, split, strict=True):
-                group.update({**by_mesh[0], "params": group["params"]} if by_mesh else {})
-
-
-def _is_raised_by_dtensor(error: BaseException) -> bool:
-    if "DTensor" in str(error):
-        return True
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return frame.f_globals["__name__"].startswith("torch.distributed.tensor.")
-
-
-def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
-    meshes: dict[Any, list[Tensor]] = {}
-    for parameter in group["params"]:
-        meshes.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(
-            parameter
-        )
-    return [{**group, "params": parameters} for parameters in meshes.values()]
-
-
-def _refuse_join(strategy: str, *_: Any) -> NoReturn:
-    raise UnsupportedError(
-        f"join(): under the strategy {strategy!r} every rank has parts of the parameters, and none can "
-        "finish early; use even_batches=True."
-    )
-
-
-def _clip_norm(parameters: Tensor | list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-    gradients = _gradients(parameters)
-    with hang_monitor.collective_scope("clip_grad_norm_"):
-        norm = norm_of(gradients, float(norm_type))
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parts in by_device(gradients):
-        foreach_mul_(parts, factor.to(parts[0].device))
-    return norm
-
-
-def _clip_value(parameters: Tensor | list[Tensor], clip_value: float) -> None:
-    for parts in by_device(_gradients(parameters)):
-        foreach_clamp_min_(parts, -clip_value)
-        foreach_clamp_max_(parts, clip_value)
-
-
-def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Compute the norm over ordinary tensors, the same on every rank, and `DTensor`s of several meshes.
-
-    The result is 0-d, and the same on every rank.
-    """
-    if not gradients:
-        return torch.zeros(())
-    groups = _by_axes(gradients)
-    powers = [_sum_powers(axes, local_parts(group), norm_type) for axes, group in groups.items()]
-    device = next((power.device for power in powers if power.device.type != "cpu"), powers[0].device)
-    together = torch.stack([power.to(device) for power in powers])
-    return together.max() if norm_type == math.inf else together.sum() ** (1.0 / norm_type)
-
-
-def _by_axes(gradients: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:
-    """Group gradients by their mesh and those of its axes along which they are sharded."""
-    groups: dict[tuple[Any, ...], list[Tensor]] = {}
-    mesh = placements = None
-    group: list[Tensor] = []
-    replicated: list[Any] = []
-    is_partial = False
-    for gradient in gradients:
-        if not isinstance(gradient, DTensor):
-            groups.setdefault((), []).append(gradient)
-            continue
-        if gradient.device_mesh is not mesh or gradient.placements != placements:  # often as before
-            mesh, placements = gradient.device_mesh, gradient.placements
-            replicated = [Replicate() if placement.is_partial() else placement for placement in placements]
-            shards = [axis for axis, placement in enumerate(replicated) if not placement.is_replicate()]
-            group = groups.setdefault((mesh, *shards), [])
-            is_partial = replicated != [*placements]
-        group.append(gradient.redistribute(placements=replicated) if is_partial else gradient)
-    return groups
-
-
-def _sum_powers(axes: tuple[Any, ...], parts: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Sum the p-th powers of the norms over shards and ranks; the maximum for the infinity norm."""
-    nonempty = [part for part in parts if part.numel()]
-    norm = get_total_norm(nonempty, norm_type) if nonempty else parts[0].new_zeros(())
-    largest = norm_type == math.inf
-    power = norm if largest else norm**norm_type
-    if axes:
-        mesh, *shards = axes
-        power = power.to(mesh.device_type)
-        for axis in shards:
-            dist.all_reduce(
-                power, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(axis)
-            )
-    return power
-
-
-def _gradients(parameters: Tensor | list[Tensor]) -> list[Tensor]:
-    tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return [parameter.grad for parameter in tensors if parameter.grad is not None]
-
-
-@contextmanager
-def _no_sync(model: nn.Module) -> Generator[None]:
-    inner = without_compiler(model)
-    if not isinstance(inner, FSDPModule):
-        yield
-        return
-    inner.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        inner.set_requires_gradient_sync(True)

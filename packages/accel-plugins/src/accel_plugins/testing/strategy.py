@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from accel_state.runtime import Runtime
 
-
 FEATURES, HIDDEN, TARGETS, ROWS = 6, 5, 3, 12  # ROWS: samples per shard, divisible by 2, 3 and 4
 
 
@@ -414,17 +413,14 @@ def gradients_can_be_divided_by_items(subject: StrategySubject) -> None:
                 parameter.grad.div_(items / subject.runtime.topology.world_size)
     trained.step()
     right = problem.model()
+    total = sum(1 + index + 2 * step for step in (0, 1) for index in range(problem.num_shards))
     for step in (0, 1):
         for index in range(problem.num_shards):
             rows = 1 + index + 2 * step
             inputs, targets = (tensor[:rows].cpu() for tensor in problem.shard(step, index))
-            (loss_of(right, (inputs, targets)) * rows / _items(problem.num_shards)).backward()
+            (loss_of(right, (inputs, targets)) * rows / total).backward()
     sgd([*right.parameters()]).step()
     demand_equal(trained.state(), right.state_dict(), subject.tolerance, "after division by items")
-
-
-def _items(num_shards: int) -> int:
-    return sum(1 + index + 2 * step for step in (0, 1) for index in range(num_shards))
 
 
 def saved_state_is_loaded(subject: StrategySubject) -> None:

@@ -1,0 +1,169 @@
+"""The stepper of parameters that may be `DTensor`s on several meshes: contexts, steps and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import get_total_norm
+
+from accel_ops.modules import without_compiler
+from accel_ops.tree import by_device, local_parts
+from accel_plugins.strategy import PrecisionPolicy
+from accel_plugins.unsharded import TorchStepper
+from accel_state import hang_monitor
+from accel_state.errors import UnsupportedError
+from accel_state.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+def sharded_stepper(precision: PrecisionPolicy, strategy: str) -> TorchStepper:
+    """Return the stepper of parameters that may be `DTensor`s on several meshes."""
+    return TorchStepper(
+        precision=precision,
+        no_sync_of=_no_sync,
+        join_of=partial(_refuse_join, strategy),
+        around_backward=partial(hang_monitor.collective_scope, "backward"),
+        around_step=one_mesh_per_group,
+        clip_norm=_clip_norm,
+        clip_value=_clip_value,
+    )
+
+
+@contextmanager
+def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
+    """Split an optimizer's groups by mesh within the block, for its step.
+
+    torch's `foreach` and `fused` kernels take lists of tensors only if all are on one mesh, or on none. The
+    groups are restored afterwards, with the values that the step wrote.
+
+    Raises:
+        UnsupportedError: The step uses an operation that torch does not have for DTensors.
+    """
+    groups = [*optimizer.param_groups]
+    split: list[list[dict[str, Any]]] = []
+    for group in groups:
+        meshes: dict[Any, list[Tensor]] = {}
+        for parameter in group["params"]:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            meshes.setdefault(mesh, []).append(parameter)
+        split.append([{**group, "params": parameters} for parameters in meshes.values()])
+    # LBFGS keeps a list of its own, and accepts one group only.
+    is_split = any(len(by_mesh) > 1 for by_mesh in split) and "_params" not in vars(optimizer)
+    if is_split:  # in place, since an optimizer that wraps another one shares the list
+        optimizer.param_groups[:] = [group for by_mesh in split for group in by_mesh]
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        *_, (frame, _) = walk_tb(error.__traceback__)
+        is_from_dtensor = frame.f_globals["__name__"].startswith("torch.distributed.tensor.")
+        if "DTensor" not in str(error) and not is_from_dtensor:
+            raise
+        raise UnsupportedError(
+            f"{type(optimizer).__qualname__} cannot step on sharded parameters: {str(error).splitlines()[0]} "
+            "Use an optimizer that works on DTensors, or a strategy that does not shard."
+        ) from error
+    finally:
+        if is_split:
+            optimizer.param_groups[:] = groups
+            for group, by_mesh in zip(groups, split, strict=True):
+                group.update({**by_mesh[0], "params": group["params"]} if by_mesh else {})
+
+
+def _refuse_join(strategy: str, *_: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"join(): under the strategy {strategy!r} every rank has parts of the parameters, and none can "
+        "finish early; use even_batches=True."
+    )
+
+
+def _clip_norm(parameters: Tensor | list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    gradients = _gradients(parameters)
+    with hang_monitor.collective_scope("clip_grad_norm_"):
+        norm = norm_of(gradients, float(norm_type))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parts in by_device(gradients):
+        foreach_mul_(parts, factor.to(parts[0].device))
+    return norm
+
+
+def _clip_value(parameters: list[Tensor], clip_value: float) -> None:
+    for parts in by_device(_gradients(parameters)):
+        foreach_clamp_min_(parts, -clip_value)
+        foreach_clamp_max_(parts, clip_value)
+
+
+def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Compute the norm over ordinary tensors, the same on every rank, and `DTensor`s of several meshes.
+
+    The result is 0-d, and the same on every rank.
+    """
+    if not gradients:
+        return torch.zeros(())
+    is_max = norm_type == math.inf
+    powers: list[Tensor] = []  # sums of the p-th powers; maxima for the infinity norm
+    for axes, group in _by_axes(gradients).items():
+        parts = local_parts(group)
+        nonempty = [part for part in parts if part.numel()]
+        norm = get_total_norm(nonempty, norm_type) if nonempty else parts[0].new_zeros(())
+        power = norm if is_max else norm**norm_type
+        if axes:
+            mesh, *shards = axes
+            power = power.to(mesh.device_type)
+            for axis in shards:
+                operation = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
+                dist.all_reduce(power, op=operation, group=mesh.get_group(axis))
+        powers.append(power)
+    device = next((power.device for power in powers if power.device.type != "cpu"), powers[0].device)
+    together = torch.stack([power.to(device) for power in powers])
+    return together.max() if is_max else together.sum() ** (1.0 / norm_type)
+
+
+def _by_axes(gradients: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:
+    """Group gradients by their mesh and those of its axes along which they are sharded."""
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
+    mesh = placements = None
+    group: list[Tensor] = []
+    replicated: list[Any] = []
+    is_partial = False
+    for gradient in gradients:
+        if not isinstance(gradient, DTensor):
+            groups.setdefault((), []).append(gradient)
+            continue
+        if gradient.device_mesh is not mesh or gradient.placements != placements:  # often as before
+            mesh, placements = gradient.device_mesh, gradient.placements
+            replicated = [Replicate() if placement.is_partial() else placement for placement in placements]
+            shards = [axis for axis, placement in enumerate(replicated) if not placement.is_replicate()]
+            group = groups.setdefault((mesh, *shards), [])
+            is_partial = replicated != [*placements]
+        group.append(gradient.redistribute(placements=replicated) if is_partial else gradient)
+    return groups
+
+
+def _gradients(parameters: Tensor | list[Tensor]) -> list[Tensor]:
+    tensors = [parameters] if isinstance(parameters, torch.Tensor) else parameters
+    return [parameter.grad for parameter in tensors if parameter.grad is not None]
+
+
+@contextmanager
+def _no_sync(model: nn.Module) -> Generator[None]:
+    inner = without_compiler(model)
+    if not isinstance(inner, FSDPModule):
+        yield
+        return
+    inner.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        inner.set_requires_gradient_sync(True)
