@@ -39,8 +39,6 @@ logger = logging.getLogger(__name__)
 
 _Hook = DDPCommunicationHookType
 
-_WRAPPERS = (_Hook.NO, _Hook.FP16, _Hook.BF16)
-
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
@@ -81,7 +79,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         expect_flags(self)
         expect(self, "dim", "an integer", lambda value: isinstance(value, int))
         expect(self, "bucket_cap_mb", "a whole number above 0", lambda value: is_count(value, least=1))
-        for name, choices in (("comm_hook", _Hook), ("comm_wrapper", _WRAPPERS)):
+        for name, choices in (("comm_hook", _Hook), ("comm_wrapper", (_Hook.NO, _Hook.FP16, _Hook.BF16))):
             values = [choice.value for choice in choices]
             expect(
                 self,

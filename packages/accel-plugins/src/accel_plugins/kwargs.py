@@ -387,11 +387,6 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
-# PyTorch's own (torch.distributed.constants), repeated since nccl's is unset in builds without nccl.
-_TIMEOUTS = {"nccl": timedelta(minutes=10)}
-_TIMEOUT = timedelta(minutes=30)
-
-
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of `torch.distributed.init_process_group`.
@@ -420,7 +415,8 @@ class InitProcessGroupKwargs(KwargsHandler):
         expect(self, "init_method", text, lambda value: value is None or isinstance(value, str))
         self._has_timeout = self.timeout is not None
         if self.timeout is None:
-            self.timeout = _TIMEOUTS.get(self.backend or "", _TIMEOUT)
+            # PyTorch's own (torch.distributed.constants); nccl's is unset there in builds without nccl.
+            self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
         expect(
             self,
             "timeout",

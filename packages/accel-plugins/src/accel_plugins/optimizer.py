@@ -357,7 +357,17 @@ class AcceleratedScheduler:
             return
         state = self.gradient_state
         if self._counts_samples:
-            self._samples += samples_per_step(state.active_dataloader)
+            loader = state.active_dataloader
+            if loader is None or not loader.counts_samples:
+                problem = "no prepared loader is being iterated over; call step() within the loop over one"
+                if loader is not None:
+                    kind = type(loader).__qualname__
+                    problem = f"{kind} has batches of another size each, as its batch sampler says"
+                raise ValueError(
+                    f"A schedule with step_per='sample' cannot count samples: {problem}, or use 'update'."
+                )
+            in_last = loader.remainder if loader.end_of_dataloader else 0
+            self._samples += in_last if in_last > 0 else loader.total_batch_size
         if not state.sync_gradients:
             return
         for optimizer in self.optimizers:
@@ -406,14 +416,3 @@ def check_clock(step_per: str | None, argument: str) -> None:
             f"{argument}={step_per!r} is no clock of a schedule; use 'process' (one step for every process), "
             "'update' (one step per optimizer step) or 'sample' (one for every sample)."
         )
-
-
-def samples_per_step(loader: Any | None) -> int:
-    """Return the number of samples of the last batch of a loader, over all ranks."""
-    problem = "no prepared loader is being iterated over; call step() within the loop over one"
-    if loader is not None:
-        if loader.counts_samples:
-            in_last = loader.remainder if loader.end_of_dataloader else 0
-            return in_last if in_last > 0 else loader.total_batch_size
-        problem = f"{type(loader).__qualname__} has batches of another size each, as its batch sampler says"
-    raise ValueError(f"A schedule with step_per='sample' cannot count samples: {problem}, or use 'update'.")

@@ -179,33 +179,15 @@ class Engine:
         return cast("type[Any]", EntryPoint(self.argument, self.plugin, "accel.plugins").load())
 
 
-ENGINES: tuple[Engine, ...] = (
-    Engine(
-        argument="deepspeed_plugin",
-        section="deepspeed",
-        plugin="accel_plugins.deepspeed.plugin:DeepSpeedPlugin",
-        several=True,
-    ),
-    Engine(
-        argument="fsdp_plugin",
-        section="fsdp",
-        plugin="accel_plugins.fsdp.plugin:FullyShardedDataParallelPlugin",
-    ),
-    Engine(
-        argument="torch_tp_plugin",
-        section=None,
-        plugin="accel_plugins.parallelism.config:TorchTensorParallelPlugin",
-    ),
-    Engine(
-        argument="parallelism_config",
-        section="parallelism",
-        plugin="accel_plugins.parallelism.config:ParallelismConfig",
-    ),
-    Engine(
-        argument="megatron_lm_plugin",
-        section="megatron",
-        plugin="accel_plugins.megatron.plugin:MegatronLMPlugin",
-    ),
+ENGINES: tuple[Engine, ...] = tuple(
+    Engine(argument=argument, section=section, plugin=plugin, several=section == "deepspeed")
+    for argument, section, plugin in (
+        ("deepspeed_plugin", "deepspeed", "accel_plugins.deepspeed.plugin:DeepSpeedPlugin"),
+        ("fsdp_plugin", "fsdp", "accel_plugins.fsdp.plugin:FullyShardedDataParallelPlugin"),
+        ("torch_tp_plugin", None, "accel_plugins.parallelism.config:TorchTensorParallelPlugin"),
+        ("parallelism_config", "parallelism", "accel_plugins.parallelism.config:ParallelismConfig"),
+        ("megatron_lm_plugin", "megatron", "accel_plugins.megatron.plugin:MegatronLMPlugin"),
+    )
 )
 """Every plugin that there is. In this order each changes the settings from which the strategy is chosen."""
 

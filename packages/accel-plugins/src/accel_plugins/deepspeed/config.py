@@ -443,8 +443,9 @@ def check_fields(config: HfDeepSpeedConfig) -> None:
         for key, (wanted, holds) in _WANTED.items()
         if (value := config.get_value(key)) not in {None, AUTO} and not holds(value)
     ]
-    stage: Any = config.get_value(KEYS["zero_stage"], 0)
-    for what, least in () if problems or stage == AUTO else (("optimizer", 1), ("param", 3)):
+    stage = config.get_value(KEYS["zero_stage"], 0)
+    has_stage = not problems and config.get_value(KEYS["zero_stage"]) != AUTO
+    for what, least in (("optimizer", 1), ("param", 3)) if has_stage else ():
         device = config.get_value(KEYS[f"offload_{what}_device"]) or "none"
         path = config.get_value(KEYS[f"offload_{what}_nvme_path"])
         needed = 3 if device == "nvme" else least

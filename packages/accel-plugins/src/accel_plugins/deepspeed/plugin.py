@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_DEFAULT_STAGE = 2
-
 
 @dataclass
 class DeepSpeedPlugin:
@@ -366,7 +364,7 @@ def _configuration(source: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
             'must be an object, such as {"stage": 2}.'
         )
     if source is None and "zero_stage" not in keywords:
-        put(config.config, KEYS["zero_stage"], _DEFAULT_STAGE)
+        put(config.config, KEYS["zero_stage"], 2)
     for name, value in keywords.items():
         node, last = config.find_config_node(KEYS[name])
         if (node is None or last not in node) and str(value).lower() != "none":

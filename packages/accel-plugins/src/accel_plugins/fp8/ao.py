@@ -278,7 +278,7 @@ def _convert(
     """Convert layers in place; return their names."""
     is_by_blocks = not hasattr(config, "enable_fsdp_float8_all_gather")  # torchao's other class
     divisor = BLOCK if is_by_blocks else 16
-    ends = find_first_last_linear_layers(model)
+    ends: Sequence[Any] = find_first_last_linear_layers(model)
     chosen: set[str] = set()
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear) or isinstance(layer, _layer_classes()):

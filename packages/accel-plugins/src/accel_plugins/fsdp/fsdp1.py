@@ -49,29 +49,16 @@ from accel_plugins.sharding.state import (
 from accel_plugins.sharding.wrap import ParamRemap, dtype_to_train, hook_of, warn_about_master_weights
 from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, StateDict, Strategy
 from accel_plugins.unsharded import TorchStepper, check_materialised, move_to_device
-from accel_state import hang_monitor
+from accel_state import hang_monitor, torch_private
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
-from accel_state.torch_private import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-    flat_handle,
-    flat_names,
-    flat_shards,
-    hybrid_shard_zero2,
-    offload_wrapper,
-    refresh_original_parameters,
-    shared_parameters,
-)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
-
-_HYBRID = {ShardingStrategy.HYBRID_SHARD, hybrid_shard_zero2()}
 
 
 def build(
@@ -83,7 +70,10 @@ def build(
     plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=1)
     plugin.set_mixed_precision(precision.name)
     sizes = {"dp_shard": topology.world_size}
-    if plugin.sharding_strategy in _HYBRID:  # one row for each node
+    if plugin.sharding_strategy in {
+        ShardingStrategy.HYBRID_SHARD,
+        torch_private.hybrid_shard_zero2(),
+    }:  # one row for each node
         local = topology.local_world_size
         sizes = {"dp_replicate": topology.world_size // local, "dp_shard": local}
     roots = FsdpRoots()
@@ -303,10 +293,10 @@ def _checkpoint_blocks(root: FullyShardedDataParallel, plugin: FullyShardedDataP
 
     def wrap_block(module: nn.Module) -> nn.Module:
         if recompute:
-            module = checkpoint_wrapper(module, checkpoint_fn=checkpoint_function(module))
-        return offload_wrapper(module) if offload else module
+            module = torch_private.checkpoint_wrapper(module, checkpoint_fn=checkpoint_function(module))
+        return torch_private.offload_wrapper(module) if offload else module
 
-    apply_activation_checkpointing(
+    torch_private.apply_activation_checkpointing(
         root, checkpoint_wrapper_fn=wrap_block, check_fn=lambda module: id(module) in blocks
     )
 
@@ -462,7 +452,7 @@ class Fsdp1Shards:
                 for name, parameter in root.named_parameters()
             }
             for inside, flat in _flat_parameters(root):
-                names[id(flat)] = [prefix + inside + name for name in flat_names(flat)]
+                names[id(flat)] = [prefix + inside + name for name in torch_private.flat_names(flat)]
         return [
             {**group, "params": [name for parameter in group["params"] for name in names[id(parameter)]]}
             for group in optimizer.param_groups
@@ -532,7 +522,11 @@ def parameters_by_name(root: FullyShardedDataParallel, *, flat: bool) -> dict[st
             strip_wrapper_prefixes(name): parameter
             for name, parameter in root.named_parameters(remove_duplicate=False)
         }
-    return {prefix + inner: flat for prefix, flat in _flat_parameters(root) for inner in flat_names(flat)}
+    return {
+        prefix + inner: flat
+        for prefix, flat in _flat_parameters(root)
+        for inner in torch_private.flat_names(flat)
+    }
 
 
 def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
@@ -540,7 +534,7 @@ def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
     return {
         prefix + f"{module}.{name}".lstrip("."): prefix + f"{first_module}.{first}".lstrip(".")
         for prefix, flat in _flat_parameters(root)
-        for name, _, module, first, _, first_module in shared_parameters(flat)
+        for name, _, module, first, _, first_module in torch_private.shared_parameters(flat)
     }
 
 
@@ -616,11 +610,11 @@ def _upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
     torch accepts a dtype that changes between wrapping and the first forward pass.
     """
     for module in FullyShardedDataParallel.fsdp_modules(root):
-        handle: Any = flat_handle(module)
+        handle: Any = torch_private.flat_handle(module)
         if handle is None or dtype_to_train(handle.flat_param) is handle.flat_param.dtype:
             continue
         handle.flat_param.data = handle.flat_param.data.float()
-        refresh_original_parameters(module, handle)
+        torch_private.refresh_original_parameters(module, handle)
 
 
 class FsdpRoots:
@@ -648,7 +642,7 @@ class FsdpRoots:
         """Shard, in place, the state that an optimizer has for full parameters, with `use_orig_params`."""
         for root in self._roots:
             for _, flat in _flat_parameters(root):
-                for parameter, shape, shard in flat_shards(flat):
+                for parameter, shape, shard in torch_private.flat_shards(flat):
                     state: dict[str, Any] = optimizer.state.get(parameter, {})
                     for key, value in state.items():
                         if getattr(value, "shape", None) == shape != parameter.shape:

@@ -322,10 +322,12 @@ def described_sizes(plugin: MegatronLMPlugin) -> dict[str, Any]:
     return {name: args[name] for name in names if name in args}
 
 
-def _enter_sizes(plugin: MegatronLMPlugin, model: Any, family: str) -> Sizes:
+def _enter_sizes(plugin: MegatronLMPlugin, model: Any, kind: str, batch: Mapping[str, Any] | None) -> Sizes:
     sizes = model_sizes(model.config, type(model).__name__)
+    if kind != "t5":
+        plugin.seq_length = plugin.seq_length or _length(batch, "input_ids") or sizes.max_positions
     plugin.megatron_lm_default_args |= {
-        "model_type_name": family,
+        "model_type_name": kind,
         "num_layers": sizes.encoder_layers or sizes.layers,
         "hidden_size": sizes.hidden,
         "ffn_hidden_size": sizes.ffn,
@@ -334,6 +336,9 @@ def _enter_sizes(plugin: MegatronLMPlugin, model: Any, family: str) -> Sizes:
         "max_position_embeddings": sizes.max_positions or _ANY_LENGTH,
         "orig_vocab_size": sizes.vocab,
         "model_return_dict": bool(getattr(model.config, "return_dict", True)),
+        "pretraining_flag": True,
+        "return_logits": plugin.return_logits,
+        **({} if kind == "t5" else {"seq_length": plugin.seq_length}),
     }
     return sizes
 
@@ -345,26 +350,16 @@ def _length(batch: Mapping[str, Any] | None, key: str) -> int | None:
 @add_model_config_to_megatron_parser("gpt2")
 @add_model_config_to_megatron_parser("llama")
 def _decoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None) -> None:
-    sizes = _enter_sizes(plugin, model, "gpt")
-    plugin.seq_length = plugin.seq_length or _length(batch_data, "input_ids") or sizes.max_positions
-    plugin.megatron_lm_default_args |= {
-        "pretraining_flag": True,
-        "return_logits": plugin.return_logits,
-        "seq_length": plugin.seq_length,
-    }
+    _enter_sizes(plugin, model, "gpt", batch_data)
 
 
 @add_model_config_to_megatron_parser("bert")
 def _encoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None) -> None:
-    sizes = _enter_sizes(plugin, model, "bert")
-    plugin.seq_length = plugin.seq_length or _length(batch_data, "input_ids") or sizes.max_positions
-    name = sizes.name.lower()
+    name = _enter_sizes(plugin, model, "bert", batch_data).name.lower()
     plugin.megatron_lm_default_args |= {
         "pretraining_flag": "pretraining" in name or "maskedlm" in name,
         "bert_binary_head": "pretraining" in name,
         "num_labels": int(getattr(model.config, "num_labels", 2)),
-        "return_logits": plugin.return_logits,
-        "seq_length": plugin.seq_length,
     }
 
 
@@ -372,13 +367,11 @@ def _encoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str
 def _encoder_decoder(
     plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None
 ) -> None:
-    sizes = _enter_sizes(plugin, model, "t5")
+    sizes = _enter_sizes(plugin, model, "t5", batch_data)
     longest = sizes.max_positions or _ANY_LENGTH
     plugin.encoder_seq_length = plugin.encoder_seq_length or _length(batch_data, "input_ids") or longest
     plugin.decoder_seq_length = plugin.decoder_seq_length or _length(batch_data, "labels") or longest
     plugin.megatron_lm_default_args |= {
-        "pretraining_flag": True,
-        "return_logits": plugin.return_logits,
         "decoder_start_token_id": getattr(model.config, "decoder_start_token_id", None) or 0,
         "pad_token_id": getattr(model.config, "pad_token_id", None) or 0,
         "encoder_seq_length": plugin.encoder_seq_length,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -66,7 +66,9 @@ def _continue(engine: MegatronEngine, prompts: Prompts, choice: GenerationOption
     sampler = None
     if choice.is_sampled:  # the same tokens on all ranks of a replica
         state = core("parallel_state")
-        seed = torch.tensor(torch.randint(2**31, ()).item() if choice.seed is None else choice.seed)
+        seed = torch.tensor(
+            torch.randint(2**31, ()).item() if choice.random_seed is None else choice.random_seed
+        )
         seed = seed.to(tokens.device)
         dist.broadcast(seed, state.get_model_parallel_src_rank(), state.get_model_parallel_group())
         sampler = Sampler(choice, torch.Generator(tokens.device).manual_seed(int(seed)))
@@ -148,18 +150,18 @@ class GenerationOptions:
     `ends` are the tokens that end a sequence, `pad` follows them, and `start` comes before every prompt.
     """
 
-    num_beams: int
-    length_penalty: float
     is_sampled: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    top_p_decay: float
-    top_p_bound: float
-    seed: int | None
     ends: tuple[int, ...]
     pad: int
     start: int | None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    top_p_decay: float = 0.0
+    top_p_bound: float = 0.0
+    random_seed: int | None = None
 
 
 def check_options(requested: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,20 +221,16 @@ def choice_of(options: Mapping[str, Any], config: Any, model: Any) -> Generation
     ends = token("eos_token_id")
     ends = () if ends is None else _tokens_of(ends)
     pad = token("pad_token_id")
-    is_sampled = options.get("do_sample", not options.keys().isdisjoint(_SAMPLING))
     return GenerationOptions(
-        num_beams=options.get("num_beams", 1),
-        length_penalty=options.get("length_penalty", 1.0),
-        is_sampled=is_sampled,
-        temperature=options.get("temperature", 1.0),
-        top_k=options.get("top_k", 0),
-        top_p=options.get("top_p", 0.0),
-        top_p_decay=options.get("top_p_decay", 0.0),
-        top_p_bound=options.get("top_p_bound", 0.0),
-        seed=options.get("random_seed"),
+        is_sampled=options.get("do_sample", not options.keys().isdisjoint(_SAMPLING)),
         ends=ends,
         pad=pad if pad is not None else (*ends, 0)[0],
         start=start,
+        **{
+            option.name: options[option.name]
+            for option in fields(GenerationOptions)
+            if option.name in options
+        },
     )
 
 

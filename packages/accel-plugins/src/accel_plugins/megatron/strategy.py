@@ -16,21 +16,8 @@ from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
 from accel_plugins.kwargs import GradScalerKwargs
+from accel_plugins.megatron import checks
 from accel_plugins.megatron.arguments import described_sizes, model_sizes, optimizer_args
-from accel_plugins.megatron.checks import (
-    check_attention,
-    check_context,
-    check_data_options,
-    check_indexed_data,
-    check_model,
-    check_offload,
-    check_positions,
-    check_recompute,
-    check_schedule,
-    check_sequence_lengths,
-    check_token_loss,
-    data_parallel_size,
-)
 from accel_plugins.megatron.data import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
@@ -212,9 +199,11 @@ class MegatronWrapper:
             )
         has_indexed = any(isinstance(loader, MegatronLMDummyDataLoader) for loader in bundle.dataloaders)
         has_placeholder = any(isinstance(item, MegatronLMDummyScheduler) for item in bundle.schedulers)
-        check_schedule(self.plugin, has_optimizer=bool(bundle.optimizers), has_placeholder=has_placeholder)
+        checks.check_schedule(
+            self.plugin, has_optimizer=bool(bundle.optimizers), has_placeholder=has_placeholder
+        )
         if bundle.optimizers and bundle.dataloaders:
-            check_data_options(self.plugin, has_indexed=has_indexed, has_placeholder=has_placeholder)
+            checks.check_data_options(self.plugin, has_indexed=has_indexed, has_placeholder=has_placeholder)
         for model in fresh:
             for optimizer in bundle.optimizers:
                 self._check_optimizer(optimizer)
@@ -224,19 +213,19 @@ class MegatronWrapper:
     def _check_family(self, model: Any, *, has_indexed: bool) -> None:
         plugin, family = self.plugin, find_family(model)
         kind, name = family.kind, family.name
-        check_context(self.groups.context, kind, name)
-        check_recompute(plugin, kind)
-        check_token_loss(plugin, kind, name)
-        check_sequence_lengths(plugin, kind, name)
+        checks.check_context(self.groups.context, kind, name)
+        checks.check_recompute(plugin, kind)
+        checks.check_token_loss(plugin, kind, name)
+        checks.check_sequence_lengths(plugin, kind, name)
         if kind != "gpt":  # Whether decoders have TransformerEngine's layers is known where they run.
-            check_attention(plugin, kind, name, has_engine=False)
+            checks.check_attention(plugin, kind, name, has_engine=False)
         if has_indexed:
-            check_indexed_data(plugin, kind, name)
+            checks.check_indexed_data(plugin, kind, name)
         family.check(model.config)
         check_covered(model, family.weights(model.config))
         positions = family.model_arguments(model).get("position_embedding_type")
-        check_positions(plugin, positions, type(model).__name__)
-        check_model(plugin, model_sizes(model.config, type(model).__name__))
+        checks.check_positions(plugin, positions, type(model).__name__)
+        checks.check_model(plugin, model_sizes(model.config, type(model).__name__))
 
     def _check_optimizer(self, optimizer: object) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -244,7 +233,7 @@ class MegatronWrapper:
                 f"Megatron has no use for {type(optimizer).__name__}: prepare an optimizer of PyTorch."
             )
         optimizer_args(optimizer)
-        check_offload(self.plugin, optimizer)
+        checks.check_offload(self.plugin, optimizer)
         if self.plugin.custom_model_provider_function is not None and len(optimizer.param_groups) > 1:
             raise SettingsError(
                 f"The optimizer has {len(optimizer.param_groups)} parameter groups: with "
@@ -298,7 +287,7 @@ class MegatronWrapper:
         check_other_args(plugin)
         if family is not None:
             has_engine = uses_transformer_engine(plugin.attention_backend)
-            check_attention(plugin, family.kind, family.name, has_engine=has_engine)
+            checks.check_attention(plugin, family.kind, family.name, has_engine=has_engine)
         fields = family.transformer_config(model.config) if family else described_sizes(plugin)
         virtual = virtual_stages(plugin, fields["num_layers"])
         config = transformer_config(plugin, fields, self.precision, virtual)
@@ -493,7 +482,7 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
     """
     tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
     context = plugin.context_parallel_size or 1
-    data = data_parallel_size(tensor, pipeline, context, world_size)
+    data = checks.data_parallel_size(tensor, pipeline, context, world_size)
     return Groups(tensor=tensor, pipeline=pipeline, data=data, context=context, rank=rank)
 
 

@@ -21,19 +21,9 @@ from accel_plugins.parallelism.attention import (
     partial_layers,
     text_config,
 )
-from accel_state import hang_monitor
+from accel_state import hang_monitor, torch_private
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
-from accel_state.torch_private import (
-    context_parallel,
-    context_parallel_options,
-    context_parallel_rules,
-    is_in_backward,
-    ring_attention,
-    ring_attention_backward,
-    schema_of,
-    set_rotate_method,
-)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -94,9 +84,9 @@ class ContextParallel:
             UnsupportedError: Another thread is in such a block.
         """
         self._check(buffers, buffer_seq_dims, no_restore_buffers)
-        set_rotate_method(self.rotation)
+        torch_private.set_rotate_method(self.rotation)
         # Ring attention lacks rules for the CPU, and without causality.
-        rules = context_parallel_rules()
+        rules = torch_private.context_parallel_rules()
         rules.setdefault(_CPU, _forward)
         rules.setdefault(_CPU_BACKWARD, _backward)
         for op, rule in [*rules.items()]:
@@ -108,7 +98,7 @@ class ContextParallel:
             _one_thread(_block_of(buffers, buffer_seq_dims)) as plain,
             nullcontext() if num_chunks % 2 == 0 else _without_balance(),
             hang_monitor.transport_errors_explained("maybe_context_parallel"),
-            context_parallel(
+            torch_private.context_parallel(
                 self.mesh,
                 buffers=buffers,
                 buffer_seq_dims=buffer_seq_dims,
@@ -193,7 +183,7 @@ def _current_block() -> _Block | None:
     if not _inside:
         return None
     block = _inside[-1]
-    in_backward = is_in_backward()
+    in_backward = torch_private.is_in_backward()
     return block if in_backward or block.thread == threading.get_ident() else None
 
 
@@ -246,7 +236,7 @@ def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
 @contextmanager
 def _without_balance() -> Generator[None]:
     """Switch torch's load balancing off within the block: every rank has consecutive tokens."""
-    options = context_parallel_options()
+    options = torch_private.context_parallel_options()
     before, options.enable_load_balance = options.enable_load_balance, False
     try:
         yield
@@ -265,7 +255,7 @@ class _BidirectionalRule:
         self._rule = rule
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = [argument.name for argument in schema_of(op).arguments]
+        names = [argument.name for argument in torch_private.schema_of(op).arguments]
         if (dict(zip(names, args, strict=False)) | kwargs).get("is_causal"):
             return self._rule(op, args, kwargs)
         with _without_balance():
@@ -279,7 +269,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **more: Any) -> Any:
         return op(q, k, v, dropout, is_causal, **more)
 
-    out, logsumexp = ring_attention(
+    out, logsumexp = torch_private.ring_attention(
         query.device_mesh.get_group(),
         _SEQUENCE,
         cast("Any", attention),
@@ -303,7 +293,7 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             **options,
         )
 
-    gradients = ring_attention_backward(
+    gradients = torch_private.ring_attention_backward(
         query.device_mesh.get_group(),
         _SEQUENCE,
         attention,
