@@ -39,10 +39,9 @@ from accel_state.libraries import is_installed
 from accel_state.settings.engines import MegatronSettings
 
 FIELDS = [field.name for field in fields(MegatronLMPlugin)]
-FOLDER = Path(package.__file__).parent
-SOURCES = [*FOLDER.glob("*.py"), *(FOLDER.parent / "strategies").glob("megatron*.py")]
-DESCRIBING = {"rules.py", "megatron_args.py"}
-"""Modules that check every field, or enter it under Megatron's name, which by itself is no effect."""
+SOURCES = [*Path(package.__file__).parent.glob("*.py")]
+DESCRIBING = {"plugin.py"}
+"""The module that checks every field, which by itself is no effect."""
 
 
 def names_read():

@@ -278,7 +278,7 @@ def _convert(
     """Convert layers in place; return their names."""
     is_by_blocks = not hasattr(config, "enable_fsdp_float8_all_gather")  # torchao's other class
     divisor = BLOCK if is_by_blocks else 16
-    ends: Sequence[Any] = find_first_last_linear_layers(model)
+    ends = {*find_first_last_linear_layers(model)}
     chosen: set[str] = set()
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear) or isinstance(layer, _layer_classes()):
@@ -286,7 +286,7 @@ def _convert(
         if module_filter_func is not None:
             is_chosen = module_filter_func(layer, name)
         else:  # a subclass may use its weight differently
-            is_chosen = type(layer) is nn.Linear and name not in ends and is_divisible(layer, divisor)
+            is_chosen = type(layer) is nn.Linear and not ends & {name} and is_divisible(layer, divisor)
         if is_chosen:
             chosen.add(name)
     if "" in chosen:

@@ -271,9 +271,9 @@ class MegatronEngine(nn.Module):
                 f"{size} (pad_to_multiple_of), or leave it out."
             )
         # 3. Check that the vocabulary has its tokens. A device is not waited for; own code may read anything.
-        vocabulary: Any = getattr(self.config, "vocab_size", None)
+        vocabulary: int = getattr(self.config, "vocab_size", None) or 0
         custom = plugin.custom_get_batch_function, plugin.custom_train_step_class
-        is_known = "input_ids" in batch and vocabulary is not None and self.family is not None
+        is_known = "input_ids" in batch and vocabulary > 0 and self.family is not None
         for name in _TOKENS if is_known and custom == (None, None) else ():
             tokens = batch.get(name)
             if tokens is None or tokens.ndim < 2 or tokens.is_floating_point():  # Labels may be of classes.
