@@ -215,7 +215,7 @@ print(*sorted(set(sys.modules) - before - of_accel))
         (
             "from accelerate.test_utils.testing import x",
             "ModuleNotFoundError",
-            "`accel test` checks a machine",
+            "'accel.test_utils.testing.x'. Please report",
         ),
         ("import accelerate; accelerate.Nothing", "AttributeError", "has no such name. Please report"),
     ],

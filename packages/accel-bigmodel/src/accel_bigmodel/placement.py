@@ -198,3 +198,20 @@ def _check_shape(name: str, old: Tensor, value: Tensor) -> None:
         raise CheckpointError(
             f"{name!r} has shape {tuple(old.shape)}; the value given for it has shape {tuple(value.shape)}"
         )
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Return whether two devices are the same; one without an index is the first of its type.
+
+    Example:
+        >>> check_device_same(torch.device("cuda"), torch.device("cuda:0"))
+        True
+    """
+    if first_device.type != second_device.type:
+        return False
+    return first_device.type == "cpu" or (first_device.index or 0) == (second_device.index or 0)
+
+
+def _get_proper_dtype(dtype: str | torch.dtype) -> torch.dtype:  # pyright: ignore[reportUnusedFunction] - programs call it
+    """Return the dtype of a name such as `"torch.float16"` or `"float16"`; a dtype as it is."""
+    return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype

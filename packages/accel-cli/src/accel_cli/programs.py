@@ -582,3 +582,56 @@ def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
                     sourced[flag.option.path] = concat(sourced.get(flag.option.path), parsed)
     problems.raise_if_any()
     return sourced
+
+
+def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """Add the variables of the flags of FP8 to an environment, and return it."""
+    return _add_variables(args, current_env, "ACCELERATE_FP8_")
+
+
+def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
+    """Add the variables of the flags of parallelism to an environment, and return it."""
+    return _add_variables(args, current_env, "PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG")
+
+
+def _add_variables(args: Namespace, current_env: dict[str, str], *prefixes: str) -> dict[str, str]:
+    variables = plan_of(args).environ.items()
+    current_env.update({name: value for name, value in variables if name.startswith(prefixes)})
+    return current_env
+
+
+def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
+    """Return the value of a variable that lists paths, with another path at its end; it is not set.
+
+    Example:
+        >>> env_var_path_add("NO_SUCH_VARIABLE", "/lib")
+        '/lib'
+    """
+    return ":".join(filter(None, (read().get(env_var_name), path_to_add)))
+
+
+def _filter_args(  # pyright: ignore[reportUnusedFunction] - programs call it by this name
+    args: Namespace, parser: ArgumentParser, default_args: Sequence[str] = ()
+) -> Namespace:
+    """Return the flags that a parser has too, with its defaults for those that `args` lacks.
+
+    Args:
+        args: A namespace.
+        parser: Another parser.
+        default_args: The command line that its defaults come from, for positional arguments.
+
+    Example:
+        >>> parser = ArgumentParser()
+        >>> _ = parser.add_argument("--lr")
+        >>> _filter_args(Namespace(lr="1", cpu=True), parser)
+        Namespace(lr='1')
+    """
+    known, _ = parser.parse_known_args(list(default_args))
+    for name in vars(known):
+        if hasattr(args, name):
+            setattr(known, name, getattr(args, name))
+    return known
+
+
+hf_cache_home = str(Path(cache_dir).parent)
+"""The folder in which the folder of the default config file is."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from email.message import EmailMessage
 from importlib import import_module
 from importlib.abc import Loader
@@ -25,35 +25,6 @@ from accel_state.environ import publish, read
 from accel_state.lazy import LazyModule
 
 REPORT = "Please report it to the developers of accel-compat, with the library that imports it, and for what."
-
-INSTEAD: Mapping[str, str] = {
-    "accelerate.commands.estimate.gather_data": "`accel estimate-memory --json` prints the numbers.",
-    "accelerate.commands.menu": "It was private; `questionary` asks such questions.",
-    "accelerate.test_utils": "It is for Accelerate's own tests; `accel test` checks a machine.",
-    "accelerate.utils.megatron_lm": "prepare() makes it; accel.utils has the documented names.",
-    "accelerate.utils.modeling.get_state_dict_from_offload": (
-        "It was private; accelerate.utils.modeling.get_state_dict_offloaded_model gives all weights."
-    ),
-}
-"""Advice by absent name, or by the name of its module."""
-
-
-def instead_of(name: str) -> str:
-    """Return advice about a name that accel lacks.
-
-    Args:
-        name: The name, from `accelerate.` on.
-
-    Example:
-        >>> instead_of("accelerate.utils.megatron_lm.MegatronEngine")
-        'prepare() makes it; accel.utils has the documented names.'
-    """
-    while name:
-        if name in INSTEAD:
-            return INSTEAD[name]
-        name = name.rpartition(".")[0]
-    return REPORT
-
 
 REFERENCE = "accelerate"
 """The import and distribution name of Accelerate, which resolves to accel."""
@@ -145,7 +116,7 @@ def _absent_error(name: str) -> ModuleNotFoundError:
     resolved = name.replace(REFERENCE, "accel", 1)
     return ModuleNotFoundError(
         f"No name or module {name!r}: accel answers for accelerate in this process and has no {resolved!r}. "
-        f"{instead_of(name)}",
+        f"{REPORT}",
         name=REFERENCE,
     )
 
@@ -180,7 +151,7 @@ class TopLevel(LazyModule):
         except AttributeError:
             raise AttributeError(
                 f"module {REFERENCE!r} has no attribute {name!r}: accel answers for accelerate in this "
-                f"process and has no such name. {instead_of(f'{REFERENCE}.{name}')}",
+                f"process and has no such name. {REPORT}",
                 name=name,
             ) from None
 

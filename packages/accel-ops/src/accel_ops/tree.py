@@ -36,6 +36,29 @@ def is_torch_tensor(tensor: Any) -> TypeGuard[torch.Tensor]:
     return isinstance(tensor, torch.Tensor)
 
 
+TENSOR_TYPE_TO_INT = {
+    torch.float: 1,
+    torch.double: 2,
+    torch.half: 3,
+    torch.bfloat16: 4,
+    torch.uint8: 5,
+    torch.int8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.bool: 10,
+}
+"""Numbers by which programs send dtypes to other ranks."""
+
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+"""Dtypes by these numbers."""
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Return whether an object is a tensor on an Intel GPU."""
+    return is_torch_tensor(tensor) and tensor.device.type == "xpu"
+
+
 def is_tensor_information(tensor_info: Any) -> TypeGuard[TensorInformation]:
     """Return whether a value describes a tensor, as `get_data_structure` does."""
     return isinstance(tensor_info, TensorInformation)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -555,6 +555,10 @@ def _backend_of(value: DynamoBackend | str) -> DynamoBackend:
 _PROFILER_FLAGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 
 
+ActivityName = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
+"""What the profiler records."""
+
+
 @dataclass
 class ProfileKwargs(KwargsHandler):
     """Options of `torch.profiler.profile`.
@@ -584,7 +588,7 @@ class ProfileKwargs(KwargsHandler):
         True
     """
 
-    activities: list[str] | None = None
+    activities: list[ActivityName] | None = None
     schedule_option: dict[str, int] | None = None
     on_trace_ready: Callable[..., Any] | None = None
     record_shapes: bool = False

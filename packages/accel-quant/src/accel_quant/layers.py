@@ -489,3 +489,8 @@ def _4bit_slot(tensor: Tensor, module: nn.Module, name: str) -> QuantizedSlot:
     # Weights come unpacked each time.
     never_pack(owner_of(module, name)[0])
     return QuantizedSlot(module, name, tensor)
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device:
+    """Return the device of the first parameter of a module."""
+    return next(parameter.parameters()).device

@@ -368,3 +368,13 @@ def parse_cores(text: str) -> set[int]:
         first, _, last = span.partition("-")
         cores.update(range(int(first), int(last or first) + 1))
     return cores
+
+
+def _parse_cpu_list(cpu_list_str: str) -> list[int]:  # pyright: ignore[reportUnusedFunction] - programs call it
+    """Return the numbers of the cores in the notation of Linux, in order.
+
+    Example:
+        >>> _parse_cpu_list("0-2,8")
+        [0, 1, 2, 8]
+    """
+    return sorted(parse_cores(cpu_list_str))

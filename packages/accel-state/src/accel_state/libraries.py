@@ -37,6 +37,12 @@ BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
 """The version of torch since which context parallelism works."""
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
 """The version of DeepSpeed since which sequence parallelism works."""
+FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
+"""The version of torch since which FSDP works."""
+FSDP2_PYTORCH_VERSION = "2.6.0"
+"""The version of torch since which FSDP2 works."""
+DTENSOR_PYTORCH_VERSION = "2.5.0"
+"""The version of torch since which DTensor is public."""
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
@@ -297,6 +303,27 @@ def is_fp8_available() -> bool:
 def is_pippy_available() -> bool:
     """Return whether torch brings `torch.distributed.pipelining` (2.4)."""
     return is_torch_version(">=", "2.4.0")
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Return whether NumPy is installed, at least a version of it."""
+    return _is_package_available("numpy") and compare_versions("numpy", ">=", min_version)
+
+
+def is_tqdm_available() -> bool:
+    """Return whether tqdm is installed."""
+    return _is_package_available("tqdm")
+
+
+def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
+    """Return whether a module and its distribution, of the same name if none is given, are installed."""
+    if find_spec(pkg_name) is None:
+        return False
+    try:
+        version(metadata_name or pkg_name)
+    except PackageNotFoundError:
+        return False
+    return True
 
 
 def is_weights_only_available() -> bool:

@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 
     from accel_plugins.strategy import Bundle
 
+Backend = Literal["MSAMP", "TE"]
+"""The libraries that `FP8RecipeKwargs` chooses from."""
+FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
+"""The formats of TransformerEngine."""
+AmaxComputeAlgorithm = Literal["max", "most_recent"]
+"""How TransformerEngine computes the scale from the recorded maxima."""
+OptLevel = Literal["O1", "O2"]
+"""The levels of MS-AMP."""
+
 
 @frozen
 class Recipe:
@@ -232,9 +241,9 @@ class TERecipeKwargs(KwargsHandler):
     use_autocast_during_eval: bool | None = None
     margin: int | None = None
     interval: int | None = None
-    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
+    fp8_format: FP8Format | None = None
     amax_history_len: int | None = None
-    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    amax_compute_algo: AmaxComputeAlgorithm | None = None
     override_linear_precision: tuple[bool, bool, bool] | None = None
     use_mxfp8_block_scaling: bool | None = None
     recipe: Literal["delayed", "current", "mxfp8", "nvfp4"] | None = field(default=None, kw_only=True)
@@ -297,7 +306,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
         'O2'
     """
 
-    opt_level: Literal["O1", "O2"] | None = None
+    opt_level: OptLevel | None = None
 
     def __post_init__(self) -> None:
         resolve_fields(self, "fp8", {"opt_level": "O2"})
@@ -317,7 +326,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         SettingsError: As with the two, or there is no such backend.
     """
 
-    backend: Literal["MSAMP", "TE"] | None = None
+    backend: Backend | None = None
 
     def __post_init__(self) -> None:
         warnings.warn(

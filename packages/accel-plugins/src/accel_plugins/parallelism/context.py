@@ -134,9 +134,7 @@ class ContextParallel:
         next(with_positions, model).register_forward_pre_hook(
             partial(_check_inputs, min(windows, default=None)), with_kwargs=True
         )
-        for name, module in model.named_modules():
-            if name.endswith("self_attn") or getattr(module, "is_causal", False):
-                module.register_forward_pre_hook(_without_mask, with_kwargs=True)
+        attach_mask_hooks(model)
 
     def _check(self, buffers: list[Tensor], dims: list[int], not_restored: set[Tensor]) -> None:
         ranks = self.mesh.size()
@@ -350,6 +348,13 @@ def _check_inputs(
             f"{where}: without position_ids the model would count each shard from 0; pass those of full "
             "sequences, and put them into buffers."
         )
+
+
+def attach_mask_hooks(model: nn.Module) -> None:
+    """Make the self-attention of a model of transformers causal, without a mask, on sharded sequences."""
+    for name, module in model.named_modules():
+        if name.endswith("self_attn") or getattr(module, "is_causal", False):
+            module.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
 
 def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
@@ -406,3 +407,14 @@ def check_count(batches: int) -> int:
     if batches < 0:
         raise ValueError(f"The number of batches to skip is {batches!r}; it cannot be negative.")
     return batches
+
+
+_PYTORCH_DATALOADER_KWARGS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(DataLoader).parameters.items()
+    if parameter.default is not parameter.empty
+}
+"""The arguments of torch's loader, with their defaults."""
+
+_PYTORCH_DATALOADER_ADDITIONAL_KWARGS = {"2.6.0": {"in_order": True}}
+"""The arguments that a version of torch has added."""

@@ -1,0 +1,1 @@
+"""Helpers for tests of training programs: requirements, programs in other processes, a small problem."""
