@@ -183,7 +183,12 @@ class HangMonitor:
             # The first rank to give up looks where all are, and is quoted by the others: thousands may give
             # up at once, and each would have thousands to look for.
             if self._store.add("explaining", 1) > 1:
-                self._await_diagnosis()
+                # Wait for the diagnosis of another rank, unless that rank exits.
+                deadline = time.monotonic() + 2 * self._poll_interval + SHUTDOWN_GRACE_S
+                self._poll_diagnosis()
+                while self.diagnosis is None and time.monotonic() < deadline:
+                    time.sleep(self._poll_interval / 8)
+                    self._poll_diagnosis()
             diagnosis = self.diagnosis or f"`{operation}` did not complete: {self._explanation()}."
             agreed = self._store.compare_set("diagnosis", "", diagnosis).decode() or diagnosis
         except RuntimeError:
@@ -199,14 +204,6 @@ class HangMonitor:
     def _poll_interval(self) -> float:
         """Seconds within which every live rank posts."""
         return max(2.5 * self.interval, MIN_POLL_S)
-
-    def _await_diagnosis(self) -> None:
-        """Wait for the diagnosis of another rank, unless that rank exits."""
-        deadline = time.monotonic() + 2 * self._poll_interval + SHUTDOWN_GRACE_S
-        self._poll_diagnosis()
-        while self.diagnosis is None and time.monotonic() < deadline:
-            time.sleep(self._poll_interval / 8)
-            self._poll_diagnosis()
 
     def _explanation(self) -> str:
         """Describe all ranks; wait a few intervals to find those that no longer answer."""
@@ -267,7 +264,9 @@ class HangMonitor:
         slot, now = self.slot, time.monotonic()
         current = (self.count, main_thread_site()) if slot is None and self._asynchronous else slot
         if current is None or current != self._stalled[0]:
-            self._release_claim()
+            if self._warns and self._claim is not None:
+                self._store.delete_key(self._claim)
+            self._claim = None
             self._stalled, self._warns, self._warn_after = (current, now), None, self._first_warning
             return
         waited = now - self._stalled[1]
@@ -298,12 +297,6 @@ class HangMonitor:
         """Whether a rank has begun fewer collectives, or has ended."""
         known = [status for status in statuses.values() if status is not None]
         return any(status.exited or status.collective < self.count for status in known)
-
-    def _release_claim(self) -> None:
-        """Let other ranks warn, and this one later, if this one had no reason to."""
-        if self._warns and self._claim is not None:
-            self._store.delete_key(self._claim)
-        self._claim = None
 
     def statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
         """Return the last status of ranks, in two requests if all have one; `None` for a rank without one."""

@@ -385,27 +385,26 @@ class PrepareForLaunch:
         """
         variables = environ.read()
         if self.debug:
-            _file_rendezvous(index, variables)
+            missing = [
+                name for name in ("ACCELERATE_DEBUG_RDV_FILE", "WORLD_SIZE") if not variables.get(name)
+            ]
+            if missing:
+                raise SettingsError(
+                    f"PrepareForLaunch(debug=True) needs {' and '.join(missing)} in the environment: a "
+                    "file that does not exist yet, and the number of processes. debug_launcher() takes "
+                    "care of all."
+                )
+            world_size = int(variables["WORLD_SIZE"])
+            store = torch.distributed.FileStore(  # pyright: ignore[reportPrivateImportUsage]
+                variables["ACCELERATE_DEBUG_RDV_FILE"], world_size
+            )
+            torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=world_size)
+            environ.publish({"LOCAL_RANK": str(index), "RANK": str(index), "ACCELERATE_USE_CPU": "yes"})
         elif self.distributed_type.value != "NO":
             local = int(variables.get("NPROC") or variables.get("WORLD_SIZE") or 1)
             node = int(variables.get("NODE_RANK") or 0)
             environ.publish({"LOCAL_RANK": str(index), "RANK": str(local * node + index)})
         return run_forked(self.launcher, *args)
-
-
-def _file_rendezvous(index: int, variables: Mapping[str, str]) -> None:
-    missing = [name for name in ("ACCELERATE_DEBUG_RDV_FILE", "WORLD_SIZE") if not variables.get(name)]
-    if missing:
-        raise SettingsError(
-            f"PrepareForLaunch(debug=True) needs {' and '.join(missing)} in the environment: a file that "
-            "does not exist yet, and the number of processes. debug_launcher() takes care of all."
-        )
-    world_size = int(variables["WORLD_SIZE"])
-    store = torch.distributed.FileStore(  # pyright: ignore[reportPrivateImportUsage]
-        variables["ACCELERATE_DEBUG_RDV_FILE"], world_size
-    )
-    torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=world_size)
-    environ.publish({"LOCAL_RANK": str(index), "RANK": str(index), "ACCELERATE_USE_CPU": "yes"})
 
 
 def test_launch() -> None:

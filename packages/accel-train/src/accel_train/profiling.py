@@ -221,9 +221,12 @@ class StepMeter:
         if self._samples:
             values["system/samples_per_second"] = self._samples / elapsed
         values |= {name: items / elapsed for name, items in self._items.items()}
-        memory = self._device_memory(now)
-        if memory is not None:
-            values["system/device_memory_gib"] = memory
+        if now - self._memory_read > _MEMORY_INTERVAL:
+            self._memory_read = now
+            peak = getattr(self._runtime.kind.module, "max_memory_allocated", None)
+            self._memory = None if peak is None else peak(self._runtime.device) / _GIB
+        if self._memory is not None:
+            values["system/device_memory_gib"] = self._memory
         self._since, self._steps = now, num_steps
         self._restart()
         return values
@@ -233,14 +236,6 @@ class StepMeter:
         self._waited = 0.0
         self._samples = 0
         self._items: dict[str, torch.Tensor] = {}  # by the name of the value that `read` returns
-
-    def _device_memory(self, now: float) -> float | None:
-        """Return the peak memory of tensors on this process's device; `None` if unknown."""
-        if now - self._memory_read > _MEMORY_INTERVAL:
-            self._memory_read = now
-            peak = getattr(self._runtime.kind.module, "max_memory_allocated", None)
-            self._memory = None if peak is None else peak(self._runtime.device) / _GIB
-        return self._memory
 
 
 def _count_samples(loader: Any, per_batch: int | None) -> int:

@@ -20,7 +20,6 @@ from accel_train.checkpoint import layout
 if TYPE_CHECKING:
     from accel_trackers.general import GeneralTracker
     from accel_trackers.session import TrackerSession
-    from accel_train.checkpoint.context import CheckpointContext
 
 
 T = TypeVar("T")
@@ -302,8 +301,18 @@ class TrackingFacet(Facet):
             >>> accelerator.log({"loss": 0.5}, step=1)
             >>> accelerator.end_training()
         """
-        self._parts.trackers.start(project_name, config, init_kwargs)
-        _save_runs(self._parts.checkpoints, self._parts.trackers)
+        trackers, checkpoints = self._parts.trackers, self._parts.checkpoints
+        trackers.start(project_name, config, init_kwargs)
+
+        # `save_state` flushes logged values, and writes the ids of the runs.
+        def save(models: Any, weights: Any, folder: str | os.PathLike[str]) -> None:
+            del models, weights
+            trackers.write()
+            run_ids = trackers.run_ids()
+            if run_ids and checkpoints.rank == 0:
+                (Path(folder) / layout.TRACKERS_NAME).write_text(json.dumps(run_ids))
+
+        checkpoints.save_hooks[-1] = save  # beside those of users, whose numbers are not negative
 
     def log(
         self,
@@ -366,27 +375,11 @@ class TrackingFacet(Facet):
             self._parts.process.destroy_process_group()
 
 
-def _save_runs(checkpoints: CheckpointContext, trackers: TrackerSession) -> None:
-    """Let `save_state` flush logged values, and write the ids of the runs to `trackers.json`."""
-
-    def save(models: Any, weights: Any, folder: str | os.PathLike[str]) -> None:
-        del models, weights
-        trackers.write()
-        run_ids = trackers.run_ids()
-        if run_ids and checkpoints.rank == 0:
-            (Path(folder) / layout.TRACKERS_NAME).write_text(json.dumps(run_ids))
-
-    checkpoints.save_hooks[-1] = save  # beside those of users, whose numbers are not negative
-
-
 def resume_runs(trackers: TrackerSession, folder: Path) -> None:
     """Resume the runs whose ids are in a checkpoint, on the main process."""
     file = folder / layout.TRACKERS_NAME
-    if trackers.log_with and runtime.current_topology().is_main and file.exists():
-        trackers.resume(_read_run_ids(file))
-
-
-def _read_run_ids(file: Path) -> dict[str, str]:
+    if not (trackers.log_with and runtime.current_topology().is_main and file.exists()):
+        return
     try:
         read: Any = json.loads(file.read_text())
     except ValueError as error:
@@ -397,4 +390,4 @@ def _read_run_ids(file: Path) -> dict[str, str]:
         raise CheckpointError(
             f"{file} holds no ids of runs by tracker. Load another checkpoint, or remove it."
         )
-    return read
+    trackers.resume(read)

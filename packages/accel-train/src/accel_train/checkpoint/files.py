@@ -121,16 +121,11 @@ class FileWriter:
             self.failure = error
             raise
         if self._to_disk and self._size - self._begun >= _STRETCH:
-            _begin_to_write_out(self.descriptor, self._begun, self._size - self._begun)
+            library = libc()  # start writing to disk: pages stay cached, and `fsync` reports failures
+            if library is not None:
+                offset, count = ctypes.c_int64(self._begun), ctypes.c_int64(self._size - self._begun)
+                library.sync_file_range(self.descriptor, offset, count, _SYNC_FILE_RANGE_WRITE)
             self._begun = self._size
-
-
-def _begin_to_write_out(descriptor: int, begin: int, length: int) -> None:
-    """Ask the system to write a part of a file to disk; pages stay cached, and `fsync` reports failures."""
-    library = libc()
-    if library is not None:
-        offset, count = ctypes.c_int64(begin), ctypes.c_int64(length)
-        library.sync_file_range(descriptor, offset, count, _SYNC_FILE_RANGE_WRITE)
 
 
 def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:
@@ -206,7 +201,18 @@ class HashedReader(io.RawIOBase):
         if 0 < begin - self._hashed <= _STRIPE:
             self._hash_up_to(min(begin, self._size))
         if len(view) > _STRIPE:
-            self._read_stripes(view, begin)
+            unread, in_memory = deque(range(0, len(view), _STRIPE)), set[int]()
+            read = partial(self._read_and_hash, view, begin, unread, in_memory)
+            is_shared = self._positioned and len(view) >= _LONG
+            if is_shared and self._helper is None:
+                self._helper = self._resources.enter_context(ThreadPoolExecutor(1, "accel-read"))
+            second = self._helper.submit(read) if is_shared and self._helper is not None else None
+            try:
+                read()
+            finally:  # the owner of the memory may free it when this returns
+                unread.clear()
+                if second is not None:
+                    second.result()
         else:
             self._read_at(view, begin)
         self._hash_from(view, begin)
@@ -225,20 +231,6 @@ class HashedReader(io.RawIOBase):
     def close(self) -> None:
         self._resources.close()
         super().close()
-
-    def _read_stripes(self, view: memoryview, begin: int) -> None:
-        unread, in_memory = deque(range(0, len(view), _STRIPE)), set[int]()
-        read = partial(self._read_and_hash, view, begin, unread, in_memory)
-        is_shared = self._positioned and len(view) >= _LONG
-        if is_shared and self._helper is None:
-            self._helper = self._resources.enter_context(ThreadPoolExecutor(1, "accel-read"))
-        second = self._helper.submit(read) if is_shared and self._helper is not None else None
-        try:
-            read()
-        finally:  # the owner of the memory may free it when this returns
-            unread.clear()
-            if second is not None:
-                second.result()
 
     def _read_and_hash(self, view: memoryview, begin: int, unread: deque[int], in_memory: set[int]) -> None:
         """Read stripes until none is left; hash those in memory, unless the other thread is hashing."""

@@ -146,7 +146,12 @@ def _copied(
     source = tensor.untyped_storage()
     key = storage_address(source)
     if tensor.device.type in WITHOUT_STORAGE:
-        return _read_back(tensor, storages.setdefault(key, {}))
+        # Equal views of one tensor share memory again.
+        known = storages.setdefault(key, {})
+        view = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.dtype)
+        if view not in known:
+            known[view] = tensor.detach().cpu()
+        return _like(tensor, known[view].view_as(known[view]))
     target = storages.get(key)
     if target is None:
         target = copy_storage(source) if source.nbytes() else torch.UntypedStorage(0)
@@ -155,14 +160,6 @@ def _copied(
         target, tensor.storage_offset(), tensor.size(), tensor.stride()
     )
     return _like(tensor, result.conj() if tensor.is_conj() else result)
-
-
-def _read_back(tensor: Tensor, known: dict[Any, Tensor]) -> Tensor:
-    """Copy a tensor of a device without storages; equal views of one tensor share memory again."""
-    view = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.dtype)
-    if view not in known:
-        known[view] = tensor.detach().cpu()
-    return _like(tensor, known[view].view_as(known[view]))
 
 
 def _like(tensor: Tensor, result: Tensor) -> Tensor:

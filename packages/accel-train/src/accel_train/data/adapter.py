@@ -355,11 +355,6 @@ class DataLoaderAdapter(TorchLoader):
                 reading.advance(item if type(item) is BatchWithMeta else None)
         return reading
 
-    def _close(self, reading: EpochPass | None) -> None:
-        if reading is not None and self._progress.reading is reading:
-            self._progress.finished = reading.position().torchdata
-            self._progress.reading = None
-
     def _read(self, position: Position | None = None) -> EpochPass:
         """Open a pass of torch's loader: at the epoch's beginning, or at that of torchdata's state."""
         begin: Callable[[Iterator[Any]], EpochPass]
@@ -630,7 +625,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         finally:
             # 3. End the pass, and the epoch unless the loop has chosen another one.
             self.end()
-            self._close(reading)
+            if reading is not None and self._progress.reading is reading:
+                self._progress.finished = reading.position().torchdata
+                self._progress.reading = None
             if self.iteration == epoch:
                 self.iteration = epoch + 1
 

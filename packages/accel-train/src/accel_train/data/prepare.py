@@ -185,7 +185,11 @@ def _order(
         kinds = (RNGType(kind) for kind in rng_types)
         return SharedOrder(rng_types=tuple(kind for kind in kinds if kind is not RNGType.GENERATOR))
     several = shards["num_processes"] > 1
-    _check_samplers(dataloader, several=several, pads=shards["even_batches"] and not _drops_last(dataloader))
+    if several and shards["even_batches"] and not (_drops_last(dataloader) or dataloader.in_order):
+        raise ValueError(
+            "in_order=False with even_batches=True: the completed batch could not be recognised. "
+            "Set even_batches=False (in DataLoaderConfiguration) or leave in_order as it is."
+        )
     return sync_shuffle(
         _indices_of(dataloader),
         batched=dataloader.batch_sampler is not None,
@@ -194,14 +198,6 @@ def _order(
         seedable=seedable,
         seed=seed,
     )
-
-
-def _check_samplers(dataloader: DataLoader[Any], *, several: bool, pads: bool) -> None:
-    if several and pads and not dataloader.in_order:
-        raise ValueError(
-            "in_order=False with even_batches=True: the completed batch could not be recognised. "
-            "Set even_batches=False (in DataLoaderConfiguration) or leave in_order as it is."
-        )
 
 
 def _dispatcher(
