@@ -348,7 +348,7 @@ def test_one_process_drives_a_tpu_machine_where_the_compiler_shards(tmp_path):
     made = plan(file=file, script=str(tmp_path / "train.py"))
     assert made.runner == "xla_spmd"
     assert made.launcher.explain.startswith("one process drives all chips")
-    assert launchers.xla_spmd_command(made).command[1:5] == (
+    assert launchers.command_of_plan(made).command[1:5] == (
         "-m",
         "accel_cli.launch.xla_workers",
         "one",

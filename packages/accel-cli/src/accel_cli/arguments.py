@@ -125,7 +125,10 @@ class Parser(ArgumentParser):
                 line.script = remaining if word == "--" else [word, *remaining]
                 break
             # 1. Look the flag up.
-            name, text = _split_flag(word)
+            name, equals, text = (
+                word.partition("=") if word.startswith("--") else (word[:2], word[2:], word[2:])
+            )
+            text = text if equals else None
             declared = f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name
             action = self._option_string_actions.get(declared)
             if action is not None and action.dest == "help":
@@ -184,14 +187,6 @@ class _Line:
     script: list[str] = field(default_factory=list[str])
     written: dict[str, list[tuple[int, str]]] = field(default_factory=dict[str, list[tuple[int, str]]])
     problems: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-
-
-def _split_flag(word: str) -> tuple[str, str | None]:
-    """Return the flag of a word as written, and the value joined to it."""
-    name, equals, text = word.partition("=")
-    if not name.startswith("--"):
-        return word[:2], word[2:] or None
-    return name, text if equals else None
 
 
 class SettingAction(Action):
@@ -317,9 +312,18 @@ def help_text() -> str:
     }
     for option in OPTIONS:
         if option.flags:
-            sections.setdefault(option.topic, []).append(
-                _format_entry(_spell_flags(option), _describe(option))
+            names = ", ".join((*option.flags, *(name for name, _ in option.flag_aliases)))
+            choices = ""
+            if option.const is None and 0 < len(option.choices) < 5:
+                names += f" {{{','.join(option.choices)}}}"
+            elif option.const is None:
+                names += f" {option.name.upper()}"
+                choices = f" One of {', '.join(option.choices)}." if option.choices else ""
+            default = (
+                f" With --use_{option.section}: {option.launch_default}." if option.launch_default else ""
             )
+            text = f"{option.help}{choices}{default} {option.sources_help}".rstrip()
+            sections.setdefault(option.topic, []).append(_format_entry(names, text))
     body = [line for title, entries in sections.items() for line in ("", f"{title}:", *entries)]
     return "\n".join((USAGE, "", *HELP, *body, ""))
 
@@ -332,22 +336,6 @@ HELP = textwrap.wrap(
     width=100,
 )
 """The description of `accel launch`, in lines."""
-
-
-def _spell_flags(option: Option) -> str:
-    names = ", ".join((*option.flags, *(name for name, _ in option.flag_aliases)))
-    if option.const is not None:
-        return names
-    is_short = 0 < len(option.choices) < 5
-    return f"{names} {{{','.join(option.choices)}}}" if is_short else f"{names} {option.name.upper()}"
-
-
-def _describe(option: Option) -> str:
-    choices = (
-        f" One of {', '.join(option.choices)}." if len(option.choices) > 4 and option.const is None else ""
-    )
-    default = f" With --use_{option.section}: {option.launch_default}." if option.launch_default else ""
-    return f"{option.help}{choices}{default} {option.sources_help}".rstrip()
 
 
 def _format_entry(names: str, text: str) -> str:

@@ -49,7 +49,15 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
     try:
         sourced = parse_file(translation.content, str(path))
     except SettingsError as error:
-        raise SettingsError(*error.problems, *_note_newer_version(path)) from None
+        problems = list(error.problems)
+        text = read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode(errors="replace")
+        written = re.fullmatch(rf"{WRITTEN_BY}(\d+(?:\.\d+)*)\s*", text.partition("\n")[0])
+        if written is not None and not compare_versions("accel-cli", ">=", written[1]):
+            problems.append(
+                f"{path} was written by accel {written[1]}, and this is accel {version('accel-cli')}: "
+                "install that version, or write the file anew with `accel config`."
+            )
+        raise SettingsError(*problems) from None
     advice = f"`accel config update --config_file {path}` rewrites the file"
     notes = [f"{path} is of an older format: {note}" for note in translation.notes]
     return ConfigFile(
@@ -58,16 +66,6 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
         sourced=sourced,
         notes=(*notes, advice) if notes else (),
     )
-
-
-def _note_newer_version(path: Path) -> list[str]:
-    """Return a sentence if a newer version of accel has written a file."""
-    text = read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode(errors="replace")
-    written = re.fullmatch(rf"{WRITTEN_BY}(\d+(?:\.\d+)*)\s*", text.partition("\n")[0])
-    if written is None or compare_versions("accel-cli", ">=", written[1]):
-        return []
-    advice = "install that version, or write the file anew with `accel config`."
-    return [f"{path} was written by accel {written[1]}, and this is accel {version('accel-cli')}: {advice}"]
 
 
 WRITTEN_BY = "# Written by accel "

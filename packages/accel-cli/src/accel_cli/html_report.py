@@ -65,7 +65,14 @@ def timeline(records: Sequence[RankRecord]) -> Figure:
     for record in records:
         figure.add_trace(_calls(record, records[0], colors), row=1, col=1)
         if has_memory:
-            figure.add_trace(_memory(record), row=2, col=1)
+            memory = Scatter(
+                x=[*range(len(record.events))],
+                y=[event.nbytes / _GB for event in record.events],
+                mode="lines+markers",
+                name=f"rank {record.rank}",
+                line={"shape": "hv"},
+            )
+            figure.add_trace(memory, row=2, col=1)
     for kind, color in colors.items():  # The legend comes from traces without points.
         marker = {"color": color, "symbol": "square"}
         figure.add_trace(Scatter(x=[None], y=[None], mode="markers", name=kind, marker=marker))
@@ -100,16 +107,6 @@ def _calls(record: RankRecord, first: RankRecord, colors: Mapping[str, str]) -> 
         text=[f"{event.kind} at {event.where}" for event in record.events],
         hovertemplate="%{text}<extra>%{y}</extra>",
         showlegend=False,
-    )
-
-
-def _memory(record: RankRecord) -> Scatter:
-    return Scatter(
-        x=[*range(len(record.events))],
-        y=[event.nbytes / _GB for event in record.events],
-        mode="lines+markers",
-        name=f"rank {record.rank}",
-        line={"shape": "hv"},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -154,10 +155,8 @@ def suggest_answer(option: Option, host: HostInfo, answers: Answers) -> str:
 
 
 def _suggest_device_type(host: HostInfo, answers: Answers) -> str:
-    has_several = (host.gpus > 1 or host.nodes > 1) and answers(
-        "launch.compute_environment"
-    ) == "LOCAL_MACHINE"
-    return "MULTI_GPU" if has_several else "NO"
+    is_local = answers("launch.compute_environment") == "LOCAL_MACHINE"
+    return "MULTI_GPU" if is_local and (host.gpus > 1 or host.nodes > 1) else "NO"
 
 
 def _suggest_num_processes(host: HostInfo, answers: Answers) -> str:
@@ -171,12 +170,6 @@ def _suggest_precision(host: HostInfo, answers: Answers) -> str:
     if answers("process.use_cpu") or answers("launch.distributed_type") == "MULTI_CPU" or not host.gpus:
         return "bf16" if answers("launch.distributed_type") == "XLA" else "no"
     return "bf16" if host.bf16 else "fp16"
-
-
-def _suggest_shard_size(_: HostInfo, answers: Answers) -> str:
-    return str(
-        max(1, (answers("launch.num_processes") or 1) // (answers("parallelism.dp_replicate_size") or 1))
-    )
 
 
 _SUGGESTIONS: Mapping[str, str | Callable[[HostInfo, Answers], str]] = {
@@ -200,7 +193,9 @@ _SUGGESTIONS: Mapping[str, str | Callable[[HostInfo, Answers], str]] = {
     "deepspeed.zero3_save_16bit_model": "true",
     "hosts.launcher": "pdsh",
     "parallelism.dp_replicate_size": "1",
-    "parallelism.dp_shard_size": _suggest_shard_size,
+    "parallelism.dp_shard_size": lambda _, answers: str(
+        max(1, (answers("launch.num_processes") or 1) // (answers("parallelism.dp_replicate_size") or 1))
+    ),
     "parallelism.tp_size": "1",
     "parallelism.cp_size": "1",
     "parallelism.cp_comm_strategy": "allgather",
@@ -284,6 +279,11 @@ class HostInfo:
 def probe_host(environ: Mapping[str, str]) -> HostInfo:
     """Probe this host without torch."""
     devices = probe_devices(environ)
+    address = None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
+        # No packet is sent; this address is reserved for documentation: RFC 5737.
+        probe.connect(("192.0.2.1", 9))
+        address = str(probe.getsockname()[0])
     nodes = environ.get("SLURM_JOB_NUM_NODES", "")
     return HostInfo(
         gpus=devices.gpus,
@@ -291,20 +291,10 @@ def probe_host(environ: Mapping[str, str]) -> HostInfo:
         # NVIDIA GPUs compute in bfloat16 from compute capability 8 (Ampere); AMD GPUs are assumed to.
         bf16=devices.gpus > 0
         and (shutil.which("nvidia-smi") is None or (devices.capability() or (0, 0)) >= (8, 0)),
-        address=_address(),
+        address=address,
         nodes=int(nodes) if nodes.isdecimal() and int(nodes) > 0 else 1,
         first_node=first_host(environ.get("SLURM_JOB_NODELIST", "")),
     )
-
-
-def _address() -> str | None:
-    """Return the address of the outgoing network interface; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # This address is reserved for documentation: RFC 5737.
-            return str(probe.getsockname()[0])
-        except OSError:
-            return None
 
 
 def ask(question: Question) -> str:
@@ -322,7 +312,7 @@ def ask(question: Question) -> str:
     def go_back(event: KeyPressEvent) -> None:  # pyright: ignore[reportUnusedFunction] - the key calls it
         event.app.exit(exception=PreviousQuestion)
 
-    prompt = _PROMPTS[question.kind](question)
+    prompt = _prompt(question)
     application = prompt.application
     application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), keys])
     answer: object = prompt.unsafe_ask()
@@ -336,32 +326,17 @@ def confirm(message: str, *, default: bool) -> bool:
     return bool(questionary.confirm(message, default=default).unsafe_ask())
 
 
-def _ask_choice(question: Question) -> questionary.Question:
+def _prompt(question: Question) -> questionary.Question:
     import questionary
 
+    if question.kind == "yes or no":
+        return questionary.confirm(question.message, default=question.default == "true")
+    if question.kind == "text":
+        return questionary.text(
+            question.message,
+            default=question.default,
+            validate=lambda text: question.find_problem(text) or True,
+        )
     choices = [questionary.Choice(title, value=value) for value, title in question.choices]
     default = next((choice for choice in choices if choice.value == question.default), None)
     return questionary.select(question.message, choices, default=default)
-
-
-def _ask_yes_or_no(question: Question) -> questionary.Question:
-    import questionary
-
-    return questionary.confirm(question.message, default=question.default == "true")
-
-
-def _ask_text(question: Question) -> questionary.Question:
-    import questionary
-
-    return questionary.text(
-        question.message,
-        default=question.default,
-        validate=lambda text: question.find_problem(text) or True,
-    )
-
-
-_PROMPTS: Mapping[str, Callable[[Question], questionary.Question]] = {
-    "choice": _ask_choice,
-    "yes or no": _ask_yes_or_no,
-    "text": _ask_text,
-}

@@ -53,19 +53,11 @@ def run(name: str) -> int:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        (
-            "usage: accel <command> [options]; accel --version",
-            "",
-            "Start and inspect PyTorch programs on any number of devices.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "`accel <command> --help` tells the options of a command.",
-            "",
-        )
+    lines = "".join(f"  {name:<{width}}  {command.help}\n" for name, command in COMMANDS.items())
+    return (
+        "usage: accel <command> [options]; accel --version\n\n"
+        "Start and inspect PyTorch programs on any number of devices.\n\n"
+        f"commands:\n{lines}\n`accel <command> --help` tells the options of a command.\n"
     )
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, TextIO
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 from accel_state.environ import read
 from accel_state.frozen import frozen
-
-if TYPE_CHECKING:
-    from rich.live import Live
 
 
 @frozen
@@ -36,7 +33,19 @@ def show(*items: Table | str, stream: TextIO | None = None) -> None:
 @contextmanager
 def working(what: str) -> Generator[None]:
     """Show a spinner on a terminal until the block ends; nothing in a file or pipe."""
-    with _spinner(what, sys.stderr) if is_rich(sys.stderr, read()) else nullcontext():
+    if not is_rich(sys.stderr, read()):
+        yield
+        return
+    from rich.console import Console
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
+    console = Console(file=sys.stderr)
+    text = Text(f"{what} …")
+    text.truncate(console.width - len("⠋ "), overflow="ellipsis")
+    # The standard output may be a pipe or a file, and is not redirected.
+    with Live(Spinner("dots", text=text), console=console, transient=True, redirect_stdout=False):
         yield
 
 
@@ -93,20 +102,6 @@ STYLES: Mapping[str, str] = {
     "skipped": "yellow",
 }
 """Colours by the text of a cell."""
-
-
-def _spinner(what: str, stream: TextIO) -> Live:
-    """Return a context that shows a spinner, and removes it at its end."""
-    from rich.console import Console
-    from rich.live import Live
-    from rich.spinner import Spinner
-    from rich.text import Text
-
-    console = Console(file=stream)
-    text = Text(f"{what} …")
-    text.truncate(console.width - len("⠋ "), overflow="ellipsis")
-    # The standard output may be a pipe or a file, and is not redirected.
-    return Live(Spinner("dots", text=text), console=console, transient=True, redirect_stdout=False)
 
 
 def redact(name: str, value: Any) -> Any:

@@ -46,12 +46,10 @@ class AimTracker(GeneralTracker):
 
     @property
     def run_id(self) -> str | None:
-        """The run's hash."""
         return self.writer.hash
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        """Arguments of `aim.Run`."""
         return {"run_hash": run_id, "force_resume": True}
 
     @on_main_process
@@ -114,5 +112,4 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Close the run."""
         self.writer.close()

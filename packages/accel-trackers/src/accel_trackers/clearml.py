@@ -47,7 +47,6 @@ class ClearMLTracker(GeneralTracker):
 
     @property
     def run_id(self) -> str | None:
-        """The task's id."""
         return self.task.id
 
     @classmethod

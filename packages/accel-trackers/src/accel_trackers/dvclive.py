@@ -51,7 +51,6 @@ class DVCLiveTracker(GeneralTracker):
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        """Arguments of `Live`."""
         return {"dir": run_id, "resume": True}
 
     @on_main_process

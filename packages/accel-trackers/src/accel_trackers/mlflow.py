@@ -76,12 +76,10 @@ class MLflowTracker(GeneralTracker):
 
     @property
     def run_id(self) -> str | None:
-        """The run's id."""
         return self.active_run.info.run_id
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        """Arguments of this class."""
         return {"run_id": run_id}
 
     @on_main_process
@@ -177,7 +175,6 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """End the run."""
         active = self._mlflow.active_run()
         if active is not None and active.info.run_id == self.run_id:
             self._mlflow.end_run()

@@ -55,12 +55,10 @@ class ProjectRunTracker(GeneralTracker):
 
     @property
     def run_id(self) -> str | None:
-        """The run's id."""
         return self.run.id
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        """Arguments of the library's function that opens a run."""
         parameter, more = cls.resumes_with
         return {parameter: run_id, **more}
 
@@ -86,7 +84,6 @@ class ProjectRunTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """End the run."""
         self.run.finish()
 
 
@@ -261,18 +258,16 @@ class SwanLabTracker(ProjectRunTracker):
     def _log_numbers(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         for value in values.values():
             if type(value) not in NUMBERS:
-                values = self._with_texts(values)
+                text = self._library.Text
+                values = {
+                    name: text(value) if type(value) is str else value
+                    for name, value in join_keys(values).items()
+                }
                 break
         if kwargs:
             self.run.log(values, step=step, **kwargs)
         else:  # which costs less
             self.run.log(values, step=step)
-
-    def _with_texts(self, values: dict[str, Any]) -> dict[str, Any]:
-        text = self._library.Text
-        return {
-            name: text(value) if type(value) is str else value for name, value in join_keys(values).items()
-        }
 
     @on_main_process
     def flush(self) -> None:

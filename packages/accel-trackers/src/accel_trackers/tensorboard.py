@@ -108,5 +108,4 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Close the writer."""
         self.writer.close()

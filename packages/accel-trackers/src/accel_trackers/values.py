@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accel_state.errors import UnsupportedError
-from accel_state.streams import DeviceStreams, Event, device_streams, tensor_streams
+from accel_state.streams import Event, device_streams, tensor_streams
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,6 @@ def _array(value: Any) -> Any:
     return to_plain(value.tolist())
 
 
-def _class_name(value: type) -> str:
-    return f"{value.__module__}.{value.__qualname__}"
-
-
 _CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (enum.Enum, lambda value: to_plain(value.value)),
     ((NoneType, bool, int, float, str), _built_in),
@@ -85,7 +81,7 @@ _CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     ((list, tuple), lambda value: [to_plain(inner) for inner in value]),
     ((set, frozenset), lambda value: sorted((to_plain(inner) for inner in value), key=str)),
     (ARRAYS, _array),
-    (type, _class_name),
+    (type, lambda value: f"{value.__module__}.{value.__qualname__}"),
 )
 """Kinds of values and how they become plain, the first that fits."""
 
@@ -214,7 +210,7 @@ def warn_skipped(tracker: str, name: str, value: Any) -> None:
     if (tracker, name) in _skipped:
         return
     _skipped.add((tracker, name))
-    what = "None" if value is None else f"a {_class_name(type(value))}"
+    what = "None" if value is None else f"a {to_plain(type(value))}"
     if isinstance(value, ARRAYS):
         what += f" of shape {tuple(value.shape)} and dtype {value.dtype}"
     logger.warning("The tracker %r cannot log %r, which is %s: it is skipped.", tracker, name, what)
@@ -242,7 +238,16 @@ def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.
     if isinstance(value, torch.Tensor):
         value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
     array = np.asarray(value)
-    axes = dataformats or _axes(array.shape)
+    # Without formats: the channels are last if the last axis has as many elements as there are channels.
+    axes = dataformats
+    if axes is None and array.ndim in (3, 4):
+        batch = "N" if array.ndim == 4 else ""
+        if array.shape[-1] in _CHANNELS:
+            axes = f"{batch}HWC"
+        elif array.shape[-3] in _CHANNELS:
+            axes = f"{batch}CHW"
+    elif axes is None and array.ndim == 2:
+        axes = "HW"
     if axes is None or len(axes) != array.ndim or set(axes) - set("NHWC"):
         raise UnsupportedError(
             f"log_images() got {name!r} of shape {array.shape} with dataformats={dataformats!r}: give "
@@ -265,17 +270,6 @@ def named_images(
         images = to_images(name, value, dataformats)
         for number, image in enumerate(images):
             yield name if len(images) == 1 else f"{name}{separator}{number}", image
-
-
-def _axes(shape: tuple[int, ...]) -> str | None:
-    if len(shape) == 2:
-        return "HW"
-    if len(shape) not in (3, 4):
-        return None
-    batch = "N" if len(shape) == 4 else ""
-    if shape[-1] in _CHANNELS:
-        return f"{batch}HWC"
-    return f"{batch}CHW" if shape[-3] in _CHANNELS else None
 
 
 def to_numbers(value: Any) -> np.ndarray[Any, Any]:
@@ -319,29 +313,22 @@ def capture(values: Mapping[str, Any], waiting: Waiting, vectors: list[Any]) -> 
         if type(name) is not str:
             has_other_names = True
         if isinstance(value, Tensor) and tensor_streams(value) is not None:
-            captured[name] = _reserve(value, waiting)
+            tensors = waiting.setdefault(value.device, [])
+            captured[name] = _Index(value.device, len(tensors))
+            tensors.append(value.detach())
             if value.numel() != 1:
                 vectors.append(name)
         elif isinstance(value, ARRAYS):
             captured[name] = number = to_number(value)
             if number is value:
-                captured[name] = _host_copy(value)
+                if not isinstance(value, Tensor):
+                    captured[name] = value.copy()
+                elif not value.is_meta:
+                    captured[name] = value.detach().to("cpu", copy=True)
                 vectors.append(name)
         elif isinstance(value, dict):
             captured[name] = capture(value, waiting, vectors)
     return {str(name): value for name, value in captured.items()} if has_other_names else captured
-
-
-def _host_copy(vector: Any) -> Any:
-    if not isinstance(vector, Tensor):
-        return vector.copy()
-    return vector if vector.is_meta else vector.detach().to("cpu", copy=True)
-
-
-def _reserve(tensor: Tensor, waiting: Waiting) -> _Index:
-    tensors = waiting.setdefault(tensor.device, [])
-    tensors.append(tensor.detach())
-    return _Index(tensor.device, len(tensors) - 1)
 
 
 class PendingValues:
@@ -385,7 +372,11 @@ class HostCopies:
         sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
         *starts, end = accumulate(sizes, initial=0)
         buffer = streams.pinned(end)
-        self._copies = [_copy(streams, buffer, *where) for where in zip(starts, tensors, strict=True)]
+        self._copies: list[Tensor] = []
+        for start, tensor in zip(starts, tensors, strict=True):
+            copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            streams.copy_(copy, tensor)
+            self._copies.append(copy)
         self._event: Event = streams.new_event()
         self._event.record(streams.current_stream())
 
@@ -398,12 +389,6 @@ class HostCopies:
         self._event.synchronize()
         self._tensors = None
         return [copy.item() if copy.numel() == 1 else copy.clone() for copy in self._copies]
-
-
-def _copy(streams: DeviceStreams, buffer: Tensor, start: int, tensor: Tensor) -> Tensor:
-    target = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-    streams.copy_(target, tensor)
-    return target
 
 
 def _fill(values: Mapping[str, Any], read: Mapping[torch.device, list[Any]]) -> dict[str, Any]:

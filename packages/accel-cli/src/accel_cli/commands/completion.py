@@ -144,6 +144,10 @@ class CommandFlags:
 
 def bash(grammar: Grammar) -> str:
     """Return the completion script for bash."""
+
+    def spellings(command: CommandFlags) -> Iterator[str]:
+        return (spelling for flag in command.flags for spelling in flag.names if spelling.startswith("--"))
+
     return _BASH.format(
         commands=" ".join(grammar),
         values="\n".join(
@@ -151,7 +155,7 @@ def bash(grammar: Grammar) -> str:
             for name, flag, spelling in _iter_choices(grammar)
         ),
         flags="\n".join(
-            f'                {name}) words="{" ".join(_long_flags(command))}" ;;'
+            f'                {name}) words="{" ".join(spellings(command))}" ;;'
             for name, command in grammar.items()
         ),
         choices="\n".join(
@@ -210,10 +214,6 @@ def _iter_choices(grammar: Grammar) -> Iterator[tuple[str, Flag, str]]:
         for flag in command.flags:
             if flag.takes_value and flag.choices:
                 yield from ((name, flag, spelling) for spelling in flag.names)
-
-
-def _long_flags(command: CommandFlags) -> Iterator[str]:
-    return (spelling for flag in command.flags for spelling in flag.names if spelling.startswith("--"))
 
 
 def _describe(word: str, help_line: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
@@ -35,10 +35,12 @@ def run(options: Namespace) -> int:
     """Run `accel config`."""
     if options.mixed_precision is not None and options.action != "default":
         raise SettingsError("argument --mixed_precision is only for `accel config default`.")
-    return _ACTIONS[options.action](options)
-
-
-def _ask(options: Namespace) -> int:
+    if options.action == "default":
+        return _write_default(options)
+    if options.action == "update":
+        path, notes = update_config_file(options.config_file)
+        show(*notes[:-1], f"{path} is in the current format.")
+        return 0
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError(
             "`accel config` asks questions, which need a terminal. `accel config default` writes a file "
@@ -109,12 +111,6 @@ def _write_default(options: Namespace) -> int:
     return 0
 
 
-def _write_update(options: Namespace) -> int:
-    path, notes = update_config_file(options.config_file)
-    show(*notes[:-1], f"{path} is in the current format.")
-    return 0
-
-
 def update_config_file(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
     """Rewrite a config file in the current format; return the file, and a note on each change."""
     file = read_config(config_file, read())
@@ -125,13 +121,6 @@ def update_config_file(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
         )
     write(file.path, to_content(merge_layers(file.sourced).settings))
     return file.path, file.notes
-
-
-_ACTIONS: Mapping[str | None, Callable[[Namespace], int]] = {
-    None: _ask,
-    "default": _write_default,
-    "update": _write_update,
-}
 
 
 DEFAULT_CONFIG_FILE = "~/.cache/huggingface/accelerate/default_config.yaml"

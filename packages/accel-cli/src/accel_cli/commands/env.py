@@ -87,7 +87,9 @@ def report(
         "launcher": _value_or_problem(lambda: _launcher(environ)),
         "config file": config_file or str(default_config_file(environ) or "none"),
         "settings": _value_or_problem(lambda: _settings(environ, config_file)),
-        "variables": _variables(environ),
+        "variables": {
+            name: redact(name, value) for name, value in sorted(environ.items()) if name.startswith(_PREFIXES)
+        },
     }
 
 
@@ -157,13 +159,6 @@ def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, 
     }
 
 
-def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that accel, torch and launchers read, without secrets."""
-    return {
-        name: redact(name, value) for name, value in sorted(environ.items()) if name.startswith(_PREFIXES)
-    }
-
-
 def _torch(torch: Any) -> dict[str, Any]:
     return {
         "version": torch.__version__,
@@ -181,18 +176,15 @@ def describe_devices(kinds: Any) -> dict[str, Any]:
     kind = kinds.available_kind()
     count = kind.module.device_count() if hasattr(kind.module, "device_count") else 1
     properties = getattr(kind.module, "get_device_properties", None)
+    devices = [] if properties is None else map(properties, range(count))
     return {
         "kind": kind.name,
         **({} if kind.least_torch is None else {"needs torch": f"{kind.least_torch} or newer"}),
         "count": count,
-        "names": [] if properties is None else [_describe(properties(index)) for index in range(count)],
+        "names": [f"{device.name}, {device.total_memory / 1e9:.1f} GB" for device in devices],
         "driver": next(iter(query_nvidia("driver_version")), None),
         "process group": kind.backend,
     }
-
-
-def _describe(properties: Any) -> str:
-    return f"{properties.name}, {properties.total_memory / 1e9:.1f} GB"
 
 
 IMPORTED_FACTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {

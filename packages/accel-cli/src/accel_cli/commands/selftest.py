@@ -60,32 +60,31 @@ def combine(reports: Sequence[RankReport], names: Sequence[str]) -> tuple[Outcom
         >>> [outcome.state for outcome in combine([report], ["a", "b"])]
         ['passed', 'skipped']
     """
-    return tuple(_combined(name, reports) for name in names)
 
+    def ranks_text(ranks: Sequence[int]) -> str:
+        if len(ranks) == reports[0].world_size:
+            return "every rank" if len(ranks) > 1 else "here"
+        return f"rank {', '.join(map(str, sorted(ranks)))}"
 
-def _combined(name: str, reports: Sequence[RankReport]) -> Outcome:
-    outcomes = {
-        report.rank: outcome for report in reports for outcome in report.outcomes if outcome.name == name
-    }
-    if not outcomes:
-        return Outcome(name=name, state=SKIPPED, detail="not reached")
-    first = outcomes[min(outcomes)]
-    state, detail = first.state, first.detail
-    failed = [rank for rank, outcome in outcomes.items() if outcome.state == FAILED]
-    unfinished = [rank for rank, outcome in outcomes.items() if outcome.state == RUNNING]
-    world_size = reports[0].world_size
-    if failed:
-        state, detail = FAILED, f"{_ranks(failed, world_size)}: {outcomes[min(failed)].detail}"
-    elif unfinished:
-        state, detail = FAILED, f"{_ranks(unfinished, world_size)} did not come to its end"
-    seconds = max(outcome.seconds for outcome in outcomes.values())
-    return Outcome(name=name, state=state, detail=detail, seconds=seconds)
-
-
-def _ranks(ranks: Sequence[int], world_size: int) -> str:
-    if len(ranks) == world_size:
-        return "every rank" if world_size > 1 else "here"
-    return f"rank {', '.join(map(str, sorted(ranks)))}"
+    combined: list[Outcome] = []
+    for name in names:
+        outcomes = {
+            report.rank: outcome for report in reports for outcome in report.outcomes if outcome.name == name
+        }
+        if not outcomes:
+            combined.append(Outcome(name=name, state=SKIPPED, detail="not reached"))
+            continue
+        first = outcomes[min(outcomes)]
+        state, detail = first.state, first.detail
+        failed = [rank for rank, outcome in outcomes.items() if outcome.state == FAILED]
+        unfinished = [rank for rank, outcome in outcomes.items() if outcome.state == RUNNING]
+        if failed:
+            state, detail = FAILED, f"{ranks_text(failed)}: {outcomes[min(failed)].detail}"
+        elif unfinished:
+            state, detail = FAILED, f"{ranks_text(unfinished)} did not come to its end"
+        seconds = max(outcome.seconds for outcome in outcomes.values())
+        combined.append(Outcome(name=name, state=state, detail=detail, seconds=seconds))
+    return tuple(combined)
 
 
 ABOUT: Mapping[str, str] = {
@@ -183,7 +182,17 @@ def run(options: Namespace) -> int:
     if options.html is not None:
         write_html(Path(options.html), outcomes, reports, lines)
     if options.json:
-        show(_as_json(outcomes, reports, lines, seconds))
+        facts = {
+            "processes": [dict(report.facts) for report in reports],
+            "checks": {
+                outcome.name: {"result": outcome.state, "what": outcome.detail, "seconds": outcome.seconds}
+                for outcome in outcomes
+            },
+            "bytes per second": dict(reports[0].speeds),
+            "advice": lines,
+            "seconds": seconds,
+        }
+        show(json.dumps(facts, indent=2))
     else:
         _print_report(failed if options.quiet else outcomes, reports, lines, seconds, quiet=options.quiet)
     if failed or code:
@@ -275,17 +284,3 @@ def _print_report(
         failed = sum(outcome.state == FAILED for outcome in outcomes)
         summary = f"{failed} check(s) failed." if failed else "This machine trains correctly."
         show(f"{summary} ({seconds:.0f} s)")
-
-
-def _as_json(outcomes: Sequence[Outcome], reports: list[RankReport], lines: list[str], seconds: float) -> str:
-    facts: dict[str, Any] = {
-        "processes": [dict(report.facts) for report in reports],
-        "checks": {
-            outcome.name: {"result": outcome.state, "what": outcome.detail, "seconds": outcome.seconds}
-            for outcome in outcomes
-        },
-        "bytes per second": dict(reports[0].speeds),
-        "advice": lines,
-        "seconds": seconds,
-    }
-    return json.dumps(facts, indent=2)

@@ -375,13 +375,16 @@ def main(folder: Path, timeout: timedelta) -> int:
     """
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
     session = Session(accelerator=accelerator, precision=str(accelerator.mixed_precision), folder=folder)
+    accelerators = ""  # Those of this host, used or not.
+    if torch.accelerator.is_available():
+        accelerators = f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
     report = RankReport(
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
         facts={
             "device": str(accelerator.device),
             "device type": accelerator.device.type,
-            "accelerators": _accelerators(),
+            "accelerators": accelerators,
             "threads": torch.get_num_threads(),
             "strategy": str(accelerator.distributed_type.value),
             "mixed precision": session.precision,
@@ -421,13 +424,6 @@ def _run_check(name: str, session: Session) -> tuple[Outcome, bool]:
 def _with(report: RankReport, outcome: Outcome) -> RankReport:
     before = tuple(earlier for earlier in report.outcomes if earlier.name != outcome.name)
     return replace(report, outcomes=(*before, outcome))
-
-
-def _accelerators() -> str:
-    """Return the accelerators of this host, used or not; empty if there are none."""
-    if not torch.accelerator.is_available():
-        return ""
-    return f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
 
 
 def _write(folder: Path, report: RankReport) -> None:

@@ -90,14 +90,10 @@ def count_processes(facts: LaunchFacts) -> int:
         return launch.num_processes
     if facts.machine.hosts and facts.reaches_hosts:
         return sum(facts.machine.hosts.values())
-    return launch.num_machines * _count_devices(facts) if kind.value != "NO" else 1
-
-
-def _count_devices(facts: LaunchFacts) -> int:
-    """Return the default number of processes of this machine: one per device, at least one."""
-    if uses_cpu(facts.merged):
+    if kind.value == "NO":
         return 1
-    return len(facts.settings.launch.device_ids) or max(1, facts.machine.gpus)
+    devices = 1 if uses_cpu(facts.merged) else len(launch.device_ids) or max(1, facts.machine.gpus)
+    return launch.num_machines * devices
 
 
 def _check_device_type(facts: LaunchFacts) -> Iterator[str]:
@@ -107,7 +103,7 @@ def _check_device_type(facts: LaunchFacts) -> Iterator[str]:
 
 
 def _check_devices(facts: LaunchFacts) -> Iterator[str]:
-    launch, kind = facts.settings.launch, facts.source_of("launch.distributed_type")
+    launch, machine, kind = facts.settings.launch, facts.machine, facts.source_of("launch.distributed_type")
     is_started_by_launcher = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
     if uses_cpu(facts.merged) or not facts.is_local or is_started_by_launcher:
         return
@@ -115,18 +111,13 @@ def _check_devices(facts: LaunchFacts) -> Iterator[str]:
         if launch.num_processes is None and not launch.device_ids:
             yield f"{kind.origin} is {kind.value}, whose devices cannot be counted: give --num_processes."
         return
-    if (kind.value == "MULTI_GPU" or launch.device_ids) and not facts.machine.installed:
+    if (kind.value == "MULTI_GPU" or launch.device_ids) and not machine.installed:
         asking = kind if kind.value == "MULTI_GPU" else facts.source_of("launch.gpu_ids")
         yield (
             f"{asking.origin} asks for GPUs, but this machine shows none: see what `nvidia-smi` and "
             "CUDA_VISIBLE_DEVICES say, or run with --cpu."
         )
         return
-    yield from _check_device_count(facts)
-
-
-def _check_device_count(facts: LaunchFacts) -> Iterator[str]:
-    launch, machine = facts.settings.launch, facts.machine
     absent = [id_ for id_ in launch.device_ids if id_.isdecimal() and int(id_) >= machine.installed]
     if absent:
         yield (
@@ -135,8 +126,7 @@ def _check_device_count(facts: LaunchFacts) -> Iterator[str]:
         )
     local = count_processes(facts) // facts.machines
     visible = min(machine.gpus, machine.installed)
-    wants_gpus = visible or facts.source_of("launch.distributed_type").value == "MULTI_GPU"
-    if wants_gpus and not launch.device_ids and local > visible:
+    if (visible or kind.value == "MULTI_GPU") and not launch.device_ids and local > visible:
         yield (
             f"{facts.origin('launch.num_processes')} asks for {local} processes on this "
             f"machine, which shows {visible} GPUs: each needs one of its own; or run with --cpu."
@@ -145,14 +135,8 @@ def _check_device_count(facts: LaunchFacts) -> Iterator[str]:
 
 def _check_process_count(facts: LaunchFacts) -> Iterator[str]:
     number, kind = facts.source_of("launch.num_processes"), facts.source_of("launch.distributed_type")
-    asked = facts.settings.launch.num_processes
-    if (
-        kind.value == "NO"
-        and asked is not None
-        and asked > 1
-        and number.layer >= kind.layer
-        and facts.is_local
-    ):
+    asked = facts.settings.launch.num_processes or 1
+    if kind.value == "NO" and asked > 1 and number.layer >= kind.layer and facts.is_local:
         yield (
             f"{number.origin} asks for {asked} processes and {kind.origin} for one ('NO'): change one of the "
             "two."

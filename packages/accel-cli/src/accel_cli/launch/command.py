@@ -9,7 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import replace
 
 from accel_cli.arguments import LaunchArguments
 from accel_cli.config_file import ConfigFile, read_config
@@ -84,7 +84,7 @@ def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     environ = read()
     # 1. Read all sources, to report the problems of all.
     problems, variables = ErrorCollector(), dict[str, SourcedValue]()
-    file, torchrun = ConfigFile(), TorchrunVariables()
+    file, torchrun = ConfigFile(), dict[str, SourcedValue]()
     with problems:
         variables = parse_environ(environ)
     with problems:
@@ -93,41 +93,31 @@ def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
         torchrun = parse_torchrun(environ)
     problems.raise_if_any()
     # 2. Merge them, in the order of precedence.
-    sources = [line.sourced, variables | torchrun.sourced, parse_slurm(environ), file.sourced]
-    if torchrun.per_node is not None:
-        num_machines = merge_sources(*sources).settings.launch.num_machines
-        num_processes = int(str(torchrun.per_node.value)) * num_machines
-        sources.append({"launch.num_processes": replace(torchrun.per_node, value=num_processes)})
+    per_node = torchrun.pop("launch.num_processes", None)  # The number of nodes may come from elsewhere.
+    sources = [line.sourced, variables | torchrun, parse_slurm(environ), file.sourced]
+    if per_node is not None:
+        num_processes = int(str(per_node.value)) * merge_sources(*sources).settings.launch.num_machines
+        sources.append({"launch.num_processes": replace(per_node, value=num_processes)})
     merged = merge_sources(*sources)
     # 3. Compare them with this host.
     machine = probe_host(merged.settings, environ)
     return make_plan(merged, line.script, line.script_arguments, environ, machine), file.notes
 
 
-@frozen
-class TorchrunVariables:
-    """The settings in the variables of `torch.distributed.run`.
-
-    Args:
-        sourced: The settings by path.
-        per_node: The number of processes per node; the world size also depends on the number of nodes.
-    """
-
-    sourced: dict[str, SourcedValue] = field(default_factory=dict[str, SourcedValue])
-    per_node: SourcedValue | None = None
-
-
-def parse_torchrun(environ: Mapping[str, str]) -> TorchrunVariables:
-    """Read nodes, processes and rendezvous from the variables of `torch.distributed.run`, `PET_*`.
+def parse_torchrun(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
+    """Read nodes, processes of a node and rendezvous from the variables of `torch.distributed.run`, `PET_*`.
 
     Kubernetes operators such as Kubeflow's start every node of a job with them.
+
+    Returns:
+        The settings by path; `launch.num_processes` is the number of processes of a node.
 
     Raises:
         SettingsError: Variables cannot be read; the message names all.
 
     Example:
         >>> job = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "node-0:29400"}
-        >>> list(parse_torchrun(job).sourced)[2:]
+        >>> list(parse_torchrun(job))[2:]
         ['launch.main_process_ip', 'launch.main_process_port']
     """
     least, _, most = environ.get("PET_NNODES", "").rpartition(":")
@@ -154,8 +144,7 @@ def parse_torchrun(environ: Mapping[str, str]) -> TorchrunVariables:
             if value is not None:
                 values[path] = value
     problems.raise_if_any()
-    per_node = values.pop("launch.num_processes", None)
-    return TorchrunVariables(sourced=values, per_node=per_node)
+    return values
 
 
 _PER_DEVICE = ("auto", "cpu", "gpu", "xpu")
@@ -210,20 +199,16 @@ def probe_host(settings: Settings, environ: Mapping[str, str]) -> HostDevices:
     if settings.deepspeed is not None and hosts.hostfile:
         machine = replace(machine, hosts=read_hosts(hosts.hostfile, hosts.inclusion, hosts.exclusion))
     if settings.mpi.hostfile is not None:
-        machine = replace(machine, mpirun=_mpirun_version(environ))
+        mpirun, output = shutil.which("mpirun", path=environ.get("PATH")), None
+        if mpirun is not None:
+            done = subprocess.run(
+                [mpirun, "--version"], capture_output=True, text=True, check=False, env=dict(environ)
+            )
+            output = done.stdout + done.stderr
+        machine = replace(machine, mpirun=output)
     if settings.tpu.command_file is not None and settings.tpu.use_cluster:
         machine = replace(machine, commands=tuple(read_commands(settings.tpu.command_file, "command_file")))
     return machine
-
-
-def _mpirun_version(environ: Mapping[str, str]) -> str | None:
-    mpirun = shutil.which("mpirun", path=environ.get("PATH"))
-    if mpirun is None:
-        return None
-    completed = subprocess.run(
-        [mpirun, "--version"], capture_output=True, text=True, check=False, env=dict(environ)
-    )
-    return completed.stdout + completed.stderr
 
 
 def make_plan(
@@ -306,11 +291,18 @@ def explain(
     plan: LaunchPlan, command: Command, environ: Mapping[str, str], notes: Sequence[str] = ()
 ) -> list[Table | str]:
     """Return tables and lines that show what a plan runs, and the source of each setting."""
+    after = command.environ
+    differences = [
+        f"{name}={shown if (shown := redact(name, value)) != value else shlex.quote(value)}"
+        for name, value in after.items()
+        if environ.get(name) != value
+    ]
+    differences += [f"unset {name}" for name in environ if name not in after]
     return [
         Table(head=("setting", "value", "comes from"), rows=tuple(_settings_table(plan))),
         f"\nway: {plan.launcher.explain}",
         f"\ncommand:\n  {shlex.join(command.command)}",
-        "\n  ".join(["\nenvironment, as far as it differs:", *_differences(environ, command.environ)]),
+        "\n  ".join(["\nenvironment, as far as it differs:", *(differences or ["(nothing)"])]),
         *(f"\nnote: {note}" for note in notes),
     ]
 
@@ -332,15 +324,6 @@ def _settings_table(plan: LaunchPlan) -> list[tuple[str, str, str]]:
                 origin = f"{source.origin}; not used: no {TITLES[option.section]}"
                 rows.append((option.path, as_text(source.value), origin))
     return rows
-
-
-def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    changed = [
-        f"{name}={shown if (shown := redact(name, value)) != value else shlex.quote(value)}"
-        for name, value in after.items()
-        if before.get(name) != value
-    ]
-    return [*changed, *(f"unset {name}" for name in before if name not in after)] or ["(nothing)"]
 
 
 def become(command: Command) -> int:

@@ -25,7 +25,6 @@ from accel_cli.launch.launchers import WORKER
 from accel_cli.main import ERROR
 from accel_state.torch_private import set_terminate_handler
 from accel_train.worker_errors import (
-    WorkerErrors,
     error_of_failure,
     format_all_errors,
     format_errors,
@@ -100,16 +99,12 @@ def _report_failure(error: Any, *, quiet: bool) -> int:
     end_descendants([failure.pid for failure in error.failures.values()])
     if not quiet:
         _write(format_errors(errors, first))
-    return _exit_code(codes[first], errors[first])
-
-
-def _exit_code(code: int, errors: WorkerErrors) -> int:
-    """Return the exit code as a shell reports it; Python has negative ones for signals."""
-    if code >= 0:
-        return code
-    if errors.trace:  # Its error had decided the exit code before the signal came.
-        return _SIGNAL_CODE + signal.SIGINT if errors.interrupted else 1
-    return _SIGNAL_CODE - code
+    code = codes[first]
+    if code < 0:  # A signal: Python has negative codes for them.
+        if errors[first].trace:  # Its error had decided the exit code before the signal came.
+            return _SIGNAL_CODE + signal.SIGINT if errors[first].interrupted else 1
+        return _SIGNAL_CODE - code
+    return code
 
 
 _SIGNAL_CODE = 128

@@ -81,14 +81,12 @@ def count_gpus(environ: Mapping[str, str], installed: int) -> int:
         >>> count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}, 8), count_gpus({}, 8)
         (2, 8)
     """
-    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-    return min([installed, *(_count_visible(environ[name]) for name in names if name in environ)])
-
-
-def _count_visible(text: str) -> int:
-    """Count the devices of a list up to the first entry that is no device, as the driver does."""
-    entries = map(str.strip, text.split(","))
-    return len([*takewhile(lambda entry: entry and not entry.startswith("-"), entries)])
+    counts = [installed]
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if name in environ:  # The driver reads a list up to the first entry that is no device.
+            entries = map(str.strip, environ[name].split(","))
+            counts.append(len([*takewhile(lambda entry: entry and not entry.startswith("-"), entries)]))
+    return min(counts)
 
 
 def count_nvidia_gpus(root: Path = Path("/")) -> int:
@@ -159,23 +157,13 @@ def parse_hosts(lines: Sequence[str], source: str) -> dict[str, int]:
             raise SettingsError(
                 f"line {number} of hostfile {source!r} is {line.strip()[:100]!r}: {expected}."
             )
-        # Compared as text first: Python refuses to read numbers of thousands of digits.
-        if len(match["slots"].lstrip("0")) > 5 or int(match["slots"]) > _MAX_SLOTS:
-            raise SettingsError(
-                f"line {number} of hostfile {source!r} is {line.strip()[:60]!r}: expected at most "
-                f"{_MAX_SLOTS} slots."
-            )
         slots[match["host"]] = int(match["slots"])
     if not slots:
         raise SettingsError(f"hostfile {source!r} names no machine.")
     return slots
 
 
-_LINE = re.compile(r"(?P<host>[^\s:=]+)\s+slots\s*=\s*(?P<slots>\d+)\s*")
-
-
-_MAX_SLOTS = 1 << 16
-"""More slots than any machine has; filters name them individually."""
+_LINE = re.compile(r"(?P<host>[^\s:=]+)\s+slots\s*=\s*(?P<slots>\d{1,4})\s*")
 
 
 def filter_hosts(

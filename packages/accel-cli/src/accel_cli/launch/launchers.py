@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -260,11 +261,6 @@ def xla_command(plan: LaunchPlan, processes: str = PER_CHIP) -> Command:
     return Command(command=(*line, *plan.script_arguments), environ=plan.environ)
 
 
-def xla_spmd_command(plan: LaunchPlan) -> Command:
-    """Return `accel_cli.launch.xla_workers` as the program, in a single process for all chips."""
-    return xla_command(plan, PER_HOST)
-
-
 def mpi_command(plan: LaunchPlan) -> Command:
     """Return `mpirun` with its arguments as the program."""
     mpirun = shutil.which("mpirun", path=plan.environ.get("PATH"))
@@ -363,6 +359,11 @@ def deepspeed_arguments(plan: LaunchPlan, port: int) -> list[str]:
     exported = [name for name in plan.environ if name in BY_VARIABLE or name == "OMP_NUM_THREADS"]
     exported += deepspeed_rendezvous(plan, port)
     by_hand = (hosts.launcher or "pdsh") == "nossh"
+    worker = ["--module", WORKER, *worker_line(plan, aloud=True)]
+    if launch.no_python:
+        worker = ["--no_python", plan.script, *plan.script_arguments]
+    elif hosts.launcher == "slurm":  # DeepSpeed starts no modules with srun.
+        worker = [*(["--module"] if launch.module else []), plan.script, *plan.script_arguments]
     return [
         f"--export={','.join(exported)}",
         "--no_local_rank",
@@ -377,7 +378,7 @@ def deepspeed_arguments(plan: LaunchPlan, port: int) -> list[str]:
         *(["--exclude", hosts.exclusion] if hosts.exclusion else []),
         *(["--master_addr", launch.main_process_ip] if launch.main_process_ip else []),
         *("--master_port", str(port)),
-        *_deepspeed_worker(plan),
+        *worker,
     ]
 
 
@@ -387,16 +388,6 @@ def deepspeed_rendezvous(plan: LaunchPlan, port: int) -> dict[str, str]:
         return {}
     first = next(iter(plan.machine.hosts or {}), "")
     return {"MASTER_ADDR": plan.launch.main_process_ip or first, "MASTER_PORT": str(port)}
-
-
-def _deepspeed_worker(plan: LaunchPlan) -> list[str]:
-    """Return the command line of each process that DeepSpeed's launcher starts."""
-    if plan.launch.no_python:
-        return ["--no_python", plan.script, *plan.script_arguments]
-    if plan.merged.settings.hosts.launcher == "slurm":  # DeepSpeed starts no modules with srun.
-        module = ["--module"] if plan.launch.module else []
-        return [*module, plan.script, *plan.script_arguments]
-    return ["--module", WORKER, *worker_line(plan, aloud=True)]
 
 
 def pod_command(plan: LaunchPlan) -> Command:
@@ -506,7 +497,7 @@ BUILT_IN: Mapping[str, Launcher] = {
         Launcher(
             name="xla_spmd",
             applies=lambda facts, _: facts.settings.is_sharded_on_xla,
-            job=xla_spmd_command,
+            job=partial(xla_command, processes=PER_HOST),
             explain="one process drives all chips of this machine, over which the compiler shards",
             environ=_xla_formats_of,
         ),

@@ -14,7 +14,6 @@ from accel_cli.commands.check.record import (
     File,
     RankRecord,
     RankTask,
-    SelectedStrategy,
     data_problems,
     differences,
     ranks_to_check,
@@ -159,9 +158,11 @@ def estimate_of(record: RankRecord, world: int) -> Estimate:
     """Return the memory of a rank: as tracked, or an estimate if its strategy's code did not run."""
     selected = record.strategy
     if record.parts:
+        axes = " x ".join(f"{name} {size}" for name, size in selected.axes.items() if size > 1)
+        title = f"{selected.name}: {axes}" if axes else selected.name
         shown = {"working": record.parts["working"]} if selected.offloaded else record.parts
         host = sum(record.parts.values()) - sum(shown.values())
-        return Estimate(strategy=_title(selected), parts=shown, host=host + record.host)
+        return Estimate(strategy=title, parts=shown, host=host + record.host)
     assert record.sizes is not None  # noqa: S101 - the caller checks
     width = 4 if selected.precision == "no" else 2
     setup = TrainingSetup(
@@ -177,12 +178,6 @@ def estimate_of(record: RankRecord, world: int) -> Estimate:
     )
     estimated = estimate(selected.counted_as or "DDP", setup)
     return replace(estimated, host=estimated.host + record.host)
-
-
-def _title(selected: SelectedStrategy) -> str:
-    """Return the title of the strategy, with the axes of several ranks."""
-    axes = " x ".join(f"{name} {size}" for name, size in selected.axes.items() if size > 1)
-    return f"{selected.name}: {axes}" if axes else selected.name
 
 
 _FP8 = "FP8 with {}: matrices are multiplied in 8 bits; what is stored takes the memory of bf16."
@@ -296,6 +291,12 @@ def _checkpoints(findings: Findings) -> list[str]:
 
 
 def _as_json(findings: Findings, merged: Merged) -> str:
+    def memory_of(needed: Estimate | None) -> dict[str, Any]:
+        if needed is None:
+            return {"memory": None}
+        about = {"parts": dict(needed.parts), "host memory": needed.host}
+        return {"strategy": needed.strategy, "memory": needed.device, **about}
+
     facts: dict[str, Any] = {
         "settings": {
             path: {"value": redact(path, str(setting.value)), "origin": setting.origin}
@@ -307,7 +308,7 @@ def _as_json(findings: Findings, merged: Merged) -> str:
                 **({"fp8": record.fp8} if record.fp8 else {}),
                 "collectives": [f"{event.kind} at {event.where}" for event in record.events],
                 "files": {file.name: file.nbytes for file in record.files},
-                **_memory_of(findings, record),
+                **memory_of(findings.estimates.get(record.rank)),
             }
             for record in findings.records
         },
@@ -315,15 +316,3 @@ def _as_json(findings: Findings, merged: Merged) -> str:
         "problems": list(findings.problems),
     }
     return json.dumps(facts, indent=2)
-
-
-def _memory_of(findings: Findings, record: RankRecord) -> dict[str, Any]:
-    needed = findings.estimates.get(record.rank)
-    if needed is None:
-        return {"memory": None}
-    return {
-        "strategy": needed.strategy,
-        "memory": needed.device,
-        "parts": dict(needed.parts),
-        "host memory": needed.host,
-    }

@@ -47,7 +47,7 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     _patch_moves(recorder)
     _patch_conversions()
     _patch_sharding(recorder)
-    _patch_optimizers()
+    let_foreach_run_on("cpu", FakeTensor)  # Optimizers use it on accelerators.
     _patch_communication(recorder, task)
     _patch_recipes(recorder)
     _patch_storage(recorder)
@@ -199,11 +199,6 @@ class Chunks:
         return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
 
 
-def _patch_optimizers() -> None:
-    """Let optimizers use their foreach implementation, as on accelerators."""
-    let_foreach_run_on("cpu", FakeTensor)
-
-
 def _patch_communication(recorder: CollectiveRecorder, task: RankTask) -> None:
     """Patch the collectives, and the operations of `accel_ops` that use them."""
     collectives = SingleRankCollectives(recorder, task.rank, task.world)
@@ -225,39 +220,36 @@ class SingleRankCollectives:
     chunk_bytes: int = 0
 
     def exchange_chunks(self, chunk: Tensor) -> Tensor:
-        self._record("all_gather")
+        self.recorder.record("all_gather")
         return chunk.expand(self.world_size, -1)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         del out, tensor
-        self._record("all_gather")
+        self.recorder.record("all_gather")
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         del tensor, src
-        self._record("broadcast")
+        self.recorder.record("broadcast")
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
         del out, parts, src
-        self._record("scatter")
+        self.recorder.record("scatter")
         return lambda: None
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
         del tensor, op
-        self._record("all_reduce")
+        self.recorder.record("all_reduce")
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        self._record("all_gather_object")
+        self.recorder.record("all_gather_object")
         return [obj] * self.world_size
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
         del objects, src
-        self._record("broadcast_object_list")
+        self.recorder.record("broadcast_object_list")
 
     def barrier(self) -> None:
-        self._record("wait_for_everyone")
-
-    def _record(self, kind: str) -> None:
-        self.recorder.record(kind)
+        self.recorder.record("wait_for_everyone")
 
 
 def fake_operations(recorder: CollectiveRecorder, world_size: int) -> dict[str, Callable[..., Any]]:
@@ -304,9 +296,7 @@ def _patch_recipes(recorder: CollectiveRecorder) -> None:
     choose: Any = pkgutil.resolve_name("accel_plugins.fp8.build.choose_backend")
 
     def choose_backend(named: str | None, device: Any, **options: Any) -> Any:
-        if (
-            named == "MSAMP"
-        ):  # It is refused where it is not installed, and not because the check is on the CPU.
+        if named == "MSAMP":  # It is refused where it is not installed, not because the check is on the CPU.
             device = Fp8Device(type="cuda")
         backend = BY_NAME[named] if named == "TE" else choose(named, device, **options)
         recorder.fp8 = backend.title
@@ -347,6 +337,7 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
     """Patch what reads and writes checkpoints and weights: files are recorded instead."""
     saving: Any = import_module("accel_train.checkpoint.save")
 
+    # 1. Make the fakes of checkpoints, weights and objects.
     def save(run: Any, output_dir: Any, *, safe: bool, blocking: bool, to_disk: bool) -> _CompleteSave:
         del blocking, to_disk
         recorder.record("save_state")
@@ -388,6 +379,7 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
             state = options.get("state_dict", args[1] if len(args) > 1 else None)
             write_weights([self.state_dict() if state is None else state], save_directory)
 
+    # 2. Put them in place of the real functions.
     saving.save = save
     if "transformers.modeling_utils" in sys.modules:
         _set("transformers.modeling_utils.PreTrainedModel", save_pretrained=save_pretrained)
@@ -418,6 +410,7 @@ def _patch_loaders(recorder: CollectiveRecorder, batches: int) -> None:
     preparing: Any = import_module("accel_train.data.prepare")
     real_pass, real_iter = adapter.PreparedLoader._pass, DataLoader.__iter__
 
+    # 1. Loaders that are iterated yield their first batches.
     def iter_first(make: Callable[[], Iterator[Any]], loader: Any) -> Iterator[Any]:
         """Yield the first batches as fake tensors, read outside of fake mode; mark the last one."""
         vars(loader).update(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
@@ -451,6 +444,7 @@ def _patch_loaders(recorder: CollectiveRecorder, batches: int) -> None:
     setattr(DataLoader, "__iter__", iterate)  # noqa: B010 - its declared type is another
     real_prepare = preparing.prepare_data_loader
 
+    # 2. Loaders are prepared outside of fake mode, and recorded.
     def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
         with recorder.on_real_tensors():
             loader = real_prepare(*args, **{**kwargs, "dispatch_batches": False})

@@ -257,7 +257,9 @@ def run_ranks(tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeou
         with ThreadPoolExecutor(at_once) as pool:
             reasons = pool.map(lambda group: _run(group, variables, timeout=timeout, at_once=at_once), groups)
             return [
-                _read_record(task, reason)
+                pickle.loads(path.read_bytes())  # noqa: S301 - our worker wrote it
+                if (path := Path(task.output)).is_file()
+                else RankRecord(rank=task.rank, stopped=reason)
                 for group, reason in zip(groups, reasons, strict=True)
                 for task in group
             ]
@@ -281,13 +283,6 @@ def _run(tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeout: in
     except subprocess.TimeoutExpired:
         return timeout_reason(timeout)
     return exit_reason(done.returncode, done.stderr)
-
-
-def _read_record(task: RankTask, reason: str) -> RankRecord:
-    path = Path(task.output)
-    if not path.is_file():
-        return RankRecord(rank=task.rank, stopped=reason)
-    return pickle.loads(path.read_bytes())  # noqa: S301 - our worker wrote it
 
 
 def timeout_reason(timeout: int) -> str:

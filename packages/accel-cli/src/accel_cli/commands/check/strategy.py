@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from accel_cli.commands.check.record import SelectedStrategy
-from accel_cli.commands.estimate.memory import ADAM, MASTER, Buckets
+from accel_cli.commands.estimate.memory import ADAM, MASTER, MEGATRON, Buckets
 from accel_cli.commands.estimate.trace import storage_key
 from accel_ops.tree import local_part
 from accel_plugins.ddp import DistributedDataParallelKwargs
@@ -262,17 +262,12 @@ _OFFLOADED = {
 """The end of the name of the estimate, by whether the optimizer and the weights are offloaded."""
 
 
-def _as_megatron(handlers: Mapping[type, Any]) -> str:
-    sharded = _megatron_plugin(handlers).use_distributed_optimizer
-    return "Megatron, distributed optimizer" if sharded else "Megatron"
-
-
 _COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {
     "single": lambda _: "one device",
     "ddp": _as_ddp,
     "fsdp1": _as_fsdp,
     "deepspeed": _as_zero,
-    "megatron": _as_megatron,
+    "megatron": lambda handlers: MEGATRON[bool(_megatron_plugin(handlers).use_distributed_optimizer)],
 }
 """The strategy whose estimate counts, by the name of the strategy; others are estimated as DDP."""
 

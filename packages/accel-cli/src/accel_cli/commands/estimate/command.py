@@ -56,7 +56,10 @@ def run(options: Namespace) -> int:
         weights = {dtype: weights_in(model, dtype) for dtype in dict.fromkeys(options.dtypes)}
         setup, checkpointed = _training_setups(model, options)
         shown = checkpointed if options.gradient_checkpointing else setup
-        estimates = [estimate(name, shown) for name in _strategies_to_show(setup)]
+        names = tuple(STRATEGIES)[1:]
+        if setup.devices == 1:
+            names = ("one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
+        estimates = [estimate(name, shown) for name in names + (MEGATRON if setup.on_rank else ())]
         suggestion = placement = None
         if memory is not None:
             per_machine = options.devices_per_machine
@@ -80,13 +83,6 @@ def run(options: Namespace) -> int:
     if not options.quiet:
         show("", *_notes(options))
     return 0
-
-
-def _strategies_to_show(setup: TrainingSetup) -> tuple[str, ...]:
-    names = tuple(STRATEGIES)[1:]
-    if setup.devices == 1:
-        names = ("one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
-    return names + (MEGATRON if setup.on_rank else ())
 
 
 def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetup, TrainingSetup]:
@@ -215,18 +211,19 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
 
 
 def _weights_table(name: str, weights: dict[str, Weights], setup: TrainingSetup) -> Table:
+    trainable = setup.sizes.trainable
+    untrained = MASTER * (setup.sizes.parameters - trainable)
     rows = tuple(
         (
             dtype,
             convert_bytes(sizes.largest),
             convert_bytes(sizes.total),
-            convert_bytes(_with_adam(dtype, setup)) if _TRAINED_BYTES[dtype] else "-",
+            convert_bytes(_TRAINED_BYTES[dtype] * trainable + untrained) if _TRAINED_BYTES[dtype] else "-",
         )
         for dtype, sizes in weights.items()
     )
-    elements = f"{setup.sizes.parameters:,} parameters"
     return Table(
-        title=f"{name}: {elements}",
+        title=f"{name}: {setup.sizes.parameters:,} parameters",
         head=("dtype", "largest layer", "total size", "training with Adam"),
         rows=rows,
     )
@@ -235,12 +232,6 @@ def _weights_table(name: str, weights: dict[str, Weights], setup: TrainingSetup)
 _TRAINED_BYTES = {"float32": 16, "float16": 18, "int8": 0, "int4": 0}
 """Bytes of an element in training: weights, gradients and Adam's moments. Under mixed precision weights and
 gradients are float32, too, and there is a copy in half precision."""
-
-
-def _with_adam(dtype: str, setup: TrainingSetup) -> int:
-    return _TRAINED_BYTES[dtype] * setup.sizes.trainable + 4 * (
-        setup.sizes.parameters - setup.sizes.trainable
-    )
 
 
 def _training_table(

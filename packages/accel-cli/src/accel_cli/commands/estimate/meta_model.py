@@ -57,7 +57,11 @@ def _from_path(path: Path, library: str | None, trust: bool, name: str | None = 
     config = path / CONFIG if path.is_dir() else path
     if config.suffix == ".json" and config.is_file() and not config.name.endswith(".index.json"):
         content = _read_config(config)
-        kind = library or _library_of(content)
+        kind = library
+        if kind is None and ("model_type" in content or "auto_map" in content):
+            kind = "transformers"
+        elif kind is None and ("pretrained_cfg" in content or "num_features" in content):
+            kind = "timm"
         if kind is not None:
             return _BUILDERS[kind](name or str(path), config, content, trust)
     if name is None and _has_weights(path):
@@ -114,12 +118,6 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise SettingsError(f"configuration {str(path)!r} is not a JSON object.")
     return content
-
-
-def _library_of(content: Mapping[str, Any]) -> str | None:
-    if "model_type" in content or "auto_map" in content:
-        return "transformers"
-    return "timm" if "pretrained_cfg" in content or "num_features" in content else None
 
 
 def _config_on_hub(name: str) -> Path:
@@ -181,19 +179,15 @@ def _transformers(name: str, config: Path, content: Mapping[str, Any], trust: bo
     try:
         made = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust)
         with init_empty_weights():
-            model = _class_of(transformers, made, trust)(made)
+            named = next((getattr(transformers, name, None) for name in made.architectures or ()), None)
+            model = (
+                named(made) if named else transformers.AutoModel.from_config(made, trust_remote_code=trust)
+            )
     except (*_UNFIT, ImportError, OSError) as error:
         # Constructors raise all of these for a configuration that they do not support.
         raise SettingsError(f"model {name!r}: transformers refuses its configuration: {error}") from None
     model.tie_weights()
     return model
-
-
-def _class_of(transformers: Any, config: Any, trust: bool) -> Callable[[Any], Any]:
-    named = [getattr(transformers, name, None) for name in config.architectures or ()]
-    if named and named[0] is not None:
-        return named[0]
-    return lambda config: transformers.AutoModel.from_config(config, trust_remote_code=trust)
 
 
 def _timm(name: str, config: Path | None = None, content: Any = None, trust: bool = False) -> nn.Module:
