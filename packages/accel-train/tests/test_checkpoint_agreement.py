@@ -6,11 +6,12 @@ import time
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store
 
+from accel_state import hang_monitor
 from accel_state.errors import DistributedOperationException
 from accel_state.hang_monitor import HangMonitor
 from accel_state.rank_status import RankStatus
 from accel_train.checkpoint import agreement
-from accel_train.checkpoint.agreement import StoreAllGather, StragglerMonitor
+from accel_train.checkpoint.agreement import AbsentRankError, StoreAllGather, StragglerMonitor
 
 
 def all_gather(store, rank, world_size, monitor=None):
@@ -138,3 +139,37 @@ def test_what_rank_0_finds_out_is_heard_by_all_who_wait(monkeypatch) -> None:
     first, second, _ = on_all(3, body)
     assert "rank 2 gives no sign of life" in str(first)
     assert str(second) == str(first)
+
+
+def test_on_a_device_a_rank_that_does_not_move_after_a_later_collective_is_elsewhere(monkeypatch) -> None:
+    monitor = monitor_of(HashStore(), 1, 2, inside=False, collective=4)
+    lookout = StragglerMonitor("save", monitor, rank=1, world_size=2, compare_locations=True)
+    monkeypatch.setattr(agreement, "STUCK_ASYNC_S", 0.01)
+    lookout.poll([0])
+    time.sleep(0.02)
+    lookout.poll([0])  # on the CPU it may compute for long
+    monitor.asynchronous = True
+    lookout.poll([0])
+    time.sleep(0.02)
+    with pytest.raises(AbsentRankError, match="rank 0 waits elsewhere"):
+        lookout.poll([0])
+
+
+def test_a_call_on_rank_0_alone_is_undone_and_noticed_at_once_the_next_time(monkeypatch) -> None:
+    monkeypatch.setattr(agreement, "POLL_S", 0.0)
+    monkeypatch.setattr(agreement, "STUCK_S", 0.3)
+    store = HashStore()
+    monitor = HangMonitor(store, rank=0, world_size=2, limit=100.0)
+    status = RankStatus(rank=1, heartbeat=1, location="b.py:7", source="g()", inside=True, collective=1)
+    monitor._store.set("1", status.to_text())
+    monkeypatch.setattr(hang_monitor, "_active", monitor)
+    gather = StoreAllGather(store, rank=0, world_size=2, channel="test", in_main_thread=True)
+    waited = []
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(AbsentRankError):
+            gather.exchange("save", "x")
+        waited.append(time.monotonic() - began)
+        assert (monitor.count, len(monitor.ring)) == (0, 0)
+        assert not store.check(["accel/checkpoint/test/1/0"])
+    assert waited[1] < 0.3 <= waited[0]

@@ -144,7 +144,7 @@ class HangMonitor:
         self._rank = rank
         self._world_size = world_size
         self._limit = limit
-        self._asynchronous = asynchronous
+        self.asynchronous = asynchronous
         self._heartbeat = 0
         self._stalled: tuple[Any, float] = (None, 0.0)
         self._warns: bool | None = None
@@ -152,6 +152,11 @@ class HangMonitor:
         self._warn_after = self._first_warning = min(WARN_AFTER_S, limit / 2)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accel-hang-monitor", daemon=True)
+
+    def uncount(self) -> None:
+        """Undo the count of the last collective, which no other rank has joined."""
+        self.ring.pop()
+        self.count -= 1
 
     def start(self) -> None:
         """Start to post heartbeats."""
@@ -262,7 +267,7 @@ class HangMonitor:
     def _warn(self) -> None:
         """Log all statuses while this rank makes no progress, less and less often, and before the limit."""
         slot, now = self.slot, time.monotonic()
-        current = (self.count, main_thread_site()) if slot is None and self._asynchronous else slot
+        current = (self.count, main_thread_site()) if slot is None and self.asynchronous else slot
         if current is None or current != self._stalled[0]:
             if self._warns and self._claim is not None:
                 self._store.delete_key(self._claim)

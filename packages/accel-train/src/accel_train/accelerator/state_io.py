@@ -59,7 +59,8 @@ class StateIoFacet(Facet):
         """Save models, optimizers, schedulers, positions of data loaders, random numbers, registered objects.
 
         The checkpoint is written to a staging folder, and committed when every rank has written its files: it
-        is complete or absent. Call it on every rank.
+        is complete or absent. Call it on every rank. Where nothing is sharded, rank 0 alone saves what it
+        has, with a warning, once it knows that the other ranks are elsewhere.
 
         Args:
             output_dir: The folder. Files of a checkpoint that is there already are replaced, all at once;
@@ -79,7 +80,8 @@ class StateIoFacet(Facet):
         Raises:
             SettingsError: There is no folder to save to, or the numbered one is there already.
             CheckpointWriteError: A process could not write, as on a full disk. Older checkpoints stay.
-            DistributedOperationException: It was not called on every process, or not with the same arguments.
+            DistributedOperationException: It was not called on every process, unless rank 0 may save alone;
+                or not with the same arguments.
             TypeError: An unknown argument was given.
 
         Example:

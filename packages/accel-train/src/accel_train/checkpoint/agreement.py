@@ -52,10 +52,16 @@ def make_all_gather(runtime: Runtime, channel: str, *, in_main_thread: bool) -> 
 class SingleProcess:
     """The all-gather of a run with one process."""
 
+    world_size = 1
+
     def exchange(self, operation: str, value: Any, *, last: bool = False) -> list[Any]:
         """Return the value alone."""
         del operation, last
         return [value]
+
+
+class AbsentRankError(DistributedOperationException):
+    """A rank does something else, or has ended: it will not join."""
 
 
 MIN_PAUSE_S = 0.001  # between two polls of the store, at first
@@ -90,8 +96,9 @@ class StoreAllGather:
         self._in_main_thread = in_main_thread
         self._store = PrefixStore(f"accel/checkpoint/{channel}", store)
         self._rank = rank
-        self._world_size = world_size
+        self.world_size = world_size
         self._monitor = monitor
+        self._was_alone = False
         # The store keeps the count: a second Accelerator of the process continues it.
         self._round = self._store.add(f"rounds/{rank}", 0)
 
@@ -104,7 +111,9 @@ class StoreAllGather:
             last: Whether nothing is exchanged afterwards, so that the process that keeps the store may end.
 
         Raises:
-            DistributedOperationException: A rank is in another collective, or has ended or died.
+            AbsentRankError: A rank is in another collective, or has ended; and on rank 0, no other rank
+                has called this.
+            DistributedOperationException: The same where some ranks have; or a rank has died.
         """
         self._round = self._store.add(f"rounds/{self._rank}", 1)
         round_name = f"{self._round}"
@@ -124,16 +133,18 @@ class StoreAllGather:
 
     def _collect(self, operation: str, round_name: str) -> list[Any]:
         """On rank 0: collect the values of all ranks, and store them for the other ranks."""
-        keys = [f"{round_name}/{rank}" for rank in range(self._world_size)]
+        keys = [f"{round_name}/{rank}" for rank in range(self.world_size)]
         try:
             self._wait(operation, keys)
         except DistributedOperationException as error:
-            if len(absent_keys(self._store, keys)) < self._world_size - 1:
-                # The other ranks read the error, also those that are late.
-                self._store.set(f"{round_name}/all", json.dumps(str(error)))
-            else:
+            self._was_alone = len(absent_keys(self._store, keys)) == self.world_size - 1
+            if self._was_alone:
                 self._delete_round(round_name)
-            raise
+                raise
+            # The other ranks read the error, also those that are late.
+            self._store.set(f"{round_name}/all", json.dumps(str(error)))
+            raise DistributedOperationException(str(error)) from error
+        self._was_alone = False
         values = [json.loads(text) for text in get_all(self._store, keys)]
         self._store.set(f"{round_name}/all", json.dumps(values))
         self._store.delete_key(f"{round_name}/0")
@@ -158,6 +169,9 @@ class StoreAllGather:
         """Undo a call that no rank has answered: ranks that continue after the error count alike."""
         self._store.delete_key(f"{round_name}/{self._rank}")
         self._store.add(f"rounds/{self._rank}", -1)
+        monitor = self._monitor()
+        if self._in_main_thread and monitor is not None:
+            monitor.uncount()
 
     def _leave(self, operation: str, round_name: str) -> None:
         """Return on rank 0, whose process keeps the store, after all other ranks."""
@@ -166,10 +180,10 @@ class StoreAllGather:
             return
         stragglers = self._stragglers(operation, compare_locations=False)
         for _ in self._pauses():
-            if self._store.add(f"{round_name}/left", 0) >= self._world_size - 1:
+            if self._store.add(f"{round_name}/left", 0) >= self.world_size - 1:
                 return
             if stragglers.is_due():
-                stragglers.poll(range(1, self._world_size))
+                stragglers.poll(range(1, self.world_size))
 
     def _wait(self, operation: str, keys: list[str]) -> None:
         """Wait for keys: on rank 0 those of all ranks, elsewhere the answer of rank 0."""
@@ -187,14 +201,15 @@ class StoreAllGather:
             operation,
             self._monitor(),
             rank=self._rank,
-            world_size=self._world_size,
+            world_size=self.world_size,
             compare_locations=compare_locations,
+            is_usual=self._was_alone,
         )
 
     def _pauses(self) -> Iterator[None]:
         """Yield at once, then after pauses of a tenth of the time that has passed, of a second at most."""
         began = time.monotonic()
-        shortest = max(MIN_PAUSE_S, self._world_size / MAX_POLLS_PER_S)
+        shortest = max(MIN_PAUSE_S, self.world_size / MAX_POLLS_PER_S)
         while True:
             yield
             time.sleep(min(max(shortest, (time.monotonic() - began) / 10), MAX_PAUSE_S))
@@ -202,10 +217,14 @@ class StoreAllGather:
 
 Agreement = SingleProcess | StoreAllGather
 STUCK_S = 3.0  # in another collective, after which a rank is taken never to join
+STUCK_ASYNC_S = 10.0  # the same where collectives return at once, and a rank waits for them anywhere
 SILENT_S = 60.0  # without a heartbeat, after which a rank is taken to be dead
 WARN_AFTER_S = 30.0  # of waiting
 POLL_S = 0.5  # between two polls; more where so many ranks share the store that they post less often
 RANKS_PER_S = 200  # that post their status in a second, as in the hang monitor
+
+
+_DEAD = "gives no sign of life"
 
 
 class StragglerMonitor:
@@ -217,6 +236,7 @@ class StragglerMonitor:
         rank: This rank. Rank 0 reads the statuses of all ranks before it raises; the other ranks, of which
             there may be thousands, read those of rank 0 and themselves.
         compare_locations: Whether a rank that is in another collective, or has ended, can no longer join.
+        is_usual: Whether no rank joined the last time: that a rank is in another collective is then enough.
     """
 
     def __init__(
@@ -227,9 +247,11 @@ class StragglerMonitor:
         rank: int,
         world_size: int,
         compare_locations: bool,
+        is_usual: bool = False,
     ) -> None:
         self._operation = operation
         self._monitor = monitor
+        self._is_usual = is_usual
         self._rank = rank
         self._shown: Sequence[int] = range(world_size) if rank == 0 else (0, rank)
         self._compare_locations = compare_locations
@@ -250,9 +272,10 @@ class StragglerMonitor:
         if self._compare_locations and self._monitor.diagnosis is not None:
             raise StalledCollectiveError(f"{self._operation}: {self._monitor.diagnosis}")
         for rank, status in self._monitor.statuses(missing).items():
-            reason = None if status is None else self._judge(status, self._monitor.count, now)
+            reason = None if status is None else self._judge(status, self._monitor, now)
             if reason is not None:
-                raise DistributedOperationException(
+                kind = DistributedOperationException if reason == _DEAD else AbsentRankError
+                raise kind(
                     f"{self._operation} must be called on every rank, but rank {rank} {reason}: "
                     f"{format_statuses(self._monitor.statuses(self._shown))}."
                 )
@@ -263,10 +286,11 @@ class StragglerMonitor:
                 "%s waits for %s: %s.", self._operation, format_ranks(missing), format_statuses(statuses)
             )
 
-    def _judge(self, status: RankStatus, collective: int, now: float) -> str | None:
+    def _judge(self, status: RankStatus, monitor: HangMonitor, now: float) -> str | None:
         """Return why a rank will never join, if that is certain."""
         # It must have been in another collective, which needs this rank, for a while: statuses may be late.
-        passed = status.inside and status.collective >= collective
+        passed = status.collective >= monitor.count and (status.inside or monitor.asynchronous)
+        timeout = 0.0 if self._is_usual else STUCK_S if status.inside else STUCK_ASYNC_S
         location = (status.collective, status.location) if passed else None
         old_location, since, heartbeat, beat_at = self._seen.get(status.rank, (None, now, -1, now))
         since = since if location is not None and location == old_location else now
@@ -274,6 +298,6 @@ class StragglerMonitor:
         self._seen[status.rank] = (location, since, status.heartbeat, beat_at)
         if self._compare_locations and status.exited:
             return "has ended"
-        if self._compare_locations and now - since >= STUCK_S:
+        if self._compare_locations and location is not None and now - since >= timeout:
             return "waits elsewhere"
-        return "gives no sign of life" if now - beat_at >= SILENT_S else None
+        return _DEAD if now - beat_at >= SILENT_S else None

@@ -24,7 +24,7 @@ from accel_state.errors import (
 from accel_state.files import local_path
 from accel_state.frozen import frozen
 from accel_train.checkpoint import folder, layout
-from accel_train.checkpoint.agreement import Agreement
+from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleProcess
 from accel_train.checkpoint.contents import (
     CheckpointFile,
     Contents,
@@ -65,9 +65,22 @@ def save(
         blocking=blocking,
         to_disk=to_disk,
     )
-    path, staging = _agree(run, request, target)
+    agreement = run.background
     try:
-        return _save(run, request, _write_task(run, request, target, path, staging))
+        path, staging = _agree(run, request, target, run.main)
+    except AbsentRankError as error:
+        if run.rank > 0 or run.strategy.shards is not None:
+            raise
+        logger.warning(
+            "save_state() is called on rank 0 alone, which waits until it knows that, and saves what it has: "
+            "random states of other ranks are not in the checkpoint. Call it on every rank. (%s)",
+            error,
+        )
+        agreement = SingleProcess()
+        path, staging = _agree(run, request, target, agreement)
+    try:
+        task = _write_task(run, request, target, path, staging, world_size=agreement.world_size)
+        return _save(run, request, task, agreement)
     except BaseException:
         if staging is not None:
             staging.discard()
@@ -121,7 +134,9 @@ def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None)
     return local_path(output_dir, "save_state(output_dir)")
 
 
-def _agree(run: CheckpointContext, request: SaveRequest, target: Path) -> tuple[Path, Staging | None]:
+def _agree(
+    run: CheckpointContext, request: SaveRequest, target: Path, agreement: Agreement
+) -> tuple[Path, Staging | None]:
     """Agree with all ranks on the request; return the path to write to, and the staging folder made here."""
     staging, proposal = (
         _make_staging(request, target) if run.commits else (None, SaveProposal(request=request))
@@ -131,7 +146,7 @@ def _agree(run: CheckpointContext, request: SaveRequest, target: Path) -> tuple[
     ):  # hosts that share no file system may save to folders of different names
         proposal = replace(proposal, request=replace(request, folder=""))
     try:
-        rows = run.main.exchange(WHAT, asdict(proposal))
+        rows = agreement.exchange(WHAT, asdict(proposal))
         proposals = [SaveProposal(**(row | {"request": SaveRequest(**row["request"])})) for row in rows]
         if any(proposal.request != proposals[0].request for proposal in proposals):
             raise DistributedOperationException(
@@ -177,7 +192,13 @@ def _refuse_existing(request: SaveRequest, target: Path) -> SaveProposal:
 
 
 def _write_task(
-    run: CheckpointContext, request: SaveRequest, target: Path, path: Path, staging: Staging | None
+    run: CheckpointContext,
+    request: SaveRequest,
+    target: Path,
+    path: Path,
+    staging: Staging | None,
+    *,
+    world_size: int,
 ) -> WriteTask:
     step = run.synchronizer.step
     if step:
@@ -186,7 +207,6 @@ def _write_task(
             "part of it. Save `if accelerator.sync_gradients:`.",
             step,
         )
-    world_size = run.runtime.topology.world_size
     return WriteTask(
         target=target,
         staging=path,
@@ -236,7 +256,7 @@ def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[Checkp
     return [*shared, *rank_files(contents, rank=job.rank, device=run.runtime.device)]
 
 
-def _save(run: CheckpointContext, request: SaveRequest, job: WriteTask) -> Saving:
+def _save(run: CheckpointContext, request: SaveRequest, job: WriteTask, agreement: Agreement) -> Saving:
     """Write the files of this rank, or start the writer thread."""
     if request.iteration is not None:
         run.project.iteration = request.iteration + 1
@@ -244,7 +264,7 @@ def _save(run: CheckpointContext, request: SaveRequest, job: WriteTask) -> Savin
 
     def work() -> None:
         try:
-            commit_when_written(job, write_parts(job, parts), run.background)
+            commit_when_written(job, write_parts(job, parts), agreement)
         finally:
             if job.lock is not None:
                 job.lock.release()
@@ -267,7 +287,7 @@ def _save(run: CheckpointContext, request: SaveRequest, job: WriteTask) -> Savin
         saving.start()
         return saving
     try:
-        commit_when_written(job, report, run.background)
+        commit_when_written(job, report, agreement)
     except CheckpointWriteError as error:
         raise error from failure
     logger.info("Saved the state to %s.", job.target)
