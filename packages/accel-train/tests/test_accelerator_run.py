@@ -7,16 +7,21 @@ import re
 import sys
 from copy import copy
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from accel_plugins.kwargs import ProfileKwargs
+from accel_plugins.kwargs import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    ProfileKwargs,
+    ProjectConfiguration,
+)
 from accel_state import libraries
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_train import Accelerator
-from accel_train.accelerator.run import INSTEAD
 
 
 def names_in(trace):
@@ -191,15 +196,68 @@ def test_a_quantised_model_on_one_device_is_trained_there():
         assert accelerator.prepare(model) is model
 
 
-def test_attributes_that_scripts_know_from_elsewhere_say_what_takes_their_place():
-    accelerator = Accelerator(cpu=True)
-    for name, advice in INSTEAD.items():
-        with pytest.raises(AttributeError, match=re.escape(f"no attribute {name!r}: {advice}")):
-            getattr(accelerator, name)
-    assert not hasattr(accelerator, "nonsense")
-    accelerator.flag_tensor = 3
-    assert accelerator.flag_tensor == 3
-    assert copy(accelerator).flag_tensor == 3
+def test_an_unknown_attribute_is_absent_and_any_can_be_added():
+    accelerator: Any = Accelerator(cpu=True)
+    with pytest.raises(AttributeError, match="'Accelerator' object has no attribute 'nonsense'"):
+        _ = accelerator.nonsense
+    accelerator.nonsense = 3
+    assert copy(accelerator).nonsense == 3
+
+
+def test_attributes_that_scripts_assign_are_followed_by_what_is_prepared_later():
+    accelerator: Any = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.native_amp = False
+    model = accelerator.prepare_model(nn.Linear(2, 2))
+    assert model.forward.__func__ is nn.Linear.forward
+    with accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    accelerator.native_amp = True
+    assert accelerator.prepare_model(nn.Linear(2, 2)).forward is not nn.Linear.forward
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    with accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    accelerator.step_scheduler_with_optimizer = False
+    accelerator.dataloader_config = DataLoaderConfiguration(split_batches=True)
+    accelerator.rng_types, accelerator.device_placement = ["torch"], False
+    optimizer = torch.optim.SGD(model.parameters())
+    prepared = accelerator.prepare_scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    assert prepared.step_with_optimizer is False
+    assert prepared.split_batches is True
+    accelerator._models, accelerator._schedulers = [], []
+    assert accelerator._models == [] == accelerator._schedulers
+    accelerator.set_trigger()
+    assert accelerator.flag_tensor == 1
+    accelerator.flag_tensor = torch.tensor(0)
+    assert accelerator.check_trigger() is False
+    accelerator.trackers = []
+    accelerator.log({"loss": 1.0})
+    accelerator.project_configuration = ProjectConfiguration(project_dir="elsewhere")
+    assert accelerator.project_dir == "elsewhere"
+    with pytest.raises(SettingsError, match="mixed_precision='fp16' alone"):
+        accelerator.scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(SettingsError, match="mixed_precision='fp8'"):
+        accelerator.fp8_enabled = True
+
+
+def test_autocast_can_be_switched_on_where_the_precision_is_full():
+    accelerator: Any = Accelerator(cpu=True)
+    assert accelerator.native_amp is False
+    accelerator.native_amp = True
+    with accelerator.autocast():
+        assert torch.is_autocast_enabled("cpu")
+    assert accelerator.mixed_precision == "no"
+
+
+def test_a_scaler_that_is_assigned_scales_the_losses():
+    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp16")
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    weight = torch.ones(1, requires_grad=True)
+    accelerator.backward(weight.sum())
+    assert weight.grad == 8.0
+    accelerator.scaler = None
+    weight.grad = None
+    accelerator.backward(weight.sum())
+    assert weight.grad == 1.0
 
 
 @pytest.mark.parametrize(("precision", "native"), [("no", False), ("bf16", True)])

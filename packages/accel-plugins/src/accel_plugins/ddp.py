@@ -117,7 +117,12 @@ class DdpWrapper:
     """Model wrapper that puts models into `DistributedDataParallel`."""
 
     device: torch.device
-    options: DistributedDataParallelKwargs
+    handlers: Mapping[type, Any]
+
+    @property
+    def options(self) -> DistributedDataParallelKwargs:
+        """The options for the next model."""
+        return self.handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
 
     def check(self, bundle: Bundle) -> None:
         check_materialised(bundle)
@@ -144,10 +149,11 @@ class DdpWrapper:
         with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
             # The documented option, with the documented meaning, is deprecated by newer versions of torch.
             warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
+            options = self.options
             wrapped = MonitoredDDP(
-                model, device_ids=[*devices] if is_on_accelerator else None, **self.options.to_kwargs()
+                model, device_ids=[*devices] if is_on_accelerator else None, **options.to_kwargs()
             )
-        self.options.register_comm_hook(wrapped)
+        options.register_comm_hook(wrapped)
         return wrapped
 
 
@@ -175,10 +181,9 @@ def build(
     del settings
     topology = runtime.topology
     check_axes(handlers, topology.world_size)
-    options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
     return Strategy(
         name="ddp",
-        wrapper=DdpWrapper(device=runtime.device, options=options),
+        wrapper=DdpWrapper(device=runtime.device, handlers=handlers),
         stepper=TorchStepper(
             precision=precision,
             no_sync_of=_no_sync,

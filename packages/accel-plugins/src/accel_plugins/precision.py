@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, final
 from weakref import WeakKeyDictionary, WeakSet
@@ -91,26 +91,32 @@ def build_precision(
 
 @frozen
 class MixedPrecision:
-    """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`."""
+    """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`.
+
+    Without `casts`, the scaler alone is left of it.
+    """
 
     name: str
     dtype: torch.dtype
     device_type: str
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     scaling: LossScaling | None = None
+    casts: bool = True
 
     @property
     def scaler(self) -> GradScaler | None:
         """The loss scaler, if there is one."""
         return None if self.scaling is None else self.scaling.scaler
 
-    def autocast(self, kwargs: AutocastKwargs | None = None) -> torch.autocast:
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        if not self.casts:
+            return nullcontext()
         options = self.options if kwargs is None else kwargs.to_kwargs()
         return torch.autocast(self.device_type, self.dtype, **options)
 
     def convert(self, bundle: Bundle) -> Bundle:
         """Put autocast, and the conversion of its results to float32, around every model's `forward`."""
-        for model in bundle.models:
+        for model in bundle.models if self.casts else ():
             wrap_forward(model, self._around)
         if self.scaling is not None:
             self.scaling.add(bundle.optimizers)
@@ -231,6 +237,46 @@ class EnginePrecision:
             return convert_to_fp32(forward(model, *args, **kwargs))
 
         return converted
+
+
+def switch_autocast(precision: PrecisionPolicy, casts: bool) -> PrecisionPolicy:
+    """Return a policy with autocast or without; of an engine, which casts by itself, the same one.
+
+    Example:
+        >>> policy = switch_autocast(build_precision("bf16", torch.device("cpu")), False)
+        >>> with policy.autocast():
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.float32
+    """
+    if isinstance(precision, MixedPrecision):
+        return replace(precision, casts=casts)
+    if isinstance(precision, EnginePrecision) and precision.name == "no" and casts:
+        kind = precision.device_type
+        return MixedPrecision(name="no", dtype=torch.get_autocast_dtype(kind), device_type=kind)
+    return precision
+
+
+def with_autocast_options(precision: PrecisionPolicy, options: AutocastKwargs | None) -> PrecisionPolicy:
+    """Return a policy with other options of autocast, where it has any."""
+    if not isinstance(precision, MixedPrecision):
+        return precision
+    return replace(precision, options=(options or AutocastKwargs()).to_kwargs())
+
+
+def switch_scaler(precision: PrecisionPolicy, scaler: GradScaler | None) -> None:
+    """Let a policy with loss scaling use another scaler, or none.
+
+    Raises:
+        SettingsError: The policy has no loss scaling.
+    """
+    scaling = precision.scaling if isinstance(precision, MixedPrecision) else None
+    if scaling is not None:
+        scaling.scaler = GradScaler(enabled=False) if scaler is None else scaler
+    elif scaler is not None:
+        raise SettingsError(
+            f"accelerator.scaler = {scaler!r}: losses are scaled with mixed_precision='fp16' alone, and "
+            f"it is {precision.name!r}."
+        )
 
 
 @final

@@ -68,10 +68,9 @@ class TrackerSession:
     ) -> None:
         if on_error not in ("raise", "warn"):
             raise SettingsError(f"on_tracker_error={on_error!r}: give 'raise' or 'warn'.")
-        # Without trackers no library's module is imported.
-        self.log_with = [] if log_with is None else accel_trackers.filter_trackers(log_with, logging_dir)
-        self.trackers: list[GeneralTracker] = []
         self._logging_dir = logging_dir
+        self.choose(log_with)
+        self.trackers: list[GeneralTracker] = []
         self._warns = on_error == "warn"
         self._stage: Literal["new", "running", "finished", "forked"] = "new"
         self._waiting: deque[_Call] = deque()
@@ -83,6 +82,19 @@ class TrackerSession:
         self._logs: list[tuple[GeneralTracker, dict[str, Any], Callable[..., object], bool]] = []
         self._next_flush = 0.0
         self._checked_options: set[Any] = set()
+
+    def choose(self, log_with: Any) -> None:
+        """Choose the trackers that `start` starts."""
+        # Without trackers no library's module is imported.
+        known = [] if log_with is None else accel_trackers.filter_trackers(log_with, self._logging_dir)
+        self.log_with: list[str | GeneralTracker] = known
+
+    def use(self, trackers: list[GeneralTracker]) -> None:
+        """Log to these trackers, which the caller has started, instead of those of `start`; none if empty."""
+        self._submit_ready(wait=True)
+        self.trackers = trackers
+        self._stage = "running"
+        self._set_active()
 
     def start(
         self,

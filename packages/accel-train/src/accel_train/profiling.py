@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
     from accel_plugins.kwargs import ProfileKwargs
-    from accel_plugins.optimizer import AcceleratedOptimizer
     from accel_state.accelerator_state import GradientState
+    from accel_train.accelerator.build import PreparedObjects
 
 
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
@@ -158,11 +158,9 @@ class StepMeter:
     It never waits for a device: time is the host's, and counted items stay tensors.
     """
 
-    def __init__(
-        self, gradient_state: GradientState, optimizers: Sequence[AcceleratedOptimizer], runtime: Runtime
-    ) -> None:
+    def __init__(self, gradient_state: GradientState, prepared: PreparedObjects, runtime: Runtime) -> None:
         self._gradient_state = gradient_state
-        self._optimizers = optimizers
+        self._prepared = prepared
         self._runtime = runtime
         # By the loader's id. A wait counts when its batch is trained on; None: samples vary by batch.
         self._waits: dict[int, float] = {}
@@ -208,7 +206,7 @@ class StepMeter:
         before it and after it.
         """
         now = perf_counter()
-        num_steps = max((optimizer.num_steps for optimizer in self._optimizers), default=0)
+        num_steps = max((optimizer.num_steps for optimizer in self._prepared.optimizers), default=0)
         steps, elapsed = num_steps - self._steps, now - (now if self._since is None else self._since)
         if steps <= 0 or elapsed <= 0:
             if not self._has_trained and self._since is not None:

@@ -347,7 +347,7 @@ def fused_backward(
             "lomo_backward(learning_rate=None): Lomo steps in here, so give the learning rate."
         )
     inner: list[Any] = [wrapped.optimizer for wrapped in optimizers]
-    fused = [optimizer for optimizer in inner if _is_fused(optimizer)]
+    fused = [optimizer for optimizer in inner if is_lomo(optimizer)]
     if not fused:
         names = [type(optimizer).__qualname__ for optimizer in inner]
         raise SettingsError(
@@ -358,27 +358,28 @@ def fused_backward(
         optimizer.fused_backward(loss, learning_rate)
 
 
-def _is_fused(optimizer: object) -> bool:
+def is_lomo(optimizer: object) -> bool:
+    """Return whether an optimizer is of lomo-optim: it steps in the backward pass."""
     return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
 
 
 class Trigger:
     """A flag that is set on one rank and checked on all, such as "stop early"."""
 
-    __slots__ = ("_is_set", "_runtime")
+    __slots__ = ("_runtime", "flag")
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._is_set = False
+        self.flag: torch.Tensor | None = None
 
     def set(self) -> None:
         """Set the flag on this rank."""
-        self._is_set = True
+        self.flag = torch.tensor(1, device=self._runtime.device)
 
     def check(self) -> bool:
         """Return whether any rank has set the flag since the last check, and reset it. A collective."""
-        count = torch.tensor(int(self._is_set), device=self._runtime.device)
-        self._is_set = False
+        count = torch.tensor(0, device=self._runtime.device) if self.flag is None else self.flag.clone()
+        self.flag = torch.tensor(0, device=self._runtime.device)
         self._runtime.collectives.all_reduce(count)
         return bool(count.item())
 

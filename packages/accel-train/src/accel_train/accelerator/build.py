@@ -155,6 +155,7 @@ class Parts:
         items: Counts items, where losses are sums.
         handlers: The kwargs handlers of `Accelerator`, and the plugins, by type.
         meter: Measures the loop, with `log_system_metrics`.
+        native_amp: What a script has assigned to `native_amp`.
     """
 
     process: PartialState
@@ -171,7 +172,7 @@ class Parts:
     synchronizer: Synchronizer
     items: ItemWindow
     trigger: Trigger
-    handlers: Mapping[type, KwargsHandler]
+    handlers: dict[type, Any]
     dataloading: DataLoaderConfiguration
     rng_types: Sequence[str | RNGType]
     project: ProjectConfiguration
@@ -182,6 +183,7 @@ class Parts:
     checkpoints: CheckpointContext
     trackers: TrackerSession
     meter: StepMeter | None
+    native_amp: bool | None = None
 
     @property
     def fp8_backend(self) -> str:
@@ -217,7 +219,7 @@ def build_parts(config: AcceleratorConfig) -> Parts:
     state.strategy, state.device_mesh = selected, strategy.mesh
     # 4. Make the state of the training loop.
     gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), PreparedObjects()
-    meter = StepMeter(gradient_state, prepared.optimizers, runtime) if config.log_system_metrics else None
+    meter = StepMeter(gradient_state, prepared, runtime) if config.log_system_metrics else None
     no_sync = None if runtime.topology.world_size == 1 else strategy.stepper.no_sync
     synchronizer = Synchronizer(gradient_state, no_sync)
     engine = None if strategy.train_step is None else EngineCalls(strategy, gradient_state)
@@ -238,7 +240,7 @@ def build_parts(config: AcceleratorConfig) -> Parts:
         synchronizer=synchronizer,
         items=ItemWindow(runtime, prepared.parameters, meter),
         trigger=Trigger(runtime),
-        handlers=handlers,
+        handlers=options,
         dataloading=dataloading,
         rng_types=rng_types,
         project=project,

@@ -293,15 +293,27 @@ class PrepareFacet(SeamFacet):
         """Whether `prepare` moves objects to the device by default."""
         return self._parts.device_placement
 
+    @device_placement.setter
+    def device_placement(self, device_placement: bool) -> None:
+        self._assign(device_placement=device_placement)
+
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
         """How loaders are prepared."""
         return self._parts.dataloading
 
+    @dataloader_config.setter
+    def dataloader_config(self, config: DataLoaderConfiguration) -> None:
+        self._assign(dataloading=config)
+
     @property
     def rng_types(self) -> Sequence[str | RNGType]:
         """Which sources of randomness loaders synchronise between processes at their beginning."""
         return self._parts.rng_types
+
+    @rng_types.setter
+    def rng_types(self, rng_types: Sequence[str | RNGType]) -> None:
+        self._assign(rng_types=rng_types)
 
     @property
     def split_batches(self) -> bool:
@@ -341,17 +353,33 @@ class PrepareFacet(SeamFacet):
     def _models(self) -> list[nn.Module]:
         return self._parts.prepared.models
 
+    @_models.setter
+    def _models(self, models: list[nn.Module]) -> None:
+        self._parts.prepared.models = models
+
     @property
     def _optimizers(self) -> list[AcceleratedOptimizer]:
         return self._parts.prepared.optimizers
+
+    @_optimizers.setter
+    def _optimizers(self, optimizers: list[AcceleratedOptimizer]) -> None:
+        self._parts.prepared.optimizers = optimizers
 
     @property
     def _schedulers(self) -> list[AcceleratedScheduler]:
         return self._parts.prepared.schedulers
 
+    @_schedulers.setter
+    def _schedulers(self, schedulers: list[AcceleratedScheduler]) -> None:
+        self._parts.prepared.schedulers = schedulers
+
     @property
     def _dataloaders(self) -> list[Any]:
         return self._parts.prepared.dataloaders
+
+    @_dataloaders.setter
+    def _dataloaders(self, dataloaders: list[Any]) -> None:
+        self._parts.prepared.dataloaders = dataloaders
 
     def _run_stages(
         self, args: Sequence[Any], device_placement: Placement = None, *, leave_out: Container[str] = ()

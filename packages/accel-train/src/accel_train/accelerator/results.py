@@ -263,13 +263,21 @@ class TrackingFacet(Facet):
 
     @property
     def log_with(self) -> list[str | GeneralTracker]:
-        """The trackers of `Accelerator(log_with=…)`."""
+        """The trackers of `Accelerator(log_with=…)`; `init_trackers` starts those of an assignment."""
         return self._parts.trackers.log_with
+
+    @log_with.setter
+    def log_with(self, log_with: Any) -> None:
+        self._parts.trackers.choose(log_with)
 
     @property
     def trackers(self) -> list[GeneralTracker]:
         """The trackers, after `init_trackers`; on other ranks, placeholders that do nothing."""
         return self._parts.trackers.trackers
+
+    @trackers.setter
+    def trackers(self, trackers: list[GeneralTracker]) -> None:
+        self._parts.trackers.use(trackers)
 
     def init_trackers(
         self,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from accel_state.labels import DistributedType, FP8BackendType
 from accel_state.partial_state import PartialState, RankMethods
 from accel_train.data.adapter import PreparedLoader
 from accel_train.profiling import profiling
+from accel_train.step import is_lomo
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.profiler import profile
 
+    from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
     from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
     from accel_plugins.parallelism.config import ParallelismConfig
     from accel_train.accelerator.build import Parts
@@ -34,44 +38,31 @@ class Facet(ABC):
     __slots__ = ("_parts",)
     _parts: Parts
 
+    def _handler(self, kind: type[Any]) -> Any:
+        return self._parts.handlers.get(kind)
+
+    def _assign(self, **parts: Any) -> None:
+        """Replace parts, for attributes that scripts assign; what is prepared later follows."""
+        self._parts = replace(self._parts, **parts)
+
     if not TYPE_CHECKING:  # type checkers are to report unknown attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Name the replacement of an attribute of Hugging Face's `Accelerator`."""
-            raise missing_attribute(self, name)
+            """Read an attribute of Hugging Face's `Accelerator` that an assignment hides."""
+            if name not in COMPUTED:
+                message = f"{type(self).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(message, name=name, obj=self)
+            return COMPUTED[name](self._parts)
 
 
-_FLAG = "use set_trigger() and check_trigger()"
-_HANDLERS = "keep the object that you gave as one of kwargs_handlers"
-_HOOKS = "keep the handles that register_save_state_pre_hook() and register_load_state_pre_hook() return"
-
-INSTEAD = {
-    "flag_tensor": _FLAG,
-    "init_handler": _HANDLERS,
-    "has_fp8_handler": _HANDLERS,
-    "fp8_recipe_handler": _HANDLERS,
-    "ao_recipe_handler": _HANDLERS,
-    "te_recipe_handler": _HANDLERS,
-    "msamp_recipe_handler": _HANDLERS,
-    "has_lomo_optimizer": "call lomo_backward() where the optimizer is of lomo-optim",
-    "delayed_fp8_autocast": "use autocast()",
-    "_custom_objects": "keep the objects that you give to register_for_checkpointing()",
-    "_load_model_state_pre_hook": _HOOKS,
-    "_save_model_state_pre_hook": _HOOKS,
+COMPUTED: Mapping[str, Callable[[Parts], Any]] = {
+    "delayed_fp8_autocast": lambda _: False,
+    "has_fp8_handler": lambda parts: any("Recipe" in kind.__name__ for kind in parts.handlers),
+    "has_lomo_optimizer": lambda parts: any(
+        is_lomo(optimizer.optimizer) for optimizer in parts.prepared.optimizers
+    ),
 }
-"""Advice by attribute of Hugging Face's `Accelerator`; most of these are private there."""
-
-
-def missing_attribute(owner: object, name: str) -> AttributeError:
-    """Return the error of an absent attribute, with advice.
-
-    Example:
-        >>> print(missing_attribute(1, "flag_tensor"))
-        'int' object has no attribute 'flag_tensor': use set_trigger() and check_trigger()
-    """
-    advice = f": {INSTEAD[name]}" if name in INSTEAD else ""
-    text = f"{type(owner).__name__!r} object has no attribute {name!r}{advice}"
-    return AttributeError(text, name=name, obj=owner)
+"""Attributes of Accelerate's `Accelerator` that nothing here depends on, as it computes them."""
 
 
 class ProcessFacet(Facet, RankMethods):
@@ -87,6 +78,10 @@ class ProcessFacet(Facet, RankMethods):
     def state(self) -> AcceleratorState:
         """The process-wide state."""
         return self._parts.state
+
+    @state.setter
+    def state(self, state: AcceleratorState) -> None:
+        self._assign(state=state)
 
     @property
     def device(self) -> torch.device:
@@ -111,8 +106,15 @@ class ProcessFacet(Facet, RankMethods):
 
     @property
     def fp8_enabled(self) -> bool:
-        """Whether matrices are multiplied in 8 bits."""
+        """Whether matrices are multiplied in 8 bits; models that are prepared after a change follow it."""
         return self.fp8_backend is not FP8BackendType.NO
+
+    @fp8_enabled.setter
+    def fp8_enabled(self, fp8_enabled: bool) -> None:
+        if fp8_enabled and not self.fp8_enabled:
+            raise SettingsError("accelerator.fp8_enabled = True: pass Accelerator(mixed_precision='fp8').")
+        if not fp8_enabled:
+            self._assign(converter=None)
 
     @property
     def num_processes(self) -> int:
@@ -151,6 +153,15 @@ class ProcessFacet(Facet, RankMethods):
         """Return whether any rank has called `set_trigger` since the last check; call it on every rank."""
         return self._parts.trigger.check()
 
+    @property
+    def flag_tensor(self) -> torch.Tensor | None:
+        """The flag of `set_trigger` on this rank, as Accelerate keeps it; `None` before the first call."""
+        return self._parts.trigger.flag
+
+    @flag_tensor.setter
+    def flag_tensor(self, flag: torch.Tensor | None) -> None:
+        self._parts.trigger.flag = flag
+
 
 class ParallelFacet(Facet):
     """The device mesh, and the coordinates of this rank on it."""
@@ -166,6 +177,13 @@ class ParallelFacet(Facet):
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The active DeepSpeed plugin; `None` where DeepSpeed is not used."""
         return self._parts.state.deepspeed_plugin
+
+    @property
+    def deepspeed_engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
+        """The wrapper of the first model's DeepSpeed engine; `None` without one."""
+        models = self._parts.prepared.models
+        owner_of = getattr(self._parts.strategy.stepper, "owner_of", None)
+        return owner_of(models[0]) if owner_of is not None and models else None
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
@@ -310,6 +328,11 @@ class ObserveFacet(Facet):
         """Directories, and how checkpoints are named and kept."""
         return self._parts.project
 
+    @project_configuration.setter
+    def project_configuration(self, project: ProjectConfiguration) -> None:
+        self._assign(project=project)
+        self._parts.checkpoints.project = project
+
     @property
     def project_dir(self) -> str | Path | None:
         """Directory of the project's files."""
@@ -343,7 +366,11 @@ class ObserveFacet(Facet):
     @property
     def profile_handler(self) -> ProfileKwargs | None:
         """The `ProfileKwargs` of the accelerator."""
-        return self._parts.handlers.get(ProfileKwargs)  # pyright: ignore[reportReturnType] - by its own type
+        return self._handler(ProfileKwargs)
+
+    @profile_handler.setter
+    def profile_handler(self, handler: ProfileKwargs | None) -> None:
+        self._parts.handlers[ProfileKwargs] = handler
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
         """Record the block with `torch.profiler`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -284,6 +284,30 @@ class StateIoFacet(Facet):
             num_batches: Number of batches of this rank to skip.
         """
         return skip_first_batches(dataloader, num_batches)
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return self._parts.checkpoints.custom
+
+    @_custom_objects.setter
+    def _custom_objects(self, objects: list[Any]) -> None:
+        self._parts.checkpoints.custom = objects
+
+    @property
+    def _save_model_state_pre_hook(self) -> OrderedDict[int, Callable[..., None]]:
+        return self._parts.checkpoints.save_hooks
+
+    @_save_model_state_pre_hook.setter
+    def _save_model_state_pre_hook(self, hooks: OrderedDict[int, Callable[..., None]]) -> None:
+        self._parts.checkpoints.save_hooks = hooks
+
+    @property
+    def _load_model_state_pre_hook(self) -> OrderedDict[int, Callable[..., None]]:
+        return self._parts.checkpoints.load_hooks
+
+    @_load_model_state_pre_hook.setter
+    def _load_model_state_pre_hook(self, hooks: OrderedDict[int, Callable[..., None]]) -> None:
+        self._parts.checkpoints.load_hooks = hooks
 
     @property
     def save_iteration(self) -> int:

@@ -10,8 +10,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accel_plugins.ddp import DistributedDataParallelKwargs
-from accel_plugins.kwargs import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
+from accel_plugins.fp8.recipe import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel_plugins.kwargs import (
+    AutocastKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
 from accel_plugins.optimizer import AcceleratedOptimizer
+from accel_plugins.precision import switch_autocast, switch_scaler, with_autocast_options
 from accel_plugins.strategy import Feature
 from accel_plugins.unsharded import sync_in_backward
 from accel_state.accelerator_state import GradientState
@@ -272,33 +279,90 @@ class SteppingFacet(Facet):
     @property
     def native_amp(self) -> bool:
         """Whether forward passes run in mixed precision by torch's autocast."""
+        if self._parts.native_amp is not None:
+            return self._parts.native_amp
         fp16 = self.mixed_precision == "fp16" and self._parts.process.device.type != "cpu"
         return fp16 or self.mixed_precision == "bf16"
+
+    @native_amp.setter
+    def native_amp(self, native_amp: bool) -> None:
+        precision = switch_autocast(self._parts.precision, native_amp)
+        self._assign(native_amp=native_amp, precision=precision)
 
     @property
     def scaler(self) -> GradScaler | None:
         """The loss scaler, with float16."""
         return self._parts.precision.scaler
 
+    @scaler.setter
+    def scaler(self, scaler: GradScaler | None) -> None:
+        switch_scaler(self._parts.precision, scaler)
+
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
         """The `AutocastKwargs` of the accelerator."""
         return self._handler(AutocastKwargs)
+
+    @autocast_handler.setter
+    def autocast_handler(self, handler: AutocastKwargs | None) -> None:
+        self._parts.handlers[AutocastKwargs] = handler
+        self._assign(precision=with_autocast_options(self._parts.precision, handler))
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
         """The `GradScalerKwargs` of the accelerator."""
         return self._handler(GradScalerKwargs)
 
+    @scaler_handler.setter
+    def scaler_handler(self, handler: GradScalerKwargs | None) -> None:
+        self._parts.handlers[GradScalerKwargs] = handler
+
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The `DistributedDataParallelKwargs` of the accelerator."""
+        """The `DistributedDataParallelKwargs` of the accelerator; `prepare` reads them."""
         return self._handler(DistributedDataParallelKwargs)
+
+    @ddp_handler.setter
+    def ddp_handler(self, handler: DistributedDataParallelKwargs | None) -> None:
+        self._parts.handlers[DistributedDataParallelKwargs] = handler
+
+    @property
+    def init_handler(self) -> InitProcessGroupKwargs | None:
+        """The `InitProcessGroupKwargs` of the accelerator."""
+        return self._handler(InitProcessGroupKwargs)
+
+    @init_handler.setter
+    def init_handler(self, handler: InitProcessGroupKwargs | None) -> None:
+        self._parts.handlers[InitProcessGroupKwargs] = handler
+
+    @property
+    def ao_recipe_handler(self) -> AORecipeKwargs | None:
+        """The `AORecipeKwargs` of the accelerator."""
+        return self._handler(AORecipeKwargs)
+
+    @property
+    def te_recipe_handler(self) -> TERecipeKwargs | None:
+        """The `TERecipeKwargs` of the accelerator."""
+        return self._handler(TERecipeKwargs)
+
+    @property
+    def msamp_recipe_handler(self) -> MSAMPRecipeKwargs | None:
+        """The `MSAMPRecipeKwargs` of the accelerator."""
+        return self._handler(MSAMPRecipeKwargs)
+
+    @property
+    def fp8_recipe_handler(self) -> AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | None:
+        """The recipe of FP8, whichever there is."""
+        return self.ao_recipe_handler or self.te_recipe_handler or self.msamp_recipe_handler
 
     @property
     def gradient_state(self) -> GradientState:
         """Whether gradients are synchronised, and which loader is active."""
         return self._parts.gradient_state
+
+    @gradient_state.setter
+    def gradient_state(self, gradient_state: GradientState) -> None:
+        self._assign(gradient_state=gradient_state)
 
     @property
     def sync_gradients(self) -> bool:
@@ -332,16 +396,17 @@ class SteppingFacet(Facet):
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether schedulers follow their optimizers."""
+        """Whether schedulers follow their optimizers; those that are prepared after a change follow it."""
         return self._parts.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, step_with_optimizer: bool) -> None:
+        self._assign(step_scheduler_with_optimizer=step_with_optimizer)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether a prepared optimizer skipped its last step because gradients were not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._parts.prepared.optimizers)
-
-    def _handler(self, kind: type[Any]) -> Any:
-        return self._parts.handlers.get(kind)
 
     def _backward_of_items(self, loss: Tensor, num_items: ItemCount, kwargs: dict[str, Any]) -> None:
         parts = self._parts
