@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_plugins import ddp, unsharded
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.parallelism import context
 from accel_plugins.parallelism.attention import partial_layers
 from accel_plugins.parallelism.config import (
     AXES,
@@ -33,6 +35,11 @@ from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
 from accel_state.topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 SIZES = st.fixed_dictionaries({f"{axis}_size": st.integers(1, 4) for axis in AXES if axis != "sp"})
 
@@ -203,7 +210,17 @@ def test_a_pattern_of_a_plan_matches_names_at_any_depth():
     assert [*plan_of(model)] == ["blocks.0.up"], "torch would match one level and skip the layer"
 
 
-def test_masks_are_left_out_where_causality_says_the_same_and_refused_elsewhere():
+@pytest.fixture
+def fake_mesh() -> Generator[DeviceMesh]:
+    """A mesh of two ranks, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)  # pyright: ignore[reportArgumentType]
+    try:
+        yield init_device_mesh("cpu", (2,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_masks_are_left_out_where_causality_says_the_same_and_refused_elsewhere(fake_mesh):
     class Attention(nn.Module):
         def __init__(self, *, is_causal: bool) -> None:
             super().__init__()
@@ -212,13 +229,14 @@ def test_masks_are_left_out_where_causality_says_the_same_and_refused_elsewhere(
         def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> bool:
             return attention_mask is None
 
-    mesh: Any = None
-    tokens = torch.ones(1, 2)
+    parallel = ContextParallel(mesh=fake_mesh, rotation="allgather")
+    tokens = torch.ones(1, 4)
     for causal in (True, False):
         model: Any = nn.ModuleDict({"self_attn": Attention(is_causal=causal)})
-        ContextParallel(mesh=mesh, rotation="allgather").prepare(model)
+        parallel.prepare(model)
         assert not model["self_attn"](torch.ones(1), attention_mask=torch.ones(1)), "not within the context"
-        with context._one_thread(context._block_of([tokens], [1])):  # pyright: ignore[reportPrivateUsage] - what shards needs ranks
+        with parallel([tokens], [1], set()):
+            assert tokens.shape == (1, 2)
             assert model["self_attn"](torch.ones(1))
             if causal:
                 assert model["self_attn"](torch.ones(1), attention_mask=torch.ones(1))

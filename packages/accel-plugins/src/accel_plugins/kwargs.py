@@ -254,11 +254,7 @@ def list_ineffective(owner: object) -> dict[str, str]:
 
 
 def refuse_ineffective(owner: object) -> None:
-    """Refuse fields of a handler or plugin that have no effect.
-
-    Raises:
-        SettingsError: There are some; all are named.
-    """
+    """Refuse fields of a handler or plugin that have no effect; all are named."""
     if problems := list_ineffective(owner):
         raise SettingsError(" ".join(problems.values()))
 
@@ -552,9 +548,6 @@ def _backend_of(value: DynamoBackend | str) -> DynamoBackend:
     raise SettingsError(f"TorchDynamoPlugin(backend={value!r}): no such compiler; {hint}")
 
 
-_PROFILER_FLAGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
-
-
 ActivityName = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 """What the profiler records."""
 
@@ -632,9 +625,10 @@ class ProfileKwargs(KwargsHandler):
                     f"torch.profiler.schedule{accepted} takes these."
                 ) from None
             schedule = torch.profiler.schedule(**self.schedule_option)
+        flags = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
         return torch.profiler.profile(
             activities=None if self.activities is None else [members[name] for name in self.activities],
             schedule=schedule,
             on_trace_ready=self.on_trace_ready,
-            **{name: getattr(self, name) for name in _PROFILER_FLAGS},
+            **{name: getattr(self, name) for name in flags},
         )

@@ -37,6 +37,15 @@ class ItemCounter(Protocol):
         ...
 
 
+def _forward(name: str, doc: str) -> Any:
+    """Make a property for an attribute of the wrapped optimizer."""
+
+    def write(self: AcceleratedOptimizer, value: Any) -> None:
+        setattr(self.optimizer, name, value)
+
+    return property(lambda self: getattr(self.optimizer, name), write, doc=doc)
+
+
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer whose `step` and `zero_grad` act only when gradients are synchronised.
 
@@ -158,32 +167,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _is_overflow(self, skipped: bool) -> None:
         self._stepped = not skipped
 
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state, by parameter."""
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.optimizer.state = state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's parameter groups."""
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.optimizer.param_groups = param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
+    state: Any = _forward("state", "The wrapped optimizer's state, by parameter.")
+    param_groups: list[dict[str, Any]] = _forward("param_groups", "The wrapped optimizer's parameter groups.")
+    defaults: dict[str, Any] = _forward("defaults", "The wrapped optimizer's defaults.")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer."""
@@ -197,18 +183,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Load the wrapped optimizer's state dict."""
         self.optimizer.load_state_dict(state_dict)
 
+    # Schedule-free optimizers share no base class: the methods themselves are their interface.
+
     def train(self) -> Any:
         """Switch a schedule-free optimizer to training mode."""
-        return self._set_mode("train")
+        return getattr(self.optimizer, "train", lambda: None)()
 
     def eval(self) -> Any:
         """Switch a schedule-free optimizer to evaluation mode."""
-        return self._set_mode("eval")
-
-    def _set_mode(self, mode: str) -> Any:
-        # Schedule-free optimizers share no base class: the method itself is their interface.
-        change = getattr(self.optimizer, mode, None)
-        return None if change is None else change()
+        return getattr(self.optimizer, "eval", lambda: None)()
 
     def __getattr__(self, name: str) -> Any:
         # Hooks, and additions of particular optimizers. copy and pickle look up before there is an optimizer.

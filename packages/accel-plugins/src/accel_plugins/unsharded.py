@@ -185,7 +185,6 @@ class TorchStepper:
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
-        """Let ranks have different numbers of batches, as `torch.distributed.algorithms.Join`."""
         return (
             nullcontext() if self.join_of is None else self.join_of(joinables, divide_by_initial_world_size)
         )

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from accel_plugins.strategy import Optimizers, Parameters
 
-_BACKWARD_ARGUMENTS = frozenset({"retain_graph", "scale_wrt_gas"})
-
 
 @final
 class DeepSpeedEngineWrapper:
@@ -60,7 +58,7 @@ class DeepSpeedEngineWrapper:
         Raises:
             UnsupportedError: There are other arguments, which the engine does not have.
         """
-        unknown = kwargs.keys() - _BACKWARD_ARGUMENTS
+        unknown = kwargs.keys() - {"retain_graph", "scale_wrt_gas"}
         if unknown:
             raise UnsupportedError(
                 f"backward({', '.join(sorted(unknown))}): DeepSpeed's engine accepts a 0-d loss and the "
@@ -298,7 +296,6 @@ class DeepSpeedStepper:
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
-        """Refuse uneven inputs."""
         del joinables, divide_by_initial_world_size
         raise UnsupportedError(
             "join_uneven_inputs(): DeepSpeed needs the same number of batches on every rank."

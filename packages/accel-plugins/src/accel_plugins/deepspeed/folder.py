@@ -232,7 +232,6 @@ class Opaque:
         self.args = args
 
 
-_PLACEHOLDERS: dict[str, Any] = {"ZeroStageEnum": int}
 # The classes that an engine needs; each only stores its arguments.
 _OBJECTS: dict[str, str] = {
     "ZeroStageEnum": "runtime.zero.config",
@@ -253,7 +252,7 @@ class _Unpickler(RestrictedUnpickler):
 
     def of_deepspeed(self, name: str) -> Any:
         """Return a placeholder."""
-        return _PLACEHOLDERS.get(name, Opaque)
+        return int if name == "ZeroStageEnum" else Opaque
 
 
 class _EngineUnpickler(_Unpickler):

@@ -181,11 +181,7 @@ class SequenceParallel:
         return SimpleNamespace(**methods)
 
     def validate(self, model: nn.Module) -> None:
-        """Check that Ulysses supports a model's attention.
-
-        Raises:
-            SettingsError: It does not. The message names the layer, or what else is amiss.
-        """
+        """Check that Ulysses supports a model's attention."""
         # The length of a window is compared with that of sequences in each call of attention.
         check_layers(
             model, f"ParallelismConfig(sp_size={self.size})", limited=frozenset({"sliding_attention"})

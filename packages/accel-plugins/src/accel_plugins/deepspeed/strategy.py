@@ -49,6 +49,7 @@ def build(
 ) -> Strategy:
     """Make the strategy of a run with DeepSpeed."""
     del settings
+    # 1. Import the library, and resolve the plugin.
     deepspeed = start(runtime)
     unwrap_once.register(deepspeed.DeepSpeedEngine, lambda engine: engine.module)
     handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
@@ -63,6 +64,7 @@ def build(
     topology = runtime.topology
     sequences = sequences_of(runtime, handlers)
     sharers = 1 if sequences is None else sequences.size
+    # 2. Compose the strategy.
     stepper = DeepSpeedStepper()
     persister = DeepSpeedPersister(runtime=runtime, stepper=stepper)
     loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
@@ -176,7 +178,6 @@ class DeepSpeedWrapper:
         return replace(bundle, models=models, optimizers=optimizers, schedulers=schedulers)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module that an engine wraps."""
         return cast("nn.Module", cast("Any", model).module) if self._is_engine(model) else model
 
     def _is_engine(self, model: nn.Module) -> bool:

@@ -34,7 +34,6 @@ RECIPE_CLASSES: Mapping[str, str] = {
 """Classes of `transformer_engine.common.recipe`, by the names of `TERecipeKwargs(recipe=…)`."""
 
 _INSTALL = "accel-plugins[transformer-engine]"
-_BLOCKS = frozenset({"mxfp8", "nvfp4"})
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
@@ -179,7 +178,9 @@ def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[st
     arguments: dict[str, Any] = {}
     for name in (*own, *history):
         value = getattr(handler, name)
-        if name in known and not (name == "fp8_format" and handler.recipe in _BLOCKS and value == "HYBRID"):
+        if name in known and not (
+            name == "fp8_format" and handler.recipe in {"mxfp8", "nvfp4"} and value == "HYBRID"
+        ):
             arguments[name] = value
         elif name not in known and value != defaults[name]:
             raise UnsupportedError(

@@ -66,6 +66,7 @@ def build(
 ) -> Strategy:
     """Make the strategy of a run whose models are sharded by FSDP1."""
     del settings
+    # 1. Resolve the plugin and the mesh.
     topology = runtime.topology
     plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=1)
     plugin.set_mixed_precision(precision.name)
@@ -76,6 +77,7 @@ def build(
     }:  # one row for each node
         local = topology.local_world_size
         sizes = {"dp_replicate": topology.world_size // local, "dp_shard": local}
+    # 2. Compose the strategy.
     roots = FsdpRoots()
     shards = Fsdp1Shards(roots=roots, form_now=partial(form_of, plugin))
     return Strategy(

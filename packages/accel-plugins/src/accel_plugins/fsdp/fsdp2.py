@@ -63,6 +63,7 @@ def build(
             f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
             "its axes go with fsdp_version=2 only."
         )
+    # 1. Build the mesh, and the stages that shard models over its axes.
     plugin.set_mixed_precision(precision.name)
     axes = axes_of(runtime, handlers, sharded=FullyShardedDataParallelPlugin in handlers)
     full = FullSharding(
@@ -71,6 +72,7 @@ def build(
     is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     stages = [*(() if axes.tensor is None else (TensorParallel(mesh=axes.tensor),)), full]
     validate = [stage.validate for stage in stages]
+    # 2. Shard sequences, too, with context parallelism.
     context = None
     if axes.context is not None and axes.config.cp_handler is not None:
         if is_torch_version("<", "2.10"):
@@ -81,6 +83,7 @@ def build(
         rotation = axes.config.cp_handler.cp_comm_strategy or "allgather"
         context = ContextParallel(mesh=axes.context, rotation=rotation)
         validate.append(context.validate)
+    # 3. Compose the strategy.
     shards = TensorShards(form_now=partial(form_of, plugin))
     return Strategy(
         name="fsdp2",

@@ -56,10 +56,6 @@ _DEFAULTS: dict[str, Any] = {
     "xla_fsdp_grad_ckpt": False,
 }
 
-_STATE_DICTS = {1: "FULL_STATE_DICT", 2: "SHARDED_STATE_DICT"}
-
-_SUPPORTED_BY_FSDP2 = {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}
-
 RESHARDS = {
     ShardingStrategy.FULL_SHARD: True,
     ShardingStrategy.SHARD_GRAD_OP: False,
@@ -261,7 +257,7 @@ class FullyShardedDataParallelPlugin:
         """
         chosen = self.state_dict_type if state_dict_type is None else state_dict_type
         if chosen is None:
-            chosen = _STATE_DICTS[1 if self.xla else self.version]
+            chosen = "SHARDED_STATE_DICT" if self.version == 2 and not self.xla else "FULL_STATE_DICT"
         changed = chosen is not self.state_dict_type and isinstance(self.state_dict_type, StateDictType)
         self.state_dict_type = member_of(StateDictType, chosen, "state_dict_type")
         if self.version == 2:
@@ -328,7 +324,7 @@ class FullyShardedDataParallelPlugin:
             return
         if strategy is not None:
             self.sharding_strategy = member_of(ShardingStrategy, strategy, "sharding_strategy")
-            if self.sharding_strategy not in _SUPPORTED_BY_FSDP2:
+            if self.sharding_strategy not in {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}:
                 raise SettingsError(
                     f"{self._field_of('sharding_strategy')} with fsdp_version=2: use "
                     "ParallelismConfig(dp_replicate_size=…, dp_shard_size=…) for hybrid sharding, or an "
@@ -434,14 +430,12 @@ def form_of(plugin: FullyShardedDataParallelPlugin) -> StateForm:
     return _FORMS[cast("StateDictType", plugin.state_dict_type)]
 
 
-SWITCH = "ACCELERATE_USE_FSDP"
-
 _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
     """Make `from_pretrained` of transformers read weights on rank 0 only, from now on."""
-    environ.publish({SWITCH: "true", _RAM_EFFICIENT: "true"})
+    environ.publish({"ACCELERATE_USE_FSDP": "true", _RAM_EFFICIENT: "true"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:

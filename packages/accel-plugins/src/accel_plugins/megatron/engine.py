@@ -171,6 +171,7 @@ class MegatronEngine(nn.Module):
         `accumulation` batches make one optimizer step; after the last of them, with `sync`, gradients are
         reduced.
         """
+        # 1. Check the batch, and prepare megatron-core's configuration for the schedule.
         parts = self._micro_batches(args, batch)
         self._check_trainable(forward_only, accumulation)
         if not forward_only and self._is_reduced:
@@ -187,6 +188,7 @@ class MegatronEngine(nn.Module):
         iterators = [iter(parts) for _ in self.chunks]
         sequences = self._sequences(parts[0])
         rows, length = next(iter(sequences.values())).shape[:2]
+        # 2. Run it.
         with ExitStack() as stack, torch.set_grad_enabled(not forward_only):
             stack.enter_context(without_core_warnings())
             stack.enter_context(hang_monitor.collective_scope("forward and backward"))

@@ -86,6 +86,7 @@ def build(
 ) -> Strategy:
     """Make the strategy of a run with Megatron."""
     del settings
+    # 1. Import the library, and check the plugin and its groups.
     load_library("the strategy 'megatron'")
     plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
     if plugin.use_precision_aware_optimizer:
@@ -96,6 +97,7 @@ def build(
     groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
     check_shared(groups)
     process_group.join_single(runtime.kind.backend, runtime.device)
+    # 2. Compose the strategy.
     run = MegatronRun()
     stepper = MegatronStepper(run=run, clipping=plugin.gradient_clipping or 0.0)
     unwrap_once.register(MegatronEngine, lambda engine: engine.source)

@@ -72,9 +72,6 @@ def check_layers(model: nn.Module, setting: str, *, limited: frozenset[str] = fr
         model: The model; a window that is as long as `max_position_embeddings` is none.
         setting: Named in the message.
         limited: Kinds of windows that are not checked.
-
-    Raises:
-        SettingsError: A layer does not. The message names it.
     """
     for layer in partial_layers(model):
         if layer.kind in limited:

@@ -92,10 +92,21 @@ class ContextParallel:
         for op, rule in [*rules.items()]:
             if not isinstance(rule, _BidirectionalRule):
                 rules[op] = _BidirectionalRule(rule)
+        rows = [
+            buffer
+            for buffer, dim in zip(buffers, buffer_seq_dims, strict=True)
+            if buffer.dim() == 2 and dim in {1, -1}
+        ]
+        block = _Block(
+            thread=threading.get_ident(),
+            length=buffers[0].shape[buffer_seq_dims[0]],
+            padded={id(buffer): has_padding_before_tokens(buffer) for buffer in rows},
+            packed={id(buffer): packs_samples(buffer) for buffer in rows},
+        )
         # Load balancing gives each rank a chunk of the beginning and one of the end: it needs two per rank.
-        num_chunks = buffers[0].shape[buffer_seq_dims[0]] // self.mesh.size()
+        num_chunks = block.length // self.mesh.size()
         with (
-            _one_thread(_block_of(buffers, buffer_seq_dims)) as plain,
+            _one_thread(block) as plain,
             nullcontext() if num_chunks % 2 == 0 else _without_balance(),
             hang_monitor.transport_errors_explained("maybe_context_parallel"),
             torch_private.context_parallel(
@@ -109,11 +120,7 @@ class ContextParallel:
             yield
 
     def validate(self, model: nn.Module) -> None:
-        """Check that each layer of a model computes the same with sharded sequences.
-
-        Raises:
-            SettingsError: A layer does not. The message names it.
-        """
+        """Check that each layer of a model computes the same with sharded sequences."""
         setting = f"ParallelismConfig(cp_size={self.mesh.size()})"
         check_layers(model, setting)
         used = getattr(text_config(model), "_attn_implementation", None)
@@ -164,16 +171,6 @@ class ContextParallel:
             raise SettingsError(
                 "maybe_context_parallel() got no_restore_buffers that are not in buffers; pass them in both."
             )
-
-
-def _block_of(buffers: list[Tensor], dims: list[int]) -> _Block:
-    rows = [buffer for buffer, dim in zip(buffers, dims, strict=True) if buffer.dim() == 2 and dim in {1, -1}]
-    return _Block(
-        thread=threading.get_ident(),
-        length=buffers[0].shape[dims[0]],
-        padded={id(buffer): has_padding_before_tokens(buffer) for buffer in rows},
-        packed={id(buffer): packs_samples(buffer) for buffer in rows},
-    )
 
 
 def _current_block() -> _Block | None:

@@ -484,9 +484,6 @@ def hook_of(parameter: Any) -> str | None:
     return "register_post_accumulate_grad_hook" if after_accumulation else None
 
 
-_LOW_PRECISION = frozenset({torch.bfloat16, torch.float16})
-
-
 def dtype_to_train(parameter: Tensor) -> torch.dtype:
     """Return the dtype in which an optimizer trains a parameter; frozen and quantised ones keep theirs.
 
@@ -496,7 +493,8 @@ def dtype_to_train(parameter: Tensor) -> torch.dtype:
         >>> dtype_to_train(torch.zeros(1, dtype=torch.bfloat16))
         torch.bfloat16
     """
-    return torch.float32 if parameter.requires_grad and parameter.dtype in _LOW_PRECISION else parameter.dtype
+    is_low = parameter.dtype in {torch.bfloat16, torch.float16}
+    return torch.float32 if parameter.requires_grad and is_low else parameter.dtype
 
 
 def warn_about_master_weights(model: nn.Module, precision: str) -> None:
