@@ -5,9 +5,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.commands import config
 from accel_cli.commands.config import find_conflicts, list_commands, summarize
-from accel_cli.config_file import format_config, read_config, write
 from accel_cli.interview import (
     HostInfo,
     PreviousQuestion,
@@ -16,9 +14,7 @@ from accel_cli.interview import (
     probe_host,
     suggest_answer,
 )
-from accel_cli.main import main
 from accel_cli.output import as_text
-from accel_state.errors import SettingsError
 from accel_state.settings import OPTIONS, Settings, merge_layers, parse_file, to_content
 from accel_state.settings.model import value_at
 
@@ -268,52 +264,3 @@ def test_several_machines_get_a_command_each():
         "accel launch --config_file run.yaml --machine_rank 0 train.py",
         "accel launch --config_file run.yaml --machine_rank 1 train.py",
     ]
-
-
-@pytest.fixture
-def environ(monkeypatch, tmp_path):
-    outside = {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
-    monkeypatch.setattr(config, "read", lambda: outside)
-    return outside
-
-
-def test_a_file_for_this_machine_is_written_once(environ, tmp_path, capsys):
-    path = tmp_path / "accelerate/default_config.yaml"
-    assert main(["config", "default", "--mixed_precision", "bf16"]) == 0
-    assert str(path) in capsys.readouterr().out
-    settings = merge_layers(read_config(None, environ).sourced).settings
-    assert settings.precision.mixed_precision == "bf16"
-    assert settings.process.use_cpu
-    before = path.read_text()
-    assert main(["config", "default"]) == 0
-    assert "unchanged" in capsys.readouterr().out
-    assert path.read_text() == before
-
-
-@pytest.mark.parametrize("suffix", ["yaml", "json"])
-def test_a_file_of_an_older_format_is_rewritten(environ, tmp_path, capsys, suffix):
-    path = tmp_path / f"old.{suffix}"
-    write(path, {"fp16": True, "num_processes": 2, "distributed_type": "TPU"})
-    assert main(["config", "update", "--config_file", str(path)]) == 0
-    assert "'fp16: True' is 'mixed_precision: fp16' now" in capsys.readouterr().out
-    found = read_config(str(path), environ)
-    assert found.notes == ()
-    assert found.content["mixed_precision"] == "fp16"
-    assert found.content["distributed_type"] == "XLA"
-
-
-def test_there_must_be_a_file_to_update(environ):
-    with pytest.raises(SettingsError, match="no config file"):
-        config.update_config_file(None)
-
-
-def test_no_precision_but_a_known_one_is_written(environ):
-    with pytest.raises(SettingsError, match=r"mixed_precision='bf61'"):
-        config.write_basic_config("bf61")
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(SettingsError, match="cannot be written"):
-        write(tmp_path / "file/run.yaml", {})
-    assert format_config(tmp_path / "a.json", {"a": 1}) == '{\n  "a": 1\n}\n'

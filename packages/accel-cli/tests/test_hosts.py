@@ -1,3 +1,5 @@
+"""Hostfiles and their filters; the devices of this machine."""
+
 from __future__ import annotations
 
 import os
@@ -7,20 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_cli.launch import hosts
 from accel_cli.launch.hosts import filter_hosts, first_machine, parse_hosts, read_hosts
 from accel_state.errors import SettingsError
 
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
-hosts = st.dictionaries(names, st.integers(1, 8), min_size=1, max_size=5)
+machines = st.dictionaries(names, st.integers(1, 8), min_size=1, max_size=5)
 
 
-@given(hosts)
+@given(machines)
 def test_a_hostfile_is_read_as_it_was_written(machines):
     lines = ["# machines", "", *(f"{name}  slots={slots}  # fast" for name, slots in machines.items())]
     assert parse_hosts(lines, "hosts") == machines
 
 
-@given(hosts, st.data())
+@given(machines, st.data())
 def test_a_filter_chooses_exactly_the_slots_that_it_names(machines, data):
     chosen = {
         name: data.draw(st.sets(st.sampled_from(range(slots)), min_size=1))
@@ -101,3 +104,41 @@ def test_fifos_devices_and_endless_hostfiles_are_refused_at_once(tmp_path):
             read("/dev/zero")
         with pytest.raises(SettingsError, match="large' is larger than 10000000 bytes"):
             read(str(tmp_path / "large"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, 8),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0, 3"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,3"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,MIG-5c89852c"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7,8,9"}, 8),
+        ({"HIP_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2", "ROCR_VISIBLE_DEVICES": "0"}, 1),
+    ],
+)
+def test_the_environment_narrows_the_choice_of_gpus(environ, expected):
+    assert hosts.count_gpus(environ, 8) == expected
+
+
+def test_this_machine_has_cores_and_no_hidden_gpus():
+    found = hosts.probe_devices({"CUDA_VISIBLE_DEVICES": ""})
+    assert found.cores >= 1
+    assert found.gpus == 0
+
+
+def test_each_label_of_several_devices_restricts_them_by_its_own_variable():
+    assert hosts.VISIBLE_DEVICES == {
+        "MULTI_GPU": "CUDA_VISIBLE_DEVICES",
+        "MULTI_XPU": "ZE_AFFINITY_MASK",
+        "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",
+        "MULTI_MLU": "MLU_VISIBLE_DEVICES",
+        "MULTI_SDAA": "SDAA_VISIBLE_DEVICES",
+        "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
+        "MULTI_HPU": "HABANA_VISIBLE_MODULES",
+        "MULTI_NEURON": "NEURON_RT_VISIBLE_CORES",
+    }
