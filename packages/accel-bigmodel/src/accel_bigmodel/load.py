@@ -7,10 +7,12 @@ import math
 import os
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import psutil
 import torch
@@ -38,8 +40,27 @@ _HOST_TYPES = ("cpu", "meta")
 UPLOAD_BATCH = 512 << 20
 """Bytes that are uploaded at a time, in the types of the file."""
 
-How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast"]
-"""How a tensor comes: mapped; read and cast; read; through pinned buffers; copied; left; from rank 0."""
+How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast", "quantize"]
+"""How a tensor comes: mapped; read and cast; read; through pinned buffers; copied; left; from rank 0; as a
+part of a quantised weight."""
+
+
+class WeightQuantizer(Protocol):
+    """Makes the weights of quantised layers from the tensors of a checkpoint."""
+
+    def weight_of(self, name: str) -> str | None:
+        """Name the weight of the quantised layer that has a tensor, `None` outside of such layers."""
+        ...
+
+    def quantize_parts(
+        self, weight: str, parts: Mapping[str, Tensor], device: torch.device, *, where: str
+    ) -> nn.Parameter:
+        """Make a weight of its float form, or of packed numbers and their statistics, by name in the file."""
+        ...
+
+    def with_numbers(self, parameter: nn.Parameter, numbers: Tensor) -> nn.Parameter:
+        """Return a quantised weight with equal numbers that are stored elsewhere."""
+        ...
 
 
 @frozen
@@ -49,9 +70,10 @@ class Assignment:
     device_map: Mapping[str, Device] | None = None
     offload_folder: str | os.PathLike[str] | None = None
     dtype: torch.dtype | None = None
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, "torch.dtype"])
     spill: bool = False
     offload_buffers: bool = False
-    keep_in_fp32: tuple[str, ...] = ()
+    quantizer: WeightQuantizer | None = None
     strict: bool = False
     shards: bool = False
     memory_limit: int | None = None
@@ -59,7 +81,7 @@ class Assignment:
 
 @frozen
 class AssignStep:
-    """The load plan of one tensor, which gets the type `dtype`."""
+    """The load plan of one tensor, which gets the type `dtype`, or becomes a part of a quantised `weight`."""
 
     name: str
     device: Device | None
@@ -67,6 +89,7 @@ class AssignStep:
     nbytes: int
     how: How
     site: TensorOwner
+    weight: str = ""
 
 
 Plan = list[tuple["Source", list[AssignStep]]]
@@ -85,6 +108,7 @@ def plan_load(
         SettingsError: The load would take more memory than the limit.
     """
     wanted = {name: site for name, site in sites_of(model).items() if site.persistent}
+    quantizer = assignment.quantizer
     seen: set[str] = set()
     plan: Plan = []
     misshaped: list[str] = []
@@ -93,6 +117,12 @@ def plan_load(
         steps: list[AssignStep] = []
         for name, (shape, dtype) in source.tensors.items():
             site = wanted.get(name)
+            weight = quantizer.weight_of(name) if quantizer is not None else None
+            if weight is not None and (site is None or name == weight):
+                seen.add(name)
+                step = _step(weight, shape, dtype, wanted[weight], source, assignment)
+                steps.append(replace(step, name=name, how="quantize", weight=weight))
+                continue
             if site is None:
                 unexpected.append(name)
                 continue
@@ -122,8 +152,13 @@ def assign(
     assignment: Assignment,
     index: Index,
     sample: Callable[[], None],
+    parts: dict[str, dict[str, Tensor]],
 ) -> dict[str, int]:
-    """Load one file's tensors to their devices; return the bytes by how they came."""
+    """Load one file's tensors to their devices; return the bytes by how they came.
+
+    `parts` has the tensors of quantised weights that the files before had only in part.
+    """
+    quantizer, waiting = assignment.quantizer, Counter(step.weight for step in steps)
     strategies: dict[str, int] = {}
     spilled = None
     uploaded: dict[str, Tensor] = {}
@@ -133,6 +168,13 @@ def assign(
             names, device = batches[step.name]
             uploaded.update(source.upload(names, device))
         strategies[step.how] = strategies.get(step.how, 0) + step.nbytes
+        if quantizer is not None and step.weight:
+            parts.setdefault(step.weight, {})[step.name] = source.get(step.name)
+            waiting[step.weight] -= 1
+            if not waiting[step.weight] and _is_complete(step.weight, parts[step.weight]):
+                _put_quantized(quantizer, source, step, parts.pop(step.weight), assignment, index)
+                sample()
+            continue
         if step.device == "disk":
             _to_disk(source, step, assignment, index)
             continue
@@ -166,9 +208,7 @@ def _step(
         device = "cpu"
     dtype = stored
     if stored.is_floating_point:
-        dtype = assignment.dtype or target.dtype
-        if any(part in name.split(".") or part in name for part in assignment.keep_in_fp32):
-            dtype = torch.float32
+        dtype = assignment.dtypes.get(name) or assignment.dtype or target.dtype
     elif type(target) in (torch.nn.Parameter, torch.Tensor):
         dtype = target.dtype
     return AssignStep(
@@ -235,6 +275,31 @@ def _put(model: nn.Module, step: AssignStep, value: Tensor, assignment: Assignme
         )
 
 
+def _is_complete(weight: str, parts: Mapping[str, Tensor]) -> bool:
+    """Return whether there is a float weight, or packed numbers with statistics."""
+    return weight in parts and (parts[weight].is_floating_point() or len(parts) > 1)
+
+
+def _put_quantized(
+    quantizer: WeightQuantizer,
+    source: Source,
+    step: AssignStep,
+    parts: Mapping[str, Tensor],
+    assignment: Assignment,
+    index: Index,
+) -> None:
+    name = step.weight
+    device = torch.device("cpu" if step.device in (None, "disk") else step.device)
+    parameter = quantizer.quantize_parts(name, parts, device, where=repr(str(source.path)))
+    if step.device == "disk":
+        folder = _offload_folder(step, source, assignment)
+        offload_weight(parameter.data, name, folder, index)
+        # The numbers are read back in place; the statistics stay with the parameter.
+        numbers = load_offloaded_weight(folder / f"{name}.dat", index[name])
+        parameter = quantizer.with_numbers(parameter, numbers)
+    step.site.table[step.site.leaf] = parameter
+
+
 def _sharded(value: Tensor, like: Any, assignment: Assignment) -> Tensor:
     """Make this rank's shard of a `DTensor`, from the full tensor or from the shard itself."""
     tensors = import_module("torch.distributed.tensor")  # slow; only distributed parameters need it
@@ -253,13 +318,20 @@ def _to_disk(source: Source, step: AssignStep, assignment: Assignment, index: In
             "dtype": str(step.dtype).removeprefix("torch."),
         }
         return
+    folder = _offload_folder(step, source, assignment)
+    offload_weight(source.get(step.name).to(step.dtype), step.name, folder, index)
+
+
+def _offload_folder(step: AssignStep, source: Source, assignment: Assignment) -> Path:
     if assignment.offload_folder is None:
+        remedy = "" if step.how == "quantize" else ", or save the checkpoint as safetensors"
         raise SettingsError(
             f"{step.name!r} goes to the disk and comes from {source.path.name!r}, which cannot be read in "
-            "place: pass offload_folder, or save the checkpoint as safetensors"
+            f"place: pass offload_folder{remedy}"
         )
-    Path(assignment.offload_folder).mkdir(parents=True, exist_ok=True)
-    offload_weight(source.get(step.name).to(step.dtype), step.name, assignment.offload_folder, index)
+    folder = Path(assignment.offload_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _spilled(value: Tensor, name: str, folder: str) -> Tensor:
@@ -279,7 +351,7 @@ def _warn_mismatches(
         )
         if names
     ]
-    if misshaped or (lines and assignment.strict):
+    if misshaped or (lines and assignment.strict) or (missing and assignment.quantizer is not None):
         raise CheckpointMismatchError(f"the checkpoint does not fit the model. {'; '.join(lines)}")
     if unexpected:
         shown = some_of(unexpected, most=20)
@@ -467,11 +539,16 @@ def load_checkpoint_in_model(
         dtype=torch_dtype(dtype),
         spill=offload_state_dict,
         offload_buffers=offload_buffers,
-        keep_in_fp32=tuple(keep_in_fp32_modules or ()),
+        dtypes={
+            name: torch.float32
+            for name in sites_of(model)
+            if any(module in name for module in keep_in_fp32_modules or ())
+        },
         strict=strict,
         shards=not full_state_dict,
     )
-    index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0)
+    sources = broadcast_sources(checkpoint) if broadcast_from_rank0 else open_checkpoint(checkpoint)
+    index = load_weights(model, sources, assignment)
     if index and offload_folder is None:
         raise SettingsError(
             "the device_map sends weights to the disk: pass offload_folder, where that is noted"
@@ -556,7 +633,8 @@ def load_checkpoint_and_dispatch(
         shards=not full_state_dict,
         memory_limit=limit,
     )
-    index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0, measure=report)
+    sources = broadcast_sources(checkpoint) if broadcast_from_rank0 else open_checkpoint(checkpoint)
+    index = load_weights(model, sources, assignment, measure=report)
     if device_map is None:
         return model
     _offload_unloaded(model, assignment, index)
@@ -595,31 +673,34 @@ def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) ->
         offload_weight(tensor.detach(), name, str(assignment.offload_folder), index)
 
 
-def _load(
-    model: nn.Module,
-    checkpoint: str | os.PathLike[str],
-    assignment: Assignment,
-    *,
-    broadcast: bool,
-    measure: bool = False,
+def load_weights(
+    model: nn.Module, sources: Sequence[Source], assignment: Assignment, *, measure: bool = False
 ) -> Index:
+    """Load the files of a checkpoint as an assignment says; return the index of what is on the disk."""
+    # 1. Plan the load, before anything is changed.
     start = time.perf_counter()
     tied = find_tied_parameters(model)
     if not tied and check_tied_parameters_in_config(model):
         _log.warning(
             "The model's configuration ties its embeddings, the model does not: call tie_weights() first."
         )
-    sources = broadcast_sources(checkpoint) if broadcast else open_checkpoint(checkpoint)
     plan = plan_load(model, sources, assignment, tied)
+    # 2. Load file after file.
     meter = MemoryMeter()
     index: Index = {}
+    parts: dict[str, dict[str, Tensor]] = {}
     files: list[FileReport] = []
     for source, steps in plan:
         began = time.perf_counter()
-        strategies = assign(model, source, steps, assignment, index, meter.sample)
+        strategies = assign(model, source, steps, assignment, index, meter.sample, parts)
         taken = time.perf_counter() - began
-        raw = raw_rate(source.path) if measure and not broadcast else None
+        raw = raw_rate(source.path) if measure and not source.broadcast else None
         files.append(FileReport(path=source.path, strategies=strategies, seconds=taken, raw=raw))
+    if parts:
+        raise CheckpointMismatchError(
+            f"the checkpoint does not fit the model. Without their scales: {some_of(parts, most=20)}"
+        )
+    # 3. Tie weights again, and report.
     retie_parameters(model, tied)
     report = LoadReport(files=tuple(files), seconds=time.perf_counter() - start, peak=meter.peak)
     _log.info("%s", report)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,12 @@ from accel_bigmodel.device_map import automatic_device_map
 from accel_bigmodel.dispatch import dispatch_model
 from accel_bigmodel.hooks import default_device
 from accel_bigmodel.host_to_device import trim_heap
-from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_offload_index
-from accel_bigmodel.placement import set_module_tensor_to_device, sites_of
-from accel_bigmodel.sources import open_checkpoint
-from accel_ops.weights.read import device_of
+from accel_bigmodel.load import Assignment, load_weights
+from accel_bigmodel.placement import sites_of
+from accel_bigmodel.sources import Source, open_checkpoint
+from accel_ops.weights.read import entry_of
 from accel_ops.weights.tensors import find_tied_parameters, retie_parameters
 from accel_quant.layers import (
-    STATE_8BIT,
     WEIGHT_FORMAT,
     Quantizer,
     bitsandbytes,
@@ -31,16 +30,15 @@ from accel_quant.layers import (
     is_listed,
     register_slots,
 )
-from accel_state.errors import CheckpointError, SettingsError
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from accel_bigmodel.offload import Index
     from accel_quant.config import BnbQuantizationConfig
 
     Device = int | str | torch.device
 
 _log = logging.getLogger(__name__)
-_TIDY_AFTER = 64 << 20
+_TRIM_AFTER = 64 << 20
 
 
 def load_and_quantize_model(
@@ -80,6 +78,7 @@ def load_and_quantize_model(
         MissingDependencyError: bitsandbytes is not installed.
         SettingsError: There are no weights, or weights for the disk have no folder.
     """
+    # 1. Put quantised layers where linear layers are.
     config = bnb_quantization_config
     _refuse(model, weights_location, offload_state_dict=offload_state_dict)
     quantizer = Quantizer(config=config, bnb=bitsandbytes())
@@ -90,6 +89,8 @@ def load_and_quantize_model(
     replaced = quantizer.replace_linears(model, [*skipped, *unquantized])
     if not replaced:
         _log.warning("No linear layer was quantised: all are in skip_modules or keep_in_fp32_modules.")
+    # 2. Choose the types of the other tensors, and the devices.
+    layers = frozenset(replaced)
     types = _types(model, replaced, unquantized, config)
     plan = quantized_device_map(
         model,
@@ -100,17 +101,27 @@ def load_and_quantize_model(
         max_memory=max_memory,
         no_split=no_split_module_classes,
     )
-    loader = _Loader(
-        model=model,
-        quantizer=quantizer,
-        plan=plan,
-        types=types,
-        layers=frozenset(replaced),
-        folder=offload_folder,
+    # 3. Quantise the model's own weights, or those of a checkpoint as it is read.
+    if weights_location is None:
+        sources = [_OwnWeights(model, replaced)]
+    else:
+        replaced.clear()
+        sources = open_checkpoint(weights_location)
+    assignment = Assignment(
+        device_map=plan,
+        offload_folder=offload_folder,
+        dtypes=types,
+        quantizer=QuantizedWeights(model=model, quantizer=quantizer, layers=layers),
     )
-    loader.fill(replaced, weights_location, tied)
+    index = load_weights(model, sources, assignment)
+    # 4. Tie weights again, and let the model run across its devices.
     retie_parameters(model, tied)
-    return dispatch_model(model, plan, offload_dir=offload_folder if loader.index else None)
+    return dispatch_model(
+        model,
+        plan,
+        offload_dir=offload_folder if any("safetensors_file" not in row for row in index.values()) else None,
+        offload_index=index,
+    )
 
 
 def _refuse(
@@ -126,146 +137,65 @@ def _refuse(
 
 
 @dataclass(kw_only=True)
-class _Loader:
-    """Place tensors as they are read, quantised or not."""
+class QuantizedWeights:
+    """The weights of a model's quantised layers; an `accel_bigmodel.load.WeightQuantizer`."""
 
     model: nn.Module
     quantizer: Quantizer
-    plan: Mapping[str, Device]
-    types: Mapping[str, torch.dtype]
     layers: frozenset[str]
-    folder: str | os.PathLike[str] | None
-    index: Index = field(default_factory=dict[str, dict[str, Any]])
     _passed: int = 0
-    _seen: set[str] = field(default_factory=set[str])
-    _waiting: dict[str, Tensor] = field(default_factory=dict[str, "Tensor"])
-    _statistics: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, "dict[str, Tensor]"])
 
-    def fill(
-        self,
-        replaced: dict[str, nn.Linear],
-        checkpoint: str | os.PathLike[str] | None,
-        tied: Sequence[Sequence[str]],
-    ) -> None:
-        """Take the model's own weights, or a checkpoint's; note those on the disk."""
-        if checkpoint is None:
-            self.take(_resident_weights(self.model, replaced), "the model")
-        else:
-            replaced.clear()
-            for source in open_checkpoint(checkpoint):
-                tensors = ((name, source.get(name)) for name in source.tensors)
-                self.take(tensors, repr(str(source.path)))
-            self.check(tied)
-        if self.index and self.folder is not None:
-            save_offload_index(self.index, self.folder)
+    def weight_of(self, name: str) -> str | None:
+        layer = entry_of(name, self.layers)
+        return None if layer is None else f"{layer}.weight"
 
-    def take(self, tensors: Iterator[tuple[str, Tensor]], origin: str) -> None:
-        """Place tensors; the parts of a saved quantised weight wait for each other."""
-        sites = sites_of(self.model)
-        for name, value in tensors:
-            layer = self._layer_of(name)
-            if layer is not None and name == f"{layer}.weight":
-                if value.is_floating_point():
-                    owner: Any = self.model.get_submodule(layer)
-                    shape = owner.out_features, owner.in_features
-                    check_shape(f"{origin}: the weight {name!r}", value, shape)
-                    device = self._device(f"{layer}.weight")
-                    self._put(layer, self.quantizer.quantize(value, device, owner))
-                    self._tidy(value.nbytes)
-                else:
-                    self._waiting[layer] = value
-            elif layer is not None and name not in sites:
-                if not name.endswith(WEIGHT_FORMAT):
-                    self._statistics.setdefault(layer, {})[self._part(layer, name)] = value
-            elif name in sites:
-                self._plain(name, value)
-            else:
-                _log.warning("Unexpected in the checkpoint: %s.", name)
-        for layer in [layer for layer in self._waiting if layer in self._statistics]:
-            packed, statistics = self._waiting.pop(layer), self._statistics.pop(layer)
-            owner = self.model.get_submodule(layer)
-            name = f"{layer}.weight"
-            where = f"{origin}: the quantised weight {name!r}"
-            self._put(
-                layer, self.quantizer.restore(packed, statistics, self._device(name), owner, where=where)
-            )
+    def quantize_parts(
+        self, weight: str, parts: Mapping[str, Tensor], device: torch.device, *, where: str
+    ) -> nn.Parameter:
+        layer: Any = self.model.get_submodule(weight.removesuffix(".weight"))
+        value = parts[weight]
+        if value.is_floating_point():
+            check_shape(f"{where}: the weight {weight!r}", value, (layer.out_features, layer.in_features))
+            # Quantising leaves freed blocks between those that stay: return them now and then.
+            self._passed += value.nbytes
+            if self._passed > _TRIM_AFTER:
+                self._passed = 0
+                trim_heap()
+            return self.quantizer.quantize(value, device, layer)
+        prefix = weight.removesuffix("weight")
+        statistics = {
+            name.removeprefix(prefix).removeprefix("weight."): part
+            for name, part in parts.items()
+            if name != weight and not name.endswith(WEIGHT_FORMAT)
+        }
+        where = f"{where}: the quantised weight {weight!r}"
+        return self.quantizer.restore(value, statistics, device, layer, where=where)
 
-    def check(self, tied: Sequence[Sequence[str]]) -> None:
-        """Refuse a checkpoint that left a tensor without a value."""
-        served = {name for group in tied if self._seen.intersection(group) for name in group}
-        sites = sites_of(self.model).items()
-        missing = [n for n, site in sites if site.persistent and n not in self._seen and n not in served]
-        if missing or self._waiting:
-            names = ", ".join([*missing, *(f"{layer}'s scales" for layer in self._waiting)][:20])
-            raise CheckpointError(f"the checkpoint does not fit the model: it lacks {names}")
-
-    def _layer_of(self, name: str) -> str | None:
-        prefix = name.rpartition(".")[0]
-        while prefix:
-            if prefix in self.layers:
-                return prefix
-            prefix = prefix.rpartition(".")[0]
-        return None
-
-    def _tidy(self, passed: int) -> None:
-        """Trim the heap now and then: quantising leaves freed blocks between kept ones."""
-        self._passed += passed
-        if self._passed > _TIDY_AFTER:
-            self._passed = 0
-            trim_heap()
-
-    def _part(self, layer: str, name: str) -> str:
-        part = name.removeprefix(f"{layer}.")
-        return STATE_8BIT if part == STATE_8BIT else part.removeprefix("weight.")
-
-    def _device(self, name: str) -> torch.device:
-        device = device_of(name, self.plan)
-        return torch.device("cpu" if device in (None, "disk") else device)  # pyright: ignore[reportArgumentType] - None is excluded
-
-    def _put(self, layer: str, weight: nn.Parameter) -> None:
-        name = f"{layer}.weight"
-        owner: Any = self.model.get_submodule(layer)
-        self._seen.add(name)
-        if device_of(name, self.plan) == "disk":
-            self._write(name, weight.data)
-            # The numbers are read back in place; the scales stay with the parameter.
-            weight = _mapped(weight, Path(str(self.folder)), name, self.index)
-        owner.weight = weight
-
-    def _plain(self, name: str, value: Tensor) -> None:
-        self._seen.add(name)
-        dtype = self.types.get(name) if value.is_floating_point() else None
-        device = device_of(name, self.plan)
-        set_module_tensor_to_device(
-            self.model, name, self._device(name), value=value, dtype=dtype, clear_cache=False
-        )
-        site = sites_of(self.model.get_submodule(name.rpartition(".")[0]))[name.rpartition(".")[2]]
-        if device == "disk" and not site.is_buffer:
-            self._write(name, site.table[site.leaf].data)
-
-    def _write(self, name: str, value: Tensor) -> None:
-        if self.folder is None:
-            raise SettingsError(f"the device_map sends {name!r} to the disk: pass offload_folder")
-        Path(self.folder).mkdir(parents=True, exist_ok=True)
-        offload_weight(value, name, self.folder, self.index)
+    def with_numbers(self, parameter: nn.Parameter, numbers: Tensor) -> nn.Parameter:
+        attributes = dict(vars(parameter))
+        if "CB" in attributes:
+            attributes["CB"] = numbers
+        kind: Any = type(parameter)
+        return kind(numbers, requires_grad=False, **attributes)
 
 
-def _mapped(weight: Any, folder: Path, name: str, index: Index) -> Any:
-    value = load_offloaded_weight(folder / f"{name}.dat", index[name])
-    unquantized = dict(vars(weight))
-    if "CB" in unquantized:
-        unquantized["CB"] = value
-    return type(weight)(value, requires_grad=False, **unquantized)
+class _OwnWeights(Source):
+    """The weights of a loaded model, with those of replaced layers, each dropped when it was given."""
 
+    path = Path("the model")
+    mapped = True
 
-def _resident_weights(model: nn.Module, replaced: dict[str, nn.Linear]) -> Iterator[tuple[str, Tensor]]:
-    """Return the weights of a loaded model, each replaced layer dropped as soon as it was given."""
-    for name, site in sites_of(model).items():
-        layer = name.rpartition(".")[0]
-        if layer in replaced and name == f"{layer}.weight":
-            yield name, replaced.pop(layer).weight.detach()
-        else:
-            yield name, site.table[site.leaf].detach()
+    def __init__(self, model: nn.Module, replaced: dict[str, nn.Linear]) -> None:
+        self._replaced = replaced
+        self._sites = {name: site for name, site in sites_of(model).items() if site.persistent}
+        tensors = {name: site.table[site.leaf] for name, site in self._sites.items()}
+        tensors |= {f"{layer}.weight": linear.weight for layer, linear in replaced.items()}
+        self.tensors = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+    def get(self, name: str) -> Tensor:
+        linear = self._replaced.pop(name.removesuffix(".weight"), None)
+        site = self._sites[name]
+        return (site.table[site.leaf] if linear is None else linear.weight).detach()
 
 
 def _types(
