@@ -397,9 +397,8 @@ class RecordedCollectives:
         self.start_scatter = host.start_scatter
         self.all_gather_object = host.all_gather_object
         self.broadcast_object_list = host.broadcast_object_list
-        self.barrier = (
-            host.barrier
-        )  # Recorded operations are not waited for: they run when a value is needed.
+        # Recorded operations are not waited for: they run when a value is needed.
+        self.barrier = host.barrier
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         if not self._is_recorded(tensor):

@@ -103,10 +103,8 @@ def destroy_at_exit() -> None:
 
 def _destroy_with_timeout(seconds: float, *, abort: bool) -> None:
     """Destroy all groups in another thread; abandon it after a timeout."""
-    for group in process_groups():
-        ctypes.pythonapi.Py_IncRef(
-            ctypes.py_object(group)
-        )  # Without a reference, gloo's destructor would wait.
+    for group in process_groups():  # without a reference, gloo's destructor would wait
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     end = abort_process_groups if abort else dist.destroy_process_group
     thread = threading.Thread(target=_run, args=(end,), name="accel-destroy", daemon=True)
     try:

@@ -290,30 +290,13 @@ def merge_sources(*sources: Mapping[str, SourcedValue]) -> Merged:
         >>> merge_sources(low, high).settings.launch.num_machines
         4
     """
+    # 1. Keep the value of the highest precedence.
     sourced: dict[str, SourcedValue] = {}
     for source in sources:
         for path, value in source.items():
             if value.layer <= sourced.get(path, DEFAULT).layer:
                 sourced[path] = value
-    switches, conflicts = _switches(sourced)
-    sourced |= switches
-    sections: dict[str, dict[str, Any]] = {}
-    for path, value in sourced.items():
-        section, _, name = path.partition(".")
-        if name:
-            sections.setdefault(section, {})[name] = value.value
-    made: dict[str, Any] = {}
-    for name, kind in OPTIONAL_SECTIONS.items():
-        values = sections.pop(name, {})
-        made[name] = kind(**values) if sourced.get(name, DEFAULT).value else None
-    made |= {name: kind(**sections.pop(name)) for name, kind in IMPLICIT_SECTIONS.items() if name in sections}
-    defaults = Settings()
-    made |= {section: replace(getattr(defaults, section), **values) for section, values in sections.items()}
-    return Merged(settings=replace(defaults, **made), sourced=sourced, conflicts=conflicts)
-
-
-def _switches(sourced: Mapping[str, SourcedValue]) -> tuple[dict[str, SourcedValue], tuple[str, ...]]:
-    """Select the engine of the source with the highest precedence; name conflicts at that precedence."""
+    # 2. Switch on the engine of the source with the highest precedence; name conflicts at that precedence.
     kind = sourced.get("launch.distributed_type", DEFAULT)
     asked = {name: sourced[name] for name in ENGINES if name in sourced}
     by_kind = ENGINE_TYPES.get(str(kind.value))
@@ -326,8 +309,22 @@ def _switches(sourced: Mapping[str, SourcedValue]) -> tuple[dict[str, SourcedVal
         for layer, name in on[1:]
         if layer == on[0][0]
     )
-    lost = {name: replace(asked[name], value=False) for _, name in on[1:]}
-    return asked | lost, conflicts
+    sourced |= asked | {name: replace(asked[name], value=False) for _, name in on[1:]}
+    # 3. Make the sections.
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in sourced.items():
+        section, _, name = path.partition(".")
+        if name:
+            sections.setdefault(section, {})[name] = value.value
+    made: dict[str, Any] = {}
+    for name, section_class in OPTIONAL_SECTIONS.items():
+        values = sections.pop(name, {})
+        made[name] = section_class(**values) if sourced.get(name, DEFAULT).value else None
+    for name in IMPLICIT_SECTIONS.keys() & sections.keys():
+        made[name] = IMPLICIT_SECTIONS[name](**sections.pop(name))
+    defaults = Settings()
+    made |= {section: replace(getattr(defaults, section), **values) for section, values in sections.items()}
+    return Merged(settings=replace(defaults, **made), sourced=sourced, conflicts=conflicts)
 
 
 SPLIT_VARIABLES: Mapping[str, tuple[str, ...]] = {

@@ -49,9 +49,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 WHAT = "load_state()"
-_REPLACED_TIMEOUT = (
-    60.0  # seconds during which a checkpoint that is replaced while it is opened is opened again
-)
+_REPLACED_TIMEOUT = 60.0  # seconds during which a checkpoint that is replaced while opened is opened again
 
 
 def load(
@@ -551,9 +549,7 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> d
     """
     names: dict[object, list[str]] = {}
     for name, value in like.items():
-        same: object = id(
-            value
-        )  # subclasses that wrap tensors, such as DTensor, may have no memory of their own
+        same: object = id(value)  # tensors that wrap others, such as DTensor, may have no memory of their own
         if not is_traceable_wrapper_subclass(value) and value.numel() and not value.is_meta:
             begin = (id_tensor_storage(value), value.storage_offset())
             same = (begin, value.dtype, tuple(value.shape), value.stride())

@@ -141,9 +141,7 @@ def _agree(
     staging, proposal = (
         _make_staging(request, target) if run.commits else (None, SaveProposal(request=request))
     )
-    if (
-        run.project.save_on_each_node
-    ):  # hosts that share no file system may save to folders of different names
+    if run.project.save_on_each_node:  # hosts that share no file system may have folders of other names
         proposal = replace(proposal, request=replace(request, folder=""))
     try:
         rows = agreement.exchange(WHAT, asdict(proposal))

@@ -114,11 +114,8 @@ class DataLoaderAdapter(TorchLoader):
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Copy or pickle the loader without its current pass: the copy begins its own."""
         progress = LoaderProgress(epoch=self.iteration, finished=self._progress.finished)
-        state = {
-            **vars(self),
-            "_progress": progress,
-            "_iterator": None,
-        }  # persistent workers belong to this loader
+        # Persistent workers belong to this loader.
+        state = {**vars(self), "_progress": progress, "_iterator": None}
         return remake_loader, (plain_class(type(self)), self.use_stateful_dataloader), state
 
     @property
@@ -411,10 +408,9 @@ class DataLoaderAdapter(TorchLoader):
         options |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
         options["worker_init_fn"] = RotatedWorkerIds(self.worker_init_fn, position.next_worker)
         dataset, starts = cast("Any", self.dataset), position.consumed
-        is_shard = isinstance(dataset, IterableDatasetShard)
         stream = (
             dataset.starting_at(starts)
-            if is_shard
+            if isinstance(dataset, IterableDatasetShard)
             else IterableDatasetShard(dataset, self._inner_stride, starts=starts)
         )
         batches = iter(DataLoader(stream, **options))
@@ -594,11 +590,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             reading = self._open()
             advance, padded = reading.advance, None
             facts = vars(self)  # torch's loaders have a slow `__setattr__`
-            start_copy, finish_copy = (
-                (None, None)
-                if batch_transfer is None
-                else (batch_transfer.start_copy, batch_transfer.finish_copy)
-            )
+            start_copy = None if batch_transfer is None else batch_transfer.start_copy
+            finish_copy = None if batch_transfer is None else batch_transfer.finish_copy
             if self.shard_sequences is not None:
                 start_copy = _sharding_first(self.shard_sequences, start_copy)
             # 2. Yield each batch, with the facts about it.

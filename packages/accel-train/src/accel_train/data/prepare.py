@@ -140,9 +140,8 @@ def prepare_data_loader(
         return _dispatcher(dataloader, shards, options)
     options |= {"rng_types": order.rng_types, "synchronized_generator": order.generator}
     loader = _shard(dataloader, options, shards, warns=compiles)
-    if is_shard and not isinstance(
-        dataloader.dataset, IterableDatasetShard
-    ):  # a shard of ours knows its padding
+    # A shard of ours knows its padding.
+    if is_shard and not isinstance(dataloader.dataset, IterableDatasetShard):
         loader.dataset_parts = ranks
     return loader
 
