@@ -1,0 +1,110 @@
+"""What repositories import, read and replace of `accelerate` works on accel as on the reference.
+
+names_in_use.json says of repositories, by a scan of their sources, what they import of `accelerate`, which
+attributes they use and what they replace. One program replays the table on both libraries, in one process and
+on two ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from clients.running import run_client
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+TABLE = Path(__file__).parent / "names_in_use.json"
+PROGRAM = Path(__file__).parent / "programs" / "probe.py"
+KINDS = ("imports", "attrs", "patches")
+NAMES: dict[str, dict[str, list[str]]] = json.loads(TABLE.read_text())
+REPOSITORIES = sorted({user for kind in KINDS for users in NAMES[kind].values() for user in users})
+
+SHARDED = {
+    "accelerate.accelerator.Accelerator._prepare_fsdp2",
+    "accelerate.accelerator.fsdp2_prepare_model",
+    "accelerate.utils.fsdp_utils.fsdp2_prepare_model",
+}
+"""What FSDP2 calls on two ranks; the reference does not shard on the CPU, and cannot tell."""
+OPEN = {
+    "accelerate.Accelerator.distributed_type",
+    "accelerate.accelerator.Accelerator.distributed_type",
+    "accelerate.accelerator.AcceleratorState.is_fsdp2",
+    "accelerate.accelerator.ParallelismConfig._validate_accelerator",
+    "accelerate.accelerator.ParallelismConfig.dp_shard_cp_dim_names",
+    "accelerate.accelerator.ParallelismConfig.non_dp_dim_names",
+    "accelerate.big_modeling._attach_context_parallel_hooks",
+    "accelerate.big_modeling._attach_context_parallel_hooks.__module__",
+    "accelerate.hooks._accelerate_added_attributes",
+    "accelerate.state.PartialState._prepare_backend",
+    "accelerate.test_utils.execute_subprocess_async",
+    "accelerate.test_utils.get_torch_dist_unique_port",
+    "accelerate.test_utils.testing.get_backend",
+    "accelerate.test_utils.testing.run_command",
+    "accelerate.utils.modeling._get_proper_dtype",
+    "@accelerator.native_amp",
+    "@accelerator.state",
+    "@accelerator.trackers",
+    "setattr:@accelerator.state",
+}
+"""What does not work yet; this table only shrinks."""
+
+
+@pytest.fixture(scope="module")
+def replayed(
+    request: pytest.FixtureRequest, python: Path, clients_environ: dict[str, str], tmp_path_factory: Any
+) -> dict[tuple[int, str], dict[str, Any]]:
+    """What happened, by number of ranks and library."""
+    folder = tmp_path_factory.mktemp("replayed")
+    chosen = {
+        item.callspec.params["ranks"]
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
+    happened = {}
+    for ranks in sorted(chosen):
+        for on_accel in (False, True):
+            out = folder / f"{ranks}_{on_accel}.json"
+            run_client(
+                python,
+                PROGRAM,
+                str(out),
+                str(TABLE),
+                ranks=ranks,
+                on_accel=on_accel,
+                environ=clients_environ,
+                folder=folder,
+            )
+            outcome = json.loads(out.read_text())
+            assert outcome["library"] == ("accel_state" if on_accel else "accelerate")
+            happened[ranks, "accel" if on_accel else "reference"] = outcome
+    return happened
+
+
+def _cases() -> Iterator[Any]:
+    for repository in REPOSITORIES:
+        yield pytest.param(1, repository)
+        yield pytest.param(2, repository, marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize(("ranks", "repository"), [*_cases()])
+def test_what_works_on_the_reference_works_on_accel(
+    ranks: int, repository: str, replayed: dict[tuple[int, str], dict[str, Any]]
+) -> None:
+    reference, accel = replayed[ranks, "reference"], replayed[ranks, "accel"]
+    for kind in KINDS:
+        rows = [name for name, users in NAMES[kind].items() if repository in users]
+        failed = {
+            name: accel[kind][name]
+            for name in rows
+            if not reference[kind][name] and accel[kind][name] and name not in OPEN
+        }
+        assert not failed, kind
+    replaced = {name for name, users in NAMES["patches"].items() if repository in users}
+    expected = set(reference["called"]) | (SHARDED if ranks > 1 else set())
+    assert not replaced & expected - set(accel["called"]) - OPEN, "replacements without effect"
+    assert not [error for error in accel["runs"].values() if error]
