@@ -1,0 +1,181 @@
+"""Run trainers that people use on Accelerate and on accel, unchanged, and compare what they find.
+
+Claim: axolotl, ms-swift, LLaMA-Factory, lm-evaluation-harness and the rest of the table below find on accel
+what they find on Accelerate, to the last digit.
+
+    uv run python tools/trainers.py                         # each one that is installed
+    uv run python tools/trainers.py --install               # install them first, from the package index
+    uv run python tools/trainers.py --only axolotl ms-swift --ranks 2
+
+Each has an environment of its own, build/trainers/NAME, in which neither library is installed: it comes from
+build/trainers/accelerate or build/trainers/accel on PYTHONPATH. The latter is made from the packages here and
+the wheel of tools/build_accelerate_alias.py. Programs are in tests-integration/clients/programs/trainers;
+their models are small, their data written on the spot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import build_accelerate_alias
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests-integration"))
+
+from clients.running import differences, run_client  # noqa: E402 - of tests-integration
+
+FOLDER = ROOT / "build" / "trainers"
+PROGRAM = ROOT / "tests-integration" / "clients" / "programs" / "run_cases.py"
+REFERENCE = "accelerate==1.15.0"
+TORCH = ("torch==2.15.0", "torchvision==0.29.2", "torchaudio==2.11.0")
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """A package, and what is run of it.
+
+    Args:
+        package: What is installed, with a version at which the cases are known to run.
+        cases: Names of modules and functions among the programs.
+        torch: The versions of torch, torchvision and torchaudio, which override what the package asks for.
+        two_ranks: Cases that also run as the ranks of two processes.
+    """
+
+    package: str
+    cases: tuple[str, ...]
+    torch: tuple[str, ...] = TORCH
+    two_ranks: tuple[str, ...] = ()
+
+
+TRAINERS = {
+    "axolotl": Trainer("axolotl==0.19.0", ("axolotl:sft", "axolotl:lora"), two_ranks=("axolotl:sft",)),
+    "diffsynth": Trainer("diffsynth==2.1.12", ("diffsynth:train",), two_ranks=("diffsynth:train",)),
+    "gptqmodel": Trainer("gptqmodel==7.7.0", ("gptqmodel:quantize",)),
+    "llamafactory": Trainer(
+        "llamafactory==0.9.5",
+        ("llama_factory:sft", "llama_factory:lora", "llama_factory:dpo"),
+        # torchaudio, which it imports, is there for CUDA 13.0 alone.
+        torch=("torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"),
+        two_ranks=("llama_factory:sft",),
+    ),
+    "llmcompressor": Trainer("llmcompressor==0.14.0.1", ("llm_compressor:gptq",)),
+    "lm-eval": Trainer("lm-eval[hf]==0.4.13", ("lm_eval:evaluate",), two_ranks=("lm_eval:evaluate",)),
+    "ms-swift": Trainer(
+        "ms-swift==4.6.0", ("ms_swift:sft", "ms_swift:lora", "ms_swift:dpo"), two_ranks=("ms_swift:sft",)
+    ),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the cases with both libraries; print a line for each, return 1 if any differs."""
+    parser = argparse.ArgumentParser(description="Compare trainers on Accelerate and on accel.")
+    parser.add_argument("--only", nargs="+", choices=TRAINERS, default=list(TRAINERS))
+    parser.add_argument("--install", action="store_true", help="make their environments first")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
+    arguments = parser.parse_args(argv)
+    if arguments.install:
+        for name in arguments.only:
+            install(name)
+    install_libraries()
+    failed = False
+    for name in arguments.only:
+        trainer = TRAINERS[name]
+        for case in trainer.cases if arguments.ranks == 1 else trainer.two_ranks:
+            outcome = (
+                compare(name, case, ranks=arguments.ranks) if python_of(name).exists() else "not installed"
+            )
+            print(f"{name:<16}{case:<24}{outcome}", flush=True)
+            failed |= outcome.startswith("differs")
+    return int(failed)
+
+
+def python_of(name: str) -> Path:
+    """The interpreter of a trainer's environment."""
+    return FOLDER / name / "bin" / "python"
+
+
+def install(name: str) -> None:
+    """Make the environment of a trainer, with neither library."""
+    trainer = TRAINERS[name]
+    overrides = FOLDER / f"{name}.txt"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    overrides.write_text("\n".join((*trainer.torch, REFERENCE)))
+    uv("venv", "--clear", str(FOLDER / name))
+    uv("pip", "install", "--python", str(python_of(name)), "--overrides", str(overrides), trainer.package)
+    uv("pip", "uninstall", "--python", str(python_of(name)), "accelerate")
+
+
+def install_libraries() -> None:
+    """Make the folders that hold Accelerate and accel, the latter anew."""
+    target = ("pip", "install", "--python", sys.executable, "--no-deps", "--target")
+    if not (FOLDER / "accelerate").exists():
+        uv(*target, str(FOLDER / "accelerate"), REFERENCE)
+    shutil.rmtree(FOLDER / "accel", ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        wheel = build_accelerate_alias.build(Path(folder))
+        packages = [str(path.parent) for path in sorted((ROOT / "packages").glob("*/pyproject.toml"))]
+        uv(*target, str(FOLDER / "accel"), *packages, str(wheel))
+
+
+def uv(*words: str) -> None:
+    """Run uv quietly."""
+    subprocess.run(["uv", words[0], *words[1:], "--quiet"], check=True)
+
+
+def compare(name: str, case: str, *, ranks: int) -> str:
+    """Run a case with both libraries; return how they differ, or what they found."""
+    results = {}
+    for library in ("accelerate", "accel"):
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "out.pt"
+            run_client(
+                python_of(name),
+                PROGRAM,
+                str(out),
+                f"trainers.{case}",
+                ranks=ranks,
+                on_accel=False,  # the folder on the path decides
+                environ=environ(library),
+                folder=Path(folder),
+            )
+            results[library] = torch.load(out, weights_only=True)[f"trainers.{case}"]
+    for library, result in results.items():
+        if isinstance(result, str):
+            return f"fails on {library}: {result.strip().splitlines()[-1]}"
+    far = [*differences(case, results["accelerate"], results["accel"], tolerance=0.0)]
+    return f"differs: {'; '.join(far[:5])}" if far else f"equal: {summary(results['accel'])}"
+
+
+def environ(library: str) -> dict[str, str]:
+    """The variables of a run with one of the libraries."""
+    hidden = ("VIRTUAL_ENV", "PYTHONHOME")
+    inherited = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in hidden and not key.startswith("ACCELERATE_")
+    }
+    offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    return {**inherited, **offline, "PYTHONPATH": str(FOLDER / library)}
+
+
+def summary(result: dict[str, Any]) -> str:
+    """Say in a few words what a case found: losses where there are any."""
+    log = result.get("log") or result.get("losses")
+    if isinstance(log, list):
+        losses = [entry.get("loss") if isinstance(entry, dict) else entry for entry in log]
+        return "losses " + " ".join(f"{loss:.6f}" for loss in losses[:4] if isinstance(loss, float))
+    return ", ".join(f"{key} ({len(value)})" for key, value in result.items() if hasattr(value, "__len__"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
