@@ -49,31 +49,28 @@ def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
         problems.append(
             f"{sizes.kv_heads} key-value heads neither divide tp_degree={tensor} nor are divided by it"
         )
-    problems += _layer_problems(plugin, sizes)
-    if problems:
-        raise SettingsError(f"{sizes.name} cannot be divided so: {'; '.join(problems)}.")
-
-
-def _layer_problems(plugin: MegatronLMPlugin, sizes: Sizes) -> list[str]:
     stages, last = plugin.pp_degree or 1, plugin.decoder_last_pipeline_num_layers
     virtual, layers = plugin.num_layers_per_virtual_pipeline_stage, sizes.layers
     if stages > 1 and sizes.encoder_layers:
-        reason = f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages"
-        instead = "leave it out, and use tp_degree, which divides every layer, or use_distributed_optimizer"
-        return [f"{reason}: {instead}"]
-    if last is not None:
-        remaining, number = layers - last, stages - 1
-        if number <= remaining and remaining % number == 0:
-            return []
-        uneven = f"{layers} layers, less the {last} of decoder_last_pipeline_num_layers, cannot be divided by"
-        return [f"{uneven} the {number} other stages of pp_degree={stages}"]
-    if layers % stages:
-        return [f"{layers} layers cannot be divided by pp_degree={stages}"]
-    own = layers // stages
-    if virtual is not None and own % virtual:
-        uneven = f"the {own} layers of a stage (pp_degree={stages}) cannot be divided by "
-        return [f"{uneven}num_layers_per_virtual_pipeline_stage={virtual}"]
-    return []
+        problems.append(
+            f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages: leave "
+            "it out, and use tp_degree, which divides every layer, or use_distributed_optimizer"
+        )
+    elif last is not None:
+        if layers - last < stages - 1 or (layers - last) % (stages - 1):
+            problems.append(
+                f"{layers} layers, less the {last} of decoder_last_pipeline_num_layers, cannot be divided by "
+                f"the {stages - 1} other stages of pp_degree={stages}"
+            )
+    elif layers % stages:
+        problems.append(f"{layers} layers cannot be divided by pp_degree={stages}")
+    elif virtual is not None and layers // stages % virtual:
+        problems.append(
+            f"the {layers // stages} layers of a stage (pp_degree={stages}) cannot be divided by "
+            f"num_layers_per_virtual_pipeline_stage={virtual}"
+        )
+    if problems:
+        raise SettingsError(f"{sizes.name} cannot be divided so: {'; '.join(problems)}.")
 
 
 def check_schedule(plugin: MegatronLMPlugin, *, has_optimizer: bool, has_placeholder: bool) -> None:
