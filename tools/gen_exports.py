@@ -340,7 +340,7 @@ def table_text(module: str, api: Api) -> str:
         *(["from accel_cli.main import run"] if COMMANDS.get(module) else []),
         f"from accel_state.lazy import {'LazyModule, ' if is_callable else ''}attach",
         "",
-        *(['__version__ = "' + version() + '"', ""] if module == "accel" else []),
+        *(version_lines() if module == "accel" else []),
         ATTACH,
         *(["", CALLABLE_MODULE.format(name=own).removesuffix("\n")] if is_callable else []),
         *(program_lines(module, api) if is_program else []),
@@ -364,7 +364,7 @@ def stub_text(module: str, api: Api) -> str:
     if any(name.startswith("_") for name in api[module]):  # that programs in use import nevertheless
         start.append("# pyright: reportPrivateUsage=false")
     if module == "accel":
-        start.append("__version__: str")
+        start += ["__version__: str", "__accel_version__: str"]
     if COMMANDS.get(module):
         lines = (*lines, "def main() -> int: ...")
     return "\n".join([*start, *lines]).replace(AS, " as ") + "\n"
@@ -388,9 +388,17 @@ def packed(before: str, items: list[str], after: str) -> str:
     return f"{before}\n{filled}\n{after}"
 
 
-def version() -> str:
-    """The version of the metapackage, which is the version of all."""
-    return tomllib.loads((SUITE / "pyproject.toml").read_text())["project"]["version"]
+def version_lines() -> list[str]:
+    """What `accel` says of versions: that of the interface, which scripts check, and its own."""
+    (reference,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["reference"]
+    own = tomllib.loads((SUITE / "pyproject.toml").read_text())["project"]["version"]
+    return [
+        f'__version__ = "{reference.removeprefix("accelerate==")}"',
+        '"""The version of Accelerate whose interface accel has."""',
+        f'__accel_version__ = "{own}"',
+        '"""The version of accel."""',
+        "",
+    ]
 
 
 if __name__ == "__main__":

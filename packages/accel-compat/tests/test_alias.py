@@ -154,7 +154,8 @@ def test_versions_are_those_of_the_interface() -> None:
 import importlib.metadata, importlib.util
 import accel, accelerate
 print(accelerate.__version__, importlib.metadata.version("accelerate"))
-assert accel.__version__ == importlib.metadata.version("accel-suite")
+assert accel.__version__ == accelerate.__version__
+assert accel.__accel_version__ == accelerate.__accel_version__ == importlib.metadata.version("accel-suite")
 assert "huggingface" in importlib.metadata.metadata("accelerate")["Home-page"]
 assert importlib.util.find_spec("accelerate") is not None
 assert [dist.version for dist in importlib.metadata.distributions() if dist.name == "accelerate"][:1]

@@ -166,6 +166,12 @@ def test_an_absent_name_raises_a_sentence_when_it_is_used(zoo):
     message = re.escape("accel_zoo.gate.dodo is not implemented in accel. Use `feed`.")
     assert re.search(message, repr(dodo))
     assert not hasattr(dodo, "__wrapped__")
-    for use in (dodo, lambda: dodo.wings, lambda: types.new_class("Chick", (dodo,))):
+    for use in (
+        dodo,
+        lambda: bool(dodo),
+        lambda: list(dodo),
+        lambda: dodo.wings,
+        lambda: types.new_class("Chick", (dodo,)),
+    ):
         with pytest.raises(UnsupportedError, match=message):
             use()

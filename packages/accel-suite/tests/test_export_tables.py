@@ -83,4 +83,4 @@ def test_submodules_are_attributes_without_being_imported() -> None:
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
-    assert accel.__version__ == version("accel-suite")
+    assert accel.__accel_version__ == version("accel-suite")

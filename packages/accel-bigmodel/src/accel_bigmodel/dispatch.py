@@ -415,3 +415,7 @@ def _refuse_or_move(model: nn.Module, move: Callable[..., Any], *args: Any, **kw
             "Dispatch it anew with another device_map, or call remove_hook_from_submodules(model) first"
         )
     return move(*args, **kwargs)
+
+
+_accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]
+"""The methods that programs look for among the attributes of a dispatched model, to remove them."""

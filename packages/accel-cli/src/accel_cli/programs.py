@@ -9,6 +9,7 @@ and empty values are not set.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import signal
 import subprocess
 import sys
@@ -22,14 +23,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from accel_cli.arguments import FLAGS, HELP, USAGE, LaunchArguments
-from accel_cli.commands.config import to_fsdp2
+from accel_cli.commands.config import to_fsdp2, update_config_file
 from accel_cli.config_file import read_config, write
 from accel_cli.launch import launchers, sagemaker
 from accel_cli.launch.command import LaunchPlan, make_plan, plan_launch, prepare_command, probe_host
 from accel_cli.launch.launchers import LAUNCHERS, xla_formats
 from accel_cli.main import COMMANDS
+from accel_cli.output import show
 from accel_state.environ import read
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accel_state.settings import (
     OPTIONS,
@@ -635,3 +637,129 @@ def _filter_args(  # pyright: ignore[reportUnusedFunction] - programs call it by
 
 hf_cache_home = str(Path(cache_dir).parent)
 """The folder in which the folder of the default config file is."""
+
+
+config_command_parser = get_config_parser
+
+
+def default_config_command(args: Namespace) -> None:
+    """Write the default config file, as `accel config default` does."""
+    config_command(Namespace(**{**vars(args), "action": "default"}))
+
+
+def update_config(args: Namespace) -> str:
+    """Rewrite a config file in the current format; return its path."""
+    return str(update_config_file(getattr(args, "config_file", None))[0])
+
+
+def update_config_command(args: Namespace) -> None:
+    """Rewrite a config file in the current format, and say which."""
+    show(f"{update_config(args)} is in the current format.")
+
+
+def _launcher(**flags: Any) -> Callable[[Namespace], None]:
+    """Make a function that launches with flags beside those of its namespace."""
+
+    def start(args: Namespace) -> None:
+        """Run the flags of a namespace in this way; see `launch_command`."""
+        launch_command(Namespace(**{**vars(args), **flags}))
+
+    return start
+
+
+simple_launcher = _launcher(num_processes=1, num_machines=1, machine_rank=0)
+
+
+multi_gpu_launcher = _launcher()
+
+
+deepspeed_launcher = _launcher(use_deepspeed=True)
+
+
+tpu_launcher = _launcher(tpu=True)
+
+
+tpu_pod_launcher = _launcher(tpu=True, tpu_use_cluster=True)
+
+
+def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[object]], title: str) -> str:
+    """Return a table in a frame; the last column is as wide as the title needs.
+
+    Example:
+        >>> print(create_ascii_table(["dtype", "size"], [["int8", "3 MB"]], "Memory"))
+        ┌──────────┐
+        │  Memory  │
+        ├─────┬────┤
+        │dtype│size│
+        ├─────┼────┤
+        │ int8│3 MB│
+        └─────┴────┘
+    """
+    cells = [[str(cell) for cell in row] for row in (headers, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    widths[-1] += max(0, len(title) - sum(widths) - len(widths) + 1)
+    bars = ["─" * width for width in widths]
+
+    head, *body = (_centered(row, widths) for row in cells)
+    return "\n".join(
+        (
+            f"┌{'─'.join(bars)}┐",
+            _centered([title], [sum(widths) + len(widths) - 1]),
+            f"├{'┬'.join(bars)}┤",
+            head,
+            f"├{'┼'.join(bars)}┤",
+            *body,
+            f"└{'┴'.join(bars)}┘",
+        )
+    )
+
+
+def _centered(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Return a line of a table; of an odd space the larger part is at the left."""
+    padded = (
+        cell.rjust(len(cell) + (width - len(cell) + 1) // 2).ljust(width)
+        for cell, width in zip(row, widths, strict=True)
+    )
+    return f"│{'│'.join(padded)}│"
+
+
+def estimate_training_usage(
+    bytes: int,  # noqa: A002 - the name that programs pass
+    mixed_precision: str,
+    msamp_config: str | None = None,
+) -> dict[str, int]:
+    """Return the bytes that training with Adam takes at batch size 1, by step of the loop.
+
+    Args:
+        bytes: The size of the weights in float32.
+        mixed_precision: `"float32"`, or `"float16"` or `"bfloat16"`; of others all is -1, for unknown.
+        msamp_config: Refused: MS-AMP is not estimated.
+
+    Raises:
+        UnsupportedError: A configuration of MS-AMP was given.
+    """
+    if msamp_config is not None:
+        raise UnsupportedError("MS-AMP is not estimated: leave msamp_config out.")
+    if mixed_precision in {"float16", "bfloat16"}:
+        return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes + bytes // 2, "step": bytes * 2}
+    if mixed_precision == "float32":
+        return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}
+    return dict.fromkeys(("model", "optimizer", "gradients", "step"), -1)
+
+
+def add_timm_hub_prefix(model_name: str) -> str:
+    """Return the name by which timm finds a model on the Hub; other names as they are.
+
+    Example:
+        >>> add_timm_hub_prefix("timm/resnet50.a1_in1k"), add_timm_hub_prefix("resnet50")
+        ('hf-hub:timm/resnet50.a1_in1k', 'resnet50')
+    """
+    return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
+
+
+logger = logging.getLogger("accel_cli")
+"""The logger of the command."""
+
+
+description = "Write, update and convert config files."
+"""The text about `accel config`."""

@@ -122,17 +122,18 @@ def _absent_error(name: str) -> ModuleNotFoundError:
 
 
 class TopLevelLoader:
-    """Make the module `accelerate`: accel's names, but the version of the reference."""
+    """Make the module `accelerate` with the names of accel."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Create the module."""
         return TopLevel(spec.name, accel.__doc__)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Set the version of the reference, and the attributes that every module has."""
+        """Set the versions, and the attributes that every module has."""
         table = vars(accel)
         vars(module).update(
             __version__=REFERENCE_VERSION,
+            __accel_version__=table["__accel_version__"],
             __all__=[*table["__all__"]],
             __file__=accel.__file__,
             _EXPORTS=table["_EXPORTS"],

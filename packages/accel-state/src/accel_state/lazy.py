@@ -147,6 +147,12 @@ class AbsentName:
     def __call__(self, *_: object, **__: object) -> Any:
         raise UnsupportedError(self._message)
 
+    def __bool__(self) -> bool:
+        raise UnsupportedError(self._message)
+
+    def __iter__(self) -> Any:
+        raise UnsupportedError(self._message)
+
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
         raise UnsupportedError(self._message)
 

@@ -1,5 +1,6 @@
 # fmt: off
 __version__: str
+__accel_version__: str
 from accel import (
     accelerator as accelerator, big_modeling as big_modeling, checkpointing as checkpointing,
     data_loader as data_loader, errors as errors, hooks as hooks, inference as inference,

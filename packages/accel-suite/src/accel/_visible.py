@@ -8,6 +8,7 @@ NAMES = {
     },
     "accel.accelerator": {
         "annotations": "__future__",
+        "_refuse_recurrent_layers_under_sequence_parallelism": "absent: It is a check of Accelerate's own prepare().",
         "has_offloaded_params": "accel_bigmodel.align",
         "gather gather_object reduce": "accel_ops.collectives",
         "compile_regions compile_regions_deepspeed compile_regions_fsdp2 extract_model_from_parallel get_pretty_name is_compiled_module model_has_dtensor": "accel_ops.modules",
@@ -66,6 +67,7 @@ NAMES = {
         "warnings": "warnings:",
     },
     "accel.big_modeling": {
+        "_refuse_recurrent_layers_under_sequence_parallelism": "absent: It is a check of Accelerate's own prepare().",
         "AlignDevicesHook attach_align_device_hook attach_align_device_hook_on_blocks": "accel_bigmodel.align",
         "logger": "accel_bigmodel.dispatch:_log",
         "CpuOffload LayerwiseCastingHook UserCpuOffloadHook add_hook_to_module": "accel_bigmodel.hooks",
@@ -106,12 +108,17 @@ NAMES = {
         "Optional": "typing",
     },
     "accel.commands.accelerate_cli": {
+        "CustomArgumentParser": "accel_cli.dashed_parser",
         "env_command_parser estimate_command_parser get_config_parser launch_command_parser merge_command_parser test_command_parser to_fsdp2_command_parser tpu_command_parser": "accel_cli.programs",
     },
     "accel.commands.config": {
+        "config_command_parser": "accel_cli.programs",
+        "default_command_parser update_command_parser": "accel_cli.programs:config_command_parser",
         "argparse": "argparse:",
     },
     "accel.commands.config.cluster": {
+        "get_cluster_input": "absent: `accel config` asks in a terminal.",
+        "_ask_field _ask_options _convert_distributed_mode _convert_dynamo_backend _convert_fp8_backend _convert_mixed_precision _convert_yes_no_to_bool": "accel_cli.terminal_menu",
         "is_hpu_available is_mlu_available is_mps_available is_musa_available is_neuron_available is_npu_available is_sdaa_available is_xpu_available": "accel_state.devices",
         "ComputeEnvironment DEEPSPEED_MULTINODE_LAUNCHERS DYNAMO_BACKENDS DistributedType TORCH_DYNAMO_MODES": "accel_state.labels",
         "is_deepspeed_available is_fp8_available is_msamp_available is_torchao_available is_transformer_engine_available is_transformers_available": "accel_state.libraries",
@@ -119,7 +126,10 @@ NAMES = {
         "os": "os:",
     },
     "accel.commands.config.config": {
+        "get_cluster_input get_sagemaker_input get_user_input": "absent: `accel config` asks in a terminal.",
         "main": "accel_cli.main",
+        "config_command_parser description": "accel_cli.programs",
+        "_ask_field _ask_options _convert_compute_environment": "accel_cli.terminal_menu",
         "ComputeEnvironment": "accel_state.labels",
         "argparse": "argparse:",
         "os": "os:",
@@ -135,22 +145,32 @@ NAMES = {
         "yaml": "yaml:",
     },
     "accel.commands.config.config_utils": {
+        "SubcommandHelpFormatter": "accel_cli.dashed_parser",
+        "BulletMenu _ask_field _ask_options _convert_compute_environment _convert_distributed_mode _convert_dynamo_backend _convert_fp8_backend _convert_mixed_precision _convert_sagemaker_distributed_mode _convert_yes_no_to_bool": "accel_cli.terminal_menu",
         "ComputeEnvironment DYNAMO_BACKENDS DistributedType DynamoBackend FP8BackendType PrecisionType SageMakerDistributedType": "accel_state.labels",
         "argparse": "argparse:",
     },
     "accel.commands.config.default": {
-        "ClusterConfig default_json_config_file": "accel_cli.programs",
+        "SubcommandHelpFormatter": "accel_cli.dashed_parser",
+        "ClusterConfig default_config_command default_json_config_file description": "accel_cli.programs",
+        "default_command_parser": "accel_cli.programs:config_command_parser",
         "is_hpu_available is_mlu_available is_musa_available is_neuron_available is_npu_available is_sdaa_available is_xpu_available": "accel_state.devices",
         "Path": "pathlib",
         "torch": "torch:",
     },
     "accel.commands.config.sagemaker": {
+        "get_sagemaker_input": "absent: `accel config` asks in a terminal.",
+        "_create_iam_role_for_sagemaker _get_iam_role_arn": "absent: boto3 and the console of AWS manage roles.",
+        "_ask_field _ask_options _convert_dynamo_backend _convert_mixed_precision _convert_sagemaker_distributed_mode _convert_yes_no_to_bool": "accel_cli.terminal_menu",
         "ComputeEnvironment DYNAMO_BACKENDS SAGEMAKER_PARALLEL_EC2_INSTANCES SageMakerDistributedType TORCH_DYNAMO_MODES": "accel_state.labels",
         "is_boto3_available": "accel_state.libraries",
         "json": "json:",
         "os": "os:",
     },
     "accel.commands.config.update": {
+        "SubcommandHelpFormatter": "accel_cli.dashed_parser",
+        "description update_config update_config_command": "accel_cli.programs",
+        "update_command_parser": "accel_cli.programs:config_command_parser",
         "Path": "pathlib",
     },
     "accel.commands.env": {
@@ -167,8 +187,11 @@ NAMES = {
         "torch": "torch:",
     },
     "accel.commands.estimate": {
+        "check_has_model create_empty_model gather_data verify_on_hub": "absent: `accel estimate-memory --json` prints the numbers.",
         "init_empty_weights": "accel_bigmodel.empty",
         "calculate_maximum_sizes": "accel_bigmodel.sizes",
+        "CustomArgumentParser": "accel_cli.dashed_parser",
+        "add_timm_hub_prefix create_ascii_table estimate_training_usage": "accel_cli.programs",
         "convert_bytes": "accel_ops.weights.layout",
         "is_timm_available is_transformers_available": "accel_state.libraries",
         "EntryNotFoundError GatedRepoError RepositoryNotFoundError": "huggingface_hub.errors",
@@ -180,7 +203,9 @@ NAMES = {
         "Optional": "typing",
     },
     "accel.commands.launch": {
-        "SageMakerConfig _filter_args default_config_file load_config_from_file prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu": "accel_cli.programs",
+        "sagemaker_launcher": "absent: `launch_command` starts a job where the config file is for SageMaker.",
+        "CustomArgumentParser CustomHelpFormatter clean_option options_to_group": "accel_cli.dashed_parser",
+        "SageMakerConfig _filter_args deepspeed_launcher default_config_file load_config_from_file logger multi_gpu_launcher prepare_deepspeed_cmd_env prepare_multi_gpu_env prepare_sagemager_args_inputs prepare_simple_launcher_cmd_env prepare_tpu simple_launcher tpu_launcher tpu_pod_launcher": "accel_cli.programs",
         "check_cuda_p2p_ib_support": "accel_state.device_kinds",
         "is_bf16_available is_hpu_available is_mlu_available is_musa_available is_neuron_available is_npu_available is_sdaa_available is_torch_xla_available is_xpu_available": "accel_state.devices",
         "convert_dict_to_env_variables get_int_from_env patch_environment str_to_bool": "accel_state.environ",
@@ -196,17 +221,28 @@ NAMES = {
         "sys": "sys:",
         "torch": "torch:",
     },
+    "accel.commands.menu": {
+        "BulletMenu": "accel_cli.terminal_menu",
+    },
     "accel.commands.menu.cursor": {
+        "hide hide_cursor show_cursor": "accel_cli.terminal_menu",
         "contextmanager": "contextlib",
         "os": "os:",
         "sys": "sys:",
     },
     "accel.commands.menu.helpers": {
+        "CURSOR_TO_CHAR Direction TERMINAL_WIDTH clear_line forceWrite linebreak move_cursor reset_cursor writeColor": "accel_cli.terminal_menu",
+        "_": "accel_cli.terminal_menu:TERMINAL_HEIGHT",
         "enum": "enum:",
         "shutil": "shutil:",
         "sys": "sys:",
     },
+    "accel.commands.menu.input": {
+        "KEYMAP KeyHandler get_character mark mark_multiple register": "accel_cli.terminal_menu",
+    },
     "accel.commands.menu.keymap": {
+        "i": "absent: It is the last value of a loop; use KEYMAP.",
+        "ARROW_KEY_FLAG KEYMAP get_character get_raw_chars": "accel_cli.terminal_menu",
         "os": "os:",
         "string": "string:",
         "sys": "sys:",
@@ -214,12 +250,15 @@ NAMES = {
     "accel.commands.menu.selection_menu": {
         "cursor": "accel.commands.menu.cursor:",
         "input": "accel.commands.menu.input:",
+        "BulletMenu Direction KEYMAP clear_line forceWrite in_colab linebreak move_cursor reset_cursor writeColor": "accel_cli.terminal_menu",
         "_is_package_available": "accel_state.libraries",
         "builtins": "builtins:",
         "sys": "sys:",
         "Optional": "typing",
     },
     "accel.commands.merge": {
+        "CustomArgumentParser": "accel_cli.dashed_parser",
+        "description": "accel_cli.programs",
         "merge_fsdp_weights": "accel_train.checkpoint.single_files",
     },
     "accel.commands.test": {
@@ -227,6 +266,10 @@ NAMES = {
         "argparse": "argparse:",
     },
     "accel.commands.to_fsdp2": {
+        "ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus _validate_to_fsdp2_args": "absent: convert_config_to_fsdp2 converts a configuration.",
+        "load_config": "absent: load_config_from_file reads a config file.",
+        "CustomArgumentParser": "accel_cli.dashed_parser",
+        "logger": "accel_cli.programs",
         "enum": "enum:",
         "logging": "logging:",
         "Path": "pathlib",
@@ -234,12 +277,14 @@ NAMES = {
     },
     "accel.commands.tpu": {
         "default_config_file load_config_from_file": "accel_cli.programs",
+        "_description": "accel_cli.programs:description",
         "argparse": "argparse:",
         "os": "os:",
         "Version parse": "packaging.version",
         "subprocess": "subprocess:",
     },
     "accel.commands.utils": {
+        "CustomArgumentGroup CustomArgumentParser _StoreAction _StoreConstAction _StoreTrueAction": "accel_cli.dashed_parser",
         "argparse": "argparse:",
     },
     "accel.data_loader": {
@@ -265,6 +310,7 @@ NAMES = {
         "Callable Optional Union": "typing",
     },
     "accel.hooks": {
+        "_accelerate_added_attributes": "accel_bigmodel.dispatch",
         "PrefixedDataset": "accel_bigmodel.offload",
         "set_module_tensor_to_device": "accel_bigmodel.placement",
         "recursive_getattr": "accel_ops.modules",
@@ -367,9 +413,7 @@ NAMES = {
         "weakref": "weakref:",
     },
     "accel.test_utils": {
-        "test_ops": "accel.test_utils.scripts.test_ops:",
-        "test_script": "accel.test_utils.scripts.test_script:",
-        "test_sync": "accel.test_utils.scripts.test_sync:",
+        "test_ops test_script test_sync": "absent: `accel test` runs the checks of a machine.",
         "DEFAULT_LAUNCH_COMMAND are_the_same_tensors assert_exception capture_call_output execute_subprocess_async get_launch_command get_torch_dist_unique_port path_in_accelerate_package pytest_xdist_worker_id": "accel_train.testing.processes",
         "RegressionDataset RegressionModel": "accel_train.testing.regression",
         "device_count memory_allocated_func require_bnb require_cpu require_cuda require_cuda_or_hpu require_cuda_or_xpu require_fp16 require_fp8 require_huggingface_suite require_mlu require_mps require_multi_device require_multi_gpu require_multi_gpu_or_xpu require_multi_xpu require_musa require_non_cpu require_non_hpu require_non_torch_xla require_non_xpu require_npu require_pippy require_sdaa require_single_device require_single_gpu require_single_xpu require_torch_min_version require_torchao require_torchvision require_tpu require_transformer_engine require_transformer_engine_mxfp8 require_xpu run_first skip slow torch_device": "accel_train.testing.requirements",
@@ -381,10 +425,7 @@ NAMES = {
         "Optional": "typing",
     },
     "accel.test_utils.scripts": {
-        "external_deps": "accel.test_utils.scripts.external_deps:",
-        "test_ops": "accel.test_utils.scripts.test_ops:",
-        "test_script": "accel.test_utils.scripts.test_script:",
-        "test_sync": "accel.test_utils.scripts.test_sync:",
+        "external_deps test_ops test_script test_sync": "absent: `accel test` runs the checks of a machine.",
     },
     "accel.test_utils.testing": {
         "accelerate": "accel:",
@@ -421,6 +462,7 @@ NAMES = {
         "torch": "torch:",
     },
     "accel.tracking": {
+        "_available_trackers": "absent: get_available_trackers lists them.",
         "listify": "accel_ops.tree",
         "str_to_bool": "accel_state.environ",
         "LoggerType": "accel_state.labels",
