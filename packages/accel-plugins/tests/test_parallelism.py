@@ -189,7 +189,9 @@ def test_a_plan_may_name_styles_or_be_made_of_them():
     plan = plan_of(model)
     assert type(plan["0"]) is ColwiseParallel
     assert plan["1"] is own
-    assert get_model_tp_size(model) == 1
+    assert get_model_tp_size(model) is None
+    model.tp_size = 2  # as transformers says it
+    assert get_model_tp_size(model) == 2
 
 
 def test_a_dora_adapter_is_refused_by_the_name_of_its_layer():

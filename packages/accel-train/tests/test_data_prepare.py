@@ -99,10 +99,35 @@ def test_dispatching_needs_a_device() -> None:
 @pytest.mark.parametrize("dispatch", [True, False])
 @pytest.mark.parametrize("dataset", [list(range(10)), Numbers()])
 def test_a_batch_that_does_not_divide_cannot_be_split(dispatch: bool, dataset: Any) -> None:
-    with pytest.raises(ValueError, match="batch_size=3 is not a multiple of num_processes=2"):
+    with pytest.raises(ValueError, match="batch_size=3 is not a round multiple of num_processes=2"):
         prepare_data_loader(
             DataLoader(dataset, batch_size=3),
             num_processes=2,
+            process_index=0,
+            split_batches=True,
+            put_on_device=True,
+            dispatch_batches=dispatch,
+        )
+
+
+class Varying:
+    """A batch sampler whose batches have several sizes."""
+
+    def __iter__(self):
+        return iter([[0, 1], [2, 3, 4, 5]])
+
+    def __len__(self):
+        return 2
+
+
+@pytest.mark.parametrize("dispatch", [True, False])
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_batches_of_no_known_size_cannot_be_split(dispatch: bool, num_processes: int) -> None:
+    loader = DataLoader(list(range(6)), batch_sampler=Varying())
+    with pytest.raises(ValueError, match=r"needs a `batch_size`.*Varying object"):
+        prepare_data_loader(
+            loader,
+            num_processes=num_processes,
             process_index=0,
             split_batches=True,
             put_on_device=True,

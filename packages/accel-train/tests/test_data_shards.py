@@ -242,7 +242,7 @@ def test_a_shard_of_a_seeded_order_goes_on_to_the_next_epoch() -> None:
 
 
 def test_a_batch_that_does_not_divide_cannot_be_split() -> None:
-    with pytest.raises(ValueError, match="batch_size=4 is not a multiple of num_processes=3"):
+    with pytest.raises(ValueError, match="batch_size=4 is not a round multiple of num_processes=3"):
         BatchSamplerShard(BatchSampler(range(8), 4, drop_last=False), 3, 0, split_batches=True)
 
 
@@ -438,7 +438,7 @@ def test_the_epoch_reaches_the_dataset() -> None:
 
 
 def test_a_batch_that_does_not_divide_cannot_be_split_in_a_stream() -> None:
-    with pytest.raises(ValueError, match="batch_size=3 is not a multiple of num_processes=2"):
+    with pytest.raises(ValueError, match="batch_size=3 is not a round multiple of num_processes=2"):
         IterableDatasetShard(Count(4), 3, num_processes=2, split_batches=True)
 
 

@@ -126,18 +126,24 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
     return plan
 
 
-def get_model_tp_size(model: nn.Module) -> int:
-    """Return the tensor-parallel size of a model; 1 if its layers are not sharded.
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Return the tensor-parallel size of a model: its `tp_size`, as transformers has it, or its mesh's.
+
+    Returns:
+        The size, or `None` if the layers are not sharded.
 
     Example:
         >>> import torch
-        >>> get_model_tp_size(torch.nn.Linear(1, 1))
-        1
+        >>> get_model_tp_size(torch.nn.Linear(1, 1)) is None
+        True
     """
+    size = getattr(model, "tp_size", None)
+    if size is not None:
+        return size
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
             if "tp" in sizes:
                 return sizes["tp"]
-    return 1
+    return None

@@ -160,7 +160,7 @@ class StateIoFacet(Facet):
             >>> Accelerator(cpu=True).register_for_checkpointing(torch.nn.BatchNorm1d(2))
         """
         unfit = [
-            f"\n\t- Item at index {index}, {item!r}"
+            f"\n\t- Item at index {index}, `{type(item).__name__}`"
             for index, item in enumerate(objects)
             if not all(callable(getattr(item, name, None)) for name in ("state_dict", "load_state_dict"))
         ]

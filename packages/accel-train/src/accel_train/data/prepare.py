@@ -104,6 +104,8 @@ def prepare_data_loader(
     if is_shard:  # each rank reads its own data, with a generator of its own
         world, index, together = 1, 0, 1
         rng_types = [kind for kind in rng_types if kind is not RNGType.GENERATOR]
+    if split_batches:
+        _check_batch_size(dataloader, world)
     device = (runtime.device if device is None else torch.device(device)) if put_on_device else None
     compiles = device is not None and runtime_module(device) is not None
     shards: dict[str, Any] = {
@@ -157,6 +159,22 @@ def _data_parallel_shape(
     return world, index, world if mesh is None else len(shard_of)
 
 
+def _check_batch_size(dataloader: DataLoader[Any], num_processes: int) -> None:
+    """Check that every process gets an equal part of each batch; on one process, too, where scripts begin."""
+    size = dataloader.batch_size or getattr(_indices_of(dataloader), "batch_size", None)
+    if not size and dataloader.batch_sampler is not None:
+        raise ValueError(
+            "split_batches=True shards every batch across the processes, and needs a `batch_size` of the "
+            f"`dataloader` or of its batch sampler, which {dataloader.batch_sampler!r} lacks. Without "
+            "split_batches, every process gets whole batches, whatever their sizes."
+        )
+    if (size or 0) % num_processes:
+        raise ValueError(
+            f"split_batches=True shards every batch across the processes, but batch_size={size!r} is not a "
+            f"round multiple of num_processes={num_processes!r}."
+        )
+
+
 def _dispatches(
     dataloader: DataLoader[Any], asked: bool | None, *, put_on_device: bool, several: bool
 ) -> bool:
@@ -202,15 +220,11 @@ def _order(
 def _dispatcher(
     dataloader: DataLoader[Any], shards: dict[str, Any], options: dict[str, Any]
 ) -> DataLoaderDispatcher:
-    split, world = shards["split_batches"], shards["num_processes"]
-    size = dataloader.batch_size or getattr(_indices_of(dataloader), "batch_size", None)
-    if split and size is not None and size % world:
-        raise ValueError(
-            f"split_batches=True shards every batch across the processes, but batch_size={size!r} is not a "
-            f"multiple of num_processes={world!r}."
-        )
     return DataLoaderDispatcher(
-        dataloader.dataset, split_batches=split, even_batches=shards["even_batches"], **options
+        dataloader.dataset,
+        split_batches=shards["split_batches"],
+        even_batches=shards["even_batches"],
+        **options,
     )
 
 

@@ -65,7 +65,8 @@ class BatchPlan:
         if self.split and (self.batch_size or 0) % self.num_processes:
             raise ValueError(
                 "split_batches=True shards every batch across the processes, but "
-                f"batch_size={self.batch_size!r} is not a multiple of num_processes={self.num_processes!r}."
+                f"batch_size={self.batch_size!r} is not a round multiple of "
+                f"num_processes={self.num_processes!r}."
             )
 
     @property
