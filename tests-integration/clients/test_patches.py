@@ -41,3 +41,37 @@ def test_replacements_of_functions_and_methods_run_on_two_ranks(tmp_path: Path):
     prepared = ["FSDPSequential", "AcceleratedOptimizer", "AcceleratedScheduler", "DataLoaderShard"]
     assert seen["prepare_fsdp2"] == [ARGUMENTS, prepared]
     assert seen["prepare_cp"] == [["Sequential"]]
+    assert seen["prepare_backend"] == [1, "NO"]
+    assert seen["parallelism_config"] == [["Accelerator", 2, True], ["dp_shard"], [[["dp_shard"], [2]]]]
+    assert seen["distributed_data_parallel"] == ["Sequential"]
+    assert seen["methods_of_accelerator"] == ["clipped", {"own": True}, "none", True]
+
+
+OPTIONS_OF_LOADERS = [
+    "data_seed",
+    "dispatch_batches",
+    "even_batches",
+    "non_blocking",
+    "num_processes",
+    "process_index",
+    "put_on_device",
+    "rng_types",
+    "slice_fn_for_dispatch",
+    "split_batches",
+    "torch_device_mesh",
+    "use_seedable_sampler",
+    "use_stateful_dataloader",
+]
+"""With which Accelerate calls `prepare_data_loader`, besides the loader and the device."""
+
+
+def test_replacements_of_functions_and_methods_run_in_one_process(tmp_path: Path):
+    seen = replay(1, tmp_path)
+    assert seen["prepare_data_loader"] == [[2, OPTIONS_OF_LOADERS]]
+    assert seen["is_bf16_available"] is True
+    assert seen["is_wandb_available"] == [True, False]
+    assert seen["to_kwargs"] == ["eager"]
+    assert seen["clear_device_cache"] == [{"garbage_collection": True}]
+    assert seen["attach_align_device_hook_on_blocks"] == ["Sequential"]
+    assert seen["convert_model_to_fp8_ao"] == [["Float8LinearConfig", None]]
+    assert seen["methods_of_accelerator"] == ["clipped", {"own": True}, "none", True]

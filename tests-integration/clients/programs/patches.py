@@ -17,7 +17,7 @@ import accelerate
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.utils import FullyShardedDataParallelPlugin, ParallelismConfig, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -91,7 +91,7 @@ def fsdp2_prepare_model() -> Any:
         return fully_shard(model)
 
     reset()
-    with mock.patch("accelerate.utils.fsdp_utils.fsdp2_prepare_model", own):
+    with mock.patch("accelerate.accelerator.fsdp2_prepare_model", own):
         model, optimizer, *_ = train(make_fsdp2())
         own_weights = weights(model)
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -180,6 +180,179 @@ def prepare_cp() -> Any:
         wrapped = prepare()
     assert plain == wrapped == prepare(), (plain, wrapped)
     assert left_out < plain
+    return seen
+
+
+@case()
+def prepare_data_loader() -> Any:
+    """axolotl wraps the function that shards a loader, wherever it is visible."""
+    seen = []
+    original = accelerate.data_loader.prepare_data_loader
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        seen.append([len(args), sorted(kwargs)])
+        loader = original(*args, **kwargs)
+        loader.seen_by_the_wrapper = True
+        return loader
+
+    with mock.patch("accelerate.accelerator.prepare_data_loader", wrapper):
+        assert train(Accelerator(cpu=True))[3].seen_by_the_wrapper
+    reset()
+    assert not hasattr(train(Accelerator(cpu=True))[3], "seen_by_the_wrapper")
+    return seen
+
+
+@case()
+def is_bf16_available() -> Any:
+    """SimpleTuner says whether there is bfloat16."""
+    with mock.patch("accelerate.accelerator.is_bf16_available", return_value=False):
+        try:
+            Accelerator(cpu=True, mixed_precision="bf16")
+        except ValueError as error:
+            seen = "bfloat16" in str(error)
+    reset()
+    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
+    return seen
+
+
+@case()
+def is_wandb_available() -> Any:
+    """unsloth hides wandb."""
+    with mock.patch("accelerate.utils.imports.is_wandb_available", return_value=True):
+        with_wandb = [str(name) for name in accelerate.tracking.get_available_trackers()]
+    with mock.patch("accelerate.utils.is_wandb_available", return_value=False):
+        without = [str(name) for name in accelerate.tracking.get_available_trackers()]
+    return ["wandb" in with_wandb, "wandb" in without]
+
+
+@case()
+def to_kwargs() -> Any:
+    """unsloth lets nothing be compiled."""
+    seen = []
+
+    def own(self: Any) -> dict[str, Any]:
+        seen.append(self.backend.value.lower())
+        return {"backend": "eager", "disable": True}
+
+    with mock.patch.object(TorchDynamoPlugin, "to_kwargs", own):
+        model = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager")).prepare(make_model())
+        model(torch.ones(1, 4))
+    return seen
+
+
+@case()
+def clear_device_cache() -> Any:
+    """GPTQModel replaces what frees memory."""
+    seen = []
+    with mock.patch("accelerate.utils.modeling.clear_device_cache", lambda **options: seen.append(options)):
+        accelerate.utils.release_memory(1)
+    accelerate.utils.release_memory(1)
+    return seen
+
+
+@case()
+def attach_align_device_hook_on_blocks() -> Any:
+    """ms-swift wraps what attaches hooks to the blocks of a device map."""
+    seen = []
+    original = accelerate.big_modeling.attach_align_device_hook_on_blocks
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        seen.append(type(args[0]).__name__)
+        return original(*args, **kwargs)
+
+    with mock.patch("accelerate.big_modeling.attach_align_device_hook_on_blocks", wrapper):
+        accelerate.dispatch_model(make_model(), {"": "cpu"}, force_hooks=True)
+    accelerate.dispatch_model(make_model(), {"": "cpu"}, force_hooks=True)
+    return seen
+
+
+@case()
+def convert_model_to_fp8_ao() -> Any:
+    """axolotl converts layers by a filter of its own."""
+    seen = []
+
+    def own(model: nn.Module, config: Any = None, module_filter_func: Any = None) -> None:
+        seen.append([type(config).__name__, module_filter_func])
+
+    with mock.patch("accelerate.accelerator.convert_model_to_fp8_ao", own):
+        accelerator = Accelerator(
+            cpu=True, mixed_precision="fp8", kwargs_handlers=[accelerate.utils.AORecipeKwargs()]
+        )
+        accelerator.prepare(make_model())
+    return seen
+
+
+@case(ranks=0)
+def methods_of_accelerator() -> Any:
+    """axolotl, ms-swift and unsloth replace methods and properties of the class."""
+    with mock.patch.object(Accelerator, "clip_grad_norm_", return_value="clipped"):
+        clipped = Accelerator(cpu=True).clip_grad_norm_([], 1.0)
+    with mock.patch.object(Accelerator, "get_state_dict", lambda self, model, unwrap=True: {"own": unwrap}):
+        state = Accelerator(cpu=True).get_state_dict(make_model())
+    with mock.patch.object(Accelerator, "distributed_type", property(lambda self: "none")):
+        label = Accelerator(cpu=True).distributed_type
+    with mock.patch.object(AcceleratorState, "is_fsdp2", property(lambda self: True)):
+        is_fsdp2 = Accelerator(cpu=True).is_fsdp2
+    assert Accelerator(cpu=True).is_fsdp2 is False
+    assert Accelerator(cpu=True).distributed_type != "none"
+    return [clipped, state, label, is_fsdp2]
+
+
+@case(ranks=2)
+def prepare_backend() -> Any:
+    """unsloth keeps a process alone that a launcher has started with others."""
+
+    def alone(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: Any = None) -> Any:
+        return None, accelerate.DistributedType.NO
+
+    PartialState().wait_for_everyone()
+    PartialState().destroy_process_group()
+    reset()
+    with mock.patch.object(PartialState, "_prepare_backend", alone):
+        state = PartialState(cpu=True)
+        seen = [state.num_processes, state.distributed_type.value]
+    reset()
+    assert PartialState(cpu=True).num_processes == 2
+    return seen
+
+
+@case(ranks=2)
+def parallelism_config() -> Any:
+    """axolotl replaces how the sizes of axes are validated, counted and named."""
+    seen = []
+
+    def validate(self: Any, accelerator: Any) -> None:
+        seen.append([type(accelerator).__name__, accelerator.num_processes, accelerator.is_main_process])
+        self._set_size("dp_shard", accelerator.num_processes)
+
+    with mock.patch.object(ParallelismConfig, "_validate_accelerator", validate):
+        accelerator = make_fsdp2(parallelism_config=ParallelismConfig())
+        seen.append([*accelerator.torch_device_mesh.mesh_dim_names])
+    reset()
+    get_mesh = ParallelismConfig._get_mesh
+    asked = []
+
+    def recording(self: Any) -> Any:
+        asked.append(get_mesh(self))
+        return asked[-1]
+
+    with mock.patch.object(ParallelismConfig, "_get_mesh", recording):
+        make_fsdp2(parallelism_config=ParallelismConfig(dp_shard_size=2))
+    return [*seen, asked]
+
+
+@case(ranks=2)
+def distributed_data_parallel() -> Any:
+    """ms-swift wraps the construction of torch's own class."""
+    ddp = accelerate.accelerator.torch.nn.parallel.DistributedDataParallel
+    original, seen = ddp.__init__, []
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append(type(args[0]).__name__)
+        original(self, *args, **kwargs)
+
+    with mock.patch.object(ddp, "__init__", init):
+        Accelerator(cpu=True).prepare(make_model())
     return seen
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _ENGINE_LABELS = {"deepspeed_plugins": "deepspeed", "megatron_lm_plugin": "megatron", "fsdp_plugin": "fsdp"}
 
 
+_is_bf16_available = is_bf16_available  # a replacement of the function leaves this name alone
+
+
 class AcceleratorState(SharedState):
     """State that all `Accelerator`s share: topology, device, precision and plugins.
 
@@ -147,7 +150,8 @@ class AcceleratorState(SharedState):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by FSDP2."""
-        return self.fsdp_plugin is not None and self.fsdp_plugin.fsdp_version == 2
+        plugin = self.fsdp_plugin
+        return self.__dict__.get("_fsdp_version", plugin and plugin.fsdp_version) == 2
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Return the DeepSpeed plugin of a name.
@@ -236,7 +240,9 @@ def _precision(asked: str | None, state: PartialState) -> str:
             wanted = precision(*get_args(Precision))(str(asked))
         except ValueError as error:
             raise SettingsError(f"mixed_precision={asked!r}: {error}.") from None
-    if wanted == "bf16" and not is_bf16_available(device=state.device):
+    # A replacement by a program has Accelerate's signature.
+    own: dict[str, Any] = {"device": state.device} if is_bf16_available is _is_bf16_available else {}
+    if wanted == "bf16" and not is_bf16_available(**own):
         raise SettingsError(
             f"mixed_precision='bf16' was asked for, but {state.device} does not compute in bfloat16; "
             "use 'fp16' or 'no'."

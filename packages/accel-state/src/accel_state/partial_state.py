@@ -391,6 +391,12 @@ class PartialState(SharedState):
     def _start(
         self, settings: Settings, variables: Mapping[str, str], cpu: bool, options: dict[str, Any]
     ) -> None:
+        label: DistributedType | None = None
+        if type(self)._prepare_backend is not _prepare_backend:
+            backend, label = self._prepare_backend(cpu, False, options.get("backend"))  # noqa: FBT003 - as Accelerate calls it
+            options = {**options, "backend": backend}
+            if label == DistributedType.NO:  # one process, whatever a launcher says
+                variables, options = {}, {}
         started = runtime.init(settings, variables, cpu=cpu, **options)
         topology = started.topology
         if settings.process.cpu_affinity:
@@ -405,7 +411,8 @@ class PartialState(SharedState):
             backend=started.backend,
             device=started.device,
             debug=started.debug,
-            distributed_type=distributed_type_of(
+            distributed_type=label
+            or distributed_type_of(
                 "ddp" if topology.world_size > 1 else "single",
                 started.kind.distributed_type,
                 topology.world_size,
@@ -415,6 +422,18 @@ class PartialState(SharedState):
             local_process_index=topology.local_rank,
             fork_launched=started.fork_launched,
         )
+
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """Return the backend and the label of this run, as in Accelerate, where programs replace it.
+
+        What a replacement returns decides at the start which backend joins the ranks; with
+        `DistributedType.NO` the process stays alone.
+        """
+        del cpu, sagemaker_dp
+        shared = self._shared_state
+        return shared.get("backend", backend), shared.get("distributed_type", DistributedType.NO)
 
     def __repr__(self) -> str:
         if not self._shared_state:
@@ -477,6 +496,9 @@ class PartialState(SharedState):
                 "or `PartialState()` of the process.",
                 ", ".join(f"{name}={value!r}" for name, value in sorted(changed.items())),
             )
+
+
+_prepare_backend = PartialState._prepare_backend  # pyright: ignore[reportPrivateUsage] - tells a replacement
 
 
 def wait_for_everyone() -> None:

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
+from accel_state import libraries
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.labels import LoggerType
 from accel_state.lazy import Registry
-from accel_state.libraries import is_installed
 from accel_trackers.aim import AimTracker
 from accel_trackers.clearml import ClearMLTracker
 from accel_trackers.dvclive import DVCLiveTracker
@@ -101,9 +101,10 @@ def get_available_trackers() -> list[LoggerType | str]:
     Returns:
         Members of `LoggerType` for the libraries, names for the others.
     """
-    libraries = [name for name in VENDORS if is_installed(name)]
+    # Programs replace these functions, such as by one that says no to wandb.
+    available = [name for name in VENDORS if getattr(libraries, f"is_{name}_available")()]
     registered = [name for name in _known_names() if name not in VENDORS]
-    return [*(LoggerType(name) for name in libraries), *registered]
+    return [*(LoggerType(name) for name in available), *registered]
 
 
 def filter_trackers(

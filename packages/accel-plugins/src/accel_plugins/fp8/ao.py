@@ -141,6 +141,13 @@ def convert_model_to_fp8_ao(
     _convert(model, config, module_filter_func)
 
 
+_convert_model_to_fp8_ao = convert_model_to_fp8_ao  # a replacement of the function leaves this name alone
+
+
+def _converted_layers(model: nn.Module) -> set[str]:
+    return {name for name, layer in model.named_modules() if isinstance(layer, _layer_classes())}
+
+
 BLOCK = 32
 """Values with a scale of their own in MXFP8; torchao takes matrices whose sizes this divides."""
 
@@ -194,9 +201,7 @@ class TorchAo:
         replaced: dict[Tensor, Tensor] = {}
         for model in map(without_compiler, bundle.models):
             before = dict(model.named_parameters())
-            names = _convert(
-                model, self.config, self.handler.module_filter_func, pad=bool(self.handler.pad_inner_dim)
-            )
+            names = self._convert(model)
             if self.device.type != "cuda":
                 for layer in map(model.get_submodule, names):
                     if not isinstance(layer, BlockScaledLinear):
@@ -211,6 +216,15 @@ class TorchAo:
             now = dict(model.named_parameters())
             replaced |= {old: now[name] for name, old in before.items() if now[name] is not old}
         return replaced
+
+    def _convert(self, model: nn.Module) -> set[str]:
+        """Convert layers in place, by the documented function where a program replaces it."""
+        chosen = self.handler.module_filter_func
+        if convert_model_to_fp8_ao is _convert_model_to_fp8_ao:
+            return _convert(model, self.config, chosen, pad=bool(self.handler.pad_inner_dim))
+        known = _converted_layers(model)
+        convert_model_to_fp8_ao(model, config=self.config, module_filter_func=chosen)
+        return _converted_layers(model) - known
 
     def compute_scales(self, models: Sequence[nn.Module]) -> None:
         """Compute the scales of all weights with one all-reduce instead of one in each all-gather."""

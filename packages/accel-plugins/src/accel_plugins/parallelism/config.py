@@ -250,6 +250,10 @@ class ParallelismConfig:
         return {axis: getattr(self, f"{axis}_size") for axis in AXES}
 
     @property
+    def _sizes(self) -> dict[str, int]:
+        return self.sizes  # Accelerate's name
+
+    @property
     def total_size(self) -> int:
         """World size that the axes need."""
         return math.prod(self.sizes.values())

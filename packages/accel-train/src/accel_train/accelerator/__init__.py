@@ -156,4 +156,4 @@ class Accelerator(
             strategy=strategy,
             log_system_metrics=log_system_metrics,
         )
-        self._parts = build_parts(config)
+        self._parts = build_parts(config, self)

@@ -191,7 +191,15 @@ class Parts:
         return (self.converter and self.converter.recipe.backend) or "NO"
 
 
-def build_parts(config: AcceleratorConfig) -> Parts:
+@frozen
+class StartedParts:
+    """The parts that there are before a strategy is built."""
+
+    process: PartialState
+    state: AcceleratorState
+
+
+def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
     """Read the settings, start the process group if there is none yet, and build the parts."""
     # 1. Check the arguments, before anything is started.
     settings = from_environ(variables := environ.read())
@@ -211,12 +219,17 @@ def build_parts(config: AcceleratorConfig) -> Parts:
         state = _make_state(config, settings, variables, handlers, compiler, plugins)
         process = PartialState()
         runtime = process.runtime
+        if state.parallelism_config is not None:
+            accelerator._parts = StartedParts(process=process, state=state)
+            state.parallelism_config._validate_accelerator(accelerator)
+            del accelerator._parts
         handlers |= {**as_handlers(plugins), TorchDynamoPlugin: compiler}
         options = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
         recipe = build_recipe(state.mixed_precision, settings, runtime, options)
         base = recipe.precision if recipe else state.mixed_precision
         strategy, precision = _build_strategy(settings, selected, base, runtime, options)
     state.strategy, state.device_mesh = selected, strategy.mesh
+    vars(state)["_fsdp_version"] = strategy.fsdp_version
     # 4. Make the state of the training loop.
     gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), PreparedObjects()
     meter = StepMeter(gradient_state, prepared, runtime) if config.log_system_metrics else None

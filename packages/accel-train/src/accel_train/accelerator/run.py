@@ -193,7 +193,7 @@ class ParallelFacet(Facet):
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by `fully_shard`."""
-        return self._parts.strategy.fsdp_version == 2
+        return self._parts.state.is_fsdp2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -351,7 +351,9 @@ class ObserveFacet(Facet):
         return html_table(rows, title="Accelerator")
 
     def _facts(self) -> dict[str, str | int]:
-        if not hasattr(self, "_parts"):  # the constructor failed, and a traceback shows the object
+        if not hasattr(
+            getattr(self, "_parts", None), "gradient_state"
+        ):  # the constructor failed, and a traceback shows the object
             return {}
         state, process = self._parts.state, self._parts.process
         return {
