@@ -395,7 +395,7 @@ class PartialState(SharedState):
         if type(self)._prepare_backend is not _prepare_backend:
             backend, label = self._prepare_backend(cpu, False, options.get("backend"))  # noqa: FBT003 - as Accelerate calls it
             options = {**options, "backend": backend}
-            if label == DistributedType.NO:  # one process, whatever a launcher says
+            if label == "NO":  # one process, whatever a launcher says
                 variables, options = {}, {}
         started = runtime.init(settings, variables, cpu=cpu, **options)
         topology = started.topology
