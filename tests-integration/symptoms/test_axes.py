@@ -7,8 +7,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
@@ -234,7 +232,8 @@ def test_row_2_ulysses_refuses_what_is_not_attention_by_its_layer():
 
 @pytest.mark.parametrize("axis", ["fsdp_size", "tp_size"])
 @distributed(world_size=2)
-def test_row_22_a_model_that_transformers_sharded_at_load_is_refused(axis):
+def test_row_22_a_model_that_transformers_sharded_at_load_is_not_wrapped_again(axis):
+    """`training/test_presharded.py` trains such models; here is what the Trainer of transformers asks for."""
     from transformers.distributed import DistributedConfig
 
     # What from_pretrained does before it reads the weights.
@@ -242,23 +241,10 @@ def test_row_22_a_model_that_transformers_sharded_at_load_is_refused(axis):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         sharded = LlamaForCausalLM.maybe_distribute_model(make_llama(vocab_size=16), config, mesh)
-    for options in (
-        {},
-        {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
-        {"parallelism_config": ParallelismConfig(tp_size=2)},
-    ):
+    for options in ({}, {"parallelism_config": ParallelismConfig(tp_size=2)}):
         AcceleratorState._reset_state()
         accelerator = Accelerator(cpu=True, **options)
-        with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM is sharded already, as by from_pre"):
-            accelerator.prepare(sharded)
-        # The Trainer of transformers prepares it so, and trains it by itself.
         prepared = accelerator.prepare_model(sharded, device_placement=False, evaluation_mode=True)
         assert prepared is sharded
-
-
-@distributed(world_size=2)
-def test_row_22_a_model_of_dtensors_is_refused_where_no_layers_are_sharded():
-    mesh = init_device_mesh("cpu", (2,))
-    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
-    with pytest.raises(UnsupportedError, match="Sequential is sharded already"):
-        Accelerator(cpu=True).prepare(model)
+        optimizer = accelerator.prepare(torch.optim.SGD(sharded.parameters(), lr=0.1))
+        assert optimizer.param_groups[0]["params"][0] is next(sharded.parameters())

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     )
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten_state_dict
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
     from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
     from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
@@ -155,6 +155,8 @@ NAMES = {
     # torch/nn/modules: the base of all batch norms, and what load_state_dict returns.
     "IncompatibleKeys": "torch.nn.modules.module:_IncompatibleKeys",
     "NormBase": "torch.nn.modules.batchnorm:_NormBase",
+    # torch/distributed/tensor/placement_types.py: of several pieces, or of dims sharded twice.
+    "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
     # torch/csrc/utils/python_arg_parsing.h: reads the arguments of `to`, as nn.Module.to does.
     "parse_to": "torch:_C._nn._parse_to",
     # torch/utils/data/_utils/pin_memory.py: pins nested data as DataLoader does.
@@ -381,6 +383,16 @@ PROPAGATION_METHODS = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_m
 def hybrid_shard_zero2() -> ShardingStrategy:
     """Return the sharding strategy that has no public name (torch/distributed/fsdp/api.py)."""
     return import_module("torch.distributed.fsdp").ShardingStrategy._HYBRID_SHARD_ZERO2
+
+
+def fully_sharded_mesh(module: FSDPModule) -> DeviceMesh | None:
+    """Return the mesh of a module's own FSDP2 parameters (torch/distributed/fsdp/_fully_shard).
+
+    torch 2.9 has one group of parameters for a module, later versions a list; `None` if there is none.
+    """
+    state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    groups: Any = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return None if groups[0] is None else groups[0].mesh_info.mesh
 
 
 def flat_handle(module: FullyShardedDataParallel) -> Any:

@@ -7,16 +7,33 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accel_plugins.sharding.state import ShardedStates, state_by_index, state_by_name
 from accel_state.frozen import frozen
-from accel_state.torch_private import DTensorSpec, TensorMeta, compute_local_shape_and_global_offset
+from accel_state.torch_private import (
+    DTensorSpec,
+    StridedShard,
+    TensorMeta,
+    compute_local_shape_and_global_offset,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.strategy import StateDict
+
+
+def is_packed(tensor: Any) -> bool:
+    """Return whether a shard has several pieces of the tensor, such as rows of two weights that are packed.
+
+    Such placements are strided along their dimension, without a further shard of it that explains the stride.
+    """
+    if not isinstance(tensor, DTensor):
+        return False
+    placements: Any = tensor.placements
+    strided = {placement.dim for placement in placements if isinstance(placement, StridedShard)}
+    return not strided <= {placement.dim for placement in placements if isinstance(placement, Shard)}
 
 
 def shard_like(
@@ -40,6 +57,8 @@ def shard_like(
     full, target = full.detach(), like.device if device is None else device
     if not isinstance(like, DTensor):
         return torch.empty_like(full, device=target).copy_(full)
+    if is_packed(like):
+        return distribute_tensor(full.to(target), like.device_mesh, like.placements, src_data_rank=None)
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     region = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
     empty = torch.empty(shape, dtype=full.dtype, device=target)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_ops.modules import without_compiler
+from accel_ops.modules import model_has_dtensor, without_compiler
 from accel_plugins.sharding.shards import gather_full_tensor, group_tied_names, shard_like
 from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature
@@ -170,6 +170,10 @@ class ShardedWrapper:
             if self.remap.has(core):
                 continue
             if evaluation and not self.only_main_has_values:
+                if model_has_dtensor(
+                    core
+                ):  # its optimizer may be prepared, as by the Trainer of transformers
+                    self.remap.add(core, (), {})
                 models[index] = move_to_device(
                     replace(bundle, models=[model], placements=()), self.runtime.device
                 )[0]

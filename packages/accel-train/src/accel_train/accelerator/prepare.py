@@ -13,12 +13,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+import accel_train
 from accel_ops.modules import (
     compile_regions,
     extract_model_from_parallel,
     has_compiled_regions,
     is_compiled_module,
-    model_has_dtensor,
     without_compiler,
 )
 from accel_plugins import sharding
@@ -35,7 +35,7 @@ from accel_state.labels import DynamoBackend, RNGType
 from accel_state.logging import get_logger
 from accel_state.memory import release_memory
 from accel_state.runtime import Runtime
-from accel_train import fsdp
+from accel_train.accelerator.presharded import adopt_sharded
 from accel_train.accelerator.seams import SeamFacet, replaced_stages
 from accel_train.data.adapter import DataLoaderAdapter, PreparedLoader
 from accel_train.data.prepare import prepare_data_loader
@@ -552,13 +552,13 @@ def _check(bundle: Bundle, request: PrepareRequest) -> Bundle:
     for model in bundle.models if not request.evaluation else ():
         _check_quantised(model, request.parts.process.device)
     if request.parts.process.use_distributed and not request.evaluation:
+        adopt_sharded(bundle.models, request.accelerator)
         for model in bundle.models:
             if has_device_map(model):
                 raise UnsupportedError(
                     f"{type(model).__qualname__} is spread over several devices by a device map, and cannot "
                     "be trained by several processes; load it without device_map, or start one process."
                 )
-            _check_not_sharded(model, request.parts.strategy.mesh)
     for argument in (*bundle.optimizers, *bundle.schedulers):
         if isinstance(argument, (DummyOptim, DummyScheduler, MegatronLMDummyScheduler)):
             request.parts.strategy.require(Feature.OPTIMIZER_FROM_CONFIGURATION, type(argument).__name__)
@@ -583,20 +583,6 @@ def _check_quantised(model: nn.Module, device: torch.device) -> None:
                 f"{' and '.join(sorted(offloaded))}, by its device map: such a model cannot be trained. Load "
                 "it with all parts on one device, or prepare it with evaluation_mode=True."
             )
-
-
-def _check_not_sharded(model: nn.Module, mesh: DeviceMesh | None) -> None:
-    """Refuse a model that another library has sharded; under tensor parallelism, layers may be DTensors."""
-    at_load = getattr(model, "is_distributed_loading_by_transformers", False)
-    has_tp = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
-    known = has_tp or "_is_accelerate_prepared" in vars(model)
-    if at_load or (model_has_dtensor(model) and not known):
-        raise UnsupportedError(
-            f"{type(model).__qualname__} is sharded already, as by from_pretrained(distributed_config=...) "
-            "or from_pretrained(tp_plan=...), and training such a model is not supported yet. Load it "
-            "without these arguments, and let prepare() shard it: by "
-            "FullyShardedDataParallelPlugin(fsdp_version=2) or ParallelismConfig(tp_size=...)."
-        )
 
 
 def has_device_map(model: nn.Module) -> bool:
@@ -646,7 +632,7 @@ def _sequences(bundle: Bundle, request: PrepareRequest) -> Bundle:
 
 def _wrap(bundle: Bundle, request: PrepareRequest) -> Bundle:
     strategy, engine = request.parts.strategy, request.parts.engine
-    replaced = fsdp.replacements(request.accelerator) if strategy.fsdp_version == 2 else {}
+    replaced = accel_train.fsdp.replacements(request.accelerator) if strategy.fsdp_version == 2 else {}
     bundle = strategy.wrapper.wrap(bundle, evaluation=request.evaluation, **replaced)
     if engine is not None and not request.evaluation:
         for model in bundle.models:

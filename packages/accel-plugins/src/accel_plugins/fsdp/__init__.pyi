@@ -1,0 +1,1 @@
+from accel_plugins.fsdp import presharded as presharded

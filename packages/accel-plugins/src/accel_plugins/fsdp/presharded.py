@@ -1,0 +1,233 @@
+"""The strategy of models that are sharded before `prepare`, as by `from_pretrained(distributed_config=…)`.
+
+Parameters that are `DTensor`s stay on their meshes: nothing is wrapped. Ranks along the axes of `fully_shard`
+read different batches, those along all other axes (tensor and expert parallelism) the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from accel_ops.modules import without_compiler
+from accel_plugins.fsdp.fsdp2 import MonitoredAllGather
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin
+from accel_plugins.sharding.shards import ShardsPersister, is_packed, shard_like
+from accel_plugins.sharding.state import StateAllocator, StateForm, TensorShards, parameter_names
+from accel_plugins.sharding.step import sharded_stepper
+from accel_plugins.sharding.wrap import SHARDED_FEATURES
+from accel_plugins.strategy import BatchSharding, Bundle, PrecisionPolicy, StateDict, Strategy
+from accel_plugins.unsharded import check_not_lazy, move_to_device
+from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
+from accel_state.runtime import Runtime
+from accel_state.torch_private import fully_sharded_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+
+def build(
+    model: nn.Module, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a run from its first model. A collective over all ranks.
+
+    Args:
+        model: A model with `DTensor`s among its parameters, on every rank.
+        runtime: The run.
+        precision: The run's precision.
+        handlers: The plugins of the run, which must not contradict the model.
+
+    Raises:
+        SettingsError: A plugin contradicts the model, or ranks outside of its meshes would train alone.
+    """
+    mesh = data_mesh(model)
+    world = runtime.topology.world_size
+    sharding = _sharding(model, mesh, runtime)
+    _check_plugins(model, handlers, num_shards=sharding.num_shards, world_size=world)
+    shards = UnpackedShards(form_now=lambda: StateForm.SHARDED)
+    return Strategy(
+        name="presharded",
+        fsdp_version=None if mesh is None else 2,
+        wrapper=PreshardedWrapper(runtime=runtime, num_shards=sharding.num_shards),
+        stepper=sharded_stepper(precision, "presharded"),
+        persister=ShardsPersister(shards=shards, device=runtime.device),
+        sharding=sharding,
+        features=SHARDED_FEATURES,
+        shards=shards,
+    )
+
+
+def data_mesh(model: nn.Module) -> DeviceMesh | None:
+    """Return the mesh over which FSDP2 shards and replicates a model, `None` if it does not.
+
+    Experts may have a mesh of their own; the outermost module with parameters decides.
+    """
+    for module in without_compiler(model).modules():
+        if isinstance(module, FSDPModule):
+            mesh = fully_sharded_mesh(module)
+            if mesh is not None:
+                return mesh
+    return None
+
+
+def _sharding(model: nn.Module, mesh: DeviceMesh | None, runtime: Runtime) -> BatchSharding:
+    """Return how batches are sharded: over the axes of FSDP2, in the order of their ranks."""
+    rank, world = runtime.topology.rank, runtime.topology.world_size
+    if mesh is None:
+        meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+        covered = max(mesh.size() for mesh in meshes)
+        if covered != world:
+            raise SettingsError(
+                f"{type(model).__qualname__} is sharded already, over {covered} of {world} ranks, and not by "
+                "fully_shard: nothing would average the gradients of its copies. Load it with a replicate "
+                "axis (dp_replicate_size of DistributedConfig), or call fully_shard before prepare()."
+            )
+        num_shards, shard_index = 1, 0
+    else:
+        num_shards, shard_index = mesh.size(), [*mesh.mesh.flatten().tolist()].index(rank)
+    indices = runtime.collectives.all_gather_object(shard_index)
+    return BatchSharding(
+        num_shards=num_shards, shard_index=shard_index, repeats=shard_index in indices[:rank]
+    )
+
+
+def _check_plugins(
+    model: nn.Module, handlers: Mapping[type, Any], *, num_shards: int, world_size: int
+) -> None:
+    """Refuse plugins that would shard the model in another way."""
+    name = type(model).__qualname__
+    about = f"{num_shards} ranks read different batches and {world_size // num_shards} the same"
+    if FullyShardedDataParallelPlugin in handlers:
+        raise SettingsError(
+            f"{name} is sharded already, as by from_pretrained(distributed_config=...), and "
+            f"{handlers[FullyShardedDataParallelPlugin]!r} would shard it again. Leave out the plugin (and "
+            "--use_fsdp), or load the model without these arguments."
+        )
+    config: ParallelismConfig | None = handlers.get(ParallelismConfig)
+    sizes = (num_shards, world_size // num_shards)
+    if (
+        config is not None
+        and config.total_size > 1
+        and ((config.data_parallel_size, config.sizes["tp"]) != sizes)
+    ):
+        raise SettingsError(
+            f"{name} is sharded already so that {about}, and {config!r} says otherwise. Leave out the "
+            "parallelism_config, or give both the same sizes."
+        )
+    plugin: TorchTensorParallelPlugin | None = handlers.get(TorchTensorParallelPlugin)
+    if plugin is not None and plugin.tp_size != world_size // num_shards:
+        raise SettingsError(
+            f"{name} is sharded already so that {about}, and torch_tp_plugin has tp_size={plugin.tp_size!r}. "
+            "Leave out the plugin, or give both the same size."
+        )
+
+
+@frozen
+class PreshardedWrapper:
+    """Model wrapper that leaves sharded models as they are."""
+
+    runtime: Runtime
+    num_shards: int
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse a model that is not sharded, or is sharded over other axes than the first one."""
+        for model in map(without_compiler, bundle.models):
+            check_not_lazy(model)
+            mesh = data_mesh(model)
+            shards = 1 if mesh is None else mesh.size()
+            if shards != self.num_shards or not any(isinstance(p, DTensor) for p in model.parameters()):
+                raise SettingsError(
+                    f"{type(model).__qualname__} has batches for {shards} ranks, and the model that was "
+                    f"prepared first is sharded already, with batches for {self.num_shards}: an Accelerator "
+                    "trains models that are sharded alike."
+                )
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Let FSDP2's collectives be monitored, and keep what it does not manage equal on its ranks."""
+        if evaluation:
+            return replace(bundle, models=move_to_device(bundle, self.runtime.device))
+        for model in map(without_compiler, bundle.models):
+            mesh = data_mesh(model)
+            if mesh is None:
+                continue
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_custom_all_gather(MonitoredAllGather())
+            for parameter in model.parameters():
+                if parameter.requires_grad and not isinstance(parameter, DTensor):
+                    _average_over(parameter, mesh)
+        return bundle
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return without_compiler(model)
+
+
+@frozen
+class UnpackedShards(TensorShards):
+    """State dicts in which packed tensors (see `is_packed`) are full: a shard of DCP has one piece."""
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        return _unpack(TensorShards.model_tensors(self, model))
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
+        like = TensorShards.model_tensors(self, model)
+        TensorShards.load_model(
+            self, model, {name: _pack(value, like.get(name)) for name, value in state.items()}, **options
+        )
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        state = TensorShards.optimizer_tensors(self, optimizer, models)
+        return {**state, "state": {name: _unpack(values) for name, values in state["state"].items()}}
+
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
+        parameters = _parameters_by_name(optimizer, models)
+        unpacked = {name: parameter for name, parameter in parameters.items() if not is_packed(parameter)}
+        return self.allocator_like(unpacked)
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        parameters = _parameters_by_name(optimizer, models)
+        packed = {
+            name: {key: _pack(value, parameters.get(name)) for key, value in values.items()}
+            for name, values in state["state"].items()
+        }
+        TensorShards.load_optimizer(self, optimizer, models, {**state, "state": packed})
+
+
+def _parameters_by_name(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    parameters: dict[str, Tensor] = {}
+    for names, group in zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True):
+        parameters |= zip(names, group["params"], strict=True)
+    return parameters
+
+
+def _unpack(state: StateDict) -> StateDict:
+    return {name: value.full_tensor() if is_packed(value) else value for name, value in state.items()}
+
+
+def _pack(value: Any, like: Any) -> Any:
+    if not is_packed(like) or isinstance(value, DTensor) or getattr(value, "shape", None) != like.shape:
+        return value
+    return shard_like(value, like)
+
+
+def _average_over(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Give a parameter that FSDP2 does not manage, such as an adapter, rank 0's value and mean gradients."""
+    groups = mesh.get_all_groups()
+
+    def average(parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            for group in groups:
+                dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= mesh.size()
+
+    dist.broadcast(parameter.detach(), src=0)
+    parameter.register_post_accumulate_grad_hook(average)

@@ -1,0 +1,76 @@
+"""The change of a run's strategy in `prepare` when its first model is sharded already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from accel_ops.modules import model_has_dtensor
+from accel_plugins import fsdp
+from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
+from accel_plugins.precision import build_precision
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_train.accelerator.run import Facet
+from accel_train.step import Synchronizer, bind_backward, bind_step
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
+    """Change the strategy, if models are sharded already, to the one that trains them as they are."""
+    parts = accelerator._parts  # pyright: ignore[reportPrivateUsage] - a stage of prepare
+    sharded = [model for model in models if _is_sharded(model, parts.strategy.mesh)]
+    if parts.strategy.name == "presharded" or not sharded:
+        return
+    name = type(sharded[0]).__qualname__
+    if parts.strategy.name not in {"ddp", "tp", "fsdp2"}:
+        raise UnsupportedError(
+            f"{name} is sharded already, as by from_pretrained(distributed_config=...), and the strategy "
+            f"{parts.strategy.name!r} shards models itself. Load it without these arguments."
+        )
+    if parts.converter is not None:
+        raise UnsupportedError(
+            f"{name} is sharded already, and mixed_precision={parts.state.mixed_precision!r} replaces "
+            "layers, which must come first. Use 'bf16'."
+        )
+    if parts.prepared.optimizers or parts.prepared.dataloaders or parts.prepared.models:
+        raise SettingsError(
+            f"{name} is sharded already and says which ranks read different batches. Prepare it before "
+            "anything else, or together with its optimizer and loaders."
+        )
+    runtime, handlers = parts.process.runtime, parts.handlers
+    precision = build_precision(
+        parts.state.mixed_precision,
+        runtime.device,
+        handlers.get(AutocastKwargs),  # pyright: ignore[reportArgumentType] - by its own type
+        handlers.get(GradScalerKwargs),  # pyright: ignore[reportArgumentType] - by its own type
+        shared=True,
+    )
+    strategy = fsdp.presharded.build(sharded[0], runtime, precision, handlers)
+    synchronizer = Synchronizer(parts.gradient_state, strategy.stepper.no_sync)
+    accelerator._parts = replace(  # pyright: ignore[reportPrivateUsage] - a stage of prepare
+        parts,
+        strategy=strategy,
+        precision=precision,
+        backward=bind_backward(strategy, None, None),
+        step=bind_step(strategy.stepper.step, ()),
+        after_step=(),
+        synchronizer=synchronizer,
+        checkpoints=replace(
+            parts.checkpoints, strategy=strategy, precision=precision, synchronizer=synchronizer
+        ),
+    )
+
+
+def _is_sharded(model: nn.Module, mesh: DeviceMesh | None) -> bool:
+    """Return whether others have sharded a model; under tensor parallelism, its layers may be DTensors."""
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        return True
+    if "_is_accelerate_prepared" in vars(model):
+        return False
+    has_tp = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+    return model_has_dtensor(model) and (not has_tp or fsdp.presharded.data_mesh(model) is not None)
