@@ -77,7 +77,10 @@ def test_the_reference_reads_the_file_of_any_answers(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    complaints: dict[str, list[str]] = json.loads(done.stdout)
+    complaints: dict[str, list[str]] = {
+        name: [text for text in texts if "FP8 is not available on this machine" not in text]
+        for name, texts in json.loads(done.stdout).items()
+    }
     # 3. It says of a file for SageMaker what it says of the barest one, of all others nothing.
     expected = {
         name: complaints[f"{content['distributed_type']}.yaml"]

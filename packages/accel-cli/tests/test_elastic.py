@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
+from torch.distributed.elastic.multiprocessing import api
 
 from accel_cli.launch import elastic
 from accel_train.worker_errors import stack_file, worker_error
@@ -61,7 +63,9 @@ def run(arguments, outcome=None):
         ),
         "torch.distributed.elastic.multiprocessing.api": SimpleNamespace(SignalException=SignalException),
     }
-    return elastic.main(arguments, modules.__getitem__), seen
+    # `main` replaces torch's handler, which the tests of other modules need.
+    with mock.patch.object(api, "_terminate_process_handler", api._terminate_process_handler):
+        return elastic.main(arguments, modules.__getitem__), seen
 
 
 def test_workers_that_finish_end_with_success():

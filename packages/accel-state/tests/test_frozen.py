@@ -139,3 +139,23 @@ def test_methods_of_the_class_stay() -> None:
     assert repr(Loud(word="a")) == "A"
     assert Loud(word="a") == Loud(word="A")
     assert len({Loud(word="a"), Loud(word="A")}) == 1
+
+
+def test_classes_derive_from_each_other_and_from_frozen_dataclasses():
+    @frozen
+    class Base:
+        a: int
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Derived(Base):
+        b: int = 2
+
+    @frozen
+    class Below(Derived):
+        c: int = 3
+
+    assert Derived(a=1) == Derived(a=1, b=2) != Derived(a=2)
+    assert repr(Below(a=1)).endswith("Below(a=1, b=2, c=3)")
+    for record in (Base(a=1), Derived(a=1), Below(a=1)):
+        with pytest.raises(FrozenInstanceError):
+            record.a = 2

@@ -302,7 +302,7 @@ def test_the_precision_of_a_run_is_that_of_its_engine():
 
 
 def test_bf16_on_a_device_that_lacks_it_is_refused(monkeypatch):
-    monkeypatch.setattr("accel_state.accelerator_state.is_bf16_available", lambda device: False)
+    monkeypatch.setattr("accel_state.accelerator_state.is_bf16_available", lambda *_, **__: False)
     with pytest.raises(SettingsError, match="bfloat16"):
         AcceleratorState("bf16", cpu=True)
 

@@ -39,7 +39,13 @@ def frozen(cls: type[_T]) -> type[_T]:
     for name, method in _METHODS.items():
         if vars(cls).get(name) is None:  # `__hash__` is None in a class with `__eq__` of its own
             setattr(cls, name, method)
+    # `dataclass` would compile the methods of a frozen class, and takes no other class beneath a frozen one.
+    parameters = [base.__dataclass_params__ for base in cls.__mro__ if "__dataclass_params__" in vars(base)]
+    for of_base in parameters:
+        of_base.frozen = False
     cls = dataclass(init=False, repr=False, eq=False, match_args=False, slots=True)(cls)
+    for of_class in (*parameters, cls.__dataclass_params__):  # pyright: ignore[reportAttributeAccessIssue] - is a dataclass
+        of_class.frozen = True  # a frozen dataclass may be derived from it
     compared = [item.name for item in fields(cls) if item.compare]  # pyright: ignore[reportArgumentType] - is a dataclass
     own: dict[str, Any] = {"__init__": _make_init(cls), "__values__": attrgetter(*compared or ["__class__"])}
     for name, value in own.items():

@@ -9,8 +9,8 @@ def clean_lines(lines: Sequence[str]) -> list[str]:
     r"""Leave out lines that are empty or comments.
 
     Example:
-        >>> clean_lines(["# title\\n", "\\n", "x = 1\\n"])
-        ['x = 1\\n']
+        >>> clean_lines(["# title\n", "\n", "x = 1\n"])
+        ['x = 1\n']
     """
     return [line for line in lines if line != "\n" and not line.lstrip().startswith("#")]
 
