@@ -237,8 +237,9 @@ def test_what_cannot_be_divided_is_refused_on_every_rank():
         )
         refused(make_llama(), "computes attention with 'sdpa'", sp_attn_implementation="flash_attention_2")
         AcceleratorState._reset_state()
-        with pytest.raises(SettingsError, match=r"sp_size=2.*--use_deepspeed"):
-            Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
+        config = ParallelismConfig(sp_size=2, sp_backend="torch")
+        with pytest.raises(SettingsError, match=r"sp_backend='torch'.*DeepSpeedPlugin"):
+            Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(), parallelism_config=config)
         AcceleratorState._reset_state()
         accelerator = make_accelerator(handler=DeepSpeedSequenceParallelConfig(sp_seq_length=6))
         model = make_llama()

@@ -155,13 +155,27 @@ def test_lengths_vary_unless_one_is_given():
     assert not DeepSpeedSequenceParallelConfig(sp_seq_length=8).sp_seq_length_is_variable
 
 
-def test_sequences_are_sharded_by_deepspeed_only():
+def test_sequences_are_sharded_by_deepspeed_where_it_is_used_and_by_torch_elsewhere():
     settings = ParallelismConfig(sp_size=2).to_settings(Settings())
     topology = Topology(rank=0, world_size=2, local_rank=0, local_world_size=2, launcher="torchrun")
-    with pytest.raises(SettingsError, match=r"ParallelismConfig\(sp_size=2\).*--use_deepspeed"):
-        choose(settings, topology, torch.device("cpu"))
+    assert choose(settings, topology, torch.device("cpu")) == "fsdp2"
     with_engine = DeepSpeedPlugin(zero_stage=1).to_settings(settings)
     assert choose(with_engine, topology, torch.device("cpu")) == "deepspeed"
+
+
+def test_the_backend_of_sequence_parallelism_follows_the_engine_unless_it_is_chosen():
+    config = ParallelismConfig(sp_size=2)
+    assert (config.sp_backend, config.sp_handler) == ("deepspeed", DeepSpeedSequenceParallelConfig())
+    config.use_torch_sequences()
+    assert (config.sp_backend, config.sp_handler) == ("torch", None)
+    assert ParallelismConfig(sp_size=2, sp_backend="torch").sp_handler is None
+    with pytest.raises(SettingsError, match=r"sp_backend='deepspeed'.*not in use.*--use_deepspeed"):
+        ParallelismConfig(sp_size=2, sp_backend="deepspeed").use_torch_sequences()
+    options = DeepSpeedSequenceParallelConfig(sp_seq_length=8)
+    with pytest.raises(SettingsError, match=r"sp_seq_length=8.*options of DeepSpeed's Ulysses"):
+        ParallelismConfig(sp_size=2, sp_handler=options).use_torch_sequences()
+    with pytest.raises(SettingsError, match=r"sp_backend='ring'.*'deepspeed', 'torch'"):
+        ParallelismConfig(sp_size=2, sp_backend="ring")
 
 
 @pytest.mark.parametrize("module", [unsharded, ddp])

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_plugins.deepspeed.sequence import SequenceShard
+from accel_plugins.deepspeed.sequence import MaskCheck
+from accel_plugins.parallelism.sequence import SequenceShard
 from accel_state.errors import SettingsError, UnsupportedError
 
 
@@ -52,6 +53,7 @@ def test_a_batch_stays_of_its_type_and_keeps_positions_that_it_has():
         ({"input_ids": torch.arange(4)}, r"the shape \(4,\); expected"),
         ({"input_ids": tokens(1, 5)}, r"\(1, 5\), and the length 5 is not.*pad_to_multiple_of=2"),
         ({"input_ids": tokens(1, 4), "extra": tokens(1, 3)}, r"'extra'.*\(1, 3\).*\(1, 4\)"),
+        ({"input_ids": tokens(2, 4), "labels": torch.arange(2)}, r"'labels'.*\(2,\).*a label for each"),
     ],
 )
 def test_what_cannot_be_cut_is_named(batch: Any, story: str):
@@ -67,7 +69,7 @@ def test_another_length_than_the_one_that_was_promised_is_refused():
 
 
 def test_padding_on_the_right_is_harmless_and_on_the_left_is_refused():
-    part = SequenceShard(size=2, rank=0)
+    part = SequenceShard(size=2, rank=0, check=MaskCheck(size=2))
     right = {"input_ids": tokens(1, 4), "attention_mask": torch.tensor([[1, 1, 1, 0]])}
     assert part(right)["attention_mask"].tolist() == [[1, 1]]
     left = {"input_ids": tokens(1, 4), "attention_mask": torch.tensor([[0, 1, 1, 1]])}
@@ -78,9 +80,23 @@ def test_padding_on_the_right_is_harmless_and_on_the_left_is_refused():
 def test_several_samples_in_a_sequence_need_attention_that_sees_positions():
     packed = {"input_ids": tokens(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
     with pytest.raises(UnsupportedError, match="restart in the middle"):
-        SequenceShard(size=2, rank=0)(packed)
-    assert SequenceShard(size=2, rank=1, masks_by_position=True)(packed)["position_ids"].tolist() == [
-        [0, 1, 2]
-    ]
+        SequenceShard(size=2, rank=0, check=MaskCheck(size=2))(packed)
+    by_position = SequenceShard(size=2, rank=1, check=MaskCheck(size=2, by_position=True))
+    assert by_position(packed)["position_ids"].tolist() == [[0, 1, 2]]
     padded = {"input_ids": tokens(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 0, 0]])}
-    assert SequenceShard(size=2, rank=0)(padded)["position_ids"].tolist() == [[0, 1, 2]]
+    with_check = SequenceShard(size=2, rank=0, check=MaskCheck(size=2))
+    assert with_check(padded)["position_ids"].tolist() == [[0, 1, 2]]
+
+
+def test_boundaries_of_packed_samples_give_positions():
+    batch = {"input_ids": tokens(1, 6), "cu_seq_lens_q": torch.tensor([0, 2, 6], dtype=torch.int32)}
+    parts = [SequenceShard(size=2, rank=rank)(batch) for rank in range(2)]
+    assert torch.cat([part["position_ids"] for part in parts], 1).tolist() == [[0, 1, 0, 1, 2, 3]]
+    assert all(torch.equal(part["cu_seq_lens_q"], batch["cu_seq_lens_q"]) for part in parts)
+
+
+def test_labels_that_were_shifted_are_kept():
+    batch = {"input_ids": tokens(1, 4), "labels": tokens(1, 4), "shift_labels": tokens(1, 4) + 9}
+    part = SequenceShard(size=2, rank=1)(batch)
+    assert part["shift_labels"].tolist() == [[11, 12]]
+    assert "labels" not in part

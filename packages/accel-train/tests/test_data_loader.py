@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from accel_plugins.deepspeed.sequence import SequenceShard
+from accel_plugins.parallelism.sequence import SequenceShard
 from accel_state.accelerator_state import GradientState
 from accel_train.data.dispatcher import shard_of_ranks
 from accel_train.data.loader import DataLoaderShard

@@ -12,6 +12,9 @@ from accel_plugins.kwargs import ProjectConfiguration as ProjectConfiguration
 from accel_plugins.kwargs import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_plugins.megatron.families import LLAMA as LLAMA
 from accel_plugins.megatron.families import ModelFamily as ModelFamily
+from accel_plugins.parallelism.sequence import gather_sequence as gather_sequence
+from accel_plugins.parallelism.sequence import sequence_parallel_attention as sequence_parallel_attention
+from accel_plugins.parallelism.sequence import sequence_parallel_loss as sequence_parallel_loss
 from accel_plugins.precision import build_precision as build_precision
 from accel_plugins.registry import load as load
 from accel_plugins.strategy import BatchSharding as BatchSharding

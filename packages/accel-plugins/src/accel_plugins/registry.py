@@ -30,7 +30,7 @@ def _shards_models(settings: Settings, topology: Topology, device: torch.device)
         return False
     tensor = sizes.tp_size or 1
     copies = tensor > 1 and topology.world_size > tensor  # FSDP averages gradients of tensor-parallel layers
-    return (sizes.dp_shard_size or 1) > 1 or (sizes.cp_size or 1) > 1 or copies
+    return any((size or 1) > 1 for size in (sizes.dp_shard_size, sizes.cp_size, sizes.sp_size)) or copies
 
 
 BUILT_IN: Mapping[str, StrategySpec] = {
@@ -123,13 +123,6 @@ def choose(
 ) -> str:
     """Name the strategy of a run, on all ranks alike: the selected one, else the first that applies."""
     selected = settings.training.strategy
-    sequences = settings.parallelism and settings.parallelism.sp_size
-    if selected is None and settings.deepspeed is None and (sequences or 1) > 1:
-        raise SettingsError(
-            f"ParallelismConfig(sp_size={sequences}): DeepSpeed's Ulysses shards sequences, and it is "
-            "not in use: pass a deepspeed_plugin to Accelerator, or start the script with `accel launch "
-            "--use_deepspeed`. Context parallelism (cp_size) does without."
-        )
     fitting = next(name for name, spec in specs.items() if spec.applies(settings, topology, device))
     if selected is None or selected == fitting:
         return fitting

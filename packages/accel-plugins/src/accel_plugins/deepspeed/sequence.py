@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -22,6 +20,7 @@ from accel_plugins.parallelism.config import (
     ParallelismConfig,
     TorchTensorParallelPlugin,
 )
+from accel_plugins.parallelism.sequence import SequenceShard
 from accel_state.accelerator_state import GradientState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -30,93 +29,21 @@ from accel_state.runtime import Runtime
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_IGNORED = -100
-"""The label that losses of torch and transformers ignore."""
-_KEY = "input_ids"
-
 
 @frozen
-class SequenceShard:
-    """Shard the sequences of batches.
+class MaskCheck:
+    """Refuse batches that need masks, which DeepSpeed's attention over sharded sequences lacks.
 
     Args:
-        length: Length of all sequences; `None` for any.
-        masks_by_position: Whether attention separates samples in one sequence by their position ids.
-
-    Example:
-        >>> batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[5, 6, 7, 8]])}
-        >>> {name: value.tolist() for name, value in SequenceShard(size=2, rank=1)(batch).items()}
-        {'input_ids': [[7, 8]], 'position_ids': [[2, 3]], 'shift_labels': [[8, -100]]}
+        size: Sequence-parallel size, for messages.
+        by_position: Whether attention separates samples in one sequence by their position ids.
     """
 
     size: int
-    rank: int
-    length: int | None = None
-    masks_by_position: bool = False
+    by_position: bool = False
 
-    def __call__(self, batch: Any) -> Any:
-        """Return this rank's shard of a batch.
-
-        Args:
-            batch: A dictionary with `input_ids`, shape [rows, length]. Tensors of two and more dims are
-                sharded along dim 1. `labels` become `shift_labels`, the labels of the next tokens, since a
-                shard lacks the first token of the following one. `position_ids` are added if absent.
-
-        Returns:
-            A dictionary of the same type.
-
-        Raises:
-            SettingsError: The batch is not such a dictionary, or its lengths cannot be sharded.
-            UnsupportedError: The batch needs masks, which sharded attention lacks.
-        """
-        if not isinstance(batch, MutableMapping) or not isinstance(batch.get(_KEY), Tensor):
-            keys = f" with {sorted(map(str, batch))}" if isinstance(batch, MutableMapping) else ""
-            raise SettingsError(
-                f"sp_size={self.size}: a batch is a {type(batch).__name__}{keys}; batches to shard must be "
-                f"dictionaries with a tensor {_KEY!r} of shape [rows, length]."
-            )
-        shard = cast("MutableMapping[str, Any]", copy.copy(batch))
-        length = self._length_of(shard[_KEY])
-        if "position_ids" not in shard:
-            positions = torch.arange(length, device=shard[_KEY].device)
-            shard["position_ids"] = positions.expand(shard[_KEY].shape[0], length)
-        self._refuse_masks(shard)
-        if "labels" in shard:
-            labels = torch.nn.functional.pad(shard.pop("labels"), (0, 1), value=_IGNORED)
-            shard["shift_labels"] = labels[..., 1:]
-        begin = length // self.size * self.rank
-        for name, value in [*shard.items()]:
-            if not isinstance(value, Tensor) or value.dim() < 2:
-                continue
-            if value.shape[1] != length:
-                raise SettingsError(
-                    f"sp_size={self.size}: {name!r} of a batch has the shape {tuple(value.shape)}, but "
-                    f"{_KEY!r} {tuple(batch[_KEY].shape)}; dim 1 must be the sequence in both."
-                )
-            shard[name] = value[:, begin : begin + length // self.size].contiguous()
-        return shard
-
-    def _length_of(self, tokens: Tensor) -> int:
-        shape = tuple(tokens.shape)
-        if len(shape) < 2:
-            raise SettingsError(
-                f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}; expected [rows, length]."
-            )
-        if shape[1] % self.size:
-            raise SettingsError(
-                f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}, and the length {shape[1]} "
-                f"is not a multiple of {self.size}; pad the sequences (pad_to_multiple_of={self.size} in "
-                "collators of transformers)."
-            )
-        if self.length is not None and shape[1] != self.length:
-            raise SettingsError(
-                f"DeepSpeedSequenceParallelConfig(sp_seq_length={self.length}, "
-                f"sp_seq_length_is_variable=False): {_KEY!r} of a batch has the shape {shape}; leave both "
-                "out for sequences of any length."
-            )
-        return shape[1]
-
-    def _refuse_masks(self, batch: MutableMapping[str, Any]) -> None:
+    def __call__(self, batch: MutableMapping[str, Any]) -> None:
+        """Check a full batch, with `position_ids`."""
         mask, positions = batch.get("attention_mask"), batch["position_ids"]
         if isinstance(mask, Tensor) and mask.dim() == 2 and bool(has_padding_before_tokens(mask)):
             raise UnsupportedError(
@@ -124,7 +51,7 @@ class SequenceShard:
                 "attention over sharded sequences has no masks; pad on the right, which causal attention "
                 "ignores."
             )
-        if not self.masks_by_position and bool(packs_samples(positions)):
+        if not self.by_position and bool(packs_samples(positions)):
             raise UnsupportedError(
                 f"sp_size={self.size}: the position_ids of a batch restart in the middle of a sequence: it "
                 "packs several samples, which 'sdpa' attention over sharded sequences cannot separate; use "
@@ -158,7 +85,7 @@ class SequenceParallel:
             size=self.size,
             rank=self.mesh.get_local_rank(),
             length=self.handler.sp_seq_length if fixed else None,
-            masks_by_position=self.attention.startswith("flash"),
+            check=MaskCheck(size=self.size, by_position=self.attention.startswith("flash")),
         )
 
     @property
@@ -267,6 +194,11 @@ def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequencePara
                 f"ParallelismConfig({axis}_size={config.sizes[axis]}) cannot be combined with a "
                 f"DeepSpeedPlugin; use {instead}."
             )
+    if config.sp_enabled and config.sp_backend == "torch":
+        raise SettingsError(
+            f"ParallelismConfig(sp_size={config.sp_size}, sp_backend='torch') cannot be combined with a "
+            "DeepSpeedPlugin; leave sp_backend out, for DeepSpeed's Ulysses, or train with FSDP2."
+        )
     config.check_world(runtime.topology.world_size)
     full_mesh = config.get_device_mesh(runtime.device.type) if config.sp_enabled else None
     if full_mesh is None or config.sp_handler is None:

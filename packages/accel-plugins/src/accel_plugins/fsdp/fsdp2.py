@@ -1,4 +1,4 @@
-"""The strategy FSDP2: shard models by `fully_shard`, alone or after tensor and context parallelism."""
+"""The strategy FSDP2: shard models by `fully_shard`, alone or with tensor, context, sequence parallelism."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from accel_plugins.fsdp.blocks import (
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.parallelism.config import axes_of
 from accel_plugins.parallelism.context import ContextParallel
+from accel_plugins.parallelism.sequence import Ulysses
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.sharding.folder import LocalFiles
 from accel_plugins.sharding.shards import ShardsPersister
@@ -72,7 +73,7 @@ def build(
     is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
     stages = [*(() if axes.tensor is None else (TensorParallel(mesh=axes.tensor),)), full]
     validate = [stage.validate for stage in stages]
-    # 2. Shard sequences, too, with context parallelism.
+    # 2. Shard sequences, too, with context or sequence parallelism.
     context = None
     if axes.context is not None and axes.config.cp_handler is not None:
         if is_torch_version("<", "2.10"):
@@ -83,6 +84,12 @@ def build(
         rotation = axes.config.cp_handler.cp_comm_strategy or "allgather"
         context = ContextParallel(mesh=axes.context, rotation=rotation)
         validate.append(context.validate)
+    ulysses = None
+    if axes.sequence is not None:
+        axes.config.use_torch_sequences()
+        ulysses = Ulysses(axes.sequence, axes.config.sizes["tp"])
+        validate.append(ulysses.validate)
+    sequences = context or ulysses
     # 3. Compose the strategy.
     shards = TensorShards(form_now=partial(form_of, plugin))
     return Strategy(
@@ -102,7 +109,9 @@ def build(
         features=SHARDED_FEATURES,
         mesh=axes.mesh,
         split_sequences=context,
-        prepare_for_split=None if context is None else context.prepare,
+        prepare_for_split=None if sequences is None else sequences.prepare,
+        shard_sequences=None if ulysses is None else ulysses.shard,
+        release=None if ulysses is None else ulysses.release,
         shards=shards,
         native=LocalFiles(shards=shards, topology=runtime.topology),
     )

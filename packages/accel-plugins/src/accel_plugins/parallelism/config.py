@@ -165,7 +165,8 @@ class TorchTensorParallelPlugin:
 AXES: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 """The axes, outermost first (the ranks of neighbours are farthest apart)."""
 
-_BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
+_BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}
+"""The backends of each axis, the default first."""
 _HANDLERS: dict[str, type[Any]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
@@ -185,11 +186,13 @@ class ParallelismConfig:
         tp_size: Tensor-parallel size; the ranks of a group read the same batches.
         cp_size: Context-parallel size; parameters are sharded over this axis, too.
         cp_backend: Backend of context parallelism: `"torch"`.
-        sp_size: Sequence-parallel size (DeepSpeed's Ulysses).
-        sp_backend: Backend of sequence parallelism: `"deepspeed"`.
+        sp_size: Sequence-parallel size (Ulysses); without DeepSpeed, parameters are sharded over this axis,
+            too.
+        sp_backend: Backend of sequence parallelism: `"deepspeed"` or `"torch"`. By default it becomes
+            `"torch"` in runs without DeepSpeed.
         tp_handler: Options of tensor parallelism.
         cp_handler: Options of context parallelism.
-        sp_handler: Options of sequence parallelism.
+        sp_handler: Options of DeepSpeed's sequence parallelism.
 
     Raises:
         SettingsError: A size is not a positive integer, axes cannot be combined, or options are given for an
@@ -214,22 +217,23 @@ class ParallelismConfig:
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        resolve_fields(self, "parallelism", {**{f"{axis}_size": 1 for axis in AXES}, **_BACKENDS})
+        resolve_fields(self, "parallelism", {f"{axis}_size": 1 for axis in AXES})
+        self._chosen_backend = self.sp_backend
+        for name, (default, *_) in _BACKENDS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
         for name in (f"{axis}_size" for axis in AXES):
             if not is_count(getattr(self, name), least=1):
                 raise SettingsError(
                     f"ParallelismConfig({name}={getattr(self, name)!r}): expected a whole number of 1 or "
                     "more."
                 )
-        for name, only in _BACKENDS.items():
-            if getattr(self, name) != only:
-                raise SettingsError(
-                    f"ParallelismConfig({name}={getattr(self, name)!r}): only {only!r} is supported."
-                )
+        for name, backends in _BACKENDS.items():
+            expect(self, name, f"one of {[*backends]}", lambda value, known=backends: value in known)
         for axis, kind in _HANDLERS.items():
             name = f"{axis}_handler"
             handler = getattr(self, name)
-            if handler is None and self.sizes[axis] > 1:
+            if handler is None and self.sizes[axis] > 1 and (axis != "sp" or self.sp_backend != "torch"):
                 setattr(self, name, kind())
             elif handler is not None and not isinstance(handler, kind):
                 raise SettingsError(f"ParallelismConfig({name}={handler!r}): expected a {kind.__name__}.")
@@ -370,6 +374,27 @@ class ParallelismConfig:
             )
         return self.device_mesh
 
+    def use_torch_sequences(self) -> None:
+        """Use torch's backend of sequence parallelism, in a run without DeepSpeed.
+
+        Raises:
+            SettingsError: DeepSpeed's was chosen, or options of it.
+        """
+        if self._chosen_backend == "deepspeed":
+            raise SettingsError(
+                f"ParallelismConfig(sp_size={self.sp_size}, sp_backend='deepspeed'): DeepSpeed is not in "
+                "use. Leave sp_backend out, for sequence parallelism with FSDP2; or pass a deepspeed_plugin "
+                "to Accelerator, or start the script with `accel launch --use_deepspeed`."
+            )
+        handler = self.sp_handler
+        if handler is not None and (handler.sp_seq_length or handler.sp_attn_implementation != "sdpa"):
+            raise SettingsError(
+                f"ParallelismConfig(sp_handler={handler!r}): these are options of DeepSpeed's Ulysses, which "
+                "is not in use. Leave them out: sequences may be of any length, and a model's own "
+                "attn_implementation is used."
+            )
+        self.sp_backend, self.sp_handler = "torch", None
+
     def check_world(self, world_size: int) -> None:
         """Check that the product of all sizes is the world size.
 
@@ -399,6 +424,7 @@ class ParallelismConfig:
         section = replace(
             settings.parallelism or ParallelismSettings(),
             **{f"{axis}_size": size for axis, size in self.sizes.items()},
+            sp_backend=self._chosen_backend,
         )
         return replace(settings, parallelism=section)
 
@@ -495,17 +521,22 @@ class Axes:
         """Mesh of context parallelism, if any."""
         return self.mesh["cp"] if self.config.cp_enabled else None
 
+    @property
+    def sequence(self) -> DeviceMesh | None:
+        """Mesh of sequence parallelism, if any."""
+        return self.mesh["sp"] if self.config.sp_enabled else None
+
     def fully_sharded(self, runtime: Runtime) -> DeviceMesh:
         """Return the mesh of FSDP2: a shard axis, after a replicate axis if there are replicas."""
         names: Any = self.mesh.mesh_dim_names
-        shards = [name for name in ("dp_shard", "cp") if name in names]
+        shards = [name for name in ("dp_shard", "cp", "sp") if name in names]
         if not shards:  # replicas only: each is one shard
             replicas = self.config.sizes["dp_replicate"]
             return mesh_of(runtime.device.type, {"dp_replicate": replicas, "dp_shard": 1})
         if len(shards) == 1:
             wanted = ["dp_replicate", *shards] if self.config.dp_replicate_enabled else shards
             return self.mesh[tuple(wanted)]
-        flat = flatten_mesh(self.mesh[tuple(shards)], "dp_shard_cp")
+        flat = flatten_mesh(self.mesh[tuple(shards)], "_".join(shards))
         if not self.config.dp_replicate_enabled:
             return flat
         return torch_private.concatenate_meshes([self.mesh["dp_replicate"], flat])

@@ -602,12 +602,9 @@ def _context(answers: Answers) -> bool:
     return _parallelism_on(answers) and (answers("parallelism.cp_size") or 1) > 1
 
 
-def _sequence(answers: Answers) -> bool:
-    return _parallelism_on(answers) and (answers("parallelism.sp_size") or 1) > 1
-
-
-def _with_deepspeed(answers: Answers) -> bool:
-    return _parallelism_on(answers) and bool(answers("deepspeed"))
+def _ulysses_of_deepspeed(answers: Answers) -> bool:
+    with_deepspeed = _parallelism_on(answers) and bool(answers("deepspeed"))
+    return with_deepspeed and (answers("parallelism.sp_size") or 1) > 1
 
 
 def _with_torch(answers: Answers) -> bool:
@@ -659,31 +656,30 @@ class ParallelismSettings:
         ask_if=_context,
     )
     sp_size: int | None = _parallelism_row(
-        "Sequence-parallel size (DeepSpeed).",
+        "Sequence-parallel size (Ulysses, with DeepSpeed or FSDP2).",
         question="Sequence-parallel size?",
-        ask_if=_with_deepspeed,
     )
     sp_backend: str | None = _parallelism_row(
-        "Implementation of sequence parallelism.",
-        choices=("deepspeed",),
-        skip_reason="There is one.",
+        "Implementation of sequence parallelism. The default follows from whether DeepSpeed is used.",
+        choices=("deepspeed", "torch"),
+        skip_reason="It follows from whether DeepSpeed is used.",
         ask_if=None,
     )
     sp_seq_length_is_variable: bool | None = _parallelism_row(
         "Whether sequence lengths vary between batches.",
         question="Do sequence lengths vary between batches?",
-        ask_if=_sequence,
+        ask_if=_ulysses_of_deepspeed,
     )
     sp_seq_length: int | None = _parallelism_row(
         "Sequence length in tokens.",
         question="Sequence length in tokens? (empty: taken from the first batch)",
-        ask_if=_sequence,
+        ask_if=_ulysses_of_deepspeed,
     )
     sp_attn_implementation: str | None = _parallelism_row(
         "Attention implementation.",
         choices=_ATTENTION,
         question="Which attention implementation?",
-        ask_if=_sequence,
+        ask_if=_ulysses_of_deepspeed,
     )
 
 

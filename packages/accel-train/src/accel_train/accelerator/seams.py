@@ -44,7 +44,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         method="_prepare_cp",
         stage="sequences",
-        applies=lambda parts: parts.strategy.prepare_for_split is not None,
+        applies=lambda parts: parts.strategy.split_sequences is not None,
     ),
     Seam(method="_prepare_fsdp2", stage="wrap", applies=lambda parts: parts.strategy.fsdp_version == 2),
     Seam(method="_prepare_deepspeed", stage="wrap", applies=lambda parts: parts.strategy.name == "deepspeed"),

@@ -1,0 +1,606 @@
+"""Sequence parallelism (Ulysses) on torch alone: shards of sequences, full sequences in attention."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Generator, Iterator, MutableMapping
+from contextlib import contextmanager
+from functools import partial, wraps
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_plugins.parallelism.attention import check_layers, text_config
+from accel_state import hang_monitor
+from accel_state.accelerator_state import GradientState
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_IGNORED = -100
+"""The label that losses of torch and transformers ignore."""
+_KEY = "input_ids"
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens", "cu_seqlens")
+"""Keys of batches for the boundaries of packed samples: [0, end of the first, …, length]."""
+
+
+# Batches
+
+
+@frozen
+class SequenceShard:
+    """Shard the sequences of batches.
+
+    Args:
+        length: Length of all sequences; `None` for any.
+        check: Raises for a batch that cannot be used, called with the full one.
+
+    Example:
+        >>> batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[5, 6, 7, 8]])}
+        >>> {name: value.tolist() for name, value in SequenceShard(size=2, rank=1)(batch).items()}
+        {'input_ids': [[7, 8]], 'position_ids': [[2, 3]], 'shift_labels': [[8, -100]]}
+    """
+
+    size: int
+    rank: int
+    length: int | None = None
+    check: Callable[[MutableMapping[str, Any]], None] | None = None
+
+    def __call__(self, batch: Any) -> Any:
+        """Return this rank's shard of a batch.
+
+        Args:
+            batch: A dictionary with `input_ids`, shape [rows, length]. Tensors of two and more dims are
+                sharded along dim 1. `labels` become `shift_labels`, the labels of the next tokens, since a
+                shard lacks the first token of the following one. `position_ids` are added if absent; they
+                begin again where `cu_seq_lens_q` says that a sample does.
+
+        Returns:
+            A dictionary of the same type.
+
+        Raises:
+            SettingsError: The batch is not such a dictionary, or its lengths cannot be sharded.
+            UnsupportedError: The batch needs masks that attention of this backend lacks.
+        """
+        if not isinstance(batch, MutableMapping) or not isinstance(batch.get(_KEY), Tensor):
+            keys = f" with {sorted(map(str, batch))}" if isinstance(batch, MutableMapping) else ""
+            raise SettingsError(
+                f"sp_size={self.size}: a batch is a {type(batch).__name__}{keys}; batches to shard must be "
+                f"dictionaries with a tensor {_KEY!r} of shape [rows, length]."
+            )
+        shard = cast("MutableMapping[str, Any]", copy.copy(batch))
+        tokens: Tensor = shard[_KEY]
+        length = self._length_of(tokens)
+        if "position_ids" not in shard:
+            shard["position_ids"] = _positions(shard, length, tokens.device).expand(tokens.shape[0], length)
+        if self.check is not None:
+            self.check(shard)
+        if "labels" in shard:
+            labels = shard.pop("labels")
+            if labels.shape != tokens.shape:
+                raise SettingsError(
+                    f"sp_size={self.size}: 'labels' of a batch has the shape {tuple(labels.shape)}, but "
+                    f"{_KEY!r} {tuple(tokens.shape)}; expected a label for each token."
+                )
+            labels = torch.nn.functional.pad(labels, (0, 1), value=_IGNORED)
+            shard.setdefault("shift_labels", labels[..., 1:])
+        begin = length // self.size * self.rank
+        for name, value in [*shard.items()]:
+            if not isinstance(value, Tensor) or value.dim() < 2:
+                continue
+            if value.shape[1] != length:
+                raise SettingsError(
+                    f"sp_size={self.size}: {name!r} of a batch has the shape {tuple(value.shape)}, but "
+                    f"{_KEY!r} {tuple(batch[_KEY].shape)}; dim 1 must be the sequence in both."
+                )
+            shard[name] = value[:, begin : begin + length // self.size].contiguous()
+        return shard
+
+    def _length_of(self, tokens: Tensor) -> int:
+        shape = tuple(tokens.shape)
+        if len(shape) < 2:
+            raise SettingsError(
+                f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}; expected [rows, length]."
+            )
+        if shape[1] % self.size:
+            raise SettingsError(
+                f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}, and the length {shape[1]} "
+                f"is not a multiple of {self.size}; pad the sequences (pad_to_multiple_of={self.size} in "
+                "collators of transformers)."
+            )
+        if self.length is not None and shape[1] != self.length:
+            raise SettingsError(
+                f"DeepSpeedSequenceParallelConfig(sp_seq_length={self.length}, "
+                f"sp_seq_length_is_variable=False): {_KEY!r} of a batch has the shape {shape}; leave both "
+                "out for sequences of any length."
+            )
+        return shape[1]
+
+
+def _positions(batch: MutableMapping[str, Any], length: int, device: torch.device) -> Tensor:
+    """Return positions of shape [length], which begin again with each sample if boundaries are given."""
+    positions = torch.arange(length, device=device)
+    boundaries = next((batch[name] for name in _BOUNDARIES if batch.get(name) is not None), None)
+    if boundaries is None:
+        return positions
+    starts = torch.as_tensor(boundaries, device=device).flatten().long()
+    return positions - starts[torch.searchsorted(starts, positions, right=True) - 1]
+
+
+# Attention
+
+
+class Ulysses:
+    """Sequence parallelism over a mesh: every rank has a shard of each sequence, and all heads.
+
+    Around attention, an all-to-all gives each rank the full sequences of a part of the heads.
+
+    Attributes:
+        is_sharded (bool): Whether the last forward pass of a model had shards of sequences.
+
+    Args:
+        mesh: Of one axis.
+        tensor_size: Tensor-parallel size, among whose ranks heads are divided already.
+    """
+
+    def __init__(self, mesh: DeviceMesh, tensor_size: int = 1) -> None:
+        self.size: int = mesh.size()
+        self.group = mesh.get_group()
+        self.shard = SequenceShard(size=self.size, rank=mesh.get_local_rank())
+        self.is_sharded = False
+        self._setting = f"ParallelismConfig(sp_size={self.size})"
+        self._tensor_size = tensor_size
+        self._has_attended = False
+        self._counts = False  # whether the loss of a model is divided by our number of tokens
+        self._models: WeakSet[nn.Module] = WeakSet()
+        self._configs: dict[int, Any] = {}  # by id, since configurations are compared by value
+        self._patches: list[tuple[Any, str, Any]] = []
+
+    def attend(
+        self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], heads: tuple[Tensor, ...], sequence: int
+    ) -> Tensor:
+        """Compute attention over full sequences.
+
+        Args:
+            attention: Called with queries, keys and values, shapes [rows, heads / size, length, head_dim].
+            heads: Queries, keys and values of this shard, shapes [rows, heads, length / size, head_dim].
+                Heads of keys and values may be fewer; they are repeated until the size divides them.
+            sequence: The dim of the sequence in what `attention` returns, 1 or 2; the heads are the other.
+
+        Returns:
+            The result for this shard, with the dims of what `attention` has returned.
+
+        Raises:
+            SettingsError: The size does not divide the number of heads of the queries.
+        """
+        self._has_attended = True
+        query, key, value = heads
+        if query.shape[1] % self.size:
+            raise SettingsError(
+                f"{self._setting}: attention got queries of shape {tuple(query.shape)}, whose "
+                f"{query.shape[1]} heads (dim 1) are not a multiple of {self.size}."
+            )
+        repeats = self.size // math.gcd(key.shape[1], self.size)
+        if repeats > 1:
+            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+        parts = [tensor.unflatten(1, (self.size, -1)).movedim(1, 0) for tensor in (query, key, value)]
+        if query.shape[-1] == value.shape[-1]:  # in one collective
+            exchanged = self._exchange(torch.cat(parts, dim=2), 2)
+            query, key, value = exchanged.split([part.shape[2] for part in parts], dim=1)
+        else:
+            query, key, value = (self._exchange(part, 2) for part in parts)
+        result = attention(query, key, value)
+        return self._exchange(result.unflatten(sequence, (self.size, -1)).movedim(sequence, 0), 3 - sequence)
+
+    def _exchange(self, parts: Tensor, dim: int) -> Tensor:
+        """Send a part, along dim 0, to each rank, and join along another dim what arrives."""
+        received = cast("Tensor", _AllToAll.apply(parts.contiguous(), self.group))
+        return received.movedim(0, dim).flatten(dim, dim + 1)
+
+    def gather(self, shard: Tensor, dim: int) -> Tensor:
+        """Return a full tensor from its shards, such as positions or a padding mask, without gradients."""
+        parts = [torch.empty_like(shard) for _ in range(self.size)]
+        with hang_monitor.collective_scope("all_gather of masks"):
+            dist.all_gather(parts, shard.detach().contiguous(), group=self.group)
+        return torch.cat(parts, dim=dim)
+
+    def knows(self, config: object) -> bool:
+        """Return whether a configuration is that of a prepared model."""
+        return id(config) in self._configs
+
+    def mean_loss(self, loss: Tensor, num_items: Tensor | int) -> Tensor:
+        """Return the mean over the items of all shards, the same on all ranks of a sequence.
+
+        Args:
+            loss: Sum over the items of this shard, 0-d.
+            num_items: Number of items of this shard.
+        """
+        total = self._items(torch.as_tensor(num_items, device=loss.device))
+        return cast("Tensor", _Mean.apply(loss / total, self.group, self.size))
+
+    def _items(self, num_items: Tensor) -> Tensor:
+        """Return the mean number of items of a shard."""
+        total = num_items.detach().clone()
+        with hang_monitor.collective_scope("all_reduce of a number of tokens"):
+            dist.all_reduce(total, group=self.group)
+        return total.clamp(min=1) / self.size
+
+    # Models
+
+    def validate(self, model: nn.Module) -> None:
+        """Check that attention of a model is right with full sequences of a part of the heads."""
+        check_layers(model, self._setting, limited=frozenset({"sliding_attention", "chunked_attention"}))
+        config = text_config(model)
+        if config is None or not hasattr(config, "_attn_implementation"):
+            return  # its own attention; see `_after`
+        name = type(model).__name__
+        inner = next(module for module in model.modules() if hasattr(module, "config"))
+        if not getattr(inner, "_supports_attention_backend", False):
+            raise SettingsError(
+                f"{self._setting}: attention of {name} cannot be replaced through the AttentionInterface of "
+                "transformers; use context parallelism (cp_size), or a model whose attention can."
+            )
+        if getattr(config, "is_encoder_decoder", False):
+            raise SettingsError(
+                f"{self._setting}: {name} has an encoder and a decoder, whose sequences differ in length; "
+                "train this model without sharding its sequences."
+            )
+        heads = getattr(config, "num_attention_heads", None)
+        if isinstance(heads, int) and heads % (self.size * self._tensor_size):
+            tensor = f" x tp_size={self._tensor_size}" if self._tensor_size > 1 else ""
+            raise SettingsError(
+                f"{self._setting}: {name} has {heads} attention heads, which is not a multiple of "
+                f"sp_size={self.size}{tensor}; choose sizes that divide it."
+            )
+        for path, module in model.named_modules():
+            if isinstance(getattr(module, "sinks", None), Tensor):
+                raise SettingsError(
+                    f"{self._setting}: layer {path!r} has sinks of attention for each head, and each rank "
+                    "computes a part of the heads; train this model without sharding its sequences."
+                )
+        for kind in {*_rope_types(getattr(config, "rope_parameters", None))} & {"dynamic", "longrope"}:
+            raise SettingsError(
+                f"{self._setting}: {name} has rope_type={kind!r}, which depends on the longest position of a "
+                "batch, and ranks have different shards; use another one, such as 'yarn' or 'linear'."
+            )
+
+    def prepare(self, model: nn.Module) -> None:
+        """Let a model compute attention over full sequences wherever its batches have shards."""
+        _current[:] = [self]
+        if model in self._models:
+            return
+        self._models.add(model)
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            if hasattr(config, "_attn_implementation"):
+                self._configs[id(config)] = config
+                self._patch(_source_of(module), config._attn_implementation)
+                _attending[module] = self
+        takes = frozenset(inspect.signature(model.forward).parameters)
+        computes_loss = any("loss_function" in _source_names(module) for module in model.modules())
+        model.register_forward_pre_hook(partial(self._before, takes, computes_loss), with_kwargs=True)
+        model.register_forward_hook(self._after, with_kwargs=True)
+
+    def release(self) -> None:
+        """Restore the attention and the masks of transformers."""
+        for owner, name, original in reversed(self._patches):
+            if isinstance(owner, ModuleType):
+                setattr(owner, name, original)
+            elif original is None:
+                del owner[name]
+            else:
+                owner[name] = original
+        self._patches.clear()
+        self._models.clear()
+        self._configs.clear()
+        _attending.clear()
+        _current.clear()
+
+    def _patch(self, source: ModuleType, implementation: str) -> None:
+        """Replace attention and masks, in effect for prepared models, in a source file."""
+        functions = vars(source).get("ALL_ATTENTION_FUNCTIONS")
+        is_known = any(owner is functions and name == implementation for owner, name, _ in self._patches)
+        if functions is not None and not is_known:
+            self._patches.append((functions, implementation, functions._local_mapping.get(implementation)))
+            functions[implementation] = _routed(implementation, functions.get(implementation))
+        masks = importlib.import_module("transformers.masking_utils")
+        for name, create in [*vars(source).items()]:
+            if name.startswith("create_") and vars(masks).get(name) is create and source is not masks:
+                self._patches.append((source, name, create))
+                setattr(source, name, _with_full_sequences(create))
+
+    def _before(
+        self,
+        takes: frozenset[str],
+        computes_loss: bool,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Find out whether the batch has shards; complete what a model of transformers gets."""
+        self.is_sharded = _has_shards(model, kwargs)
+        self._has_attended = self._counts = False
+        if not self.is_sharded or text_config(model) is None:
+            return None
+        if "position_ids" not in kwargs:
+            raise SettingsError(
+                f"{type(model).__name__} with {self._setting}: without position_ids the model would count "
+                "each shard from 0. Batches of a loader that is prepared together with the model have them; "
+                "pass all of a batch, as in model(**batch)."
+            )
+        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
+            raise SettingsError(
+                f"{type(model).__name__} with {self._setting}: labels without shift_labels; the labels of "
+                "the next tokens must be found before sequences are sharded, as prepared loaders do."
+            )
+        if "use_cache" in takes and kwargs.get("use_cache") is None:
+            kwargs["use_cache"] = False
+        labels = kwargs.get("shift_labels")
+        if labels is not None and computes_loss:
+            kwargs["labels"] = labels
+            self._counts = kwargs.get("num_items_in_batch") is None
+            if self._counts:
+                kwargs["num_items_in_batch"] = self._items((labels != _IGNORED).sum())
+        return args, kwargs
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Refuse a model that has attended to shards, and make its loss the mean over all shards."""
+        del args, kwargs
+        if not self.is_sharded:
+            return output
+        if not self._has_attended:
+            raise UnsupportedError(
+                f"{type(model).__name__} with {self._setting}: no attention saw full sequences. "
+                "Wrap its attention, as in attention = sequence_parallel_attention("
+                "torch.nn.functional.scaled_dot_product_attention)."
+            )
+        if self._counts and isinstance(output, tuple):
+            loss, *remaining = cast("tuple[Any, ...]", output)
+            return (_Mean.apply(loss, self.group, self.size), *remaining)
+        if self._counts:
+            output["loss"] = _Mean.apply(output["loss"], self.group, self.size)
+        return output
+
+
+_current: list[Ulysses] = []
+"""That of the run, once it has prepared a model; for attention and losses of one's own."""
+_attending: WeakKeyDictionary[nn.Module, Ulysses] = WeakKeyDictionary()
+"""The modules of prepared models that transformers gives attention."""
+
+
+def sequence_parallel_attention(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make an attention function see full sequences under sequence parallelism.
+
+    Args:
+        attention: Called with queries, keys and values of the shape [rows, heads, length, head_dim], and
+            other arguments; returns a tensor of this shape. Heads of keys and values may be fewer.
+
+    Returns:
+        A function with the same arguments. Where the batch has shards of sequences, its tensors are those of
+        this rank's shard, and `attention` is called with full sequences of a part of the heads. Other
+        arguments are passed on as they are: a mask must be of full sequences (see `gather_sequence`), and the
+        same for all heads. Elsewhere it is `attention`.
+
+    Raises:
+        SettingsError: The number of heads of queries is not a multiple of `sp_size`.
+
+    Example:
+        >>> attention = sequence_parallel_attention(torch.nn.functional.scaled_dot_product_attention)
+        >>> heads = torch.randn(1, 4, 8, 2)
+        >>> attention(heads, heads, heads, is_causal=True).shape
+        torch.Size([1, 4, 8, 2])
+    """
+
+    @wraps(attention)
+    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        ulysses = _with_shards()
+        if ulysses is None:
+            return attention(query, key, value, *args, **kwargs)
+        return ulysses.attend(lambda *heads: attention(*heads, *args, **kwargs), (query, key, value), 2)
+
+    return attend
+
+
+def gather_sequence(shard: Tensor, dim: int = 1) -> Tensor:
+    """Return the full tensor of a shard of sequences, such as positions or a padding mask.
+
+    A collective over the ranks of a sequence; without sequence parallelism, or with full sequences, it
+    returns its argument. Gradients do not pass through it.
+
+    Args:
+        shard: The same shape and dtype on every rank.
+        dim: The dim of the sequence.
+
+    Example:
+        >>> gather_sequence(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+    """
+    ulysses = _with_shards()
+    return shard if ulysses is None else ulysses.gather(shard, dim)
+
+
+def sequence_parallel_loss(loss: Tensor, num_items: Tensor | int) -> Tensor:
+    """Return the mean loss of full sequences, of which each rank has computed the sum over its shard.
+
+    Models of transformers that get `shift_labels` compute it by themselves.
+
+    Args:
+        loss: 0-d, the sum over the tokens of this rank's shard.
+        num_items: Number of these tokens, such as `(shift_labels != -100).sum()`.
+
+    Returns:
+        0-d, the same on all ranks of a sequence; its gradients are those of one process. Without sequence
+        parallelism `loss / num_items`.
+
+    Example:
+        >>> sequence_parallel_loss(torch.tensor(6.0), 3)
+        tensor(2.)
+    """
+    ulysses = _with_shards()
+    return loss / num_items if ulysses is None else ulysses.mean_loss(loss, num_items)
+
+
+def _with_shards() -> Ulysses | None:
+    """Return the sequence parallelism of the run, if the last forward pass had shards of sequences."""
+    return next((ulysses for ulysses in _current if ulysses.is_sharded), None)
+
+
+def _has_shards(model: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether the inputs of a model come from a loader that shards sequences."""
+    loader = GradientState().active_dataloader
+    if not model.training and (loader is None or kwargs.get("use_cache")):  # generation sees full sequences
+        return False
+    if loader is None or getattr(loader, "shard_sequences", None) is not None:
+        return True
+    if model.training:
+        raise SettingsError(
+            "A model with sp_size is trained with batches of a prepared loader that does not shard their "
+            "sequences: pass the loader to the call of prepare() that gets the model."
+        )
+    return False
+
+
+# transformers
+
+
+def _routed(implementation: str, core: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Return an attention function of transformers that sees full sequences in modules of prepared models.
+
+    `core` is the original; `None` for eager attention, which each source file of transformers defines.
+    """
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        function = core or vars(_source_of(module))["eager_attention_forward"]
+        ulysses = _attending.get(module)
+        if ulysses is None or not ulysses.is_sharded:
+            return function(module, query, key, value, mask, *args, **kwargs)
+        # Flash attention finds packed samples by them; others have masks.
+        if implementation.startswith("flash") and kwargs.get("position_ids") is not None:
+            kwargs["position_ids"] = ulysses.gather(kwargs["position_ids"], -1)
+
+        def attend(*heads: Tensor) -> Tensor:
+            with _groups(module, heads[0].shape[1] // heads[1].shape[1]):
+                return function(module, *heads, mask, *args, **kwargs)[0]
+
+        return ulysses.attend(attend, (query, key, value), 1), None
+
+    return attention
+
+
+@contextmanager
+def _groups(module: Any, groups: int) -> Generator[None]:
+    """Set how many heads of queries share keys and values, which differs where these are repeated."""
+    before = getattr(module, "num_key_value_groups", groups)
+    if before == groups:
+        yield
+        return
+    module.num_key_value_groups = groups
+    try:
+        yield
+    finally:
+        module.num_key_value_groups = before
+
+
+def _with_full_sequences(create: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of transformers that creates masks, of full sequences where batches have shards."""
+    signature = inspect.signature(create)
+
+    @wraps(create)
+    def create_full(*args: Any, **kwargs: Any) -> Any:
+        values = signature.bind(*args, **kwargs).arguments
+        ulysses, config = _with_shards(), values.get("config")
+        if ulysses is None or not ulysses.knows(config):
+            return create(*args, **kwargs)
+        for name in ("or_mask_function", "and_mask_function"):
+            if values.get(name) is not None and any(_tensors_in(values[name])):
+                raise UnsupportedError(
+                    f"{type(config).__name__} with sp_size={ulysses.size}: a mask is computed from tensors "
+                    f"of a shard ({name}); train this model without sharding its sequences."
+                )
+        embedded: Tensor = values["inputs_embeds"]
+        rows, length, *sizes = embedded.shape
+        values["inputs_embeds"] = embedded.new_empty(1).expand(rows, length * ulysses.size, *sizes)
+        for name in ("attention_mask", "position_ids", "block_sequence_ids"):
+            value = values.get(name)
+            if isinstance(value, Tensor) and value.shape[-1] == length and value.dim() < 4:
+                values[name] = ulysses.gather(value, -1)
+        return create(**values)
+
+    return create_full
+
+
+def _tensors_in(function: Any) -> Iterator[Tensor]:
+    """Yield the tensors with elements that a function, or one that it calls, has in its closure."""
+    for cell in getattr(function, "__closure__", None) or ():
+        value = cell.cell_contents
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            yield from _tensors_in(value)
+
+
+def _source_of(module: nn.Module) -> ModuleType:
+    """Return the source file that defines the forward of a module."""
+    return sys.modules[inspect.unwrap(type(module).forward).__module__]
+
+
+def _source_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names that the forward of a module uses."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code.co_names if code is not None else ()
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Yield the types in `rope_parameters`, which may be a dictionary for each type of layer."""
+    if isinstance(parameters, dict):
+        values = cast("dict[str, Any]", parameters)
+        if isinstance(values.get("rope_type"), str):
+            yield values["rope_type"]
+        for value in values.values():
+            yield from _rope_types(value)
+
+
+# Collectives
+
+
+class _AllToAll(torch.autograd.Function):
+    """Exchange the parts along dim 0, in the forward and in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(parts)
+        with hang_monitor.collective_scope("all_to_all of attention"):
+            dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return cast("Tensor", _AllToAll.apply(gradient.contiguous(), ctx.group)), None
+
+
+class _Mean(torch.autograd.Function):
+    """The mean of a loss over ranks, whose gradients are the mean over ranks, too."""
+
+    @staticmethod
+    def forward(_: Any, loss: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+        mean = loss.detach().clone()
+        with hang_monitor.collective_scope("all_reduce of a loss"):
+            dist.all_reduce(mean, group=group)
+        return mean / size
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return gradient, None, None
