@@ -49,7 +49,7 @@ VAGUE = {"utils", "helpers", "misc", "common", "util", "helper"}
 GENERIC = {"one", "mine", "theirs", "found", "rest"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 READERS = {"read", "publish", "parse_flag_from_env", "parse_choice_from_env", "get_int_from_env"}
-FOLDERS = {".ci", "packages", "tests-integration", "tools"}
+FOLDERS = {".ci", ".github", "packages", "tests-integration", "tools"}
 STREAMS = re.compile(
     r"torch\.(Stream|Event"
     r"|(accelerator|cuda|xpu|npu|mlu)\.(Stream|Event|stream|current_stream|default_stream|set_stream|synchronize))$"
