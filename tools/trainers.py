@@ -7,9 +7,11 @@ what they find on Accelerate, to the last digit.
     uv run python tools/trainers.py --install               # install them first, from the package index
     uv run python tools/trainers.py --only axolotl ms-swift --ranks 2
 
+Prints a line for each case, and ends with 1 if any that is installed is not equal, or none is installed.
+
 Each has an environment of its own, build/trainers/NAME, in which neither library is installed: it comes from
-build/trainers/accelerate or build/trainers/accel on PYTHONPATH. The latter is made from the packages here and
-the wheel of tools/build_accelerate_alias.py. Programs are in tests-integration/clients/programs/trainers;
+a folder on PYTHONPATH, that of accel made from the packages here and the wheel of
+tools/build_accelerate_alias.py. Programs are in tests-integration/clients/programs/trainers;
 their models are small, their data written on the spot.
 """
 
@@ -17,13 +19,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,9 +36,14 @@ sys.path.insert(0, str(ROOT / "tests-integration"))
 
 from clients.running import differences, run_client  # noqa: E402 - of tests-integration
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
 FOLDER = ROOT / "build" / "trainers"
 PROGRAM = ROOT / "tests-integration" / "clients" / "programs" / "run_cases.py"
 REFERENCE = "accelerate==1.15.0"
+REQUIRED = ("xxhash>=3.4",)
+"""What accel needs besides what the trainers bring."""
 TORCH = ("torch==2.15.0", "torchvision==0.29.2", "torchaudio==2.11.0")
 
 
@@ -61,6 +68,9 @@ TRAINERS = {
     "axolotl": Trainer("axolotl==0.19.0", ("axolotl:sft", "axolotl:lora"), two_ranks=("axolotl:sft",)),
     "diffsynth": Trainer("diffsynth==2.1.12", ("diffsynth:train",), two_ranks=("diffsynth:train",)),
     "gptqmodel": Trainer("gptqmodel==7.7.0", ("gptqmodel:quantize",)),
+    "lerobot": Trainer(
+        "lerobot==0.4.4", ("lerobot:act", "lerobot:diffusion"), two_ranks=("lerobot:act", "lerobot:diffusion")
+    ),
     "llamafactory": Trainer(
         "llamafactory==0.9.5",
         ("llama_factory:sft", "llama_factory:lora", "llama_factory:dpo"),
@@ -73,6 +83,14 @@ TRAINERS = {
     "ms-swift": Trainer(
         "ms-swift==4.6.0", ("ms_swift:sft", "ms_swift:lora", "ms_swift:dpo"), two_ranks=("ms_swift:sft",)
     ),
+    "setfit": Trainer("setfit==1.2.0", ("setfit:embed", "setfit:classify"), two_ranks=("setfit:embed",)),
+    "trl": Trainer(
+        "trl[peft]==1.9.0",
+        (
+            *("trl_commands:sft", "trl_commands:lora", "trl_commands:dpo", "trl_commands:reward"),
+            *("trl_commands:kto", "trl_commands:two_processes", "trl_commands:launched"),
+        ),
+    ),
 }
 
 
@@ -81,22 +99,29 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare trainers on Accelerate and on accel.")
     parser.add_argument("--only", nargs="+", choices=TRAINERS, default=list(TRAINERS))
     parser.add_argument("--install", action="store_true", help="make their environments first")
-    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1)
+    parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=(1, 2))
     arguments = parser.parse_args(argv)
     if arguments.install:
         for name in arguments.only:
             install(name)
-    install_libraries()
-    failed = False
-    for name in arguments.only:
-        trainer = TRAINERS[name]
-        for case in trainer.cases if arguments.ranks == 1 else trainer.two_ranks:
-            outcome = (
-                compare(name, case, ranks=arguments.ranks) if python_of(name).exists() else "not installed"
-            )
-            print(f"{name:<16}{case:<24}{outcome}", flush=True)
-            failed |= outcome.startswith("differs")
-    return int(failed)
+    outcomes = []
+    with tempfile.TemporaryDirectory() as libraries:
+        install_libraries(Path(libraries))
+        for name, case, ranks in cases(arguments.only, arguments.ranks):
+            if not python_of(name).exists():
+                print(f"{name:<16}{case:<28}{ranks}  not installed", flush=True)
+                continue
+            outcomes.append(compare(name, case, Path(libraries), ranks=ranks))
+            print(f"{name:<16}{case:<28}{ranks}  {outcomes[-1]}", flush=True)
+    return int(not outcomes or not all(outcome.startswith("equal") for outcome in outcomes))
+
+
+def cases(names: Iterable[str], ranks: Iterable[int]) -> Iterator[tuple[str, str, int]]:
+    """Yield each trainer's name, its cases, and the number of ranks that runs them."""
+    for name in names:
+        for number in ranks:
+            for case in TRAINERS[name].cases if number == 1 else TRAINERS[name].two_ranks:
+                yield name, case, number
 
 
 def python_of(name: str) -> Path:
@@ -111,20 +136,18 @@ def install(name: str) -> None:
     FOLDER.mkdir(parents=True, exist_ok=True)
     overrides.write_text("\n".join((*trainer.torch, REFERENCE)))
     uv("venv", "--clear", str(FOLDER / name))
-    uv("pip", "install", "--python", str(python_of(name)), "--overrides", str(overrides), trainer.package)
-    uv("pip", "uninstall", "--python", str(python_of(name)), "accelerate")
+    python = ("--python", str(python_of(name)))
+    uv("pip", "install", *python, "--overrides", str(overrides), trainer.package, *REQUIRED)
+    uv("pip", "uninstall", *python, "accelerate")
 
 
-def install_libraries() -> None:
-    """Make the folders that hold Accelerate and accel, the latter anew."""
+def install_libraries(folder: Path) -> None:
+    """Put Accelerate and accel in two folders of these names."""
     target = ("pip", "install", "--python", sys.executable, "--no-deps", "--target")
-    if not (FOLDER / "accelerate").exists():
-        uv(*target, str(FOLDER / "accelerate"), REFERENCE)
-    shutil.rmtree(FOLDER / "accel", ignore_errors=True)
-    with tempfile.TemporaryDirectory() as folder:
-        wheel = build_accelerate_alias.build(Path(folder))
-        packages = [str(path.parent) for path in sorted((ROOT / "packages").glob("*/pyproject.toml"))]
-        uv(*target, str(FOLDER / "accel"), *packages, str(wheel))
+    uv(*target, str(folder / "accelerate"), REFERENCE)
+    wheel = build_accelerate_alias.build(folder)
+    packages = [str(path.parent) for path in sorted((ROOT / "packages").glob("*/pyproject.toml"))]
+    uv(*target, str(folder / "accel"), *packages, str(wheel))
 
 
 def uv(*words: str) -> None:
@@ -132,31 +155,51 @@ def uv(*words: str) -> None:
     subprocess.run(["uv", words[0], *words[1:], "--quiet"], check=True)
 
 
-def compare(name: str, case: str, *, ranks: int) -> str:
-    """Run a case with both libraries; return how they differ, or what they found."""
-    results = {}
-    for library in ("accelerate", "accel"):
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "out.pt"
+def compare(name: str, case: str, libraries: Path, *, ranks: int) -> str:
+    """Run a case with both libraries at once; return how they differ, or what they found.
+
+    Args:
+        name: Of the trainer.
+        case: Of the trainer.
+        libraries: The folder in which both are.
+        ranks: The number of processes.
+    """
+    paths = (libraries / "accelerate", libraries / "accel")
+    with ThreadPoolExecutor() as pool:
+        results = [*pool.map(lambda path: outcome(name, case, path, ranks=ranks), paths)]
+    for path, result in zip(paths, results, strict=True):
+        if isinstance(result, str):
+            return f"fails on {path.name}: {result.strip().splitlines()[-1]}"
+    far = [*differences(case, *results, tolerance=0.0)]
+    return f"differs: {'; '.join(far[:5])}" if far else f"equal: {summary(results[1])}"
+
+
+def outcome(name: str, case: str, library: Path, *, ranks: int) -> Any:
+    """Run a case with a library; return what it found, text if it failed on any rank."""
+    key = f"trainers.{case}"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.pt"
+        try:
             run_client(
                 python_of(name),
                 PROGRAM,
                 str(out),
-                f"trainers.{case}",
+                key,
                 ranks=ranks,
                 on_accel=False,  # the folder on the path decides
                 environ=environ(library),
                 folder=Path(folder),
             )
-            results[library] = torch.load(out, weights_only=True)[f"trainers.{case}"]
-    for library, result in results.items():
-        if isinstance(result, str):
-            return f"fails on {library}: {result.strip().splitlines()[-1]}"
-    far = [*differences(case, results["accelerate"], results["accel"], tolerance=0.0)]
-    return f"differs: {'; '.join(far[:5])}" if far else f"equal: {summary(results['accel'])}"
+        except AssertionError as error:
+            return str(error) or "it ends with an error"
+        for failure in Path(folder).glob("out.pt.rank*"):
+            return failure.read_text()
+        result = torch.load(out, weights_only=True)
+    origin = {"accelerate": "accelerate", "accel": "accel_state"}[library.name]
+    return result[key] if result["library"] == origin else f"it ran on {result['library']}"
 
 
-def environ(library: str) -> dict[str, str]:
+def environ(library: Path) -> dict[str, str]:
     """The variables of a run with one of the libraries."""
     hidden = ("VIRTUAL_ENV", "PYTHONHOME")
     inherited = {
@@ -165,14 +208,17 @@ def environ(library: str) -> dict[str, str]:
         if key not in hidden and not key.startswith("ACCELERATE_")
     }
     offline = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    return {**inherited, **offline, "PYTHONPATH": str(FOLDER / library)}
+    return {**inherited, **offline, "PYTHONPATH": str(library)}
 
 
 def summary(result: dict[str, Any]) -> str:
     """Say in a few words what a case found: losses where there are any."""
     log = result.get("log") or result.get("losses")
     if isinstance(log, list):
-        losses = [entry.get("loss") if isinstance(entry, dict) else entry for entry in log]
+        losses = [
+            entry.get("loss", entry.get("embedding_loss")) if isinstance(entry, dict) else entry
+            for entry in log
+        ]
         return "losses " + " ".join(f"{loss:.6f}" for loss in losses[:4] if isinstance(loss, float))
     return ", ".join(f"{key} ({len(value)})" for key, value in result.items() if hasattr(value, "__len__"))
 

@@ -41,7 +41,7 @@ def test_replacements_of_functions_and_methods_run_on_two_ranks(tmp_path: Path):
     prepared = ["FSDPSequential", "AcceleratedOptimizer", "AcceleratedScheduler", "DataLoaderShard"]
     assert seen["prepare_fsdp2"] == [ARGUMENTS, prepared]
     assert seen["prepare_cp"] == [["Sequential"]]
-    assert seen["prepare_backend"] == [1, "NO"]
+    assert seen["prepare_backend"] == [1, "NO", "gloo", "MULTI_CPU", 2]
     assert seen["parallelism_config"] == [["Accelerator", 2, True], ["dp_shard"], [[["dp_shard"], [2]]]]
     assert seen["distributed_data_parallel"] == ["Sequential"]
     assert seen["methods_of_accelerator"] == ["clipped", {"own": True}, "none", True]

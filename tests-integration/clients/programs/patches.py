@@ -300,7 +300,8 @@ def methods_of_accelerator() -> Any:
 
 @case(ranks=2)
 def prepare_backend() -> Any:
-    """unsloth keeps a process alone that a launcher has started with others."""
+    """unsloth keeps a process alone that a launcher has started with others; another wraps the method."""
+    original = PartialState._prepare_backend
 
     def alone(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: Any = None) -> Any:
         return None, accelerate.DistributedType.NO
@@ -311,6 +312,15 @@ def prepare_backend() -> Any:
     with mock.patch.object(PartialState, "_prepare_backend", alone):
         state = PartialState(cpu=True)
         seen = [state.num_processes, state.distributed_type.value]
+    reset()
+
+    def wrapper(self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: Any = None) -> Any:
+        backend, label = original(self, cpu, sagemaker_dp, backend)
+        seen.extend((backend, label.value))
+        return backend, label
+
+    with mock.patch.object(PartialState, "_prepare_backend", wrapper):
+        seen.append(PartialState(cpu=True).num_processes)
     reset()
     assert PartialState(cpu=True).num_processes == 2
     return seen

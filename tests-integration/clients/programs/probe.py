@@ -157,13 +157,13 @@ def reset() -> None:
 
 
 def train(**options: Any) -> None:
-    """Prepare a model, an optimizer, a schedule and data; train two steps with clipping; save and load."""
+    """Prepare a model, an optimizer, a schedule and data; train four steps with clipping; read the state."""
     from accelerate import Accelerator
+    from patches import make_model
 
     reset()
-    torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, **options)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     data = DataLoader(TensorDataset(torch.ones(8, 4)), batch_size=2)
@@ -199,10 +199,10 @@ def compiled_in_bf16() -> None:
 def dispatched() -> None:
     """Run a model of which a part lies on the disk."""
     from accelerate import dispatch_model
+    from patches import make_model
 
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
     with tempfile.TemporaryDirectory() as folder:
-        model = dispatch_model(model, {"0": "cpu", "1": "disk"}, main_device="cpu", offload_dir=folder)
+        model = dispatch_model(make_model(), {"0": "cpu", "1": "disk"}, main_device="cpu", offload_dir=folder)
         model(torch.ones(1, 4))
 
 

@@ -4,7 +4,7 @@
     python -m accel_compat run_cases.py OUT.pt trainer:basic adapters:lora
 
 A case is a function of a module beside this one. It gets a folder that is not there yet, and
-returns plain data and tensors.
+returns plain data and tensors. What other ranks than the first raise is written to OUT.pt.rankN.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def main(out: str, *cases: str) -> None:
             found[case] = getattr(importlib.import_module(module), name)(folder)
         except Exception:  # noqa: BLE001 - whatever a case raises is what it found
             found[case] = traceback.format_exc()
+            if rank := int(os.environ.get("RANK", "0")):
+                Path(f"{out}.rank{rank}").write_text(f"{case}: {found[case]}")
     if PartialState().is_main_process:
         torch.save(found, out)
     PartialState().destroy_process_group()

@@ -393,10 +393,13 @@ class PartialState(SharedState):
     ) -> None:
         label: DistributedType | None = None
         if type(self)._prepare_backend is not _prepare_backend:
-            backend, label = self._prepare_backend(cpu, False, options.get("backend"))  # noqa: FBT003 - as Accelerate calls it
-            options = {**options, "backend": backend}
-            if label == "NO":  # one process, whatever a launcher says
-                variables, options = {}, {}
+            asked = (cpu, False, options.get("backend"))  # as Accelerate calls it
+            replaced = self._prepare_backend(*asked)
+            if replaced != _prepare_backend(self, *asked):
+                backend, label = replaced
+                options = {**options, "backend": backend}
+                if label == "NO":  # one process, whatever a launcher says
+                    variables, options = {}, {}
         started = runtime.init(settings, variables, cpu=cpu, **options)
         topology = started.topology
         if settings.process.cpu_affinity:
@@ -429,11 +432,19 @@ class PartialState(SharedState):
         """Return the backend and the label of this run, as in Accelerate, where programs replace it.
 
         What a replacement returns decides at the start which backend joins the ranks; with
-        `DistributedType.NO` the process stays alone.
+        `DistributedType.NO` the process stays alone. One that calls this method then gets what the
+        launcher's variables say.
         """
-        del cpu, sagemaker_dp
-        shared = self._shared_state
-        return shared.get("backend", backend), shared.get("distributed_type", DistributedType.NO)
+        del sagemaker_dp
+        if self.initialized:
+            return self.backend, self.distributed_type
+        variables = environ.read()
+        topology, kind, _ = runtime.topology_and_device(from_environ(variables), variables, cpu=cpu)
+        several = topology.world_size > 1
+        label = distributed_type_of(
+            "ddp" if several else "single", kind.distributed_type, topology.world_size
+        )
+        return (backend or kind.backend) if several else None, label
 
     def __repr__(self) -> str:
         if not self._shared_state:

@@ -98,15 +98,7 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
             f"{', '.join(sorted(GROUP_OPTIONS))}."
         )
     _check_timeout(group.get("timeout"))
-    topology = _topology(variables, group)
-    kind, device = choose_device(
-        settings.process.torch_device,
-        cpu=cpu or settings.process.use_cpu,
-        local_rank=topology.local_rank,
-        local_world_size=topology.local_world_size,
-    )
-    if kind.own_runtime is not None:
-        topology = kind.own_runtime.topology(topology)
+    topology, kind, device = topology_and_device(settings, variables, cpu=cpu, **group)
     set_current_device(device)
     runtime = Runtime(
         topology=topology,
@@ -120,6 +112,22 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
         runtime = _join(runtime, variables, group)
     _current = runtime
     return runtime
+
+
+def topology_and_device(
+    settings: Settings, variables: Mapping[str, str], *, cpu: bool = False, **group: Any
+) -> tuple[Topology, DeviceKind, torch.device]:
+    """Return the topology of this process, the kind of its device and the device, and start nothing."""
+    topology = _topology(variables, group)
+    kind, device = choose_device(
+        settings.process.torch_device,
+        cpu=cpu or settings.process.use_cpu,
+        local_rank=topology.local_rank,
+        local_world_size=topology.local_world_size,
+    )
+    if kind.own_runtime is not None:
+        topology = kind.own_runtime.topology(topology)
+    return topology, kind, device
 
 
 def current() -> Runtime:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from small import text
 
-from trainers.inputs import conversations, save_model, saved_weights, training_log, write_rows
+from trainers.inputs import conversations, save_model, saved_weights, training_log, write_once, write_rows
 
 os.environ |= {"AXOLOTL_DO_NOT_TRACK": "1", "DO_NOT_TRACK": "1"}
 
@@ -50,7 +50,7 @@ def trained(folder: Path, **options: Any) -> dict[str, Any]:
         **options,
     }
     path = folder / "config.yml"
-    path.write_text(yaml.safe_dump(config))
+    write_once(path, lambda: path.write_text(yaml.safe_dump(config)))
     do_train(load_cfg(str(path)), TrainerCliArgs())
     return {"log": training_log(folder / "out"), "weights": saved_weights(folder / "out")}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,8 @@ from small import text
 from transformers import AutoTokenizer
 
 from trainers.inputs import save_model, saved_weights
+
+os.environ["GPTQMODEL_CPU_WORKERS"] = "2"  # it wants half of the cores, and two
 
 if TYPE_CHECKING:
     from pathlib import Path

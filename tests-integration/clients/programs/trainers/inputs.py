@@ -3,46 +3,68 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file
-from small import language_model, text, tokenizer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 TIMES = ("time", "speed", "per_second", "per_sec", "flos", "memory", "epoch_s")
 """Parts of the names of what differs from run to run."""
 
 
-def save_model(folder: Path) -> str:
+def write_once(path: Path, write: Callable[[], object]) -> str:
+    """Let the first rank write a file or a folder while the others wait for it; return where it is.
+
+    If each rank wrote, a trainer on one could read what another has just emptied.
+    """
+    done = path.parent / f"{path.name}.written"
+    if os.environ.get("RANK", "0") == "0":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write()
+        done.touch()
+    while not done.exists():
+        time.sleep(0.01)
+    return str(path)
+
+
+def save_model(folder: Path, width: int = 32) -> str:
     """Save a small language model with its tokenizer; return where.
 
     The tokenizer has a chat template, and its class a name that all versions of transformers know.
     """
+    return write_once(folder / "model", lambda: _save_model(folder, width))
+
+
+def _save_model(folder: Path, width: int) -> None:
+    from small import language_model, tokenizer  # not every trainer has transformers
+
     words = tokenizer()
     words.chat_template = (
         "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'w0 ' }}{% endif %}"
     )
-    language_model().save_pretrained(folder / "model")
+    language_model(width=width).save_pretrained(folder / "model")
     words.save_pretrained(folder / "model")
     path = folder / "model" / "tokenizer_config.json"
     path.write_text(
         json.dumps({**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"})
     )
-    return str(folder / "model")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
     """Write rows as JSON lines; return where."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_once(path, lambda: path.write_text("".join(json.dumps(row) + "\n" for row in rows)))
 
 
 def conversations(size: int) -> list[dict[str, Any]]:
     """Make questions with answers of different lengths."""
+    from small import text
+
     return [
         {
             "messages": [

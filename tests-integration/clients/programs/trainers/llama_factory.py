@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from llamafactory.train.tuner import run_exp
 from small import text
 
-from trainers.inputs import conversations, save_model, saved_weights, training_log, write_rows
+from trainers.inputs import conversations, save_model, saved_weights, training_log, write_once, write_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,8 +20,9 @@ def trained(
     """Train as the command does with a file of options."""
     model = save_model(folder)
     write_rows(folder / "data" / "rows.jsonl", rows)
-    (folder / "data" / "dataset_info.json").write_text(
-        json.dumps({"rows": {"file_name": "rows.jsonl", **about_data}})
+    table = folder / "data" / "dataset_info.json"
+    write_once(
+        table, lambda: table.write_text(json.dumps({"rows": {"file_name": "rows.jsonl", **about_data}}))
     )
     run_exp(
         {

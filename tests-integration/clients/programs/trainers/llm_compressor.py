@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 def gptq(folder: Path) -> dict[str, Any]:
     """Quantise to 4 bits with data to calibrate on; a part of the model lies on the disk."""
-    path = save_model(folder)
+    path = save_model(folder, width=128)
+    kept = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
     model = AutoModelForCausalLM.from_pretrained(
         path,
-        device_map={"model.layers.1": "disk", "": "cpu"},
+        device_map={**dict.fromkeys(kept, "cpu"), "model.layers.1": "disk"},
         offload_folder=str(folder / "offload"),
     )
     tokenizer = AutoTokenizer.from_pretrained(path)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from small import language_model, text, tokenizer
+from small import text
+
+from trainers.inputs import save_model, write_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
 
 def evaluate(folder: Path) -> dict[str, Any]:
     """Choose among answers by their likelihoods."""
-    language_model().save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
-    data = folder / "data.jsonl"
     rows = [
         {
             "question": text(index, 4 + index % 5),
@@ -27,11 +25,11 @@ def evaluate(folder: Path) -> dict[str, Any]:
         }
         for index in range(23)
     ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = write_rows(folder / "data.jsonl", rows)
     task = {
         "task": "small",
         "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "dataset_kwargs": {"data_files": {"test": data}},
         "test_split": "test",
         "output_type": "multiple_choice",
         "doc_to_text": "{{question}}",
@@ -39,7 +37,7 @@ def evaluate(folder: Path) -> dict[str, Any]:
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
     }
-    model = HFLM(pretrained=str(folder / "model"), device="cpu", dtype="float32", batch_size=4)
+    model = HFLM(pretrained=save_model(folder), device="cpu", dtype="float32", batch_size=4)
     result = lm_eval.simple_evaluate(
         model=model,
         tasks=[task],
