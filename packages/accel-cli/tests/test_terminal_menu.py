@@ -8,7 +8,6 @@ import pytest
 
 from accel_cli import terminal_menu
 from accel_cli.dashed_parser import CustomArgumentParser, clean_option
-from accel_cli.programs import create_ascii_table, estimate_training_usage
 from accel_cli.terminal_menu import (
     KEYMAP,
     BulletMenu,
@@ -111,26 +110,3 @@ def test_flags_may_have_dashes_or_underscores():
     read = parser.parse_args(["--a-b", "1", "--c_d", "--e-f", "3"])
     assert (read.a_b, read.c_d, read.e_f) == ("1", True, 3)
     assert [clean_option(flag) for flag in ("--a-b-c", "--x")] == ["a_b_c", "x"]
-
-
-def test_a_table_is_that_of_accelerate():
-    rows = [["float32", "1.2 GB"], ["int8", "3 MB"]]
-    assert create_ascii_table(["dtype", "Largest Layer"], rows, "Mem of x").splitlines() == [
-        "┌─────────────────────┐",
-        "│       Mem of x      │",
-        "├───────┬─────────────┤",
-        "│ dtype │Largest Layer│",
-        "├───────┼─────────────┤",
-        "│float32│    1.2 GB   │",
-        "│  int8 │     3 MB    │",
-        "└───────┴─────────────┘",
-    ]
-    wide = create_ascii_table(["dtype", "Largest Layer"], rows, "a title that is longer than the columns")
-    assert "│a title that is longer than the columns│" in wide
-    assert {len(line) for line in wide.splitlines()} == {41}
-
-
-def test_estimates_are_those_of_accelerate():
-    assert list(estimate_training_usage(1000, "float32").values()) == [1000, 2000, 1000, 4000]
-    assert list(estimate_training_usage(1000, "bfloat16").values()) == [1000, 2000, 1500, 2000]
-    assert set(estimate_training_usage(1000, "int8").values()) == {-1}

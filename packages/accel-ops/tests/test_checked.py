@@ -14,6 +14,8 @@ from accel_ops import (
     pad_across_processes,
     reduce,
 )
+from accel_ops.collectives import broadcast_from
+from accel_ops.uneven_gather import chained_operation, verify_operation
 from accel_state.rank_status import Call, explain
 
 HERE = Path(__file__).name
@@ -109,3 +111,38 @@ def test_a_table_of_many_leaves_is_cut() -> None:
     )
     assert "data[5]: float32[5]; and 14 more" in message
     assert message.splitlines()[-1].split() == ["1", "b.py:2", "reduce", "no", "tensors"]
+
+
+def test_decorated_collectives_are_compared_and_name_their_callers(world) -> None:
+    @verify_operation
+    def count(tensor, scale=1):
+        return tensor.shape[0] * scale
+
+    @chained_operation
+    def outer(tensor):
+        return count(tensor)
+
+    def body(rank: int) -> tuple[int, str, str]:
+        equal = count(tensor=X, scale=2)
+        with pytest.raises(DistributedOperationException) as inner:
+            count(torch.ones(2 + rank))
+        with pytest.raises(DistributedOperationException) as chained:
+            outer(torch.ones(2 + rank))
+        assert isinstance(chained.value.__cause__, DistributedOperationException)
+        return equal, str(inner.value), str(chained.value)
+
+    results = world(2, debug=True).run(body)
+    assert results[0] == results[1]
+    assert results[0][0] == 4
+    assert "float32[3]" in results[0][1]
+    assert "outer" in results[0][2]
+    assert outer(X) == 2
+
+
+def test_a_broadcast_takes_its_source_by_another_name(world) -> None:
+    def body(rank: int) -> float:
+        tensor = torch.tensor([float(rank)])
+        assert broadcast_from(tensor, src=1) is tensor
+        return tensor.item()
+
+    assert world(2).run(body) == [1.0, 1.0]

@@ -13,7 +13,14 @@ from torch import nn
 from accel_bigmodel import dispatch_model, init_empty_weights
 from accel_ops.weights.write import save_state_dict
 from accel_quant import BnbQuantizationConfig, has_4bit_bnb_layers, load_and_quantize_model
-from accel_quant.layers import Quantizer, default_skipped, is_listed
+from accel_quant.layers import (
+    Quantizer,
+    default_skipped,
+    is_listed,
+    replace_layers,
+    replace_with_bnb_layers,
+)
+from accel_quant.load import get_quantized_model_device_map
 from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -262,3 +269,28 @@ def test_what_cannot_work_is_said(net, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("accel_state.libraries._is_installed", lambda library: False)
     with pytest.raises(MissingDependencyError, match="accel-quant"):
         load_and_quantize_model(Net(), settings("nf4"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_are_replaced_with_weights_that_are_quantised_when_moved(kind):
+    model = Net()
+    before = model.layers[1][0].weight.detach().clone()
+    config = settings(kind)
+    assert replace_with_bnb_layers(model, config, ["layers.0", "head"]) is model
+    assert type(model.layers[0][0]) is type(model.head) is nn.Linear
+    layer = model.layers[1][0]
+    assert type(layer).__name__ == ("Linear8bitLt" if config.load_in_8bit else "Linear4bit")
+    assert torch.equal(layer.weight, before)
+    assert not layer.weight.requires_grad
+    assert replace_layers(nn.Sequential(nn.ReLU()), config)[1] is False
+
+
+def test_a_device_map_counts_replaced_layers_at_their_size():
+    config = settings("nf4")
+    model = replace_with_bnb_layers(Net(), config, ["head"])
+    assert get_quantized_model_device_map(model, config, {"": "cpu"}) == {"": "cpu"}
+    floats = 20 * 128 * 2 + 3 * 3 * 128  # the embedding, the head, biases and norms
+    memory = {"cpu": 4 * floats + 3 * 128 * 128 // 2, "disk": 1 << 30}
+    assert get_quantized_model_device_map(model, config, "sequential", memory) == {"": "cpu"}
+    memory["cpu"] -= 1
+    assert "disk" in get_quantized_model_device_map(model, config, "sequential", memory).values()

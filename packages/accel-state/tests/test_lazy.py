@@ -38,6 +38,7 @@ def zoo(tmp_path, monkeypatch):
             "os": "os:",
             "join": "os.path",
             "eat": "accel_zoo.keeper:feed",
+            "meal": "accel_zoo.keeper:feed()",
             "whale": "no_such_library",
             "dodo": "absent: Use `feed`.",
         }
@@ -142,6 +143,7 @@ def test_a_visible_name_resolves_and_is_not_listed(zoo):
     gate = import_module("accel_zoo.gate")
     assert "accel_zoo.signs" not in sys.modules
     assert gate.feed is gate.eat is import_module("accel_zoo.keeper").feed
+    assert gate.meal == "fed"
     assert gate.os is os
     assert gate.join is os.path.join
     assert dir(gate) == gate.__all__ == []

@@ -9,21 +9,31 @@ import os
 import pickle
 import random
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 
+from accel_bigmodel import cpu_offload
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 from accel_train import Accelerator, load_custom_state, save_custom_state
 from accel_train.checkpoint import files
 from accel_train.checkpoint.single_files import (
+    get_model_state,
+    get_state_dict_from_offload,
     load_accelerator_state,
+    merge_folder,
     merge_fsdp_weights,
     save_accelerator_state,
+    set_model_state,
+    state_dict_options,
 )
 
 
@@ -625,3 +635,42 @@ def test_the_documented_functions_save_and_load_by_themselves(tmp_path):
     counter = Counter()
     load_custom_state(counter, folder, 2)
     assert counter.value == 4
+
+
+def test_a_model_state_is_read_and_set_as_options_say():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    sharded = state_dict_options(plugin)
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    full = state_dict_options(plugin)
+    for options, is_full in ((sharded, False), (full, True)):
+        assert options.full_state_dict is options.broadcast_from_rank0 is is_full
+        assert options.cpu_offload
+    assert state_dict_options(FullyShardedDataParallelPlugin(fsdp_version=1)) is None
+    for value, options in enumerate((None, sharded)):
+        assert list(get_model_state(model, adapter_only=True, sd_options=options)) == list(model.state_dict())
+        filled = {name: torch.full_like(part, value) for name, part in model.state_dict().items()}
+        set_model_state(model, filled, sd_options=options)
+        assert model[0].weight.unique().tolist() == [value]
+
+
+def test_shards_are_merged_by_the_rank_that_asks(tmp_path):
+    weights = {"a.weight": torch.ones(2, 2), "b": torch.zeros(3)}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
+        dcp.save({"model": weights}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    path = merge_folder(tmp_path / "shards", tmp_path / "merged")
+    assert path == tmp_path / "merged" / "model.safetensors"
+    merged = load_file(path)
+    assert merged.keys() == weights.keys()
+    assert all(torch.equal(merged[name], value) for name, value in weights.items())
+
+
+def test_the_weights_of_an_offloaded_module_replace_those_in_a_state_dict():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    weight = model[0].weight.detach().clone()
+    cpu_offload(model)
+    state = {"0.weight": "replaced", "1.weight": "kept"}
+    assert get_state_dict_from_offload(model[0], "0.weight", state) is state
+    assert torch.equal(state["0.weight"], weight)
+    assert state["1.weight"] == "kept"
+    assert model[0].weight.is_meta

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from accel_cli.arguments import FLAGS, HELP, USAGE, LaunchArguments
-from accel_cli.commands.config import to_fsdp2, update_config_file
+from accel_cli.commands.config import target_of, to_fsdp2, update_config_file
+from accel_cli.config_file import read as read_file
 from accel_cli.config_file import read_config, write
 from accel_cli.launch import launchers, sagemaker
 from accel_cli.launch.command import LaunchPlan, make_plan, plan_launch, prepare_command, probe_host
@@ -31,7 +33,7 @@ from accel_cli.launch.launchers import LAUNCHERS, xla_formats
 from accel_cli.main import COMMANDS
 from accel_cli.output import show
 from accel_state.environ import read
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from accel_state.settings import (
     OPTIONS,
@@ -39,12 +41,13 @@ from accel_state.settings import (
     Layer,
     Option,
     SourcedValue,
+    merge_layers,
     merge_sources,
     parse_environ,
 )
 from accel_state.settings.file import DEFAULT_PATH_HELP, FILE_NAMES, concat, default_config_folder, parse_file
 from accel_state.settings.file import default_config_file as _find_config_file
-from accel_state.settings.model import as_text, parse
+from accel_state.settings.model import BY_VARIABLE, as_text, parse, value_at
 from accel_state.topology import DEFAULT_PORT, free_port, is_port_in_use
 
 _environ = read()
@@ -196,10 +199,7 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
         SettingsError: It cannot be read, or holds what cannot be used.
     """
     path = config_file or default_config_file
-    if not Path(path).expanduser().is_file():
-        raise FileNotFoundError(
-            f"there is no config file {str(path)!r}: name one that exists, or run `accel config`."
-        )
+    _existing(path)
     content = read_config(str(path), read()).content
     on_sagemaker = content.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
     kind = SageMakerConfig if on_sagemaker else ClusterConfig
@@ -284,6 +284,38 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
         {'fsdp_config': {'fsdp_version': 2, 'fsdp_reshard_after_forward': False}}
     """
     return dict(to_fsdp2(config).config)
+
+
+def load_config(config_file: str) -> dict[str, Any]:
+    """Read a config file as it is written.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        SettingsError: It cannot be read, is no table, or is empty.
+    """
+    content = read_file(_existing(config_file))
+    if not content:
+        raise SettingsError(f"the config file {config_file!r} is empty.")
+    return content
+
+
+def _existing(path: str) -> Path:
+    """Return the path of a config file that exists."""
+    if not Path(path).expanduser().is_file():
+        raise FileNotFoundError(
+            f"there is no config file {str(path)!r}: name one that exists, or run `accel config`."
+        )
+    return Path(path).expanduser()
+
+
+def _validate_to_fsdp2_args(args: Namespace) -> None:  # pyright: ignore[reportUnusedFunction] - programs call it by this name
+    """Check the files of the namespace of `to_fsdp2_command_parser`.
+
+    Raises:
+        FileNotFoundError: There is no file to rewrite.
+        SettingsError: None is named to write, or it would be replaced without `overwrite`.
+    """
+    target_of(args, _existing(args.config_file))
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
@@ -587,19 +619,47 @@ def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
 
 
 def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables of the flags of FP8 to an environment, and return it."""
+    """Add the variables of the settings of FP8 that have a value to an environment; return it."""
     return _add_variables(args, current_env, "ACCELERATE_FP8_")
 
 
 def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables of the flags of parallelism to an environment, and return it."""
-    return _add_variables(args, current_env, "PARALLELISM_CONFIG_", "ACCELERATE_USE_PARALLELISM_CONFIG")
+    """Add the variables of the settings of parallelism that have a value to an environment; return it."""
+    current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
+    used = Namespace(**{**vars(args), "use_parallelism_config": True})
+    return _add_variables(used, current_env, "PARALLELISM_CONFIG_")
 
 
-def _add_variables(args: Namespace, current_env: dict[str, str], *prefixes: str) -> dict[str, str]:
-    variables = plan_of(args).environ.items()
-    current_env.update({name: value for name, value in variables if name.startswith(prefixes)})
+def _add_variables(args: Namespace, current_env: dict[str, str], prefix: str) -> dict[str, str]:
+    settings = merge_layers(parse_namespace(vars(args))).settings
+    values = {name: value_at(settings, row.path) for name, row in BY_VARIABLE.items()}
+    current_env.update(
+        {
+            name: as_text(value)
+            for name, value in values.items()
+            if name.startswith(prefix) and value is not None
+        }
+    )
     return current_env
+
+
+def mpirun_arguments() -> tuple[str, str, str, str, str]:
+    """Return the program that starts MPI, and its flags.
+
+    Returns:
+        The program; its flags for the file of hosts, for the number of processes, and for that of each host;
+        the flag that binds processes to cores, empty where it has none.
+
+    Raises:
+        OSError: There is no such program on the path.
+    """
+    program = next(filter(shutil.which, ("mpirun", "mpiexec")), None)
+    if program is None:
+        raise OSError("neither mpirun nor mpiexec is on the path: install an MPI, such as Open MPI.")
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    if "Open MPI" in version:
+        return program, "--hostfile", "-n", "--npernode", "--bind-to"
+    return program, "-f", "-n", "-ppn", ""
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
@@ -643,8 +703,25 @@ config_command_parser = get_config_parser
 
 
 def default_config_command(args: Namespace) -> None:
-    """Write the default config file, as `accel config default` does."""
-    config_command(Namespace(**{**vars(args), "action": "default"}))
+    """Write the default config file, at `save_location` or `config_file`, as `accel config default` does."""
+    path = getattr(args, "save_location", None) or getattr(args, "config_file", None)
+    config_command(Namespace(**{**vars(args), "action": "default", "config_file": path}))
+
+
+def default_command_parser(parser: Any, parents: Sequence[ArgumentParser]) -> ArgumentParser:
+    """Add the subcommand `default`, which writes the default config file.
+
+    Args:
+        parser: The result of `ArgumentParser.add_subparsers`.
+        parents: Parsers whose arguments it has, too.
+    """
+    made = parser.add_parser("default", parents=parents, help="Write the default config file.")
+    made.add_argument(
+        "--config_file", dest="save_location", default=default_yaml_config_file, help="the file to write"
+    )
+    made.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"), default="no")
+    made.set_defaults(func=default_config_command)
+    return made
 
 
 def update_config(args: Namespace) -> str:
@@ -655,6 +732,14 @@ def update_config(args: Namespace) -> str:
 def update_config_command(args: Namespace) -> None:
     """Rewrite a config file in the current format, and say which."""
     show(f"{update_config(args)} is in the current format.")
+
+
+def update_command_parser(parser: Any, parents: Sequence[ArgumentParser]) -> ArgumentParser:
+    """Add the subcommand `update`, which rewrites a config file; arguments as of `default_command_parser`."""
+    made = parser.add_parser("update", parents=parents, help="Rewrite a config file in the current format.")
+    made.add_argument("--config_file", help="the file to rewrite")
+    made.set_defaults(func=update_config_command)
+    return made
 
 
 def _launcher(**flags: Any) -> Callable[[Namespace], None]:
@@ -680,81 +765,6 @@ tpu_launcher = _launcher(tpu=True)
 
 
 tpu_pod_launcher = _launcher(tpu=True, tpu_use_cluster=True)
-
-
-def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[object]], title: str) -> str:
-    """Return a table in a frame; the last column is as wide as the title needs.
-
-    Example:
-        >>> print(create_ascii_table(["dtype", "size"], [["int8", "3 MB"]], "Memory"))
-        ┌──────────┐
-        │  Memory  │
-        ├─────┬────┤
-        │dtype│size│
-        ├─────┼────┤
-        │ int8│3 MB│
-        └─────┴────┘
-    """
-    cells = [[str(cell) for cell in row] for row in (headers, *rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    widths[-1] += max(0, len(title) - sum(widths) - len(widths) + 1)
-    bars = ["─" * width for width in widths]
-
-    head, *body = (_centered(row, widths) for row in cells)
-    return "\n".join(
-        (
-            f"┌{'─'.join(bars)}┐",
-            _centered([title], [sum(widths) + len(widths) - 1]),
-            f"├{'┬'.join(bars)}┤",
-            head,
-            f"├{'┼'.join(bars)}┤",
-            *body,
-            f"└{'┴'.join(bars)}┘",
-        )
-    )
-
-
-def _centered(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Return a line of a table; of an odd space the larger part is at the left."""
-    padded = (
-        cell.rjust(len(cell) + (width - len(cell) + 1) // 2).ljust(width)
-        for cell, width in zip(row, widths, strict=True)
-    )
-    return f"│{'│'.join(padded)}│"
-
-
-def estimate_training_usage(
-    bytes: int,  # noqa: A002 - the name that programs pass
-    mixed_precision: str,
-    msamp_config: str | None = None,
-) -> dict[str, int]:
-    """Return the bytes that training with Adam takes at batch size 1, by step of the loop.
-
-    Args:
-        bytes: The size of the weights in float32.
-        mixed_precision: `"float32"`, or `"float16"` or `"bfloat16"`; of others all is -1, for unknown.
-        msamp_config: Refused: MS-AMP is not estimated.
-
-    Raises:
-        UnsupportedError: A configuration of MS-AMP was given.
-    """
-    if msamp_config is not None:
-        raise UnsupportedError("MS-AMP is not estimated: leave msamp_config out.")
-    if mixed_precision in {"float16", "bfloat16"}:
-        return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes + bytes // 2, "step": bytes * 2}
-    if mixed_precision == "float32":
-        return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}
-    return dict.fromkeys(("model", "optimizer", "gradients", "step"), -1)
-
-
-def add_timm_hub_prefix(model_name: str) -> str:
-    """Return the name by which timm finds a model on the Hub; other names as they are.
-
-    Example:
-        >>> add_timm_hub_prefix("timm/resnet50.a1_in1k"), add_timm_hub_prefix("resnet50")
-        ('hf-hub:timm/resnet50.a1_in1k', 'resnet50')
-    """
-    return f"hf-hub:{model_name}" if "/" in model_name and ":" not in model_name else model_name
 
 
 logger = logging.getLogger("accel_cli")

@@ -362,6 +362,11 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
     return tensor
 
 
+def broadcast_from(data: T, src: int = 0) -> T:
+    """Broadcast as `broadcast` does, with the argument's name of a private function in use."""
+    return broadcast(data, src)
+
+
 def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
     """Replace the picklable objects in a list, in place, by those of one process.
 

@@ -15,7 +15,8 @@ negative: both are unchanged if and only if all ranks have the same digest.
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from accel_state.errors import DistributedOperationException
 from accel_state.frozen import frozen
 from accel_state.hang_monitor import collective_scope
 from accel_state.rank_status import Description, compare_calls
+from accel_state.runtime import current_or_single
 
 if TYPE_CHECKING:
     from accel_ops.packing import Bucket, Flat, PackingPlan, Restore
@@ -339,6 +341,41 @@ def compare_in_debug_mode(
     """
     leaves = (_describe(path, leaf) for part in data for path, leaf in walk(part))
     compare_calls(collectives, operation, leaves, detail=detail, rows_differ=rows_differ)
+
+
+def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a collective whose first argument is nested data, so that debug mode compares its calls.
+
+    Raises:
+        DistributedOperationException: `ACCELERATE_DEBUG_MODE` is set, and the ranks pass different shapes,
+            types or structures. Every rank raises it, before the call.
+    """
+
+    @wraps(function)
+    def compare_and_call(*args: Any, **kwargs: Any) -> Any:
+        runtime = current_or_single()
+        if runtime.debug and runtime.collectives.world_size > 1:
+            data = args[0] if args else kwargs["tensor"]
+            compare_in_debug_mode(runtime.collectives, function.__name__, data)
+        return function(*args, **kwargs)
+
+    return compare_and_call
+
+
+def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that calls collectives, so that their errors name it, too."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            name = f"{function.__module__}.{function.__name__}"
+            raise DistributedOperationException(
+                f"Error found while calling `{name}`. Please see the earlier error for more details."
+            ) from error
+
+    return call
 
 
 def _describe(path: str, leaf: Any) -> Description:

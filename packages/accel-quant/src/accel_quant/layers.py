@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -254,6 +254,45 @@ def bitsandbytes() -> Any:
     return import_module("bitsandbytes")
 
 
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: Sequence[str] | None = None,
+    current_key_name: Sequence[str] | None = None,
+) -> nn.Module:
+    """Put layers of bitsandbytes where linear layers are, with their weights, which are not quantised yet.
+
+    bitsandbytes quantises a weight when its layer is moved to a device.
+
+    Args:
+        model: Changed in place.
+        bnb_quantization_config: What to quantise, and how.
+        modules_to_not_convert: Names of modules to keep, with all that is in them.
+        current_key_name: Where the model is in another, as a list of names that its own are appended to.
+
+    Returns:
+        The model.
+    """
+    return replace_layers(model, bnb_quantization_config, modules_to_not_convert, current_key_name)[0]
+
+
+def replace_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: Sequence[str] | None = None,
+    current_key_name: Sequence[str] | None = None,
+) -> tuple[nn.Module, bool]:
+    """Replace layers as `replace_with_bnb_layers` does; return also whether there was any."""
+    quantizer = Quantizer(config=bnb_quantization_config, bnb=bitsandbytes())
+    prefix = "".join(f"{name}." for name in current_key_name or ())
+    keep = [name.removeprefix(prefix) for name in modules_to_not_convert or ()]
+    replaced = quantizer.replace_linears(model, keep)
+    for name, linear in replaced.items():
+        layer: Any = model.get_submodule(name)
+        layer.weight = quantizer.unquantized(linear.weight, layer)
+    return model, bool(replaced)
+
+
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
     """Return whether any layer of a model has 4-bit weights.
 
@@ -317,19 +356,30 @@ class Quantizer:
             return self.bnb.nn.Int8Params(
                 data, requires_grad=False, has_fp16_weights=False, CB=data, SCB=scales
             )
-        options = {
-            "requires_grad": False,
-            "compress_statistics": config.bnb_4bit_use_double_quant,
-            "quant_type": config.bnb_4bit_quant_type,
-            "module": layer,
-        }
         if device.type != "cpu":
-            return self.bnb.nn.Params4bit(value.contiguous(), **options).to(device)
+            parameter: Any = self.unquantized(value.contiguous(), layer)
+            return parameter.to(device)
         packed, state = self._packed_on_cpu(value)
+        options = self._options_of_4bit(layer)
         made = self.bnb.nn.Params4bit(packed, quant_state=state, bnb_quantized=True, **options)
         owner: Any = layer
         owner.quant_state = state
         return made
+
+    def unquantized(self, weight: Tensor, layer: nn.Module) -> nn.Parameter:
+        """Make a parameter of a weight that bitsandbytes quantises when it is moved to a device."""
+        value = weight.detach()
+        if self.config.load_in_8bit:
+            return self.bnb.nn.Int8Params(value, requires_grad=False, has_fp16_weights=False)
+        return self.bnb.nn.Params4bit(value, **self._options_of_4bit(layer))
+
+    def _options_of_4bit(self, layer: nn.Module) -> dict[str, Any]:
+        return {
+            "requires_grad": False,
+            "compress_statistics": self.config.bnb_4bit_use_double_quant,
+            "quant_type": self.config.bnb_4bit_quant_type,
+            "module": layer,
+        }
 
     def restore(
         self,

@@ -200,7 +200,7 @@ class _OwnWeights(Source):
 
 def _types(
     model: nn.Module,
-    layers: Mapping[str, nn.Linear],
+    layers: Collection[str],
     unquantized: Sequence[str],
     config: BnbQuantizationConfig,
 ) -> dict[str, torch.dtype]:
@@ -214,6 +214,34 @@ def _types(
         ):
             types[name] = torch.float32 if is_listed(module, unquantized) else default
     return types
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+) -> dict[str, Device]:
+    """Make the device map of a model that has layers of bitsandbytes already.
+
+    Arguments are as for `load_and_quantize_model`.
+
+    Raises:
+        SettingsError: `device_map` is a text that means nothing.
+    """
+    config, bnb = bnb_quantization_config, bitsandbytes()
+    kinds = (bnb.nn.Linear8bitLt, bnb.nn.Linear4bit)
+    layers = {name for name, module in model.named_modules() if isinstance(module, kinds)}
+    return quantized_device_map(
+        model,
+        device_map,
+        config,
+        layers,
+        types=_types(model, layers, list(config.keep_in_fp32_modules or ()), config),
+        max_memory=max_memory,
+        no_split=no_split_module_classes,
+    )
 
 
 def quantized_device_map(

@@ -96,9 +96,14 @@ def attach(package: str, visible: str | None = None) -> None:
 
 
 def _object_at(target: str, name: str) -> Any:
-    """Import `"module"`'s object of a name, the object `"module:object"`, or the module `"module:"`."""
+    """Import `"module"`'s object of a name, the object `"module:object"`, or the module `"module:"`.
+
+    Of `"module:function()"` it is the function's result.
+    """
     source, is_explicit, attribute = target.partition(":")
     module = import_module(source)
+    if attribute.endswith("()"):
+        return getattr(module, attribute.removesuffix("()"))()
     return module if is_explicit and not attribute else getattr(module, attribute or name)
 
 

@@ -82,7 +82,12 @@ def is_torch_version(operation: str, version: str) -> bool:
         >>> is_torch_version(">=", "2.9")
         True
     """
-    return compare_versions(Version(installed_version("torch").base_version), operation, version)
+    return compare_versions(torch_version(), operation, version)
+
+
+def torch_version() -> Version:
+    """Return the version of torch without the part that names its build, such as `+cpu`."""
+    return Version(installed_version("torch").base_version)
 
 
 @functools.cache

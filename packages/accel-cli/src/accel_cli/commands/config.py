@@ -7,6 +7,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import field
+from enum import Enum
 from pathlib import Path
 from typing import Any, Literal
 
@@ -171,6 +172,20 @@ def run_to_fsdp2(options: Namespace) -> int:
     if file.path is None:
         raise SettingsError("the default config file does not exist; name one with --config_file.")
     source = file.path
+    target = target_of(options, source)
+    converted = to_fsdp2(file.content)
+    write(target, converted.config)
+    if not options.quiet:
+        show(*file.notes, *converted.notes, f"wrote {str(target)!r}")
+    return 0
+
+
+def target_of(options: Namespace, source: Path) -> Path:
+    """Return the file that `accel to-fsdp2` writes.
+
+    Raises:
+        SettingsError: None is named, or it exists and is not to be replaced.
+    """
     if options.output_file is None and not options.overwrite:
         raise SettingsError(f"name an --output_file, or pass --overwrite to replace {str(source)!r}.")
     target = source if options.output_file is None else Path(options.output_file).expanduser()
@@ -178,11 +193,7 @@ def run_to_fsdp2(options: Namespace) -> int:
         raise SettingsError(
             f"argument --output_file: {str(target)!r} exists already; --overwrite replaces it."
         )
-    converted = to_fsdp2(file.content)
-    write(target, converted.config)
-    if not options.quiet:
-        show(*file.notes, *converted.notes, f"wrote {str(target)!r}")
-    return 0
+    return target
 
 
 @frozen
@@ -292,3 +303,28 @@ RESHARD: Mapping[str, bool] = {
 
 _BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """The order of `torch.distributed.fsdp.ShardingStrategy`, whose numbers are in legacy files."""
+
+
+class ConversionStatus(Enum):
+    """What became of a key of version 1 that has no counterpart."""
+
+    NOT_YET_IMPLEMENTED = 0
+    REMOVED = -1
+
+
+ARGUMENT_KEY_MAPPING: Mapping[str, str | ConversionStatus] = {
+    "fsdp_version": "fsdp_version",
+    _SHARDING: _RESHARD,
+    _RESHARD: _RESHARD,
+    **{key: key for key in UNCHANGED},
+    **dict.fromkeys(REMOVED, ConversionStatus.REMOVED),
+    "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
+}
+"""The key of version 2 by that of version 1, for programs that convert files themselves."""
+
+
+ARGUMENT_VALUE_MAPPING: Mapping[str, Mapping[str, bool]] = {
+    key: {**{name: value for name, value in RESHARD.items() if name[0] != "_"}, "NO_SHARD": False}
+    for key in (_SHARDING, _RESHARD)
+}
+"""The value in version 2 by that in version 1."""

@@ -5,11 +5,17 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_ops.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
@@ -445,14 +451,25 @@ def merge_fsdp_weights(
     """
     state = PartialState() if torch.distributed.is_initialized() else None
     if state is None or state.is_main_process:
-        folder = _folder_of_model(local_path(checkpoint_dir, "checkpoint_dir"))
-        name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
-        target = local_path(output_path, "output_path") / name
-        _merge(folder, target, safe=safe_serialization)
+        merge_folder(checkpoint_dir, local_path(output_path, "output_path"), safe_serialization)
         if remove_checkpoint_dir:
-            remove(folder)
+            remove(_folder_of_model(local_path(checkpoint_dir, "checkpoint_dir")))
     if state is not None:
         state.wait_for_everyone()
+
+
+def merge_folder(
+    checkpoint_dir: str | os.PathLike[str], save_path: str | os.PathLike[str], safe_serialization: bool = True
+) -> Path:
+    """Merge shards into one weight file on the rank that calls it, as `merge_fsdp_weights` does.
+
+    Returns:
+        The file.
+    """
+    name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+    target = local_path(save_path, "save_path") / name
+    _merge(_folder_of_model(local_path(checkpoint_dir, "checkpoint_dir")), target, safe=safe_serialization)
+    return target
 
 
 def _merge(folder: Path, target: Path, *, safe: bool) -> None:
@@ -522,6 +539,30 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     return with_offloaded_weights(model.state_dict(), model)
 
 
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Replace the weights of an offloaded module in a state dict of its model, in place.
+
+    Args:
+        module: A module with a hook that offloads it, or without.
+        module_name: The name in the model of one of its tensors, such as `"layers.0.weight"`.
+        state_dict: Tensors by name in the model; those of the module that it has are replaced.
+        device_to_put_offload: The device of what is put there.
+
+    Returns:
+        `state_dict`.
+    """
+    prefix = module_name.rpartition(".")[0]
+    for name, value in with_offloaded_weights(module.state_dict(), module).items():
+        if f"{prefix}.{name}" in state_dict:
+            state_dict[f"{prefix}.{name}"] = value.to(device_to_put_offload)
+    return state_dict
+
+
 def with_offloaded_weights(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Replace the meta tensors of a state dict by the offloaded weights."""
     core = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -555,3 +596,36 @@ def _weights_of(module: nn.Module) -> Iterator[Mapping[str, Tensor]]:
         weights = getattr(part, "weights_map", None)
         if weights is not None:
             yield weights
+
+
+def state_dict_options(fsdp_plugin: FullyShardedDataParallelPlugin) -> StateDictOptions | None:
+    """Return how torch reads and sets the state dict of a model under FSDP2; nothing for version 1."""
+    if fsdp_plugin.fsdp_version != 2:
+        return None
+    is_full = form_of(fsdp_plugin) is StateForm.FULL
+    return StateDictOptions(full_state_dict=is_full, broadcast_from_rank0=is_full, cpu_offload=True)
+
+
+def get_model_state(
+    model: nn.Module, adapter_only: bool = False, sd_options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """Return the state dict of a model, or that of a PEFT model's active adapter, as torch's options say."""
+    if adapter_only and _has_adapter(model):
+        peft, adapted = import_module("peft"), cast("Any", model)
+        return peft.get_peft_model_state_dict(adapted, adapter_name=adapted.active_adapter)
+    return model.state_dict() if sd_options is None else get_model_state_dict(model, options=sd_options)
+
+
+def set_model_state(
+    model: nn.Module,
+    state_dict: dict[str, Any],
+    adapter_only: bool = False,
+    sd_options: StateDictOptions | None = None,
+) -> Any:
+    """Set what `get_model_state` returns; return the names that did not fit."""
+    if adapter_only and _has_adapter(model):
+        peft, adapted = import_module("peft"), cast("Any", model)
+        return peft.set_peft_model_state_dict(adapted, state_dict, adapter_name=adapted.active_adapter)
+    if sd_options is None:
+        return model.load_state_dict(state_dict)
+    return set_model_state_dict(model, state_dict, options=sd_options)
