@@ -53,6 +53,7 @@ ABOUT = {
     "accel.local_sgd": "Training in which processes agree only now and then.",
     "accel.logging": "Loggers that speak once per run rather than once per process.",
     "accel.optimizer": "The optimizer that `prepare` returns.",
+    "accel.optimizers": "Optimizers that know shards.",
     "accel.parallelism_config": "The sizes of the axes of a device mesh.",
     "accel.scheduler": "The scheduler that `prepare` returns.",
     "accel.settings": "What can be set from outside a script, typed.",

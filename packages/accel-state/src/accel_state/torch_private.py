@@ -75,8 +75,11 @@ if TYPE_CHECKING:
     )
     from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
+    ConvNd: type[nn.Module]
+    adjust_muon_lr: Callable[[float, str | None, torch.Size], float]
     amp_unscale_and_check: Callable[[list[Tensor], Tensor, Tensor], None]
     assert_async: Callable[[Tensor, str], None]
+    compute_shape_and_offset_at: Callable[..., tuple[tuple[int, ...], tuple[int, ...]]]
     disable_current_modes: Callable[[], AbstractContextManager[Any]]
     foreach_clamp_max_: Callable[..., None]
     foreach_clamp_min_: Callable[..., None]
@@ -87,6 +90,7 @@ if TYPE_CHECKING:
     get_default_store: Callable[[], Any]
     get_layout: Callable[..., Any]
     parse_to: Callable[..., Any]
+    orthogonalize_matrix: Callable[[Tensor, tuple[float, float, float], int, float], Tensor]
     rebuild_parameter: Callable[..., Any]
     rebuild_tensor: Callable[..., Any]
     rebuild_tensor_v2: Callable[..., Any]
@@ -117,10 +121,14 @@ NAMES = {
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
+    # torch/optim/_muon.py: what Muon does with a matrix and its learning rate; the class takes no DTensors.
+    "adjust_muon_lr": "torch.optim._muon:_adjust_lr",
+    "orthogonalize_matrix": "torch.optim._muon:_zeropower_via_newtonschulz",
     # torch/distributed/tensor/_dtensor_spec.py and _utils.py: make a DTensor without a collective; find the
-    # place of a shard in its tensor.
+    # place of a shard in its tensor, of this rank or of the one at some coordinates of the mesh.
     "DTensorSpec": "torch.distributed.tensor._dtensor_spec:DTensorSpec",
     "TensorMeta": "torch.distributed.tensor._dtensor_spec:TensorMeta",
+    "compute_shape_and_offset_at": "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
     "compute_local_shape_and_global_offset": (
         "torch.distributed.tensor._utils:compute_local_shape_and_global_offset"
     ),
@@ -152,7 +160,8 @@ NAMES = {
     "rebuild_parameter": "torch._utils:_rebuild_parameter",
     "rebuild_tensor": "torch._utils:_rebuild_tensor",
     "rebuild_tensor_v2": "torch._utils:_rebuild_tensor_v2",
-    # torch/nn/modules: the base of all batch norms, and what load_state_dict returns.
+    # torch/nn/modules: the bases of all convolutions and batch norms, and what load_state_dict returns.
+    "ConvNd": "torch.nn.modules.conv:_ConvNd",
     "IncompatibleKeys": "torch.nn.modules.module:_IncompatibleKeys",
     "NormBase": "torch.nn.modules.batchnorm:_NormBase",
     # torch/distributed/tensor/placement_types.py: of several pieces, or of dims sharded twice.

@@ -5,8 +5,9 @@ from accel import (
     accelerator as accelerator, big_modeling as big_modeling, checkpointing as checkpointing,
     data_loader as data_loader, errors as errors, hooks as hooks, inference as inference,
     launchers as launchers, local_sgd as local_sgd, logging as logging, memory_utils as memory_utils,
-    optimizer as optimizer, parallelism_config as parallelism_config, scheduler as scheduler,
-    settings as settings, state as state, test_utils as test_utils, tracking as tracking, utils as utils,
+    optimizer as optimizer, optimizers as optimizers, parallelism_config as parallelism_config,
+    scheduler as scheduler, settings as settings, state as state, test_utils as test_utils,
+    tracking as tracking, utils as utils,
 )
 from accel_bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.dispatch import (

@@ -31,6 +31,7 @@ from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.sequence import SequenceParallel, sequences_of
 from accel_plugins.deepspeed.state import DeepSpeedPersister, DeepSpeedShards
 from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
+from accel_plugins.optimizers.muon import Muon
 from accel_plugins.precision import EnginePrecision
 from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, Strategy
 from accel_plugins.unsharded import check_materialised
@@ -398,6 +399,11 @@ def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module
                 f"The DeepSpeed configuration has optimizer={described!r}, but prepare() got "
                 f'{type(optimizer).__name__}: remove "optimizer" from the configuration, or pass a '
                 "DummyOptim."
+            )
+        if isinstance(optimizer, Muon):
+            raise SettingsError(
+                f"{type(optimizer).__name__} needs parameters as PyTorch shards them; DeepSpeed steps flat "
+                "partitions of them: use FSDP2, or an optimizer of DeepSpeed's configuration."
             )
         groups, stage = optimizer.param_groups, config.get_value("zero_optimization.stage")
         if isinstance(optimizer, Adagrad) and len(groups) > 1 and stage in {1, 2}:

@@ -1,0 +1,1 @@
+from accel_plugins.optimizers import matrices as matrices

@@ -1,0 +1,5 @@
+"""Optimizers that know shards. Written by tools/gen_exports.py."""
+
+from accel_state.lazy import attach
+
+attach(__name__, "accel._visible")

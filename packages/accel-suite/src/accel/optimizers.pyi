@@ -1,0 +1,2 @@
+# fmt: off
+from accel_plugins.optimizers.muon import Muon as Muon
