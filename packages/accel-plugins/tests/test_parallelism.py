@@ -88,11 +88,26 @@ def test_sizes_come_from_the_environment():
         ({"cp_handler": TorchContextParallelConfig()}, "has no effect with cp_size=1"),
         ({"tp_size": 2, "tp_handler": "fast"}, "expected a TorchTensorParallelConfig"),
         ({"cp_size": 2, "cp_backend": "ring"}, "cp_backend='ring'"),
+        ({"ep_size": 0}, r"ep_size=0\): expected a whole number"),
+        ({"ep_size": 2}, r"ep_size=2\).*has 1 of them; choose a divisor of dp_shard_size"),
+        ({"dp_replicate_size": 2, "dp_shard_size": 3, "ep_size": 2}, "has 3 of them"),
+        ({"sp_size": 2, "ep_size": 2}, r"ep_size=2, sp_size=2\).*set one of the two to 1"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(fields: dict[str, Any], text: str):
     with pytest.raises(SettingsError, match=text):
         ParallelismConfig(**fields)
+
+
+def test_experts_share_ranks_that_other_axes_have():
+    config = ParallelismConfig(dp_shard_size=2, tp_size=2, ep_size=4)
+    assert config.ep_enabled
+    assert (config.total_size, config.data_parallel_size) == (4, 2)
+    assert config.to_json()["ep_size"] == 4
+    assert repr(config).endswith("tp_size=2, ep_size=4)")
+    with patch_environment(PARALLELISM_CONFIG_DP_SHARD_SIZE="2", PARALLELISM_CONFIG_EP_SIZE="2"):
+        assert ParallelismConfig().ep_size == 2
+    assert not ParallelismConfig().ep_enabled
 
 
 def test_a_mesh_needs_a_type_of_device():

@@ -30,7 +30,8 @@ def _shards_models(settings: Settings, topology: Topology, device: torch.device)
         return False
     tensor = sizes.tp_size or 1
     copies = tensor > 1 and topology.world_size > tensor  # FSDP averages gradients of tensor-parallel layers
-    return any((size or 1) > 1 for size in (sizes.dp_shard_size, sizes.cp_size, sizes.sp_size)) or copies
+    axes = (sizes.dp_shard_size, sizes.cp_size, sizes.sp_size, sizes.ep_size)
+    return copies or any((size or 1) > 1 for size in axes)
 
 
 BUILT_IN: Mapping[str, StrategySpec] = {

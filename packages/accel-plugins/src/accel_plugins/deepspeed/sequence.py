@@ -188,10 +188,11 @@ def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequencePara
     config: ParallelismConfig | None = handlers.get(ParallelismConfig)
     if config is None:
         return None
-    for axis, instead in (("tp", "FSDP2"), ("cp", "sp_size, or FSDP2")):
-        if config.sizes[axis] > 1:
+    for axis, instead in (("tp", "FSDP2"), ("cp", "sp_size, or FSDP2"), ("ep", "FSDP2")):
+        size: int = getattr(config, f"{axis}_size")
+        if size > 1:
             raise SettingsError(
-                f"ParallelismConfig({axis}_size={config.sizes[axis]}) cannot be combined with a "
+                f"ParallelismConfig({axis}_size={size}) cannot be combined with a "
                 f"DeepSpeedPlugin; use {instead}."
             )
     if config.sp_enabled and config.sp_backend == "torch":

@@ -28,6 +28,7 @@ from accel_plugins.fsdp.blocks import (
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.parallelism.config import axes_of
 from accel_plugins.parallelism.context import ContextParallel
+from accel_plugins.parallelism.experts import ExpertParallel, experts_of
 from accel_plugins.parallelism.sequence import Ulysses
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.sharding.folder import LocalFiles
@@ -67,11 +68,16 @@ def build(
     # 1. Build the mesh, and the stages that shard models over its axes.
     plugin.set_mixed_precision(precision.name)
     axes = axes_of(runtime, handlers, sharded=FullyShardedDataParallelPlugin in handlers)
-    full = FullSharding(
-        plugin=plugin, mesh=axes.fully_sharded(runtime), master_weights=precision.name != "no"
-    )
+    mesh, experts_mesh = axes.fully_sharded(runtime), axes.experts(runtime)
+    experts = None
+    if experts_mesh is not None:
+        experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
+    full = FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
     is_offloaded = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    stages = [*(() if axes.tensor is None else (TensorParallel(mesh=axes.tensor),)), full]
+    tensor = None
+    if axes.tensor is not None:
+        tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
+    stages = [stage for stage in (tensor, experts, full) if stage is not None]
     validate = [stage.validate for stage in stages]
     # 2. Shard sequences, too, with context or sequence parallelism.
     context = None
@@ -121,12 +127,14 @@ def build(
 class FullSharding:
     """Shard models over a mesh, with a shard axis after any replicate axis, by FSDP2.
 
-    `master_weights` says whether trained parameters will be cast to float32.
+    `master_weights` says whether trained parameters will be cast to float32; `experts` shards experts over
+    their own mesh.
     """
 
     plugin: FullyShardedDataParallelPlugin
     mesh: DeviceMesh
     master_weights: bool = False
+    experts: ExpertParallel | None = None
 
     def __call__(self, model: nn.Module) -> None:
         """Shard a model in place."""
@@ -134,7 +142,9 @@ class FullSharding:
         plugin = self.plugin
         ignored = modules_named(plugin.ignored_modules, model)
         policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
-        units = blocks(model, policy, {id(module) for part in ignored for module in part.modules()})
+        experts = [] if self.experts is None else [*experts_of(model).values()]
+        separate = {id(module) for part in (*ignored, *experts) for module in part.modules()}
+        units = blocks(model, policy, separate)
         inner = units[:-1]
         if plugin.activation_checkpointing and not inner and has_te_modules(model):
             raise SettingsError(
@@ -149,7 +159,7 @@ class FullSharding:
                     recompute=bool(plugin.activation_checkpointing),
                     offload=bool(plugin.activation_checkpointing_offload),
                 )
-        # 2. Shard the blocks, and then the root.
+        # 2. Shard the experts, the blocks, and then the root.
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
@@ -166,6 +176,8 @@ class FullSharding:
                 for part in model.modules()
                 if _has_statistics(part) and cast("Any", part).affine and id(part) not in known
             ]
+        if self.experts is not None:
+            self.experts.fully_shard(model, reshard, **options)
         for unit in (*norms, *inner):
             fully_shard(unit, reshard_after_forward=reshard, **options | _precision(unit, options))
         # torch keeps the root's parameters gathered by default, as the backward pass begins with them.
@@ -185,6 +197,13 @@ class FullSharding:
     def validate(self, model: nn.Module) -> None:
         """Check that torch can shard a model, and that the trained parameters of a block have one dtype."""
         modules = modules_named(self.plugin.ignored_modules, model)
+        unsharded = {id(module) for part in modules for module in part.modules()}
+        for name, module in (experts_of(model) if self.experts is not None else {}).items():
+            if id(module) in unsharded:
+                raise SettingsError(
+                    f"{type(model).__name__}: the experts in {name!r} are sharded (ep_size), and in a module "
+                    "of ignored_modules; leave it out there."
+                )
         ignored = {id(parameter) for part in modules for parameter in part.parameters()}
         for name, parameter in model.named_parameters():
             if id(parameter) in ignored:
@@ -208,7 +227,7 @@ class FullSharding:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         policy = fsdp2_prepare_auto_wrap_policy(self.plugin, model)
         seen = {*ignored}
-        for unit in blocks(model, policy, {id(module) for part in modules for module in part.modules()}):
+        for unit in blocks(model, policy, unsharded):
             first: dict[torch.dtype, str] = {}
             for parameter in unit.parameters():
                 if parameter.requires_grad and id(parameter) not in seen:

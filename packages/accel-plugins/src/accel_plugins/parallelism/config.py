@@ -167,6 +167,7 @@ AXES: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}
 """The backends of each axis, the default first."""
+_EP_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 _HANDLERS: dict[str, type[Any]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
@@ -193,6 +194,9 @@ class ParallelismConfig:
         tp_handler: Options of tensor parallelism.
         cp_handler: Options of context parallelism.
         sp_handler: Options of DeepSpeed's sequence parallelism.
+        ep_size: Expert-parallel size: number of neighbouring ranks within a replica over which the experts of
+            a layer are sharded. It divides the product of `dp_shard_size`, `cp_size` and `tp_size`, and does
+            not change the world size.
 
     Raises:
         SettingsError: A size is not a positive integer, axes cannot be combined, or options are given for an
@@ -214,15 +218,16 @@ class ParallelismConfig:
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    ep_size: int | None = None
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        resolve_fields(self, "parallelism", {f"{axis}_size": 1 for axis in AXES})
+        resolve_fields(self, "parallelism", {f"{axis}_size": 1 for axis in (*AXES, "ep")})
         self._chosen_backend = self.sp_backend
         for name, (default, *_) in _BACKENDS.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
-        for name in (f"{axis}_size" for axis in AXES):
+        for name in (f"{axis}_size" for axis in (*AXES, "ep")):
             if not is_count(getattr(self, name), least=1):
                 raise SettingsError(
                     f"ParallelismConfig({name}={getattr(self, name)!r}): expected a whole number of 1 or "
@@ -243,9 +248,28 @@ class ParallelismConfig:
                 f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): context and "
                 "sequence parallelism cannot be combined; set one of the two to 1."
             )
+        if self.ep_enabled:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        for axis in self._active(*AXES):
+            if axis not in _EP_AXES:
+                raise SettingsError(
+                    f"ParallelismConfig(ep_size={self.ep_size!r}, {axis}_size={self.sizes[axis]!r}): expert "
+                    f"parallelism combines with {', '.join(_EP_AXES)}; set one of the two to 1."
+                )
+        inside = self.total_size // self.sizes["dp_replicate"]
+        if inside % (self.ep_size or 1):
+            raise SettingsError(
+                f"ParallelismConfig(ep_size={self.ep_size!r}): the experts are sharded over ranks of one "
+                f"replica, and {self!r} has {inside} of them; choose a divisor of dp_shard_size x cp_size x "
+                "tp_size."
+            )
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}_size={size}" for axis, size in self.sizes.items())
+        if self.ep_enabled:
+            sizes += f", ep_size={self.ep_size}"
         return f"ParallelismConfig({sizes})"
 
     @property
@@ -296,6 +320,11 @@ class ParallelismConfig:
     def sp_enabled(self) -> bool:
         """Whether sequence parallelism is used."""
         return self.sizes["sp"] > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether expert parallelism is used."""
+        return (self.ep_size or 1) > 1
 
     @property
     def dp_dim_names(self) -> list[str]:
@@ -425,6 +454,7 @@ class ParallelismConfig:
             settings.parallelism or ParallelismSettings(),
             **{f"{axis}_size": size for axis, size in self.sizes.items()},
             sp_backend=self._chosen_backend,
+            ep_size=self.ep_size,
         )
         return replace(settings, parallelism=section)
 
@@ -433,7 +463,8 @@ class ParallelismConfig:
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
         """Return the axes of the mesh and their sizes, outermost first; nothing for one rank."""
         # `fully_shard` needs a shard axis beside the replicate axis, even of size 1.
-        lone = self.dp_replicate_enabled and not self.dp_shard_cp_dim_names and self.tp_enabled
+        is_fully_sharded = self.dp_replicate_enabled or self.ep_enabled
+        lone = is_fully_sharded and not self.dp_shard_cp_dim_names and self.tp_enabled
         sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or (lone and axis == "dp_shard")}
         return (tuple(sizes), tuple(sizes.values())) if sizes else ()
 
@@ -463,6 +494,20 @@ def check_axes(handlers: Mapping[type, Any], world_size: int) -> None:
         if config.total_size == 1:
             config.dp_replicate_size = world_size
         config.check_world(world_size)
+        refuse_experts(config)
+
+
+def refuse_experts(config: ParallelismConfig) -> None:
+    """Refuse expert parallelism, for strategies other than FSDP2.
+
+    Raises:
+        SettingsError: `ep_size` is 2 or more.
+    """
+    if config.ep_enabled:
+        raise SettingsError(
+            f"ParallelismConfig(ep_size={config.ep_size!r}): FSDP2 shards the experts, and another strategy "
+            "was selected; leave out either."
+        )
 
 
 _meshes: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
@@ -525,6 +570,19 @@ class Axes:
     def sequence(self) -> DeviceMesh | None:
         """Mesh of sequence parallelism, if any."""
         return self.mesh["sp"] if self.config.sp_enabled else None
+
+    def experts(self, runtime: Runtime) -> DeviceMesh | None:
+        """Build the mesh of experts, if they are sharded: axes `"efsdp"` and `"ep"`, after any of replicas.
+
+        Its ranks are those of all axes within a replica; the ranks of `"ep"` are neighbours.
+        """
+        experts = self.config.ep_size or 1
+        if experts == 1:
+            return None
+        replicas = self.config.sizes["dp_replicate"]
+        shards = runtime.topology.world_size // (replicas * experts)
+        copies = {"dp_replicate": replicas} if replicas > 1 else {}
+        return mesh_of(runtime.device.type, {**copies, "efsdp": shards, "ep": experts})
 
     def fully_sharded(self, runtime: Runtime) -> DeviceMesh:
         """Return the mesh of FSDP2: a shard axis, after a replicate axis if there are replicas."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -17,7 +18,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accel_ops.modules import model_has_dtensor
-from accel_plugins.parallelism.config import axes_of
+from accel_plugins.parallelism.config import axes_of, refuse_experts
+from accel_plugins.parallelism.experts import experts_of
 from accel_plugins.sharding.shards import ShardsPersister
 from accel_plugins.sharding.state import TensorShards
 from accel_plugins.sharding.step import sharded_stepper
@@ -38,6 +40,7 @@ def build(
     """Make the strategy of a tensor-parallel run."""
     del settings
     axes = axes_of(runtime, handlers, sharded=False)
+    refuse_experts(axes.config)
     if axes.tensor is None:
         raise SettingsError(
             "strategy='tp' was selected, and the tensor-parallel size is 1: pass "
@@ -72,14 +75,15 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
 
 @frozen
 class TensorParallel:
-    """Apply tensor parallelism to models."""
+    """Apply tensor parallelism to models, beside expert parallelism if `ignores_experts`."""
 
     mesh: DeviceMesh
+    ignores_experts: bool = False
 
     def __call__(self, model: nn.Module) -> None:
         """Shard a model's layers in place, unless it has DTensors already."""
         if not model_has_dtensor(model):
-            parallelize_module(model, self.mesh, plan_of(model))
+            parallelize_module(model, self.mesh, self._plan_of(model))
 
     def validate(self, model: nn.Module) -> None:
         """Check that a model has a valid plan, unless it has DTensors already, and no DoRA adapters."""
@@ -90,15 +94,21 @@ class TensorParallel:
                     "tensor parallelism shards it. Use LoRA (use_dora=False), or FSDP2 with tp_size=1."
                 )
         if not model_has_dtensor(model):
-            plan_of(model)
+            self._plan_of(model)
+
+    def _plan_of(self, model: nn.Module) -> dict[str, ParallelStyle]:
+        return plan_of(model, without=experts_of(model) if self.ignores_experts else {})
 
 
-def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
+def plan_of(
+    model: nn.Module, without: Mapping[str, nn.Module] = MappingProxyType({})
+) -> dict[str, ParallelStyle]:
     """Return a model's `tp_plan` as `parallelize_module` takes it, with the full names of modules.
 
     Args:
         model: A model whose `tp_plan` maps patterns of module names (`*` matches anything) to a
             `ParallelStyle` or a name of `STYLES`.
+        without: Modules by name that, with their parameters, are left as they are.
     """
     tp_plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(tp_plan, Mapping) or not tp_plan:
@@ -108,9 +118,15 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
             "torch.distributed.tensor.parallel.parallelize_module before prepare()."
         )
     names = [name for name, _ in model.named_modules() if name]
+    ignored = {
+        *without,
+        *(f"{name}.{leaf}" for name in without for leaf, _ in without[name].named_parameters()),
+    }
     plan: dict[str, ParallelStyle] = {}
     for pattern, style in cast("Mapping[str, Any]", tp_plan).items():
-        matches = [name for name in names if fnmatchcase(name, pattern)]
+        matches = [name for name in names if fnmatchcase(name, pattern) and name not in ignored]
+        if not matches and any(fnmatchcase(name, pattern) for name in ignored):
+            continue
         if not matches:
             hint = did_you_mean(pattern, names, f"it has {', '.join(names[:20])}.", cutoff=0.4)
             raise SettingsError(

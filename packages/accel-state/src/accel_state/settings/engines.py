@@ -681,6 +681,11 @@ class ParallelismSettings:
         question="Which attention implementation?",
         ask_if=_ulysses_of_deepspeed,
     )
+    ep_size: int | None = _parallelism_row(
+        "Expert-parallel size: number of ranks of a replica that share the experts of a layer.",
+        question="Over how many ranks are the experts of a layer sharded? (expert-parallel size)",
+        ask_if=_with_torch,
+    )
 
 
 PARALLELISM = (
