@@ -585,3 +585,30 @@ def test_memory_that_another_thread_still_gives_to_a_stream_is_not_freed_in_sile
         device.empty(0)
         (race,) = found_by(device)
     assert "without record_stream" in race.second
+
+
+def test_what_threads_of_the_block_hand_over_at_its_end_is_ordered():
+    handing_over = threading.Event()
+    with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as worker, late_device() as device:
+        streams = device_streams(CPU)
+        stream = streams.new_stream()
+
+        def copy(target, source):
+            with streams.on(stream):
+                streams.copy_(target, source)
+
+        def transfer():
+            handing_over.wait()
+            with streams.on(stream):
+                target = streams.empty(VALUES.nbytes)
+            reader.submit(copy, target, streams.pinned(VALUES.nbytes)).result()
+
+        transferred = worker.submit(transfer)
+        finish = device.finish
+
+        def finish_during_a_transfer():
+            handing_over.set()
+            transferred.result()
+            finish()
+
+        device.finish = finish_during_a_transfer
