@@ -107,14 +107,23 @@ def dispatch_model(
     devices = list(dict.fromkeys(device_map.values()))
     if len(devices) == 1 and devices[0] != "disk" and not force_hooks:
         _require_values(model, device_map)
-        _move_model(model, torch.device(devices[0]))
+        device = torch.device(devices[0])
+        if any(site.table[site.leaf].device != device for site in sites_of(model).values()):
+            tied = find_tied_parameters(model)
+            model.to(device)
+            retie_parameters(model, tied)
         _hook_encoder(model)
         vars(model)["hf_device_map"] = asked
         return model
     _warn_of_peer_access(devices)
     device_map = flatten_map(model, device_map)
-    main = _main_device(devices) if main_device is None else torch.device(main_device)
-    offload = {name: _is_offloaded(device, main) for name, device in device_map.items()}
+    if main_device is None:
+        main_device = next((device for device in devices if str(device) not in _STORAGE), "cpu")
+    main = torch.device(main_device)
+    offload = {
+        name: device == "disk" or (str(device) == "cpu" and main.type != "cpu")
+        for name, device in device_map.items()
+    }
     execution: dict[str, Device] = {
         "": main,
         **{name: main if offload[name] else device for name, device in device_map.items()},
@@ -155,7 +164,9 @@ def dispatch_model(
             memory_limit=memory_limit,
             resident_block=_feature_layer(model),
         )
-    _retie(model, tied, device_map)
+    # Copies of tied parameters on different devices stay separate.
+    together = [group for group in tied if len({device_of(name, device_map) for name in group}) == 1]
+    retie_parameters(model, together)
     _hook_encoder(model)
     _guard_moves(model, offloaded=any(offload.values()))
     hook_replaced_modules(model)
@@ -298,14 +309,6 @@ def _is_encoder_decoder(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
 
 
-def _move_model(model: nn.Module, device: torch.device) -> None:
-    if all(site.table[site.leaf].device == device for site in sites_of(model).values()):
-        return
-    tied = find_tied_parameters(model)
-    model.to(device)
-    retie_parameters(model, tied)
-
-
 def _attach(
     model: nn.Module,
     execution: Mapping[str, Device],
@@ -372,15 +375,6 @@ def _warn_of_peer_access(devices: Sequence[Device]) -> None:
         )
 
 
-def _is_offloaded(device: Device, main: torch.device) -> bool:
-    return device == "disk" or (str(device) == "cpu" and main.type != "cpu")
-
-
-def _main_device(devices: Sequence[Device]) -> torch.device:
-    first = next((device for device in devices if str(device) not in _STORAGE), None)
-    return torch.device("cpu") if first is None else torch.device(first)
-
-
 def _first_device(model: nn.Module) -> torch.device:
     first = next(model.parameters(), None)
     return default_device() if first is None or first.is_meta else first.device
@@ -390,12 +384,6 @@ def _tied_map(model: nn.Module, tied: Sequence[Sequence[str]]) -> TiedMap:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = [parameters[name] for group in tied for name in group]
     return {tensor.data_ptr(): {} for tensor in tensors if not tensor.is_meta}
-
-
-def _retie(model: nn.Module, tied: Sequence[Sequence[str]], device_map: Mapping[str, Device]) -> None:
-    """Tie parameters on the same device again; copies on different devices stay separate."""
-    together = [list(group) for group in tied if len({device_of(name, device_map) for name in group}) == 1]
-    retie_parameters(model, together)
 
 
 def _guard_moves(model: nn.Module, *, offloaded: bool) -> None:

@@ -183,7 +183,9 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
             f"no checkpoint at {name!r}; if it is a model on the hub, install accel-bigmodel[hub]"
         ) from error
     try:
-        return _with_weights(hub.snapshot_download(name, local_files_only=True, allow_patterns=["*"]))
+        folder = Path(hub.snapshot_download(name, local_files_only=True, allow_patterns=["*"]))
+        if any(file for patterns in _PATTERNS for file in folder.glob(patterns[2])):
+            return folder
     except (errors.LocalEntryNotFoundError, FileNotFoundError, errors.HFValidationError):
         pass
     try:
@@ -197,13 +199,6 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
             f"did not give it ({str(error).splitlines()[0]})"
         ) from error
     raise FileNotFoundError(f"the model {name!r} on the hub has no weights")
-
-
-def _with_weights(folder: str) -> Path:
-    path = Path(folder)
-    if not any(file for patterns in _PATTERNS for file in path.glob(patterns[2])):
-        raise FileNotFoundError(folder)
-    return path
 
 
 def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
@@ -254,7 +249,8 @@ class BroadcastSource(Source):
 
     def get(self, name: str) -> Tensor:
         # The tensor is on the device of the collectives, on every rank.
-        device = _collective_device()
+        on_host = distributed.get_backend() in ("gloo", "mpi")
+        device = torch.device("cpu") if on_host else runtime.current_or_single().device
         shape, dtype = self.tensors[name]
         if self._source is not None:
             tensor = self._source.get(name).to(device).contiguous()
@@ -263,9 +259,3 @@ class BroadcastSource(Source):
         # As bytes: not every backend knows every element type.
         distributed.broadcast(tensor.view(-1).view(torch.uint8), src=0)
         return tensor
-
-
-def _collective_device() -> torch.device:
-    if distributed.get_backend() in ("gloo", "mpi"):
-        return torch.device("cpu")
-    return runtime.current_or_single().device

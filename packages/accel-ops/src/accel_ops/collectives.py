@@ -161,7 +161,10 @@ def recorded_gather(collectives: Collectives, flat: Flat, device: torch.device, 
     leaves = [leaf if leaf.dim() else leaf[None] for leaf in leaves]
     rows = [[len(leaf)] * world_size for leaf in leaves] if same_shapes else _rows(collectives, flat)
     largest = [max(counts) for counts in rows]
-    padded = [_with_rows(leaf, most) for leaf, most in zip(leaves, largest, strict=True)]
+    padded = [
+        leaf if len(leaf) == most else pad(leaf, [0, 0] * (leaf.dim() - 1) + [0, most - len(leaf)])
+        for leaf, most in zip(leaves, largest, strict=True)
+    ]
     if any(len({*counts}) > 1 for counts in rows):
         # What ranks pad differs, and must not be in the program of the message.
         runtime_module(device).flush()
@@ -222,11 +225,6 @@ def _rows(collectives: Collectives, flat: Flat) -> list[list[int]]:
         raise call_mismatch("gather", collectives, uneven_gather.comparable_leaves(flat.plan)) from None
     columns: list[list[int]] = table.T.tolist()
     return [columns[order.index(index)] for index in range(len(order))]
-
-
-def _with_rows(leaf: Tensor, rows: int) -> Tensor:
-    """Append rows of zeros."""
-    return leaf if len(leaf) == rows else pad(leaf, [0, 0] * (leaf.dim() - 1) + [0, rows - len(leaf)])
 
 
 def _by_dtype(flat: Flat) -> list[list[int]]:

@@ -392,12 +392,8 @@ def cut_all(buckets: Sequence[Bucket], blocks: Sequence[Tensor]) -> list[Tensor]
 def _restorer(buckets: Sequence[Bucket], large: Sequence[int] = ()) -> Restore:
     order = [*(index for bucket in buckets for index in bucket.members), *large]
     if order == list(range(len(order))):
-        return _as_they_are
+        return lambda leaves: leaves
     return itemgetter(*sorted(range(len(order)), key=order.__getitem__))
-
-
-def _as_they_are(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-    return leaves
 
 
 def _pick(members: tuple[int, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:

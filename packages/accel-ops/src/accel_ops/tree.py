@@ -444,7 +444,11 @@ def convert_to_fp32(tensor: Any) -> Any:
         >>> convert_to_fp32([torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int64)])
         [tensor([1.]), tensor([1])]
     """
-    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_low)
+    return recursively_apply(
+        torch.Tensor.float,
+        tensor,
+        test_type=lambda leaf: isinstance(leaf, torch.Tensor) and leaf.dtype in _LOW,
+    )
 
 
 class ConvertOutputsToFp32:
@@ -477,10 +481,6 @@ class ConvertOutputsToFp32:
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> ConvertOutputsToFp32:
     """Decorate a function so that its low-precision outputs become float32."""
     return ConvertOutputsToFp32(model_forward)
-
-
-def _is_low(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.dtype in _LOW
 
 
 def is_dtensor(value: object) -> bool:

@@ -6,7 +6,7 @@ read different batches, those along all other axes (tensor and expert parallelis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +19,11 @@ from accel_ops.modules import without_compiler
 from accel_plugins.fsdp.fsdp2 import MonitoredAllGather
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin
-from accel_plugins.sharding.shards import ShardsPersister, is_packed, shard_like
-from accel_plugins.sharding.state import StateAllocator, StateForm, TensorShards, parameter_names
+from accel_plugins.sharding.shards import ShardsPersister
+from accel_plugins.sharding.state import StateForm, TensorShards
 from accel_plugins.sharding.step import sharded_stepper
 from accel_plugins.sharding.wrap import SHARDED_FEATURES
-from accel_plugins.strategy import BatchSharding, Bundle, PrecisionPolicy, StateDict, Strategy
+from accel_plugins.strategy import BatchSharding, Bundle, PrecisionPolicy, Strategy
 from accel_plugins.unsharded import check_not_lazy, move_to_device
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
@@ -32,7 +32,6 @@ from accel_state.torch_private import fully_sharded_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
 
 
 def build(
@@ -53,11 +52,11 @@ def build(
     world = runtime.topology.world_size
     sharding = _sharding(model, mesh, runtime)
     _check_plugins(model, handlers, num_shards=sharding.num_shards, world_size=world)
-    shards = UnpackedShards(form_now=lambda: StateForm.SHARDED)
+    shards = TensorShards(form_now=lambda: StateForm.SHARDED)
     return Strategy(
         name="presharded",
         fsdp_version=None if mesh is None else 2,
-        wrapper=PreshardedWrapper(runtime=runtime, num_shards=sharding.num_shards),
+        wrapper=PreshardedWrapper(runtime=runtime, mesh=mesh),
         stepper=sharded_stepper(precision, "presharded"),
         persister=ShardsPersister(shards=shards, device=runtime.device),
         sharding=sharding,
@@ -136,18 +135,19 @@ class PreshardedWrapper:
     """Model wrapper that leaves sharded models as they are."""
 
     runtime: Runtime
-    num_shards: int
+    mesh: DeviceMesh | None
 
     def check(self, bundle: Bundle) -> None:
         """Refuse a model that is not sharded, or is sharded over other axes than the first one."""
+        expected = 1 if self.mesh is None else self.mesh.size()
         for model in map(without_compiler, bundle.models):
             check_not_lazy(model)
             mesh = data_mesh(model)
             shards = 1 if mesh is None else mesh.size()
-            if shards != self.num_shards or not any(isinstance(p, DTensor) for p in model.parameters()):
+            if shards != expected or not any(isinstance(p, DTensor) for p in model.parameters()):
                 raise SettingsError(
                     f"{type(model).__qualname__} has batches for {shards} ranks, and the model that was "
-                    f"prepared first is sharded already, with batches for {self.num_shards}: an Accelerator "
+                    f"prepared first is sharded already, with batches for {expected}: an Accelerator "
                     "trains models that are sharded alike."
                 )
 
@@ -155,10 +155,10 @@ class PreshardedWrapper:
         """Let FSDP2's collectives be monitored, and keep what it does not manage equal on its ranks."""
         if evaluation:
             return replace(bundle, models=move_to_device(bundle, self.runtime.device))
+        mesh = self.mesh
+        if mesh is None:
+            return bundle
         for model in map(without_compiler, bundle.models):
-            mesh = data_mesh(model)
-            if mesh is None:
-                continue
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_custom_all_gather(MonitoredAllGather())
@@ -169,54 +169,6 @@ class PreshardedWrapper:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return without_compiler(model)
-
-
-@frozen
-class UnpackedShards(TensorShards):
-    """State dicts in which packed tensors (see `is_packed`) are full: a shard of DCP has one piece."""
-
-    def model_tensors(self, model: nn.Module) -> StateDict:
-        return _unpack(TensorShards.model_tensors(self, model))
-
-    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        like = TensorShards.model_tensors(self, model)
-        TensorShards.load_model(
-            self, model, {name: _pack(value, like.get(name)) for name, value in state.items()}, **options
-        )
-
-    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        state = TensorShards.optimizer_tensors(self, optimizer, models)
-        return {**state, "state": {name: _unpack(values) for name, values in state["state"].items()}}
-
-    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        parameters = _parameters_by_name(optimizer, models)
-        unpacked = {name: parameter for name, parameter in parameters.items() if not is_packed(parameter)}
-        return self.allocator_like(unpacked)
-
-    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        parameters = _parameters_by_name(optimizer, models)
-        packed = {
-            name: {key: _pack(value, parameters.get(name)) for key, value in values.items()}
-            for name, values in state["state"].items()
-        }
-        TensorShards.load_optimizer(self, optimizer, models, {**state, "state": packed})
-
-
-def _parameters_by_name(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    parameters: dict[str, Tensor] = {}
-    for names, group in zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True):
-        parameters |= zip(names, group["params"], strict=True)
-    return parameters
-
-
-def _unpack(state: StateDict) -> StateDict:
-    return {name: value.full_tensor() if is_packed(value) else value for name, value in state.items()}
-
-
-def _pack(value: Any, like: Any) -> Any:
-    if not is_packed(like) or isinstance(value, DTensor) or getattr(value, "shape", None) != like.shape:
-        return value
-    return shard_like(value, like)
 
 
 def _average_over(parameter: nn.Parameter, mesh: DeviceMesh) -> None:

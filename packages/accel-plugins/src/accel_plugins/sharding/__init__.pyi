@@ -1,2 +1,3 @@
 from accel_plugins.sharding import folder as folder
+from accel_plugins.sharding import shards as shards
 from accel_plugins.sharding import wrap as wrap

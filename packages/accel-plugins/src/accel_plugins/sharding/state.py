@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_ops.modules import extract_model_from_parallel
+from accel_ops.tree import is_dtensor
+from accel_plugins import sharding
 from accel_state.errors import CheckpointError
 from accel_state.frozen import frozen
 
@@ -125,6 +127,8 @@ def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
 class TensorShards:
     """State dicts with the tensors of the model and of the optimizer as they are.
 
+    Those that are packed (see `is_packed`) are full in them, since a shard of DCP has one piece.
+
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -141,28 +145,60 @@ class TensorShards:
     def model_tensors(self, model: nn.Module) -> StateDict:
         """Return the state dict of the model; tied weights are one object."""
         state = extract_model_from_parallel(model, keep_torch_compile=False).state_dict(keep_vars=True)
-        detached = {
-            id(value): value.detach() if isinstance(value, torch.Tensor) else value
-            for value in state.values()
-        }
-        return {strip_wrapper_prefixes(name): detached[id(value)] for name, value in state.items()}
+        unpacked = {id(value): _unpack(value) for value in state.values()}
+        return {strip_wrapper_prefixes(name): unpacked[id(value)] for name, value in state.items()}
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
         core = extract_model_from_parallel(model, keep_torch_compile=False)
-        names = {strip_wrapper_prefixes(name): name for name in core.state_dict()}
-        core.load_state_dict({names.get(name, name): value for name, value in state.items()}, **options)
+        own = core.state_dict(keep_vars=True)
+        names = {strip_wrapper_prefixes(name): name for name in own}
+        renamed = {names.get(name, name): value for name, value in state.items()}
+        core.load_state_dict(
+            {name: _pack(value, own.get(name)) for name, value in renamed.items()}, **options
+        )
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        return state_by_name(optimizer.state_dict(), parameter_names(optimizer, models))
+        state = state_by_name(optimizer.state_dict(), parameter_names(optimizer, models))
+        unpacked = {
+            name: {key: _unpack(value) for key, value in values.items()}
+            for name, values in state["state"].items()
+        }
+        return {**state, "state": unpacked}
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        parameters: dict[str, Tensor] = {}
-        for names, group in zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True):
-            parameters |= zip(names, group["params"], strict=True)
-        return self.allocator_like(parameters)
+        parameters = _parameters_by_name(optimizer, models)
+        packed = {name for name, parameter in parameters.items() if sharding.shards.is_packed(parameter)}
+        return self.allocator_like({name: parameters[name] for name in parameters.keys() - packed})
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        optimizer.load_state_dict(state_by_index(state, parameter_names(optimizer, models)))
+        parameters = _parameters_by_name(optimizer, models)
+        packed = {
+            name: {key: _pack(value, parameters.get(name)) for key, value in values.items()}
+            for name, values in state["state"].items()
+        }
+        names = parameter_names(optimizer, models)
+        optimizer.load_state_dict(state_by_index({**state, "state": packed}, names))
+
+
+def _parameters_by_name(optimizer: Optimizer, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    parameters: dict[str, Tensor] = {}
+    for names, group in zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True):
+        parameters |= zip(names, group["params"], strict=True)
+    return parameters
+
+
+def _unpack(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    detached: Any = value.detach()
+    return detached.full_tensor() if sharding.shards.is_packed(detached) else detached
+
+
+def _pack(value: Any, like: Any) -> Any:
+    is_full = isinstance(value, Tensor) and not is_dtensor(value)
+    if is_full and sharding.shards.is_packed(like) and value.shape == like.shape:
+        return sharding.shards.shard_like(value, like)
+    return value
 
 
 def state_by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
