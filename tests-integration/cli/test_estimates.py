@@ -25,6 +25,7 @@ from accel_cli.commands.estimate.meta_model import meta_model, sizes_of, weights
 from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.main import main
 from accel_ops.tree import local_part
+from accel_plugins import TilingKwargs
 from harness import distributed
 from harness.engines import deepspeed_process
 
@@ -99,6 +100,30 @@ def test_the_estimate_of_a_model_of_transformers_is_within_a_tenth_of_what_is_me
         return model, optimizer
 
     assert estimate("one device", job).device == pytest.approx(peak_of(train), rel=0.1)
+
+
+@pytest.mark.parametrize("flags", [["--loss_chunk_size"], ["--loss_chunk_size", "--mlp_tile_size"]])
+def test_losses_in_chunks_and_mlps_in_tiles_are_counted(tmp_path, capsys, flags):
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4, vocab_size=4000
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path)
+    path = str(tmp_path / "config.json")
+    line = ["estimate-memory", path, "--batch_size", "2", "--sequence_length", "512", "--json"]
+    line += ["--mixed_precision", "no"]
+    assert main([*line, *(word for flag in flags for word in (flag, "64"))]) == 0
+    estimated = json.loads(capsys.readouterr().out)["training"]["one device"]
+
+    def train():
+        tiling = TilingKwargs(**{flag.removeprefix("--"): 64 for flag in flags})
+        accelerator = Accelerator(cpu=True, kwargs_handlers=[tiling])
+        model = accelerator.prepare(LlamaForCausalLM(config)).train()
+        optimizer = torch.optim.AdamW(model.parameters())
+        steps(model, optimizer, passes_of_batch(2, 512))
+        return model, optimizer
+
+    assert estimated["device"] == pytest.approx(peak_of(train), rel=0.1)
 
 
 def test_computing_activations_again_is_counted(described, capsys):

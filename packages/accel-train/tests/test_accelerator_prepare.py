@@ -92,6 +92,7 @@ def test_the_order_of_stages_is_the_documented_one():
     assert list(STAGES) == [
         "check",
         "recipe",
+        "tiles",
         "precision",
         "sequences",
         "wrap",

@@ -107,11 +107,7 @@ def dispatch_model(
     devices = list(dict.fromkeys(device_map.values()))
     if len(devices) == 1 and devices[0] != "disk" and not force_hooks:
         _require_values(model, device_map)
-        device = torch.device(devices[0])
-        if any(site.table[site.leaf].device != device for site in sites_of(model).values()):
-            tied = find_tied_parameters(model)
-            model.to(device)
-            retie_parameters(model, tied)
+        _move_model(model, torch.device(devices[0]))
         _hook_encoder(model)
         vars(model)["hf_device_map"] = asked
         return model
@@ -307,6 +303,14 @@ def _feature_layer(model: nn.Module) -> str | None:
 
 def _is_encoder_decoder(model: nn.Module) -> bool:
     return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def _move_model(model: nn.Module, device: torch.device) -> None:
+    if all(site.table[site.leaf].device == device for site in sites_of(model).values()):
+        return
+    tied = find_tied_parameters(model)
+    model.to(device)
+    retie_parameters(model, tied)
 
 
 def _attach(

@@ -452,6 +452,8 @@ def _add_training(made: Parser) -> None:
         _number(training, f"--megatron_lm_{flag}", f"{what}-parallel size; adds the rows of Megatron")
     text = "recompute the activations of blocks in the backward pass"
     _switch(training, "--gradient_checkpointing", text=text)
+    _number(training, "--loss_chunk_size", "tokens of which there are logits at a time; with --batch_size")
+    _number(training, "--mlp_tile_size", "tokens of which an MLP is computed at a time; with --batch_size")
 
 
 def check() -> Parser:

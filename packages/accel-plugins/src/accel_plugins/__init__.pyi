@@ -1,3 +1,4 @@
+from accel_plugins import tiling as tiling
 from accel_plugins.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_plugins.fp8.recipe import Recipe as Recipe
 from accel_plugins.fp8.recipe import RecipeSpec as RecipeSpec
@@ -9,6 +10,7 @@ from accel_plugins.kwargs import InitProcessGroupKwargs as InitProcessGroupKwarg
 from accel_plugins.kwargs import KwargsHandler as KwargsHandler
 from accel_plugins.kwargs import ProfileKwargs as ProfileKwargs
 from accel_plugins.kwargs import ProjectConfiguration as ProjectConfiguration
+from accel_plugins.kwargs import TilingKwargs as TilingKwargs
 from accel_plugins.kwargs import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_plugins.megatron.families import LLAMA as LLAMA
 from accel_plugins.megatron.families import ModelFamily as ModelFamily
@@ -27,3 +29,5 @@ from accel_plugins.strategy import Stepper as Stepper
 from accel_plugins.strategy import Strategy as Strategy
 from accel_plugins.strategy import StrategyFactory as StrategyFactory
 from accel_plugins.strategy import StrategySpec as StrategySpec
+from accel_plugins.tiling import chunked_cross_entropy as chunked_cross_entropy
+from accel_plugins.tiling import tiled_mlp as tiled_mlp

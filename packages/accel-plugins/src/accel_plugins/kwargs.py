@@ -553,6 +553,39 @@ ActivityName = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 
 
 @dataclass
+class TilingKwargs(KwargsHandler):
+    """Parts in which the memory of long sequences is used; with any parallelism, and without.
+
+    Args:
+        loss_chunk_size: Rows of logits that there are at a time: the loss of a causal language model of
+            transformers is computed in chunks while it trains, and its output has no logits then. The default
+            is `ACCELERATE_LOSS_CHUNK_SIZE` of the environment, else all at once.
+        mlp_tile_size: Tokens for which the MLP of a block is computed at a time; the backward pass recomputes
+            each tile. The default is `ACCELERATE_MLP_TILE_SIZE` of the environment, else all at once.
+
+    Raises:
+        SettingsError: A size is no integer of 1 or more.
+
+    Example:
+        >>> TilingKwargs(loss_chunk_size=1024).loss_chunk_size
+        1024
+    """
+
+    loss_chunk_size: int | None = None
+    mlp_tile_size: int | None = None
+
+    def __post_init__(self) -> None:
+        resolve_fields(self, "training")
+        for name in ("loss_chunk_size", "mlp_tile_size"):
+            expect(
+                self,
+                name,
+                "a whole number of 1 or more, or None",
+                lambda value: value is None or is_count(value, least=1),
+            )
+
+
+@dataclass
 class ProfileKwargs(KwargsHandler):
     """Options of `torch.profiler.profile`.
 

@@ -508,6 +508,16 @@ class TrainingSettings:
         parse=optional(str, "auto", ""),
         skip_reason="The questions about DeepSpeed, FSDP and parallelism choose it.",
     )
+    loss_chunk_size: int | None = plain(
+        "Compute the loss of a causal language model for so many tokens at a time, without all logits.",
+        parse=optional(integer(1), ""),
+        skip_reason="It belongs to a model and its sequences rather than to a machine.",
+    )
+    mlp_tile_size: int | None = plain(
+        "Compute the MLPs of blocks for so many tokens at a time, and again in the backward pass.",
+        parse=optional(integer(1), ""),
+        skip_reason="It belongs to a model and its sequences rather than to a machine.",
+    )
 
 
 TRAINING = (

@@ -19,6 +19,7 @@ from accel_plugins.kwargs import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
+    TilingKwargs,
     TorchDynamoPlugin,
 )
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer, check_clock
@@ -210,6 +211,7 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
     project, compiler = resolve_project(config), resolve_compiler(config)
     trackers = TrackerSession(config.log_with, project.logging_dir, on_error=config.on_tracker_error)
     check_scheduler_clock(config)
+    tiling = TilingKwargs()  # of the environment, where no handler was given
     # 2. Choose the plugins; what they say about the run overrides the environment.
     plugins = find_plugins(requested_plugins, earlier_plugins(), settings, selected and selected.sections)
     accumulation = resolve_accumulation(config, settings, plugins)
@@ -224,6 +226,7 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
             state.parallelism_config._validate_accelerator(accelerator)
             del accelerator._parts
         handlers |= {**as_handlers(plugins), TorchDynamoPlugin: compiler}
+        handlers.setdefault(TilingKwargs, tiling)
         options = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
         recipe = build_recipe(state.mixed_precision, settings, runtime, options)
         base = recipe.precision if recipe else state.mixed_precision
@@ -288,6 +291,7 @@ HANDLERS: tuple[type[Any], ...] = (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    TilingKwargs,
 )
 """What `Accelerator(kwargs_handlers=[…])` takes, one of each."""
 

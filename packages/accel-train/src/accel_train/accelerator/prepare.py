@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+import accel_plugins
 import accel_train
 from accel_ops.modules import (
     compile_regions,
@@ -25,7 +26,7 @@ from accel_plugins import sharding
 from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.engine import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accel_plugins.fp8.recipe import Recipe, check_converted, parameter_ids
-from accel_plugins.kwargs import DataLoaderConfiguration, TorchDynamoPlugin
+from accel_plugins.kwargs import DataLoaderConfiguration, TilingKwargs, TorchDynamoPlugin
 from accel_plugins.megatron.data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer
 from accel_plugins.strategy import Bundle, Feature
@@ -622,6 +623,25 @@ class RecipeApplier:
         return bundle
 
 
+def _tiles(bundle: Bundle, request: PrepareRequest) -> Bundle:
+    parts = request.parts
+    sizes: TilingKwargs = parts.handlers[TilingKwargs]
+    wanted = [name for name, size in vars(sizes).items() if size is not None]
+    if request.evaluation or not wanted:
+        return bundle
+    if parts.engine is not None:
+        raise UnsupportedError(
+            f"{sizes!r}: the strategy {parts.strategy.name!r} runs the full training step, and would not see "
+            f"{' and '.join(wanted)}. Leave it out."
+        )
+    for model in map(without_compiler, bundle.models):
+        if sizes.mlp_tile_size is not None:
+            accel_plugins.tiling.tile_mlps(model, sizes.mlp_tile_size)
+        if sizes.loss_chunk_size is not None:
+            accel_plugins.tiling.chunk_loss(model, sizes.loss_chunk_size)
+    return bundle
+
+
 def _sequences(bundle: Bundle, request: PrepareRequest) -> Bundle:
     prepare = request.parts.strategy.prepare_for_split
     if prepare is not None and not request.evaluation:
@@ -750,6 +770,7 @@ def _optimizers_of(scheduler: Any, known: list[Any]) -> list[Any]:
 STAGES: Mapping[str, Callable[[Bundle, PrepareRequest], Bundle]] = {
     "check": _check,
     "recipe": _recipe,
+    "tiles": _tiles,
     "precision": lambda bundle, request: request.parts.precision.convert(bundle),
     "sequences": _sequences,
     "wrap": _wrap,
@@ -760,8 +781,8 @@ STAGES: Mapping[str, Callable[[Bundle, PrepareRequest], Bundle]] = {
 }
 """What `prepare` does, in this order; every stage gets the bundle that the stages before it have changed.
 
-A recipe converts models before their parameters are sharded. Precision comes before the strategy wraps, so
-that the strategy's own communication stays outside autocast; compiling comes after, so that the compiler sees
-the all-reduce of gradients; optimizers, loaders and schedulers come last, in the order in which they
-depend on each other.
+A recipe converts models before their parameters are sharded. Tiles are inside of what precision does.
+Precision comes before the strategy wraps, so that the strategy's own communication stays outside autocast;
+compiling comes after, so that the compiler sees the all-reduce of gradients; optimizers, loaders and
+schedulers come last, in the order in which they depend on each other.
 """

@@ -33,6 +33,7 @@ from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.output import Table, show, working
 from accel_ops.weights.layout import convert_bytes
 from accel_plugins.megatron.checks import data_parallel_size, stage_elements
+from accel_plugins.tiling import chunk_loss, tile_mlps
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
 
@@ -113,8 +114,15 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
             on_rank=on_rank,
         )
 
+    tiles = {name: getattr(options, name) for name in ("loss_chunk_size", "mlp_tile_size")}
     if options.batch_size is None:
+        for name in (name for name, size in tiles.items() if size is not None):
+            raise SettingsError(f"argument --{name}: it counts for activations; give --batch_size, too.")
         return make(()), make(())
+    if tiles["mlp_tile_size"] is not None:
+        tile_mlps(model, tiles["mlp_tile_size"])
+    if tiles["loss_chunk_size"] is not None:
+        chunk_loss(model, tiles["loss_chunk_size"])
     plain = _trace(model, options)
     return make(plain), make(_trace(model, options, checkpointing=True) or plain)
 

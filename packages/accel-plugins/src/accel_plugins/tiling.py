@@ -1,0 +1,482 @@
+"""Long sequences in parts: a cross-entropy that never makes all logits, and an MLP in tiles.
+
+Both need no parallelism, and go with any that leaves sequences on one rank.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn import functional
+
+from accel_ops.modules import unbound_forward
+from accel_plugins.fsdp.blocks import checkpoint_function
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
+from accel_state.torch_private import active_fake_mode, compute_local_shape_and_global_offset
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_size: int = 1024,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Tensor:
+    """Compute the cross-entropy of a linear head, `chunk_size` rows of logits at a time.
+
+    Gradients are computed with the loss, as Liger's fused loss does (https://arxiv.org/abs/2410.10989): the
+    backward pass only scales them, once. They and the loss are accumulated in float32 at least; autocast
+    applies to the products of matrices.
+
+    Args:
+        hidden: Hidden states of shape `(…, hidden_size)`, floating. With a weight that tensor parallelism
+            shards by rows, a replicated `DTensor`.
+        weight: The weight of the head, of shape `(vocabulary, hidden_size)`.
+        labels: The class of each row, of shape `(…)`, int64.
+        chunk_size: Rows of logits that there are at a time.
+        bias: The bias of the head, of shape `(vocabulary,)`.
+        ignore_index: The label of rows that do not count.
+        label_smoothing: As for `torch.nn.functional.cross_entropy`.
+        logit_scale: What logits are multiplied by.
+        logit_softcap: Logits become `cap * tanh(logits / cap)`, after they were scaled.
+        reduction: `"mean"` over the rows that count, or `"sum"`.
+
+    Returns:
+        A scalar, float32, or float64 for float64 hidden states.
+
+    Raises:
+        ValueError: Shapes do not fit, or `chunk_size` is less than 1.
+        UnsupportedError: The weight is sharded in another way, as by FSDP outside of the module's forward.
+
+    Example:
+        >>> hidden, weight, labels = torch.randn(2, 5, 4), torch.randn(7, 4), torch.randint(7, (2, 5))
+        >>> loss = chunked_cross_entropy(hidden, weight, labels, chunk_size=3)
+        >>> plain = torch.nn.functional.cross_entropy((hidden @ weight.T).flatten(0, 1), labels.flatten())
+        >>> torch.testing.assert_close(loss, plain)
+    """
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight.shape[-1] or chunk_size < 1:
+        raise ValueError(
+            f"chunked_cross_entropy: hidden states of shape {tuple(hidden.shape)}, a weight of "
+            f"{tuple(weight.shape)}, labels of {tuple(labels.shape)} and chunk_size={chunk_size!r}; expected "
+            "(…, hidden_size), (vocabulary, hidden_size), (…) and at least 1."
+        )
+    vocabulary, group, first = len(weight), None, 0
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        if mesh.ndim > 1 or placements[0] not in {Shard(0), Replicate()} or not isinstance(hidden, DTensor):
+            raise UnsupportedError(
+                f"chunked_cross_entropy: the weight is sharded by {placements}. Call it within the forward "
+                "of the module that holds the weight, where FSDP gathers it; with a weight of tensor "
+                "parallelism, give the hidden states as a replicated DTensor of the same mesh."
+            )
+        if placements[0] == Shard(0):
+            group = mesh.get_group()
+            first = compute_local_shape_and_global_offset(weight.shape, mesh, placements)[1][0]
+        # Each rank has the gradient through its rows of the weight.
+        hidden = hidden.to_local(grad_placements=[Partial()] if group is not None else None)
+        weight = weight.to_local()
+        bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    task = _Task(
+        chunk_size=chunk_size,
+        ignore_index=ignore_index,
+        smoothing=label_smoothing,
+        scale=logit_scale,
+        softcap=logit_softcap,
+        vocabulary=vocabulary,
+        group=group,
+        first=first,
+        dtype=_matmul_dtype(hidden),
+        needs_gradients=torch.is_grad_enabled(),
+    )
+    flat = labels.reshape(-1)
+    total: Any = _SummedLoss.apply(hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat, task)
+    return total if reduction == "sum" else total / (flat != ignore_index).sum()
+
+
+def _matmul_dtype(hidden: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype is not torch.float64:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
+
+
+@frozen
+class _Task:
+    """The options of a loss; this rank has the rows of the weight from `first` on, its group the others."""
+
+    chunk_size: int
+    ignore_index: int
+    smoothing: float
+    scale: float
+    softcap: float | None
+    vocabulary: int
+    group: dist.ProcessGroup | None
+    first: int
+    dtype: torch.dtype
+    needs_gradients: bool
+
+    def reduce(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        """All-reduce over the ranks that share the vocabulary."""
+        if self.group is not None:
+            dist.all_reduce(values, op=op, group=self.group)
+        return values
+
+
+class _SummedLoss(torch.autograd.Function):
+    """The sum of losses of rows of shape `(rows, hidden_size)`; gradients are made with it."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - as torch documents it
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, task: _Task
+    ) -> Tensor:
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        total = hidden.new_zeros((), dtype=exact)
+        wanted = [task.needs_gradients and needed for needed in ctx.needs_input_grad[:3]]
+        of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        of_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
+        of_bias = torch.zeros_like(bias, dtype=exact) if wanted[2] and bias is not None else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            matrix = weight.to(task.dtype)
+            for start in range(0, len(hidden), task.chunk_size):
+                rows = slice(start, start + task.chunk_size)
+                inputs = hidden[rows].to(task.dtype)
+                logits = functional.linear(inputs, matrix, None if bias is None else bias.to(task.dtype))
+                loss, gradient = _loss_and_gradient(logits.to(exact), labels[rows], task)
+                total += loss
+                if of_bias is not None:
+                    of_bias += gradient.sum(0)
+                gradient = gradient.to(task.dtype)
+                if of_hidden is not None:
+                    of_hidden[rows] = gradient @ matrix
+                if of_weight is not None and task.dtype is exact:
+                    of_weight.addmm_(gradient.T, inputs)
+                elif of_weight is not None:
+                    of_weight += gradient.T @ inputs
+        ctx.gradients, ctx.dtypes = (of_hidden, of_weight, of_bias), (hidden.dtype, weight.dtype, exact)
+        return total
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - as torch documents it
+        # Not kept beyond this, so that autograd takes them over without a copy.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "chunked_cross_entropy has one backward pass, which takes over its gradients, whatever "
+                "retain_graph says."
+            )
+        scaled = [
+            None if gradient is None else gradient.mul_(grad).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None
+
+
+def _loss_and_gradient(logits: Tensor, labels: Tensor, task: _Task) -> tuple[Tensor, Tensor]:
+    """Return the sum of losses and its gradient by the logits, whose memory it takes.
+
+    Args:
+        logits: Of shape `(rows, vocabulary of this rank)`.
+        labels: Of shape `(rows,)`.
+        task: The options.
+    """
+    # 1. Scale and cap.
+    slope = None
+    if task.scale != 1:
+        logits *= task.scale
+    if task.softcap is not None:
+        logits.div_(task.softcap).tanh_()
+        slope = 1 - logits**2
+        logits *= task.softcap
+    # 2. The logit of each label, from the rank that has it.
+    counts = labels != task.ignore_index
+    index = torch.where(counts, labels, task.first) - task.first
+    is_local = counts
+    if task.group is not None:
+        is_local = counts & (index >= 0) & (index < logits.shape[1])
+        index = torch.where(is_local, index, 0)
+    index = index[:, None]
+    target = task.reduce(logits.gather(1, index)[:, 0] * is_local)
+    # 3. The loss, by the largest logit and the sum of exponentials.
+    largest = task.reduce(logits.amax(1), dist.ReduceOp.MAX)
+    loss = largest - (1 - task.smoothing) * target
+    if task.smoothing:
+        loss -= task.smoothing / task.vocabulary * task.reduce(logits.sum(1))
+    exponentials = logits.sub_(largest[:, None]).exp_()
+    total = task.reduce(exponentials.sum(1))
+    loss += total.log()
+    # 4. The gradient: probabilities less the (smoothed) labels.
+    gradient = exponentials.div_(total[:, None])
+    if task.smoothing:
+        gradient -= task.smoothing / task.vocabulary
+    gradient.scatter_add_(1, index, (task.smoothing - 1) * is_local[:, None].to(gradient.dtype))
+    gradient *= counts[:, None]
+    if slope is not None:
+        gradient *= slope
+    if task.scale != 1:
+        gradient *= task.scale
+    return torch.where(counts, loss, 0).sum(), gradient
+
+
+def tiled_mlp(mlp: Callable[[Tensor], Tensor], hidden: Tensor, *, tile_size: int) -> Tensor:
+    """Apply a module to tiles of the sequence; the backward pass recomputes each tile.
+
+    Gradients of parameters are those of the module called once, and hooks of DDP and FSDP run once.
+
+    Args:
+        mlp: A module or function that treats each token by itself.
+        hidden: Hidden states of shape `(…, sequence, hidden_size)`.
+        tile_size: Tokens per tile, at least 1.
+
+    Returns:
+        The output, whose shape is that of the hidden states except for the last dim.
+
+    Example:
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+        >>> hidden = torch.randn(2, 10, 4)
+        >>> torch.testing.assert_close(tiled_mlp(mlp, hidden, tile_size=3), mlp(hidden))
+    """
+    tiles = hidden.split(tile_size, dim=-2)
+    if len(tiles) == 1:
+        return mlp(hidden)
+
+    def apply(tile: Tensor) -> Tensor:
+        return mlp(tile.contiguous())  # a copy that is not saved
+
+    if not torch.is_grad_enabled():
+        return torch.cat([apply(tile) for tile in tiles], dim=-2)
+    module = mlp if isinstance(mlp, nn.Module) else getattr(mlp, "__self__", nn.Identity())
+    recompute_later = checkpoint_function(module)
+    return torch.cat([recompute_later(apply, tile) for tile in tiles], dim=-2)
+
+
+def tile_mlps(model: nn.Module, tile_size: int) -> None:
+    """Tile the MLPs of a model's blocks in place, without renaming or replacing modules.
+
+    Raises:
+        UnsupportedError: The blocks have no MLP of their own, or one that does not treat tokens one by one.
+    """
+    name = type(model).__qualname__
+    mlps = {path: part for path, part in model.named_modules() if _MLP.search(path)}
+    if not mlps:
+        raise UnsupportedError(
+            f"mlp_tile_size={tile_size!r}: {name} has no blocks with a module 'mlp', 'feed_forward' or 'ffn'."
+            " Leave it out, and call accel_plugins.tiling.tiled_mlp in the model's own forward."
+        )
+    for path, mlp in mlps.items():
+        parts = {part.rpartition(".")[2] for part, _ in mlp.named_modules()}
+        if parts & {"experts", "gate", "router"}:
+            raise UnsupportedError(
+                f"mlp_tile_size={tile_size!r}: {path!r} of {name} sends tokens to experts, whose balance is "
+                "that of all tokens. Leave it out."
+            )
+        required = [p for p in inspect.signature(mlp.forward).parameters.values() if p.default is p.empty]
+        if len([p for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]) != 1:
+            raise UnsupportedError(
+                f"mlp_tile_size={tile_size!r}: {path!r} of {name} takes more than hidden states. Leave it "
+                "out."
+            )
+        _tile_forward(mlp, tile_size)
+
+
+_MLP = re.compile(r"(?:^|\.)\d+\.(?:mlp|feed_forward|ffn)$")
+
+
+def _tile_forward(mlp: nn.Module, tile_size: int) -> None:
+    forward = unbound_forward(mlp)
+
+    @wraps(forward)
+    def tiled(self: nn.Module, hidden: Tensor) -> Tensor:
+        return tiled_mlp(MethodType(forward, self), hidden, tile_size=tile_size)
+
+    tiled.__name__ = "forward"  # a method is pickled by its name
+    vars(mlp)["forward"] = MethodType(tiled, mlp)
+
+
+def chunk_loss(model: nn.Module, chunk_size: int) -> None:
+    """Let a causal language model of transformers compute its loss in chunks while it trains, in place.
+
+    With labels, in training, the output has no logits; without them, and in evaluation, it is as before. The
+    head computes the loss within its own forward, where FSDP has gathered its weight.
+
+    Raises:
+        UnsupportedError: The model's loss is not that of a linear head and the next token.
+    """
+    causal: Any = next((part for part in model.modules() if "loss_type" in vars(part)), None)
+    name = type(model).__qualname__
+    if causal is None or causal.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"loss_chunk_size={chunk_size!r}: {name} is no causal language model of transformers. Leave it "
+            "out, and call accel_plugins.tiling.chunked_cross_entropy in the model's own forward."
+        )
+    head = causal.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        raise UnsupportedError(
+            f"loss_chunk_size={chunk_size!r}: the head of {name} is {type(head).__qualname__}, and the loss "
+            "in chunks multiplies by the weight of a Linear. Leave it out."
+        )
+    if getattr(causal.loss_function, "__name__", "") != "ForCausalLMLoss":
+        raise UnsupportedError(
+            f"loss_chunk_size={chunk_size!r}: {name} has the loss function {causal.loss_function!r}, and the "
+            "loss in chunks is the cross-entropy of the next token. Leave it out."
+        )
+    _replace(head, _forward_of_head)
+    _replace(causal, lambda forward: _forward_of_model(forward, chunk_size))
+
+
+def _replace(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    forward = unbound_forward(module)
+    changed = wraps(forward)(around(forward))
+    changed.__name__ = "forward"  # a method is pickled by its name
+    vars(module)["forward"] = MethodType(changed, module)
+
+
+_PROBE = (-3.0, 0.5, 2.0, 40.0)
+"""Logits that the head returns instead of its own, to see what the model does with them."""
+
+
+@dataclass(slots=True)
+class _LossRequest:
+    """One call of a model with labels: what the head computes the loss from, and the loss."""
+
+    model: Any
+    chunk_size: int
+    labels: Tensor
+    shift_labels: Tensor | None
+    ignore_index: int
+    loss: Tensor | None = None
+    targets: Tensor | None = None
+
+    def compute(self, head: Any, hidden: Tensor) -> Tensor:
+        """Compute the sum of losses; return a few logits in place of all."""
+        targets = self.shift_labels
+        if targets is None:
+            targets = functional.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:]
+        self.targets = targets.to(hidden.device)
+        weight, states = head.weight, hidden
+        if isinstance(weight, DTensor) and not isinstance(hidden, DTensor):  # transformers' own plan
+            states = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+        scale, cap = _scale_and_cap(self.model)
+        self.loss = chunked_cross_entropy(
+            states,
+            weight,
+            self.targets,
+            chunk_size=self.chunk_size,
+            bias=head.bias,
+            ignore_index=self.ignore_index,
+            logit_scale=scale,
+            logit_softcap=cap,
+            reduction="sum",
+        )
+        local = hidden.to_local() if isinstance(hidden, DTensor) else hidden
+        probe = local.new_tensor(_PROBE, dtype=torch.float32).expand(*local.shape[:-1], -1)
+        if isinstance(hidden, DTensor):  # as the hooks of the head expect it
+            return DTensor.from_local(probe, hidden.device_mesh, [Replicate()], run_check=False)
+        return probe
+
+    def take(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """Be the model's loss function: divide the sum by the number of labels."""
+        del vocab_size, options
+        if self.loss is None or self.targets is None or logits.shape[-1:] != (len(_PROBE),):
+            raise self._refusal("does not compute its logits by its head alone")
+        if labels is not self.labels or shift_labels is not self.shift_labels:
+            raise self._refusal("changes its labels before the loss")
+        if ignore_index != self.ignore_index:
+            raise self._refusal("has an ignore_index of its own")
+        if "_loss_is_probed" not in vars(self.model) and active_fake_mode() is None:
+            self._check(logits)
+        count = (self.targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        return self.loss / (count.to(self.loss.device) if isinstance(count, Tensor) else count)
+
+    def _check(self, logits: Tensor) -> None:
+        scale, cap = _scale_and_cap(self.model)
+        expected = torch.tensor(_PROBE) * scale
+        expected = expected if cap is None else cap * torch.tanh(expected / cap)
+        # bfloat16 has three digits.
+        if not torch.allclose(logits.reshape(-1, len(_PROBE))[0].float().cpu(), expected, rtol=2e-2):
+            raise self._refusal("changes its logits in a way that its configuration does not tell")
+        vars(self.model)["_loss_is_probed"] = True
+
+    def _refusal(self, reason: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"loss_chunk_size={self.chunk_size!r}: {type(self.model).__qualname__} {reason}, so its loss "
+            "cannot be computed in chunks. Leave it out."
+        )
+
+
+_request: ContextVar[_LossRequest | None] = ContextVar("loss request", default=None)
+
+
+def _forward_of_head(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def in_chunks(self: nn.Module, hidden: Tensor) -> Tensor:
+        request = _request.get()
+        return forward(self, hidden) if request is None else request.compute(self, hidden)
+
+    return in_chunks
+
+
+def _forward_of_model(forward: Callable[..., Any], chunk_size: int) -> Callable[..., Any]:
+    signature = inspect.signature(forward)
+
+    def in_chunks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = signature.bind(self, *args, **kwargs).arguments.get("labels")
+        if labels is None or not (self.training and torch.is_grad_enabled()):
+            return forward(self, *args, **kwargs)
+        ignore_index = kwargs.get("ignore_index", -100)
+        request = _LossRequest(self, chunk_size, labels, kwargs.get("shift_labels"), ignore_index)
+        token, own = _request.set(request), vars(self).pop("_loss_function", None)
+        vars(self)["_loss_function"] = request.take
+        try:
+            outputs = forward(self, *args, **kwargs)
+        finally:
+            _request.reset(token)
+            del vars(self)["_loss_function"]
+            if own is not None:
+                vars(self)["_loss_function"] = own
+        if request.loss is None:
+            raise SettingsError(
+                f"loss_chunk_size={chunk_size!r}: {type(self).__qualname__} did not call its head. Leave it "
+                "out."
+            )
+        if isinstance(outputs, tuple):
+            return outputs[0], *outputs[2:]
+        outputs.logits = None
+        return outputs
+
+    return in_chunks
+
+
+def _scale_and_cap(model: Any) -> tuple[float, float | None]:
+    """Return what a model multiplies its logits by, and the limit that it caps them at."""
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    return scale / (getattr(config, "logits_scaling", None) or 1.0), getattr(
+        config, "final_logit_softcapping", None
+    )
