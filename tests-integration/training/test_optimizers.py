@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.optimizers.host_adamw import HostAdamW
 from accel_plugins.optimizers.muon import Muon
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.sharding.shards import shard_like
@@ -195,12 +196,12 @@ def train_alone(make_optimizer, *, steps=2, window=2, max_norm=0.5, **_):
     return model, optimizer, losses
 
 
-def check_training(layout, make_optimizer, atol, folder, *others):
+def check_training(layout, make_optimizer, atol, folder, *others, make_alone=None):
     """Train as in one process; then resume in the same run, and under other strategies, with equal state."""
     options = {"gradient_accumulation_steps": 2, "step_scheduler_per": "update"}
     accelerator = make_accelerator(layout, **options)
     model, optimizer, losses = train(accelerator, make_optimizer)
-    alone, _, expected = train_alone(make_optimizer)
+    alone, _, expected = train_alone(make_alone or make_optimizer)
     torch.testing.assert_close(losses, expected, rtol=1e-3, atol=atol)
     weights = accelerator.get_state_dict(model)
     for name, value in alone.state_dict().items():
@@ -252,3 +253,85 @@ def test_muon_is_refused_under_fsdp1():
     model = Model()
     with pytest.raises(SettingsError, match="Muon computes the update of an element from others"):
         accelerator.prepare(model, make_muon(model))
+
+
+ADAMW = {"lr": 0.01, "eps": 1e-3}
+
+
+def make_host_adamw(model):
+    return HostAdamW(model.parameters(), **ADAMW)
+
+
+def make_adamw(model):
+    return torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+@distributed(world_size=2)
+def test_adamw_on_the_host_trains_on_two_ranks_and_resumes_under_other_strategies(tmp_path):
+    check_training("fsdp2", make_host_adamw, 1e-5, tmp_path, "ddp", "tp", make_alone=make_adamw)
+
+
+@distributed(world_size=4)
+def test_adamw_on_the_host_trains_on_four_ranks_and_resumes_under_other_strategies(tmp_path):
+    check_training("hsdp", make_host_adamw, 1e-5, tmp_path, "fsdp2", "fsdp2 x tp", make_alone=make_adamw)
+
+
+@pytest.mark.parametrize("layout", CASES[2])
+@distributed(world_size=2)
+def test_parameters_in_bfloat16_are_rounded_master_weights(layout):
+    """Without accumulation and clipping: sharded parameters are stepped in the backward pass."""
+    accelerator = make_accelerator(layout)
+    model, alone = Model().bfloat16(), Model().bfloat16()
+    masters = [nn.Parameter(parameter.detach().float()) for parameter in alone.parameters()]
+    adamw = torch.optim.AdamW(masters, **ADAMW)
+    model, optimizer = accelerator.prepare(model, make_host_adamw(model))
+    inner = accelerator.unwrap_model(model)
+    x, y = rows()
+    shard = slice(num_shards_index(accelerator), None, num_shards(accelerator))
+    for step in range(3):
+        before = full(inner.up.weight).clone()
+        loss = nn.functional.mse_loss(model(x[shard].bfloat16()).float(), y[shard])
+        accelerator.backward(loss)
+        gradients = [full(parameter.grad).float() for parameter in inner.parameters()]
+        during = not torch.equal(full(inner.up.weight), before)
+        optimizer.step()
+        assert not torch.equal(full(inner.up.weight), before)
+        if layout == "ddp" or step == 0:  # the reducer's gradients are not final in the backward pass
+            assert not during
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient
+        adamw.step()
+        optimizer.zero_grad()
+    for parameter, master in zip(inner.parameters(), masters, strict=True):
+        kept = full(optimizer.state[parameter]["master"])
+        torch.testing.assert_close(kept, master.detach(), rtol=1e-6, atol=1e-7)
+        assert torch.equal(full(parameter), kept.bfloat16())
+
+
+def num_shards_index(accelerator):
+    return accelerator._parts.strategy.sharding.shard_index
+
+
+@distributed(world_size=2)
+def test_steps_of_shards_begin_in_the_backward_pass():
+    accelerator = make_accelerator("fsdp2")
+    model = Model()
+    optimizer = make_host_adamw(model)
+    model, prepared = accelerator.prepare(model, optimizer)
+    x, y = rows()
+    for step in range(2):
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        if step == 1:
+            with pytest.raises(RuntimeError, match="begun in the backward pass"):
+                prepared.state_dict()
+        prepared.step()
+        prepared.zero_grad()
+
+
+@distributed(world_size=2)
+def test_adamw_on_the_host_is_refused_under_fsdp1():
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+    model = Model()
+    with pytest.raises(SettingsError, match="has a hook"):
+        accelerator.prepare(model, make_host_adamw(model))

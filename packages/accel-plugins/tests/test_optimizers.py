@@ -11,6 +11,7 @@ from torch import nn
 
 from accel_plugins.deepspeed.config import HfDeepSpeedConfig
 from accel_plugins.deepspeed.strategy import check_request
+from accel_plugins.optimizers.host_adamw import HostAdamW
 from accel_plugins.optimizers.muon import Muon
 from accel_plugins.strategy import Bundle
 from accel_state.errors import SettingsError
@@ -164,7 +165,7 @@ def test_a_schedule_and_a_closure_work():
     assert not torch.equal(model[1].weight, before)
 
 
-@pytest.mark.parametrize("make", [Muon])
+@pytest.mark.parametrize("make", [Muon, HostAdamW])
 def test_deepspeed_refuses_what_needs_parameters_as_they_are(make):
     model = make_model()
     bundle = Bundle(models=[model], optimizers=[make(model.parameters())])

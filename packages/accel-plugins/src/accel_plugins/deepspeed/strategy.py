@@ -31,6 +31,7 @@ from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.sequence import SequenceParallel, sequences_of
 from accel_plugins.deepspeed.state import DeepSpeedPersister, DeepSpeedShards
 from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPlugin
+from accel_plugins.optimizers.host_adamw import HostAdamW
 from accel_plugins.optimizers.muon import Muon
 from accel_plugins.precision import EnginePrecision
 from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, Strategy
@@ -400,7 +401,7 @@ def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module
                 f'{type(optimizer).__name__}: remove "optimizer" from the configuration, or pass a '
                 "DummyOptim."
             )
-        if isinstance(optimizer, Muon):
+        if isinstance(optimizer, Muon | HostAdamW):
             raise SettingsError(
                 f"{type(optimizer).__name__} needs parameters as PyTorch shards them; DeepSpeed steps flat "
                 "partitions of them: use FSDP2, or an optimizer of DeepSpeed's configuration."

@@ -65,11 +65,15 @@ def shard_like(
     if keep_type:
         local: Any = like.detach()
         empty = torch.empty_like(local.to_local(), dtype=full.dtype, device=target)
-    shard = empty.copy_(full[region])
-    meta = TensorMeta(like.shape, torch.empty(like.shape, device="meta").stride(), full.dtype)
+    return with_local(like, empty.copy_(full[region]))
+
+
+def with_local(like: Any, local: Tensor) -> DTensor:
+    """Return a DTensor with the layout of another one and this shard, which may be on any device."""
+    meta = TensorMeta(like.shape, torch.empty(like.shape, device="meta").stride(), local.dtype)
     # `from_local` would move a shard that is offloaded to the CPU to the device of the mesh.
     return DTensor(
-        shard, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False
+        local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False
     )  # pyright: ignore[reportCallIssue] - FSDP does the same
 
 

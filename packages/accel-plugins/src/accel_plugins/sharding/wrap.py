@@ -466,7 +466,10 @@ def _shard_state(state: Any, like: Tensor) -> Any:
         return state
     items: dict[str, Any] = state
     return {
-        name: shard_like(value.to(like.dtype) if value.is_floating_point() else value, like)
+        name: shard_like(
+            value.to(torch.promote_types(value.dtype, like.dtype)) if value.is_floating_point() else value,
+            like,
+        )
         if isinstance(value, Tensor) and value.shape == like.shape and not isinstance(value, DTensor)
         else value
         for name, value in items.items()

@@ -1,0 +1,365 @@
+"""AdamW whose state is on the host, and whose step overlaps the backward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from accel_ops.tree import is_dtensor, local_part
+from accel_plugins import sharding
+from accel_state.accelerator_state import GradientState
+from accel_state.streams import DeviceStreams, pinned_if_possible, tensor_streams
+from accel_state.torch_private import version_of
+
+Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
+
+_LATE = "; the step had begun in the backward pass and cannot be undone. Pass HostAdamW(overlap=False)."
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step of a parameter that has begun: its options, the version of its gradient, and its end."""
+
+    options: tuple[Any, ...]
+    version: int
+    done: Future[Any]
+
+
+class HostAdamW(torch.optim.Optimizer):
+    """AdamW with float32 master weights and moments on the host, for parameters of any dtype on any device.
+
+    On the device are parameters and gradients alone, 4 bytes per element in bfloat16; on the host are 12. The
+    updates are those of `torch.optim.AdamW` of the master weights. Parameters may be DTensors: the state is
+    sharded like them, and saved and loaded like that of any optimizer.
+
+    With `overlap` a parameter's step begins in the backward pass, as soon as its gradient is final: the
+    gradient is copied to the host, a thread updates the state, and the new value is copied back, while the
+    backward pass goes on with the layers before. `step` waits for what is still under way. Where something
+    changes gradients after the backward pass, a step cannot begin before: clipping needs the norm of all
+    gradients, loss scaling unscales them. The first step finds that out, and begins in `step`; so do all
+    later ones if gradients were changed there, or if there was more than one backward pass. So do those of
+    replicated parameters in a run of several processes, whose gradients are reduced later. In `Accelerator`
+    the last micro-batch of an accumulation window is the one whose backward pass counts.
+
+    Args:
+        params: Parameters, or groups.
+        lr: Learning rate.
+        betas: Decay of the two moments.
+        eps: Added to the denominator.
+        weight_decay: Decoupled weight decay.
+        overlap: Whether steps may begin in the backward pass. A run that clips in some steps only, or leaves
+            steps out, wants False.
+
+    Raises:
+        ValueError: torch refuses an option.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+        >>> optimizer = HostAdamW(model.parameters(), lr=0.1)
+        >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[model.weight]), optimizer.state[model.weight]["master"].dtype
+        (['exp_avg', 'exp_avg_sq', 'master', 'step'], torch.float32)
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        overlap: bool = True,
+    ) -> None:
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        torch.optim.AdamW([torch.empty(1)], **options)  # checks them
+        self.overlap = overlap
+        self._begin_anew()
+        super().__init__(cast("Any", params), options)
+
+    def _begin_anew(self) -> None:
+        self._overlaps: bool | None = None  # None: the first step finds out
+        self._seen: dict[Tensor, int] = {}  # versions of gradients in the first backward pass
+        self._begun: dict[Tensor, _Step] = {}
+        self._options: dict[Tensor, tuple[Any, ...]] = {}
+        self._versions: dict[Tensor, int] = {}  # of parameters, as the last step has left them
+        self._staging: dict[Tensor, tuple[Tensor, Callable[[Tensor, Tensor], None]]] = {}  # and how to copy
+        self._copies: dict[torch.device, Any] = {}  # streams for copies
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="HostAdamW")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, whose gradients are noticed from now on."""
+        super().add_param_group(param_group)
+        optimizer = weakref.ref(self)
+
+        def notice(parameter: Tensor) -> None:
+            owner = optimizer()
+            if owner is not None:
+                owner._notice(parameter)
+
+        if self.overlap:
+            for parameter in self.param_groups[-1]["params"]:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(notice)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Begin the steps that have not begun, and wait until all are done.
+
+        Args:
+            closure: Computes the loss anew.
+
+        Returns:
+            What `closure` returned.
+
+        Raises:
+            RuntimeError: A gradient or an option was changed after a step had begun in the backward pass.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, group in trained:
+            begun = self._begun.get(parameter)
+            if begun is None:
+                self._begun[parameter] = self._begin(parameter, _options_of(group))
+            elif begun.version != version_of(local_part(parameter.grad)):
+                raise RuntimeError("A gradient was changed after backward(), as by clipping" + _LATE)
+            elif begun.options != _options_of(group):
+                raise RuntimeError("A learning rate was changed between backward() and step()" + _LATE)
+        for parameter, begun in self._begun.items():
+            value = local_part(parameter)
+            done = begun.done.result()
+            streams = tensor_streams(value)
+            if streams is not None:
+                streams.current_stream().wait_event(done)
+            self._versions[parameter] = version_of(value)
+        if self._overlaps is None:
+            self._overlaps = bool(self._seen) and all(
+                parameter.grad is not None and version_of(local_part(parameter.grad)) == version
+                for parameter, version in self._seen.items()
+            )
+        self._begun.clear()
+        self._seen.clear()
+        self._options.clear()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, after a step.
+
+        Raises:
+            RuntimeError: A step had begun in the backward pass, and `step` was not called.
+        """
+        if self._begun:
+            raise RuntimeError("zero_grad() was called after backward() without step()" + _LATE)
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as of any optimizer, with the key `"master"`.
+
+        Raises:
+            RuntimeError: A step had begun in the backward pass, and `step` was not called.
+        """
+        if self._begun:
+            raise RuntimeError("state_dict() was called between backward() and step()" + _LATE)
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state, to the host and in float32; one of AdamW, too, whose weights are the model's."""
+        # torch's own would cast it to the dtype of the parameters and move it to their device.
+        super().load_state_dict({**state_dict, "state": {}})
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            if index in state_dict["state"]:
+                values = state_dict["state"][index]
+                self.state[parameter] = {
+                    key: _to_host(values[key], parameter)
+                    for key in ("step", "exp_avg", "exp_avg_sq", "master")
+                    if key in values
+                }
+        self._versions.clear()  # a master weight may be of other parameters than the model has now
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "overlap": self.overlap}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "overlap" in state:  # not the state that `load_state_dict` sets
+            self._begin_anew()
+        super().__setstate__(state)
+
+    def _notice(self, parameter: Tensor) -> None:
+        """Begin the step of a parameter whose gradient is final, in the backward pass."""
+        if self._overlaps is False or not GradientState().sync_gradients:
+            return
+        gradient: Any = parameter.grad
+        sharded: Any = parameter
+        if is_dtensor(parameter):
+            is_final = gradient.placements == sharded.placements
+        else:
+            is_final = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+        if not is_final:
+            return
+        version = version_of(local_part(gradient))
+        if self._overlaps is None:
+            self._seen[parameter] = -1 if parameter in self._seen else version
+            return
+        if parameter in self._begun:
+            raise RuntimeError("backward() was called twice before step()" + _LATE)
+        if not self._options:
+            for group in self.param_groups:
+                self._options |= dict.fromkeys(group["params"], _options_of(group))
+        if parameter in self._options:
+            with torch.no_grad():
+                self._begin_in_backward(parameter)
+
+    def _begin_in_backward(self, parameter: Tensor) -> None:
+        self._begun[parameter] = self._begin(parameter, self._options[parameter])
+
+    def _begin(self, parameter: Tensor, options: tuple[Any, ...]) -> _Step:
+        """Copy the gradient to the host, and hand the rest to the thread."""
+        value, sharded = local_part(parameter.detach()), cast("Any", parameter)
+        gradient: Any = parameter.grad
+        if is_dtensor(parameter) and gradient.placements != sharded.placements:
+            gradient = gradient.redistribute(placements=sharded.placements)
+        gradient = local_part(gradient)
+        version = version_of(local_part(cast("Tensor", parameter.grad)))
+        streams = tensor_streams(value)
+        if self._versions.get(parameter) != version_of(local_part(parameter)):
+            self._take_values(parameter, _copy_to_host(value, streams))
+        state = {key: local_part(tensor) for key, tensor in self.state[parameter].items()}
+        if streams is None:
+            host = gradient.cpu()
+            done = self._thread.submit(_update_and_copy, state, host, options, value)
+            return _Step(options, version, done)
+        # 1. Copy the gradient, when it is there, on the stream of copies.
+        if streams.device not in self._copies:
+            self._copies[streams.device] = streams.new_stream()
+            self._thread.submit(streams.set_current)
+        copies, ready = self._copies[streams.device], streams.new_event()
+        nbytes = max(gradient.nbytes, value.nbytes)
+        if parameter not in self._staging:
+            pinned = pinned_if_possible(streams, nbytes)
+            self._staging[parameter] = (
+                (torch.empty(nbytes, dtype=torch.uint8), streams.copy_pageable_)
+                if pinned is None
+                else (pinned, streams.copy_)
+            )
+        staging, copy_ = self._staging[parameter]
+        host = staging[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
+        gradient = gradient.contiguous()
+        copies.wait_stream(streams.current_stream())
+        streams.record_stream(gradient, copies)
+        with streams.on(copies):
+            copy_(host, gradient)
+            ready.record(copies)
+        # 2. Update the state, and copy the new value back.
+        result = staging[: value.nbytes].view(value.dtype).view(value.shape)
+        done = self._thread.submit(
+            _update_and_upload, state, host, options, value, result, copy_, streams, copies, ready
+        )
+        return _Step(options, version, done)
+
+    def _take_values(self, parameter: Tensor, value: Tensor) -> None:
+        """Let master weights follow a parameter that something else wrote; equal ones keep their bits."""
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["step"] = torch.zeros(())
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = _sharded_like(parameter, torch.zeros_like(value, dtype=torch.float32))
+        if "master" not in state:
+            state["master"] = _sharded_like(parameter, value.to(torch.float32, copy=True))
+            return
+        master = local_part(state["master"])
+        changed = master.to(value.dtype) != value
+        master.copy_(torch.where(changed, value.float(), master))
+
+
+def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"]
+
+
+def _update(state: Mapping[str, Tensor], gradient: Tensor, options: tuple[Any, ...]) -> None:
+    """Step the state of a parameter, on the host."""
+    lr, beta1, beta2, eps, weight_decay = options
+    if not gradient.numel():
+        state["step"].add_(1)
+        return
+    adamw(
+        [state["master"]],
+        [gradient.float()],
+        [state["exp_avg"]],
+        [state["exp_avg_sq"]],
+        [],
+        [state["step"]],
+        foreach=False,
+        fused=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
+
+
+@torch.no_grad()
+def _update_and_copy(
+    state: Mapping[str, Tensor], gradient: Tensor, options: tuple[Any, ...], value: Tensor
+) -> None:
+    _update(state, gradient, options)
+    value.copy_(state["master"])
+
+
+@torch.no_grad()
+def _update_and_upload(
+    state: Mapping[str, Tensor],
+    gradient: Tensor,
+    options: tuple[Any, ...],
+    value: Tensor,
+    result: Tensor,
+    copy_: Callable[[Tensor, Tensor], None],
+    streams: DeviceStreams,
+    copies: Any,
+    ready: Any,
+) -> Any:
+    """Update when the gradient is there; return the event at the end of the copy back."""
+    ready.synchronize()
+    _update(state, gradient, options)
+    result.copy_(state["master"])
+    done = streams.new_event()
+    with streams.on(copies):
+        copy_(value, result)
+        done.record(copies)
+    return done
+
+
+def _copy_to_host(value: Tensor, streams: DeviceStreams | None) -> Tensor:
+    """Copy a parameter's value to the host, and wait for it."""
+    if streams is None:
+        return value.cpu()
+    host = torch.empty(value.shape, dtype=value.dtype)
+    streams.copy_pageable_(host, value.contiguous())
+    return host
+
+
+def _sharded_like(parameter: Tensor, local: Tensor) -> Tensor:
+    return sharding.shards.with_local(parameter, local) if is_dtensor(parameter) else local
+
+
+def _to_host(value: Any, parameter: Tensor) -> Tensor:
+    """Return a loaded value in float32 on the host, sharded like its parameter."""
+    local = local_part(torch.as_tensor(value)).detach().to("cpu", torch.float32)
+    return _sharded_like(parameter, local) if local.dim() else local
