@@ -128,6 +128,50 @@ for batch in loader:
 """
 
 
+MIXTURE = """
+import torch
+from torch import nn
+from accel import Accelerator
+from accel.parallelism_config import ParallelismConfig
+
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts = 8
+        self.up, self.down = nn.Parameter(torch.randn(8, 16, 64)), nn.Parameter(torch.randn(8, 64, 16))
+
+    def forward(self, hidden, indices, weights):
+        output = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            rows, slots = torch.where(indices == expert)
+            inside = (hidden[rows] @ self.up[expert]).relu() @ self.down[expert]
+            output = output.index_add(0, rows, inside * weights[rows, slots, None])
+        return output
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(16, 8, bias=False), Experts()
+
+    def forward(self, hidden):
+        weights, indices = self.router(hidden).softmax(-1).topk(2)
+        return hidden + self.experts(hidden, indices, weights)
+
+
+Layers = type("Layers", (nn.Sequential,), {"_no_split_modules": ["Layer"]})
+accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=4, ep_size=2))
+model = Layers(Layer(), Layer())
+loader = torch.utils.data.DataLoader(torch.randn(32, 16), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for batch in loader:
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
 def make_llama():
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=100
@@ -159,6 +203,7 @@ CASES = {
             condition="accelerator.is_main_process",
         ),
     ),
+    "experts": (4, "3", MIXTURE),
     "whole sequences": (2, "1", sharded("dp_shard_size=2", length=2048)),
     "parts of sequences": (8, "1", sharded("dp_shard_size=2, cp_size=4", length=2048)),
     "tensor-parallel layers": (2, "1", script("parallelism_config=ParallelismConfig(tp_size=2)")),
@@ -243,6 +288,14 @@ def test_tensor_parallel_layers_are_sharded_and_a_forward_pass_that_one_rank_wou
     (problem,) = result["problems"]
     assert "rank 0 calls all_gather" in problem.replace("allgather", "all_gather")
     assert "rank 7 calls save_state" in problem
+
+
+def test_experts_are_shared_by_ranks_and_their_weights_are_sharded(checks):
+    result = checks["experts"]
+    assert result["problems"] == []
+    rank = result["ranks"]["3"]
+    assert rank["strategy"] == "fsdp2: dp_shard 4 x ep 2"
+    assert rank["parts"]["parameters"] == 4 * 2 * (2 * 8 * 16 * 64 + 16 * 8) / 4
 
 
 def test_parts_of_sequences_need_parts_of_the_activations(checks):

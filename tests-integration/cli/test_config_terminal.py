@@ -42,6 +42,7 @@ BRANCHES = {
         "parallelism.dp_shard_size": "2",
         "parallelism.cp_size": "2",
         "parallelism.cp_comm_strategy": "alltoall",
+        "parallelism.ep_size": "4",
     },
     "FSDP1": {
         "launch.distributed_type": "MULTI_GPU",

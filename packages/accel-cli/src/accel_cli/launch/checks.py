@@ -333,6 +333,12 @@ def _check_parallel_sizes(facts: LaunchFacts) -> Iterator[str]:
             f"{value} make groups of {product} processes, into which the {launch.num_processes} of "
             f"{facts.origin('launch.num_processes')} cannot be divided."
         )
+    experts, inside = sizes.ep_size or 1, product // (sizes.dp_replicate_size or 1)
+    if inside % experts:
+        yield (
+            f"{facts.origin('parallelism.ep_size')} is {experts}, and a replica of the model has {inside} "
+            "processes, which experts cannot be shared by: choose a divisor."
+        )
 
 
 def _check_host_filters(facts: LaunchFacts) -> Iterator[str]:

@@ -135,8 +135,7 @@ class ExpertParallel:
             num_experts, top_k = vars(module)["num_experts"], indices.shape[-1]
             num_local = num_experts // ranks
             sorted_indices, order = indices.reshape(-1).sort(stable=True)
-            counts = torch.bincount(sorted_indices, minlength=num_experts).view(ranks, num_local)
-            send, receive, received_counts = exchange_counts(counts, group)
+            send, receive, received_counts = exchange_counts(sorted_indices, num_experts, group)
             received = _AllToAll.apply(rows[order // top_k], receive, send, group, 1 / scale)
             # 2. Apply the experts of this rank; to a row of zeros if it got none: FSDP2 needs gradients.
             experts = torch.arange(num_local, device=rows.device).repeat(ranks)
@@ -205,18 +204,21 @@ def _to_local(parameter: Any) -> Tensor:
     return parameter.to_local()
 
 
-def exchange_counts(counts: Tensor, group: ProcessGroup) -> tuple[list[int], list[int], Tensor]:
+def exchange_counts(
+    experts: Tensor, num_experts: int, group: ProcessGroup
+) -> tuple[list[int], list[int], Tensor]:
     """Exchange the numbers of tokens that ranks send to each other. A collective over the group.
 
     Args:
-        counts: The number of tokens for each expert of each rank of the group, of shape
-            `(ranks, experts per rank)`; int64.
+        experts: The expert of each token to send; int64, of one dim.
+        num_experts: Number of experts of the layer.
         group: The ranks that share the experts.
 
     Returns:
         The number of tokens to send to each rank, to receive from each, and the counts of the latter by
-        expert, of the shape of `counts`.
+        expert, of shape `(ranks, experts per rank)`.
     """
+    counts = torch.bincount(experts, minlength=num_experts).view(group.size(), -1)
     received = torch.empty_like(counts)
     with hang_monitor.collective_scope("all_to_all of experts"):
         dist.all_to_all_single(received, counts, group=group)

@@ -204,10 +204,21 @@ def _patch_communication(recorder: CollectiveRecorder, task: RankTask) -> None:
     collectives = SingleRankCollectives(recorder, task.rank, task.world)
     _set("accel_state.runtime", TorchCollectives=lambda _: collectives)
     operations = fake_operations(recorder, task.world)
+    _set("accel_plugins.parallelism.experts", exchange_counts=_share_experts_evenly)
     _set("accel_ops.pad", pad_across_processes=operations.pop("pad_across_processes"))
     _set("accel_ops.collectives", **operations)
     registry: Any = import_module("accel_plugins.registry")
     registry.load = record_strategies(recorder, registry.load)
+
+
+def _share_experts_evenly(
+    experts: Tensor, num_experts: int, group: Any
+) -> tuple[list[int], list[int], Tensor]:
+    """Replace the exchange of the numbers of tokens, whose experts are not known: all get equally many."""
+    ranks = group.size()
+    per_rank = experts.numel() // ranks
+    send = [experts.numel() - per_rank * (ranks - 1), *[per_rank] * (ranks - 1)]
+    return send, [*send], experts.new_empty(ranks, num_experts // ranks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,6 +34,7 @@ from accel_plugins.megatron.checks import stage_elements
 from accel_plugins.megatron.data import MegatronLMDummyScheduler, with_all_micro_batches
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.strategy import Groups, MegatronRun, MegatronWrapper, batch_sharding, groups_of
+from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.precision import EnginePrecision
 from accel_plugins.sharding import folder as local
 from accel_plugins.sharding.folder import ShardWriter
@@ -215,11 +216,13 @@ def _like(value: Any, full: Any) -> Any:
 def _describe(
     name: str, strategy: Strategy, handlers: Mapping[type, Any], precision: PrecisionPolicy
 ) -> SelectedStrategy:
-    axes: Mapping[str, int] = {}
+    axes: dict[str, int] = {}
     if isinstance(strategy.wrapper, FakeMegatron):
-        axes = strategy.wrapper.groups.axes
+        axes = {**strategy.wrapper.groups.axes}
     elif strategy.mesh is not None:
         axes = dict(zip(strategy.mesh.mesh_dim_names or (), strategy.mesh.shape, strict=True))
+        if (config := handlers.get(ParallelismConfig)) is not None and config.ep_enabled:
+            axes["ep"] = config.ep_size
     offloads = name == "fsdp2" and isinstance(_fsdp_plugin(handlers).cpu_offload, CPUOffloadPolicy)
     counted_as = "" if name in REAL else _COUNTED.get(name, _as_ddp)(handlers)
     return SelectedStrategy(
