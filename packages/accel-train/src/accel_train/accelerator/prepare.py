@@ -627,14 +627,20 @@ def _tiles(bundle: Bundle, request: PrepareRequest) -> Bundle:
     parts = request.parts
     sizes: TilingKwargs = parts.handlers[TilingKwargs]
     wanted = [name for name, size in vars(sizes).items() if size is not None]
-    if request.evaluation or not wanted:
+    models = [
+        model
+        for model in map(without_compiler, bundle.models)
+        # transformers' Trainer has a model for evaluation made of one that is sharded already, and trains it.
+        if not request.evaluation or getattr(model, "is_distributed_loading_by_transformers", False)
+    ]
+    if not models or not wanted:
         return bundle
     if parts.engine is not None:
         raise UnsupportedError(
             f"{sizes!r}: the strategy {parts.strategy.name!r} runs the full training step, and would not see "
             f"{' and '.join(wanted)}. Leave it out."
         )
-    for model in map(without_compiler, bundle.models):
+    for model in models:
         if sizes.mlp_tile_size is not None:
             accel_plugins.tiling.tile_mlps(model, sizes.mlp_tile_size)
         if sizes.loss_chunk_size is not None:

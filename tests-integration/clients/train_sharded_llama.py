@@ -1,0 +1,64 @@
+"""Train a Llama that is sharded when it is loaded, by transformers' Trainer; write losses and weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import SequentialSampler
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
+
+SAMPLES, LENGTH, VOCABULARY, BATCH = 32, 8, 16, 8
+
+
+def make_model() -> LlamaForCausalLM:
+    """Return the model before training."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY))
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    """Return rows of tokens, which are their own labels."""
+    torch.manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (SAMPLES, LENGTH))
+    return [{"input_ids": row, "labels": row} for row in tokens]
+
+
+class InOrder(Trainer):
+    """A Trainer that reads the samples in order, as the plain loop does."""
+
+    def _get_train_sampler(self, *_: object) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+def main(folder: str, ranks_with_data: int, **sizes: Any) -> None:
+    """Train two epochs, then save the weights."""
+    arguments = TrainingArguments(
+        output_dir=folder,
+        num_train_epochs=2,
+        optim="sgd",
+        learning_rate=0.5,
+        per_device_train_batch_size=BATCH // ranks_with_data,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    if arguments.process_index == 0:
+        make_model().save_pretrained(f"{folder}/model")
+    dist.barrier()
+    config = DistributedConfig(**sizes)
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", distributed_config=config)
+    trainer = InOrder(model=model, args=arguments, train_dataset=samples())
+    trainer.train()
+    trainer.save_model(f"{folder}/trained")
+    if trainer.is_world_process_zero():
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        norms = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        home = type(trainer.accelerator).__module__
+        torch.save({"losses": losses, "norms": norms, "home": home}, Path(folder) / "out.pt")
