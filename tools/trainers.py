@@ -67,7 +67,6 @@ class Trainer:
 TRAINERS = {
     "axolotl": Trainer("axolotl==0.19.0", ("axolotl:sft", "axolotl:lora"), two_ranks=("axolotl:sft",)),
     "diffsynth": Trainer("diffsynth==2.1.12", ("diffsynth:train",), two_ranks=("diffsynth:train",)),
-    "gptqmodel": Trainer("gptqmodel==7.7.0", ("gptqmodel:quantize",)),
     "lerobot": Trainer(
         "lerobot==0.4.4", ("lerobot:act", "lerobot:diffusion"), two_ranks=("lerobot:act", "lerobot:diffusion")
     ),
@@ -84,13 +83,7 @@ TRAINERS = {
         "ms-swift==4.6.0", ("ms_swift:sft", "ms_swift:lora", "ms_swift:dpo"), two_ranks=("ms_swift:sft",)
     ),
     "setfit": Trainer("setfit==1.2.0", ("setfit:embed", "setfit:classify"), two_ranks=("setfit:embed",)),
-    "trl": Trainer(
-        "trl[peft]==1.9.0",
-        (
-            *("trl_commands:sft", "trl_commands:lora", "trl_commands:dpo", "trl_commands:reward"),
-            *("trl_commands:kto", "trl_commands:two_processes", "trl_commands:launched"),
-        ),
-    ),
+    "trl": Trainer("trl[peft]==1.9.0", ("trl_commands:sft",)),
 }
 
 
