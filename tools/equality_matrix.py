@@ -31,6 +31,7 @@ from torch.nn.functional import cross_entropy
 from accel import Accelerator, PartialState
 from accel.state import AcceleratorState, GradientState
 from accel.utils import DataLoaderConfiguration
+from accel_plugins import sequence_parallel_loss
 from equality.alone import (
     CLIP,
     FAULTS,
@@ -228,14 +229,16 @@ def _run(cell: Cell, steps: int, known: dict[Any, Any]) -> float | None:
 def trained(accelerator: Any, cell: Cell, rows: Tensor) -> Mapping[str, Tensor]:
     """Train through `Accelerator`; the weights, whole."""
     model, optimizer = fresh(cell.fault)
-    loader = torch.utils.data.DataLoader(rows, batch_size=ROWS)  # pyright: ignore[reportArgumentType] - a tensor is a data set
+    samples: Any = [{"input_ids": row[:-1], "shift_labels": row[1:]} for row in rows]
+    loader = torch.utils.data.DataLoader(samples, batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for batch in loader:
-        inputs, labels = batch[:, :-1].clone(), batch[:, 1:].clone()
-        positions = torch.arange(LENGTH).repeat(len(batch), 1)
+        inputs, labels = batch["input_ids"], batch["shift_labels"]
+        positions = batch.get("position_ids", torch.arange(LENGTH).repeat(len(inputs), 1))
         parts = [inputs, labels, positions]
         with accelerator.accumulate(model), accelerator.maybe_context_parallel(parts, [1, 1, 1], {*parts}):
-            loss = cross_entropy(model(inputs, positions).flatten(0, 1), labels.flatten())
+            loss = cross_entropy(model(inputs, positions).flatten(0, 1), labels.flatten(), reduction="sum")
+            loss = sequence_parallel_loss(loss, labels.numel())
             accelerator.backward(loss * factor(cell.fault, cell.accumulation))
             if cell.clip and accelerator.sync_gradients and cell.fault != "unclipped":
                 accelerator.clip_grad_norm_(model.parameters(), CLIP)

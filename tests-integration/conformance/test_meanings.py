@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from accel_ops.weights.read import load_state_dict
+from accel_plugins import sequence_parallel_loss
 from accel_plugins.kwargs import DataLoaderConfiguration
 from accel_plugins.strategy import Feature
 from accel_state.errors import UnsupportedError
@@ -57,21 +58,24 @@ class Run:
         )
         self.inside, optimizer = made(tied=tied)
         self.right, self.right_optimizer = made(tied=tied)
-        loader = torch.utils.data.DataLoader(batches_of(2), batch_size=ROWS)
+        samples = [{"input_ids": row[:-1], "shift_labels": row[1:]} for row in batches_of(2)]
+        loader = torch.utils.data.DataLoader(samples, batch_size=ROWS)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(self.inside, optimizer, loader)
 
-    def backward(self, batch: torch.Tensor) -> None:
-        inputs, labels = batch[:, :-1].clone(), batch[:, 1:].clone()
-        parts = [inputs, labels, torch.arange(LENGTH).repeat(len(batch), 1)]
+    def backward(self, batch: dict[str, torch.Tensor]) -> None:
+        inputs, labels = batch["input_ids"].clone(), batch["shift_labels"].clone()
+        positions = batch.get("position_ids", torch.arange(LENGTH).repeat(len(inputs), 1))
+        parts = [inputs, labels, positions]
         with self.accelerator.maybe_context_parallel(parts, [1, 1, 1], {*parts}):
-            logits = self.model(inputs, parts[2])
-            self.accelerator.backward(cross_entropy(logits.flatten(0, 1), labels.flatten()))
+            logits = self.model(inputs, positions)
+            loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+            self.accelerator.backward(sequence_parallel_loss(loss, labels.numel()))
 
     def step(self) -> None:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def train(self, batch: torch.Tensor) -> None:
+    def train(self, batch: dict[str, torch.Tensor]) -> None:
         """One step."""
         self.backward(batch)
         self.step()
@@ -183,8 +187,8 @@ def states_and_samples(strategy: str, folder: Path) -> None:
 
         numbers = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(10), batch_size=4))
         seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in numbers])
-        # Of every sequence, each of two processes along `cp` has a part of its own to tell of.
-        assert sorted(seen.tolist()) == sorted([*range(10)] * (2 if strategy == "cp" else 1))
+        # Of every sequence, each of two processes along `cp` or `sp` has a part of its own to tell of.
+        assert sorted(seen.tolist()) == sorted([*range(10)] * (2 if strategy in {"cp", "sp"} else 1))
 
         accelerator.register_for_checkpointing(counter)
         batches = [*run.loader]

@@ -317,6 +317,10 @@ def test_evaluation_and_generation_see_full_sequences_and_all_is_restored():
         model.train()
         with pytest.raises(SettingsError, match="does not shard their sequences"):
             model(**batch)
+    assert accelerator.deepspeed_ulysses_dl_adapter(full_loader, model) is full_loader
+    assert next(iter(full_loader))["input_ids"].shape == (2, LENGTH // 2)
+    with pytest.raises(SettingsError, match="list is not prepared, and adapting it needs DeepSpeed"):
+        accelerator.deepspeed_ulysses_dl_adapter([], model)
     other = MISTRAL().eval()  # of the same family, and not prepared
     torch.testing.assert_close(
         other(**full, use_cache=False).loss, alone(**full, use_cache=False).loss, rtol=0, atol=0
@@ -326,8 +330,16 @@ def test_evaluation_and_generation_see_full_sequences_and_all_is_restored():
     assert modeling_mistral.create_sliding_window_causal_mask is create
 
 
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+@distributed(world_size=2)
+def test_a_second_run_in_a_process_exchanges_heads_once():
+    core = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    first = accelerate(2)
+    model = first.prepare(make_llama())
+    check("grouped heads", "plain", sp=2)
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not core, "the first run still has a model"
+    first.free_memory()
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is core
+    del model
 
 
 @distributed(world_size=2)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from accel_plugins import sequence_parallel_attention
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -31,7 +33,9 @@ class Block(nn.Module):
         # as many heads as there are here: tensor parallelism gives each rank some of them
         inner = (self.query, self.key, self.value)
         heads = [part(normed).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for part in inner]
-        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        # looked up here: context parallelism replaces it, and sequence parallelism exchanges heads
+        attention = sequence_parallel_attention(functional.scaled_dot_product_attention)
+        mixed = attention(*heads, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         return x + self.down(functional.gelu(self.up(self.network_norm(x))))
 

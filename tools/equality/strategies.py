@@ -161,6 +161,12 @@ STRATEGIES: Mapping[str, Row] = {
         sharing=2,
         bound=0.01,
     ),
+    "sp": Row(
+        arguments=lambda cell: fsdp(2) | axes(sp_size=2, dp_shard_size=cell.world_size // 2),
+        bf16=SMALL_WEIGHTS,
+        sharing=2,
+        bound=0.01,
+    ),
     "ddp+fp8": Row(arguments=lambda _: fp8("rowwise"), bf16=AUTOCAST, bound=0.01, recipe="rowwise"),
     "fsdp2+fp8": Row(
         arguments=lambda _: fsdp(2) | fp8("rowwise"), bf16=SMALL_WEIGHTS, bound=0.05, recipe="rowwise"
@@ -170,4 +176,4 @@ STRATEGIES: Mapping[str, Row] = {
     "zero2": Row(arguments=zero(2), bf16=ENGINE_FROM_2, bound=0.01),
     "zero3": Row(arguments=zero(3), bf16=ENGINE_FROM_2, bound=0.01),
 }
-"""By name. `cp` shards sequences across two ranks; further ranks shard the model."""
+"""By name. `cp` and `sp` shard sequences across two ranks; further ranks shard the model."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_plugins.parallelism.attention import check_layers, text_config
-from accel_state import hang_monitor
+from accel_state import hang_monitor, torch_private
 from accel_state.accelerator_state import GradientState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -161,10 +161,10 @@ class Ulysses:
         self._setting = f"ParallelismConfig(sp_size={self.size})"
         self._tensor_size = tensor_size
         self._has_attended = False
+        self._is_inside = False  # whether the forward pass of a prepared model is running
         self._counts = False  # whether the loss of a model is divided by our number of tokens
         self._models: WeakSet[nn.Module] = WeakSet()
         self._configs: dict[int, Any] = {}  # by id, since configurations are compared by value
-        self._patches: list[tuple[Any, str, Any]] = []
 
     def attend(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], heads: tuple[Tensor, ...], sequence: int
@@ -213,6 +213,11 @@ class Ulysses:
         with hang_monitor.collective_scope("all_gather of masks"):
             dist.all_gather(parts, shard.detach().contiguous(), group=self.group)
         return torch.cat(parts, dim=dim)
+
+    @property
+    def computes(self) -> bool:
+        """Whether a prepared model computes at present, or recomputes in a backward pass."""
+        return self._is_inside or torch_private.is_in_backward()
 
     def knows(self, config: object) -> bool:
         """Return whether a configuration is that of a prepared model."""
@@ -284,40 +289,24 @@ class Ulysses:
             config: Any = getattr(module, "config", None)
             if hasattr(config, "_attn_implementation"):
                 self._configs[id(config)] = config
-                self._patch(_source_of(module), config._attn_implementation)
+                _patch(_source_of(module), config._attn_implementation)
                 _attending[module] = self
         takes = frozenset(inspect.signature(model.forward).parameters)
         computes_loss = any("loss_function" in _source_names(module) for module in model.modules())
         model.register_forward_pre_hook(partial(self._before, takes, computes_loss), with_kwargs=True)
         model.register_forward_hook(self._after, with_kwargs=True)
+        model.register_forward_hook(self._leave, always_call=True)
 
     def release(self) -> None:
-        """Restore the attention and the masks of transformers."""
-        for owner, name, original in reversed(self._patches):
-            if isinstance(owner, ModuleType):
-                setattr(owner, name, original)
-            elif original is None:
-                del owner[name]
-            else:
-                owner[name] = original
-        self._patches.clear()
+        """Forget the models; restore attention and masks of transformers where no run has others."""
+        for module in [module for module, ulysses in _attending.items() if ulysses is self]:
+            del _attending[module]
         self._models.clear()
         self._configs.clear()
-        _attending.clear()
-        _current.clear()
-
-    def _patch(self, source: ModuleType, implementation: str) -> None:
-        """Replace attention and masks, in effect for prepared models, in a source file."""
-        functions = vars(source).get("ALL_ATTENTION_FUNCTIONS")
-        is_known = any(owner is functions and name == implementation for owner, name, _ in self._patches)
-        if functions is not None and not is_known:
-            self._patches.append((functions, implementation, functions._local_mapping.get(implementation)))
-            functions[implementation] = _routed(implementation, functions.get(implementation))
-        masks = importlib.import_module("transformers.masking_utils")
-        for name, create in [*vars(source).items()]:
-            if name.startswith("create_") and vars(masks).get(name) is create and source is not masks:
-                self._patches.append((source, name, create))
-                setattr(source, name, _with_full_sequences(create))
+        if _current == [self]:
+            _current.clear()
+        if not _attending:
+            _restore()
 
     def _before(
         self,
@@ -328,6 +317,7 @@ class Ulysses:
         kwargs: dict[str, Any],
     ) -> Any:
         """Find out whether the batch has shards; complete what a model of transformers gets."""
+        self._is_inside = True
         self.is_sharded = _has_shards(model, kwargs)
         self._has_attended = self._counts = False
         if not self.is_sharded or text_config(model) is None:
@@ -352,6 +342,9 @@ class Ulysses:
             if self._counts:
                 kwargs["num_items_in_batch"] = self._items((labels != _IGNORED).sum())
         return args, kwargs
+
+    def _leave(self, *_: Any) -> None:
+        self._is_inside = False
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Refuse a model that has attended to shards, and make its loss the mean over all shards."""
@@ -404,7 +397,7 @@ def sequence_parallel_attention(attention: Callable[..., Tensor]) -> Callable[..
     @wraps(attention)
     def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         ulysses = _with_shards()
-        if ulysses is None:
+        if ulysses is None or not ulysses.computes:
             return attention(query, key, value, *args, **kwargs)
         return ulysses.attend(lambda *heads: attention(*heads, *args, **kwargs), (query, key, value), 2)
 
@@ -426,7 +419,7 @@ def gather_sequence(shard: Tensor, dim: int = 1) -> Tensor:
         torch.Size([2, 3])
     """
     ulysses = _with_shards()
-    return shard if ulysses is None else ulysses.gather(shard, dim)
+    return shard if ulysses is None or not ulysses.computes else ulysses.gather(shard, dim)
 
 
 def sequence_parallel_loss(loss: Tensor, num_items: Tensor | int) -> Tensor:
@@ -471,6 +464,36 @@ def _has_shards(model: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 
 # transformers
+
+
+_patches: list[tuple[Any, str, Any]] = []
+"""What is replaced in transformers: the source file or table, the name, and the original."""
+
+
+def _patch(source: ModuleType, implementation: str) -> None:
+    """Replace attention and masks, in effect for prepared models, in a source file."""
+    functions = vars(source).get("ALL_ATTENTION_FUNCTIONS")
+    is_known = any(owner is functions and name == implementation for owner, name, _ in _patches)
+    if functions is not None and not is_known:
+        _patches.append((functions, implementation, functions._local_mapping.get(implementation)))
+        functions[implementation] = _routed(implementation, functions.get(implementation))
+    masks = importlib.import_module("transformers.masking_utils")
+    for name, create in [*vars(source).items()]:
+        if name.startswith("create_") and vars(masks).get(name) is create and source is not masks:
+            _patches.append((source, name, create))
+            setattr(source, name, _with_full_sequences(create))
+
+
+def _restore() -> None:
+    """Put the originals back."""
+    for owner, name, original in reversed(_patches):
+        if isinstance(owner, ModuleType):
+            setattr(owner, name, original)
+        elif original is None:
+            del owner[name]
+        else:
+            owner[name] = original
+    _patches.clear()
 
 
 def _routed(implementation: str, core: Callable[..., Any] | None) -> Callable[..., Any]:

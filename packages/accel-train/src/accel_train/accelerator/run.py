@@ -271,13 +271,13 @@ class ParallelFacet(Facet):
         return split(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Let a loader shard the sequences of its batches under DeepSpeed's Ulysses.
+        """Let a loader shard the sequences of its batches under Ulysses.
 
         `prepare` does so for loaders that are passed together with the model.
 
         Args:
-            dl: A prepared loader, which is changed and returned. Any other iterable of dictionaries of
-                tensors, of which every process has its own, is read through DeepSpeed's
+            dl: A prepared loader, which is changed and returned. Under DeepSpeed, any other iterable of
+                dictionaries of tensors, of which every process has its own, is read through its
                 `UlyssesSPDataLoaderAdapter`: the batches of sequence-parallel ranks are used one after the
                 other.
             model: The prepared model.
@@ -286,7 +286,7 @@ class ParallelFacet(Facet):
             A loader of this rank's shards; `dl` itself in other runs.
 
         Raises:
-            SettingsError: The model is not prepared.
+            SettingsError: The model is not prepared, or without DeepSpeed the loader.
         """
         parts = self._parts
         shard_sequences = parts.strategy.shard_sequences
@@ -300,6 +300,11 @@ class ParallelFacet(Facet):
         if isinstance(dl, PreparedLoader):
             dl.shard_sequences = shard_sequences
             return dl
+        if parts.strategy.fsdp_version is not None:
+            raise SettingsError(
+                f"deepspeed_ulysses_dl_adapter(): {type(dl).__name__} is not prepared, and adapting it needs "
+                "DeepSpeed; pass it to prepare() first."
+            )
         mesh: Any = parts.strategy.mesh
         sequences = mesh["sp"]
         adapter = ds_module("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter
