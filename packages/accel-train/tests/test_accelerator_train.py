@@ -466,3 +466,26 @@ def test_arguments_of_another_type_end_in_a_sentence():
         accelerator.clip_grad_value_(3, 1.0)
     with pytest.raises(TypeError, match=r"autocast\(True\): expected AutocastKwargs"):
         accelerator.autocast(True)
+
+
+def test_what_is_assigned_to_states_and_what_is_prepared_has_an_effect():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(4.0), batch_size=2))
+    loader.batch_sampler.sampler = [3, 2, 1, 0]
+    assert [batch.tolist() for batch in loader] == [[3.0, 2.0], [1.0, 0.0]]
+    state = accelerator.gradient_state
+    state.dataloader_references = [None, loader]
+    assert state.active_dataloader is loader
+    state.dataloader_references = [None]
+    assert not state.in_dataloader
+    assert state._dataloader_references_ref == [None]
+    state._is_xla_gradients_synced = True
+    assert state.is_xla_gradients_synced
+    state.is_xla_gradients_synced = False
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer._switch_parameters({model.weight: other.weight})
+    assert optimizer.param_groups[0]["params"] == [other.weight, model.bias]
+    accelerator.state._check_initialized("no", cpu=True)
+    with pytest.raises(ValueError, match="bf16"):
+        accelerator.state._check_initialized("bf16")

@@ -133,12 +133,21 @@ class AlignDevicesHook(ModelHook):
         self.only = only
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        self.param_original_devices: dict[str, torch.device] = {}  # empty, as in Accelerate
+        self.buffer_original_devices: dict[str, torch.device] = {}
         self.slots: list[OffloadedTensor] = []
         self.block: OffloadedBlock | None = None
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def _maybe_get_fp16_statistics(self, name: str, value: Tensor) -> Tensor | None:
+        """Return the scales of an 8-bit weight of bitsandbytes that are offloaded beside it."""
+        scales = name.replace("weight", "SCB")
+        if "weight" not in name or value.dtype != torch.int8 or scales not in (self.weights_map or ()):
+            return None
+        return self.weights_map[scales]  # pyright: ignore[reportOptionalSubscript] - it has the scales
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the weights to the execution device, or replace them by meta tensors when offloading."""

@@ -630,24 +630,31 @@ class ProfileKwargs(KwargsHandler):
         expect(self, "activities", "a list of names, or None", lambda value: not isinstance(value, str))
         refuse_ineffective(self)
 
+    def _get_profiler_activity(self, activity: ActivityName) -> ProfilerActivity:
+        """Return torch's member for the name of an activity.
+
+        Raises:
+            SettingsError: This build of torch does not record it.
+        """
+        supported = torch.profiler.supported_activities()
+        members = {
+            label.lower(): member
+            for label, member in ProfilerActivity.__members__.items()
+            if member in supported
+        }
+        if activity not in members:
+            raise SettingsError(
+                f"ProfileKwargs(activities=[{activity!r}]): this build of torch records {sorted(members)}."
+            )
+        return members[activity]
+
     def build(self) -> torch.profiler.profile:
         """Make the profiler.
 
         Raises:
             SettingsError: An activity is not supported, or `schedule_option` lacks or misspells an argument.
         """
-        supported = torch.profiler.supported_activities()
-        members = {
-            label.lower(): activity
-            for label, activity in ProfilerActivity.__members__.items()
-            if activity in supported
-        }
-        for name in self.activities or ():
-            if name not in members:
-                raise SettingsError(
-                    f"ProfileKwargs(activities=[{name!r}]): this build of torch records {sorted(members)}."
-                )
-        schedule = None
+        names, schedule = self.activities, None
         if self.schedule_option is not None:
             accepted = inspect.signature(torch.profiler.schedule)
             try:
@@ -660,7 +667,7 @@ class ProfileKwargs(KwargsHandler):
             schedule = torch.profiler.schedule(**self.schedule_option)
         flags = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
         return torch.profiler.profile(
-            activities=None if self.activities is None else [members[name] for name in self.activities],
+            activities=None if names is None else [*map(self._get_profiler_activity, names)],
             schedule=schedule,
             on_trace_ready=self.on_trace_ready,
             **{name: getattr(self, name) for name in flags},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 
@@ -102,8 +102,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def accelerator_state(self) -> AcceleratorState:
-        """The state of this process."""
-        return AcceleratorState()
+        """The state of this process, unless another one was assigned."""
+        return vars(self).get("_accelerator_state") or AcceleratorState()
+
+    @accelerator_state.setter
+    def accelerator_state(self, state: AcceleratorState) -> None:
+        self._accelerator_state = state
+
+    def _switch_parameters(self, parameters_map: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Replace parameters in the groups; those that the mapping lacks stay."""
+        for group in self.optimizer.param_groups:
+            group["params"] = [parameters_map.get(parameter, parameter) for parameter in group["params"]]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step the wrapped optimizer if gradients are synchronised now.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, get_args
 
 from accel_state import environ
@@ -55,6 +55,10 @@ class AcceleratorState(SharedState):
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
+    _known_attrs: ClassVar[list[str]] = [
+        *PartialState._known_attrs,  # pyright: ignore[reportPrivateUsage] - of this package
+        *("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "dynamo_plugin"),
+    ]
 
     deepspeed_plugins: Mapping[str, Any] | None
     fsdp_plugin: Any
@@ -92,11 +96,7 @@ class AcceleratorState(SharedState):
             return
         wanted = known if known and mixed_precision is None else _precision(mixed_precision, partial)
         if known is not None and not _from_accelerator:
-            if wanted != known:
-                raise SettingsError(
-                    f"mixed_precision={mixed_precision!r} was asked for, but this process uses {known!r} "
-                    "already. Pass it to `Accelerator(mixed_precision=...)`, which may change it."
-                )
+            self._check_initialized(wanted)
             _refuse_changes(self.__dict__, plugins)
             return
         active = self.__dict__.get("deepspeed_plugins")
@@ -118,6 +118,23 @@ class AcceleratorState(SharedState):
         if not self._shared_state:
             return "AcceleratorState(reset)"
         return f"{PartialState()!r}\nMixed precision type: {self.mixed_precision}\n"
+
+    def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
+        """Check that a precision and device are those in use.
+
+        Raises:
+            SettingsError: The state is initialised with others.
+        """
+        known = self.__dict__.get("_mixed_precision")
+        if known is None:
+            return
+        if mixed_precision not in (None, known):
+            raise SettingsError(
+                f"mixed_precision={mixed_precision!r} was asked for, but this process uses {known!r} "
+                "already. Pass it to `Accelerator(mixed_precision=...)`, which may change it."
+            )
+        if cpu:
+            PartialState(cpu)
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
@@ -372,6 +389,23 @@ class GradientState:
     def dataloader_references(self) -> list[Any]:
         """The loaders that are being iterated over, outermost first, after a `None` for "outside of all"."""
         return [None, *(reference() for reference in self._loaders)]
+
+    @dataloader_references.setter
+    def dataloader_references(self, references: Iterable[Any]) -> None:
+        loaders = [loader for loader in references if loader is not None]
+        self._loaders = [weakref.ref(loader, self._remove) for loader in loaders]
+
+    @property
+    def _dataloader_references_ref(self) -> list[weakref.ref[Any] | None]:
+        return [None, *self._loaders]  # Accelerate's name
+
+    @property
+    def _is_xla_gradients_synced(self) -> bool:
+        return self.is_xla_gradients_synced  # Accelerate's name
+
+    @_is_xla_gradients_synced.setter
+    def _is_xla_gradients_synced(self, is_synced: bool) -> None:
+        self.is_xla_gradients_synced = is_synced
 
     @property
     def in_dataloader(self) -> bool:

@@ -80,6 +80,11 @@ class RankMethods:
         """Run a block on the first process of each node first, then on the other ranks."""
         return goes_first(self.is_local_main_process, self.wait_for_everyone)
 
+    def _goes_first(self, is_main: bool) -> Generator[None]:
+        """Yield on the ranks that say so first, then on the others; Accelerate's name of `goes_first`."""
+        with goes_first(is_main, self.wait_for_everyone):
+            yield
+
     @overload
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
     @overload
@@ -307,6 +312,11 @@ class SharedState(RankMethods):
     """Base of `PartialState` and `AcceleratorState`: attributes that all instances share."""
 
     _shared_state: ClassVar[dict[str, Any]]
+    _known_attrs: ClassVar[list[str]] = [
+        *("_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type"),
+        *("fork_launched", "local_process_index", "num_processes", "process_index"),
+    ]
+    """The attributes that all instances share, as Accelerate lists them."""
 
     device: torch.device
     distributed_type: DistributedType

@@ -445,7 +445,7 @@ class LocalSGD:
         """Average the models, unless an error ends the context, and synchronise gradients again."""
         self._stack.close()
         if self.enabled and kind is None:
-            self._average()
+            self._sync_and_avg_model_params()
 
     def step(self) -> None:
         """Count an optimizer step, and average the models if it is time to.
@@ -457,8 +457,8 @@ class LocalSGD:
             return
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
-            self._average()
+            self._sync_and_avg_model_params()
 
-    def _average(self) -> None:
+    def _sync_and_avg_model_params(self) -> None:
         trained = [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
         foreach_copy_(trained, collectives.reduce(trained, "mean"))

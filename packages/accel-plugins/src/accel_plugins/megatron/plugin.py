@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_plugins.kwargs import EFFECTS, find_ineffective, is_count, resolve_fields
 from accel_plugins.megatron.arguments import (
@@ -155,6 +155,7 @@ class MegatronLMPlugin:
         (2, 'selective', 1.0)
     """
 
+    DDP_impl: ClassVar[str] = "torch"
     tp_degree: int | None = None
     pp_degree: int | None = None
     use_custom_fsdp: bool | None = None

@@ -281,6 +281,11 @@ class ParallelismConfig:
     def _sizes(self) -> dict[str, int]:
         return self.sizes  # Accelerate's name
 
+    @_sizes.setter
+    def _sizes(self, sizes: Mapping[str, int]) -> None:
+        for axis, size in sizes.items():
+            self._set_size(axis, size)
+
     @property
     def total_size(self) -> int:
         """World size that the axes need."""

@@ -38,7 +38,13 @@ from accel_train.data.reading import (
     state_before_first_pass,
     with_sampler_state,
 )
-from accel_train.data.samplers import OrderState, innermost_sampler, record_source, restore_source
+from accel_train.data.samplers import (
+    OrderState,
+    innermost_sampler,
+    record_source,
+    replace_sampler,
+    restore_source,
+)
 from accel_train.data.shards import (
     BatchSamplerShard,
     BatchWithMeta,
@@ -548,12 +554,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         Raises:
             ValueError: The loader has a batch sampler of its own, without a sampler below.
         """
-        above: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
-        while (below := getattr(above, "batch_sampler", None)) is not None:
-            above = below
-        if getattr(above, "sampler", None) is None:
-            raise ValueError(f"{above!r} has no sampler that could be replaced by {sampler!r}.")
-        above.sampler = sampler
+        replace_sampler(self.sampler if self.batch_sampler is None else self.batch_sampler, sampler)
 
     def skipping(self, batches: int) -> Self:
         """Return a copy of this loader whose next pass begins later in the epoch.

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,16 @@ from torch import Tensor
 from accel_ops.tree import children, ignorant_find_batch_size, rebuild
 from accel_state.collectives import Collectives
 from accel_state.frozen import frozen
+from accel_state.partial_state import PartialState
 from accel_state.runtime import current_or_single
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.loader import batch_transfer
 from accel_train.data.reading import EpochPass, Position, StartCopy, prefetch_batches, with_copies_started
 from accel_train.data.scatter import Receiver, Sender
 from accel_train.data.shards import BatchWithMeta
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 SliceFn = Callable[..., Any]
 
@@ -120,6 +124,30 @@ class DataLoaderDispatcher(PreparedLoader):
             slice_fn=self.slice_fn,
             multiple=self.micro_batches,
         )
+
+    @property
+    def submesh_dp(self) -> DeviceMesh | None:
+        """The axis `dp` of the device mesh; `None` if it has none."""
+        return self._submesh("dp")
+
+    @property
+    def submesh_fsdp(self) -> DeviceMesh | None:
+        """The axis `fsdp` of the device mesh; `None` if it has none."""
+        return self._submesh("fsdp")
+
+    @property
+    def submesh_tp(self) -> DeviceMesh | None:
+        """The axis `tp` of the device mesh; `None` if it has none."""
+        return self._submesh("tp")
+
+    def _submesh(self, axis: str) -> DeviceMesh | None:
+        mesh = self.torch_device_mesh
+        return mesh[axis] if mesh is not None and axis in (mesh.mesh_dim_names or ()) else None
+
+    @property
+    def state(self) -> PartialState:
+        """The state of this process."""
+        return PartialState()
 
     def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield the batches of this rank."""

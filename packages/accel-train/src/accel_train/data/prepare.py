@@ -17,7 +17,7 @@ from accel_train.data.adapter import PreparedLoader
 from accel_train.data.dispatcher import DataLoaderDispatcher, SliceFn, shard_of_ranks
 from accel_train.data.loader import DataLoaderShard, warn_of_padding
 from accel_train.data.reading import INDEXING, index_source, is_stateful, loader_options
-from accel_train.data.samplers import SharedOrder, innermost_sampler, sync_shuffle
+from accel_train.data.samplers import SharedOrder, innermost_sampler, replace_sampler, sync_shuffle
 from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard, is_sharded_already
 
 logger = logging.getLogger(__name__)
@@ -394,6 +394,10 @@ class SkipBatchSampler(BatchSampler):
     def sampler(self) -> Any:
         """The sampler below."""
         return getattr(self.batch_sampler, "sampler", None)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - torch's is an attribute
+        replace_sampler(self.batch_sampler, sampler)
 
     @property
     def total_length(self) -> int:

@@ -143,6 +143,19 @@ def innermost_sampler(sampler: object) -> object:
     return sampler
 
 
+def replace_sampler(batch_sampler: Any, sampler: Any) -> None:
+    """Replace the sampler of indices below any number of batch samplers.
+
+    Raises:
+        ValueError: There is none.
+    """
+    while (below := getattr(batch_sampler, "batch_sampler", None)) is not None:
+        batch_sampler = below
+    if getattr(batch_sampler, "sampler", None) is None:
+        raise ValueError(f"{batch_sampler!r} has no sampler that could be replaced by {sampler!r}.")
+    batch_sampler.sampler = sampler
+
+
 def is_plain_batch_sampler(batch_sampler: object) -> bool:
     """Return whether batches are consecutive indices of a sampler, which can be cut anywhere."""
     return isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__

@@ -23,6 +23,7 @@ from accel_train.data.samplers import (
     is_plain_batch_sampler,
     known_order,
     record_order,
+    replace_sampler,
     replay_order,
 )
 
@@ -245,6 +246,10 @@ class BatchSamplerShard(BatchSampler):
     def sampler(self) -> Any:
         """The sampler of indices below."""
         return innermost_sampler(self.batch_sampler)
+
+    @sampler.setter
+    def sampler(self, sampler: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride] - torch's is an attribute
+        replace_sampler(self.batch_sampler, sampler)
 
     @property
     def total_length(self) -> int:
