@@ -9,6 +9,7 @@ from accel_cli.commands import config
 from accel_cli.commands.config import REMOVED, RESHARD, UNCHANGED, to_fsdp2
 from accel_cli.config_file import format_config, read_config, write
 from accel_cli.main import main
+from accel_cli.programs import convert_config_to_fsdp2
 from accel_state.errors import SettingsError
 from accel_state.settings import merge_layers
 
@@ -66,13 +67,23 @@ def test_a_hybrid_strategy_is_refused_with_the_key_of_its_replicas():
         (fsdp_content(fsdp_sharding_strategy="NO_SHARD"), ["NO_SHARD", "MULTI_GPU"]),
         (fsdp_content(fsdp_sharding_strategy=3), ["3", "MULTI_GPU"]),
         (fsdp_content(fsdp_sharding_strategy="sideways"), ["'sideways'", "FULL_SHARD"]),
-        (fsdp_content(fsdp_colour="red"), ["fsdp_colour"]),
     ],
 )
 def test_what_cannot_be_rewritten_is_reported(old, parts):
     with pytest.raises(SettingsError) as caught:
         to_fsdp2(old)
     assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_an_unknown_key_is_kept_and_noted():
+    converted = to_fsdp2(fsdp_content(fsdp_colour="red"))
+    assert converted.config["fsdp_config"]["fsdp_colour"] == "red"
+    assert "fsdp_config.fsdp_colour is unknown, and was kept." in converted.notes
+
+
+@pytest.mark.parametrize("config", [{}, fsdp_content(fsdp_version=2)])
+def test_the_function_returns_what_needs_no_rewriting_as_it_is(config):
+    assert convert_config_to_fsdp2(config) == config
 
 
 def test_the_command_writes_a_new_file_and_never_over_another_one_unasked(tmp_path, capsys):

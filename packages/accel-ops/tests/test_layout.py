@@ -40,7 +40,7 @@ def test_a_size_is_read_with_its_unit(text, size):
     assert convert_file_size_to_int(text) == size
 
 
-@pytest.mark.parametrize("size", [float("inf"), float("nan")])
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), [1]])
 def test_a_number_that_is_no_size_is_refused(size):
     with pytest.raises(SettingsError, match="is not a size"):
         convert_file_size_to_int(size)

@@ -6,6 +6,7 @@ import json
 import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,13 +14,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed import device_mesh as torch_mesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_plugins import ddp, unsharded
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.parallelism.attention import partial_layers
+from accel_plugins.parallelism.attention import check_recurrent_layers, partial_layers
 from accel_plugins.parallelism.config import (
     AXES,
     DeepSpeedSequenceParallelConfig,
@@ -31,6 +33,7 @@ from accel_plugins.parallelism.config import (
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel, get_model_tp_size, plan_of
 from accel_plugins.registry import choose
+from accel_state import torch_private
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
@@ -85,7 +88,6 @@ def test_sizes_come_from_the_environment():
         ({"tp_size": 0}, r"tp_size=0\): expected a whole number"),
         ({"dp_shard_size": True}, "dp_shard_size=True"),
         ({"cp_size": 2, "sp_size": 2}, "cannot be combined"),
-        ({"cp_handler": TorchContextParallelConfig()}, "has no effect with cp_size=1"),
         ({"tp_size": 2, "tp_handler": "fast"}, "expected a TorchTensorParallelConfig"),
         ({"cp_size": 2, "cp_backend": "ring"}, "cp_backend='ring'"),
         ({"ep_size": 0}, r"ep_size=0\): expected a whole number"),
@@ -108,6 +110,36 @@ def test_experts_share_ranks_that_other_axes_have():
     with patch_environment(PARALLELISM_CONFIG_DP_SHARD_SIZE="2", PARALLELISM_CONFIG_EP_SIZE="2"):
         assert ParallelismConfig().ep_size == 2
     assert not ParallelismConfig().ep_enabled
+
+
+def test_a_script_may_give_the_options_of_an_axis_whatever_its_size():
+    handler = TorchContextParallelConfig("alltoall")
+    assert ParallelismConfig(cp_size=1, cp_handler=handler).cp_handler is handler
+
+
+def test_a_mesh_of_one_axis_has_the_flattened_axes_too(monkeypatch: pytest.MonkeyPatch):
+    names: list[str] = []
+    monkeypatch.setattr(torch_private, "flatten_mesh", lambda mesh, name: names.append(name))
+    monkeypatch.setattr(torch_mesh, "init_device_mesh", lambda *_, **__: mock.MagicMock(device_type="cpu"))
+    ParallelismConfig(dp_shard_size=3).build_device_mesh("cpu")
+    assert names == ["dp", "dp_shard_cp", "dp_cp"]
+
+
+def test_recurrent_layers_are_refused_by_the_configuration_alone():
+    config = SimpleNamespace(layer_types=["full_attention", "linear_attention"])
+    with pytest.raises(ValueError, match=r"layers of type \['linear_attention'\] \(model SimpleNamespace\)"):
+        check_recurrent_layers(SimpleNamespace(config=config))  # pyright: ignore[reportArgumentType]
+    config.layer_types = ["full_attention", "sliding_attention"]
+    check_recurrent_layers(SimpleNamespace(config=config))  # pyright: ignore[reportArgumentType]
+    check_recurrent_layers(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("at_load", [{"tp_size": 2}, SimpleNamespace(tp_size=2)])
+def test_the_tensor_parallel_size_is_that_of_loading(at_load: Any):
+    model = nn.Linear(1, 1)
+    assert get_model_tp_size(model) is None
+    model.config = SimpleNamespace(distributed_config=at_load)  # pyright: ignore[reportAttributeAccessIssue]
+    assert get_model_tp_size(model) == 2
 
 
 def test_a_mesh_needs_a_type_of_device():

@@ -66,7 +66,7 @@ def test_an_attribute_asked_for_after_a_reset_says_why_it_is_gone():
     PartialState._reset_state()
     assert not state.initialized
     with pytest.raises(
-        AttributeError, match=r"'PartialState' object has no attribute 'device'.*_reset_state"
+        AttributeError, match=r"`PartialState` object has no attribute `device`.*_reset_state"
     ):
         _ = state.device
 

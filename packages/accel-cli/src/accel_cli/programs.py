@@ -274,15 +274,18 @@ tpu_command_parser, tpu_command_launcher = _make_functions("tpu-config")
 
 
 def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrite the keys of a config file for FSDP as those for FSDP2.
+    """Rewrite the keys of a config file for FSDP as those for FSDP2; another config is returned as it is.
 
     Raises:
-        SettingsError: FSDP2 has no equivalent of a key or value.
+        SettingsError: FSDP2 has no equivalent of a value.
 
     Example:
         >>> convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}})
         {'fsdp_config': {'fsdp_version': 2, 'fsdp_reshard_after_forward': False}}
     """
+    fsdp = config.get("fsdp_config")
+    if not isinstance(fsdp, dict) or str(fsdp.get("fsdp_version", 1)) == "2":
+        return dict(config)
     return dict(to_fsdp2(config).config)
 
 

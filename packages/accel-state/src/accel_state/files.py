@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import re
+import reprlib
 import stat
 import sys
 from collections.abc import Callable, Mapping
@@ -137,6 +138,9 @@ def _open_without_blocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
 
 
+_LONGEST_NAME = 255
+"""Bytes; of Linux, macOS and Windows."""
+
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, as Path drops the other; "C:/" is a drive
 
 
@@ -148,7 +152,7 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
         argument: Where it came from, for the message.
 
     Raises:
-        SettingsError: It has a scheme, such as `"s3://bucket/run"`.
+        SettingsError: It has a scheme, such as `"s3://bucket/run"`, or a name that is too long.
 
     Example:
         >>> local_path("runs/7", "project_dir").name
@@ -160,6 +164,10 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
         raise SettingsError(
             f"{argument}={text!r}: paths with the scheme {scheme[1]!r} are not supported yet; give a local "
             "folder, such as one on which the remote file system is mounted."
+        )
+    if any(len(os.fsencode(part)) > _LONGEST_NAME for part in Path(text).parts):
+        raise SettingsError(
+            f"{argument}={reprlib.repr(text)}: a name in a path has at most {_LONGEST_NAME} bytes."
         )
     return Path(path).expanduser()
 

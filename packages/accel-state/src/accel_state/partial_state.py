@@ -330,10 +330,11 @@ class SharedState(RankMethods):
     def __getattr__(self, name: str) -> Any:
         kind = type(self).__name__
         message = f"{kind!r} object has no attribute {name!r}"  # Programs look for these words of Python.
-        if not name.startswith("__") and not self._shared_state:
-            message += (
-                f". This happens if `{kind}._reset_state()` was called and no `{kind}()` or `Accelerator()` "
-                "was made since."
+        is_known = name in SharedState.__annotations__ or name.endswith("_plugin")
+        if is_known and not self._shared_state:
+            message = (
+                f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was "
+                "called and an `Accelerator` or `PartialState` was not reinitialized."
             )
         raise AttributeError(message, name=name, obj=self)
 

@@ -8,7 +8,6 @@ NAMES = {
     },
     "accel.accelerator": {
         "annotations": "__future__",
-        "_refuse_recurrent_layers_under_sequence_parallelism": "absent: It is a check of Accelerate's own prepare().",
         "has_offloaded_params": "accel_bigmodel.align",
         "gather gather_object reduce": "accel_ops.collectives",
         "compile_regions compile_regions_deepspeed compile_regions_fsdp2 extract_model_from_parallel get_pretty_name is_compiled_module model_has_dtensor": "accel_ops.modules",
@@ -26,6 +25,7 @@ NAMES = {
         "AutocastKwargs DataLoaderConfiguration GradScalerKwargs GradientAccumulationPlugin InitProcessGroupKwargs KwargsHandler ProfileKwargs ProjectConfiguration TorchDynamoPlugin": "accel_plugins.kwargs",
         "MegatronLMPlugin": "accel_plugins.megatron.plugin",
         "AcceleratedOptimizer AcceleratedScheduler": "accel_plugins.optimizer",
+        "_refuse_recurrent_layers_under_sequence_parallelism": "accel_plugins.parallelism.attention:check_recurrent_layers",
         "ParallelismConfig TorchTensorParallelPlugin": "accel_plugins.parallelism.config",
         "_attach_context_parallel_hooks": "accel_plugins.parallelism.context:attach_mask_hooks",
         "get_model_tp_size": "accel_plugins.parallelism.tensor",
@@ -67,7 +67,6 @@ NAMES = {
         "warnings": "warnings:",
     },
     "accel.big_modeling": {
-        "_refuse_recurrent_layers_under_sequence_parallelism": "absent: It is a check of Accelerate's own prepare().",
         "AlignDevicesHook attach_align_device_hook attach_align_device_hook_on_blocks": "accel_bigmodel.align",
         "logger": "accel_bigmodel.dispatch:_log",
         "CpuOffload LayerwiseCastingHook UserCpuOffloadHook add_hook_to_module": "accel_bigmodel.hooks",
@@ -76,6 +75,7 @@ NAMES = {
         "OffloadedWeightsLoader extract_submodules_state_dict offload_state_dict": "accel_bigmodel.offload",
         "recursive_getattr": "accel_ops.modules",
         "find_tied_parameters retie_parameters": "accel_ops.weights.tensors",
+        "_refuse_recurrent_layers_under_sequence_parallelism": "accel_plugins.parallelism.attention:check_recurrent_layers",
         "_attach_context_parallel_hooks": "accel_plugins.parallelism.context:attach_mask_hooks",
         "check_cuda_p2p_ib_support": "accel_state.device_kinds",
         "is_mlu_available is_musa_available is_neuron_available is_npu_available is_sdaa_available is_xpu_available": "accel_state.devices",

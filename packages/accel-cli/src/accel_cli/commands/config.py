@@ -220,13 +220,11 @@ def to_fsdp2(config: Mapping[str, Any]) -> Conversion:
         raise SettingsError(f"key fsdp_config is {table!r}; expected settings of FSDP to rewrite.")
     if str(table.get("fsdp_version", 1)) == "2":
         raise SettingsError("key fsdp_config.fsdp_version is 2 already; there is nothing to rewrite.")
-    unknown = sorted(set(table) - {*UNCHANGED, *REMOVED, _SHARDING, _RESHARD, "fsdp_version"})
-    if unknown:
-        known = ", ".join(sorted({*UNCHANGED, *REMOVED, _SHARDING}))
-        raise SettingsError(f"key fsdp_config.{unknown[0]} is unknown; FSDP has {known}.")
     notes = [f"fsdp_config.{key} was removed: {why}." for key, why in REMOVED.items() if key in table]
-    fsdp: dict[str, Any] = {"fsdp_version": 2}
-    fsdp |= {key: value for key, value in table.items() if key in UNCHANGED}
+    changed = {*REMOVED, _SHARDING, _RESHARD, "fsdp_version"}
+    kept = {key: value for key, value in table.items() if key not in changed}
+    notes += [f"fsdp_config.{key} is unknown, and was kept." for key in kept if key not in UNCHANGED]
+    fsdp: dict[str, Any] = {"fsdp_version": 2, **kept}
     if _SHARDING in table or _RESHARD in table:
         fsdp[_RESHARD] = _convert_sharding(table, notes)
     if str(fsdp.get(_STATE, "")).upper() == "LOCAL_STATE_DICT":

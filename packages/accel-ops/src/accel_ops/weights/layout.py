@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
@@ -98,11 +99,11 @@ def convert_file_size_to_int(size: float | str) -> int:
         if not isfinite(size):
             raise SettingsError(f"{size!r} is not a size: write a number of bytes")
         return int(size)
-    match = _SIZE.fullmatch(size)
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     unit = match[2].upper() if match else ""
     if not match or unit not in _UNITS:
         raise SettingsError(
-            f"{size[:40]!r} is not a size: write a number with a unit, as in '5GB' or '512MiB'"
+            f"{reprlib.repr(size)} is not a size: write a number with a unit, as in '5GB' or '512MiB'"
         )
     count = int(float(match[1]) * _UNITS[unit])
     return count // 8 if match[2].endswith("b") and unit in _DECIMAL else count

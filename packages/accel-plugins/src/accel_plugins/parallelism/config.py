@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import device_mesh as torch_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_plugins.kwargs import expect, expect_flags, is_count, refuse_ineffective, resolve_fields
+from accel_plugins.kwargs import expect, expect_flags, is_count, resolve_fields
 from accel_plugins.strategy import BatchSharding
 from accel_state import process_group, torch_private
 from accel_state.collectives import group_timeout, set_group_timeout
@@ -242,7 +242,6 @@ class ParallelismConfig:
                 setattr(self, name, kind())
             elif handler is not None and not isinstance(handler, kind):
                 raise SettingsError(f"ParallelismConfig({name}={handler!r}): expected a {kind.__name__}.")
-        refuse_ineffective(self)
         if self.cp_enabled and self.sp_enabled:
             raise SettingsError(
                 f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): context and "
@@ -299,7 +298,8 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Number of ranks that read the same batches."""
-        return self.total_size // self.data_parallel_size
+        replicas = ("dp_replicate", "dp_shard")
+        return math.prod(size for axis, size in self.sizes.items() if axis not in replicas)
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -380,11 +380,11 @@ class ParallelismConfig:
         mesh = mesh_of(device_type, dict(zip(names, sizes, strict=True)))
         for flat_name, axes in (
             ("dp", self.dp_dim_names),
-            ("dp_shard_cp", [name for name in names if name in {"dp_shard", "cp"}]),
+            ("dp_shard_cp", self._shard_axes(names)),
             ("dp_cp", self.dp_cp_dim_names),
         ):
-            if len(axes) > 1:
-                flatten_mesh(mesh[tuple(axes)], flat_name)
+            if axes:
+                flatten_mesh(mesh[axes], flat_name)  # pyright: ignore[reportArgumentType] - torch takes lists
         self.device_mesh = mesh
         return mesh
 
@@ -485,6 +485,10 @@ class ParallelismConfig:
             self._set_size("dp_replicate", accelerator.num_processes)
         self.check_world(accelerator.num_processes)
 
+    def _shard_axes(self, names: Iterable[str]) -> list[str]:
+        """Return the axes of a mesh over which parameters are sharded, also one of size 1."""
+        return self.dp_shard_cp_dim_names or [name for name in names if name == "dp_shard"]
+
     def _active(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self.sizes[axis] > 1]
 
@@ -526,23 +530,27 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     key = (device_type, tuple(sizes.items()))
     known = _meshes.get(key)
     if known is None or not _is_alive(known):
-        known = torch_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        _meshes[key] = _set_timeout(known)
+        with _default_timeout(device_type):
+            known = torch_mesh.init_device_mesh(
+                device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+            )
+        _meshes[key] = known
     return known
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the mesh with one axis, of a name, for all those of a mesh. A collective over all ranks."""
-    return _set_timeout(torch_private.flatten_mesh(mesh, name))
+    with _default_timeout(mesh.device_type):
+        return torch_private.flatten_mesh(mesh, name)
 
 
-def _set_timeout(mesh: DeviceMesh) -> DeviceMesh:
-    """Give the process groups of a mesh, which have torch's timeout, that of the default group."""
-    timeout = group_timeout(torch.device(mesh.device_type))
-    for group in mesh.get_all_groups():
-        if group is not dist.group.WORLD:
-            set_group_timeout(timeout, group)
-    return mesh
+@contextmanager
+def _default_timeout(device_type: str) -> Generator[None]:
+    """Give process groups that the block makes, which have torch's timeout, that of the default group."""
+    before = {*torch_private.process_groups()}
+    yield
+    for group in {*torch_private.process_groups()} - before:
+        set_group_timeout(group_timeout(torch.device(device_type)), group)
 
 
 def _is_alive(mesh: DeviceMesh) -> bool:
@@ -592,7 +600,8 @@ class Axes:
     def fully_sharded(self, runtime: Runtime) -> DeviceMesh:
         """Return the mesh of FSDP2: a shard axis, after a replicate axis if there are replicas."""
         names: Any = self.mesh.mesh_dim_names
-        shards = [name for name in ("dp_shard", "cp", "sp") if name in names]
+        shards = self.config._shard_axes(names)  # pyright: ignore[reportPrivateUsage] - ours
+        shards += [name for name in names if name == "sp"]
         if not shards:  # replicas only: each is one shard
             replicas = self.config.sizes["dp_replicate"]
             return mesh_of(runtime.device.type, {"dp_replicate": replicas, "dp_shard": 1})

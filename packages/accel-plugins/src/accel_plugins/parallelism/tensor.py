@@ -143,7 +143,7 @@ def plan_of(
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the tensor-parallel size of a model: its `tp_size`, as transformers has it, or its mesh's.
+    """Return the tensor-parallel size of a model: that of transformers, or of its mesh.
 
     Returns:
         The size, or `None` if the layers are not sharded.
@@ -154,9 +154,12 @@ def get_model_tp_size(model: nn.Module) -> int | None:
         True
     """
     size = getattr(model, "tp_size", None)
+    if size is None:
+        at_load: Any = getattr(getattr(model, "config", None), "distributed_config", None)
+        size = at_load.get("tp_size") if isinstance(at_load, dict) else getattr(at_load, "tp_size", None)
     if size is not None:
         return size
-    for parameter in model.parameters():
+    for parameter in getattr(model, "parameters", tuple)():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
