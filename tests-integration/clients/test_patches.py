@@ -44,6 +44,17 @@ def test_replacements_of_functions_and_methods_run_on_two_ranks(tmp_path: Path):
     assert seen["prepare_backend"] == [1, "NO", "gloo", "MULTI_CPU", 2]
     assert seen["parallelism_config"] == [["Accelerator", 2, True], ["dp_shard"], [[["dp_shard"], [2]]]]
     assert seen["distributed_data_parallel"] == ["Sequential"]
+    assert seen["properties_of_parallelism_config"] == [
+        True,
+        ["dp_shard", "own", "own"],
+        ["dp_shard", "own"],
+        2,
+        2,
+        [2, 4],
+        2,
+    ]
+    assert seen["cp_context"] == [["buffer_seq_dims", "buffers", "no_restore_buffers"]]
+    assert seen["init_of_accelerator"] == [["cpu"]]
     assert seen["methods_of_accelerator"] == ["clipped", {"own": True}, "none", True]
 
 
@@ -73,5 +84,7 @@ def test_replacements_of_functions_and_methods_run_in_one_process(tmp_path: Path
     assert seen["to_kwargs"] == ["eager"]
     assert seen["clear_device_cache"] == [{"garbage_collection": True}]
     assert seen["attach_align_device_hook_on_blocks"] == ["Sequential"]
+    assert seen["init_of_accelerator"] == [["cpu"]]
+    assert seen["save_model_by_get_state_dict"] == [["0.weight"], 4]
     assert seen["convert_model_to_fp8_ao"] == [["Float8LinearConfig", None]]
     assert seen["methods_of_accelerator"] == ["clipped", {"own": True}, "none", True]

@@ -7,8 +7,10 @@ Prints one line for each case: its name, and what was seen.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -349,6 +351,97 @@ def parallelism_config() -> Any:
     with mock.patch.object(ParallelismConfig, "_get_mesh", recording):
         make_fsdp2(parallelism_config=ParallelismConfig(dp_shard_size=2))
     return [*seen, asked]
+
+
+@case(ranks=2)
+def properties_of_parallelism_config() -> Any:
+    """axolotl adds an axis: the mesh, its flattened axes and the sharding are those that it names."""
+    plain = weights(train(make_fsdp2())[0])
+    post_init = ParallelismConfig.__post_init__
+
+    def own_post_init(self: Any) -> None:
+        self._ep_size = 2
+        post_init(self)
+
+    def own(value: Any) -> property:
+        return property(lambda self: value)
+
+    reset()
+    with (
+        mock.patch.object(ParallelismConfig, "__post_init__", own_post_init),
+        mock.patch.object(ParallelismConfig, "_get_mesh", return_value=(("dp_shard", "own"), (1, 2))),
+        mock.patch.object(ParallelismConfig, "total_size", own(2)),
+        mock.patch.object(ParallelismConfig, "dp_dim_names", own(["dp_shard", "own"])),
+        mock.patch.object(ParallelismConfig, "dp_shard_cp_dim_names", own(["dp_shard", "own"])),
+        mock.patch.object(ParallelismConfig, "non_dp_dim_names", own(["own"])),
+        mock.patch.object(ParallelismConfig, "ep_enabled", property(lambda self: self._ep_size > 1)),
+    ):
+        config = ParallelismConfig()
+        accelerator = make_fsdp2(parallelism_config=config)
+        mesh = accelerator.torch_device_mesh
+        model = accelerator.prepare(make_model())
+        seen = [
+            config.ep_enabled,
+            config.active_mesh_dims,
+            [*mesh.mesh_dim_names],
+            mesh["dp_shard_cp"].size(),
+        ]
+        shard = next(model.parameters())
+        seen += [shard.device_mesh.size(), [*shard.to_local().shape], config.non_data_parallel_size]
+    reset()
+    assert weights(train(make_fsdp2())[0]) == plain
+    return seen
+
+
+@case(ranks=2)
+def cp_context() -> Any:
+    """A replaced `_prepare_cp` chooses what shards sequences."""
+    seen = []
+
+    @contextlib.contextmanager
+    def shard(**buffers: Any) -> Any:
+        seen.append(sorted(buffers))
+        yield
+
+    def own(self: Any, *args: Any) -> Any:
+        self._cp_context = shard
+        return args
+
+    with mock.patch.object(Accelerator, "_prepare_cp", own):
+        accelerator = make_fsdp2(parallelism_config=ParallelismConfig(cp_size=2))
+        accelerator.prepare(make_model())
+    tokens = torch.zeros(1, 8)
+    with accelerator.maybe_context_parallel([tokens], [1], {tokens}):
+        assert tokens.shape == (1, 8)
+    return seen
+
+
+@case(ranks=0)
+def init_of_accelerator() -> Any:
+    """LLaMA-Factory wraps the constructor."""
+    original, seen = Accelerator.__init__, []
+
+    def own(self: Any, *args: Any, **kwargs: Any) -> None:
+        seen.append(sorted(kwargs))
+        original(self, *args, **kwargs)
+
+    with mock.patch.object(Accelerator, "__init__", own):
+        assert Accelerator(cpu=True).device.type == "cpu"
+    Accelerator(cpu=True)
+    return seen
+
+
+@case()
+def save_model_by_get_state_dict() -> Any:
+    """axolotl replaces what gathers weights; `save_model` writes what it returns."""
+    own = {"0.weight": torch.ones(1)}
+    with tempfile.TemporaryDirectory() as folder:
+        with mock.patch.object(Accelerator, "get_state_dict", return_value=own):
+            Accelerator(cpu=True).save_model(make_model(), folder)
+        saved = accelerate.utils.load_state_dict(f"{folder}/model.safetensors")
+        Accelerator(cpu=True).save_model(make_model(), folder)
+        undone = accelerate.utils.load_state_dict(f"{folder}/model.safetensors")
+        return [sorted(saved), len(undone)]
 
 
 @case(ranks=2)

@@ -298,8 +298,7 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Number of ranks that read the same batches."""
-        replicas = ("dp_replicate", "dp_shard")
-        return math.prod(size for axis, size in self.sizes.items() if axis not in replicas)
+        return self.total_size // self.data_parallel_size
 
     @property
     def dp_replicate_enabled(self) -> bool:

@@ -266,6 +266,10 @@ class ParallelFacet(Facet):
             torch.Size([1, 8])
         """
         split = self._parts.strategy.split_sequences
+        if own := vars(self).get("_cp_context"):  # A program's own `_prepare_cp` sets it.
+            return own(
+                buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
+            )
         if split is None:
             return nullcontext()
         return split(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())

@@ -236,6 +236,8 @@ class StateIoFacet(Facet):
         parts = self._parts
         commits = parts.checkpoints.commits
         tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)
+        if getattr(self.get_state_dict, "__func__", None) is not StateIoFacet.get_state_dict:
+            tensors = iter([self.get_state_dict(model)])  # a program's own
         try:
             if commits:
                 weights.write.save_state_parts(
