@@ -222,9 +222,9 @@ def to_fsdp2(config: Mapping[str, Any]) -> Conversion:
         raise SettingsError("key fsdp_config.fsdp_version is 2 already; there is nothing to rewrite.")
     notes = [f"fsdp_config.{key} was removed: {why}." for key, why in REMOVED.items() if key in table]
     changed = {*REMOVED, _SHARDING, _RESHARD, "fsdp_version"}
-    kept = {key: value for key, value in table.items() if key not in changed}
-    notes += [f"fsdp_config.{key} is unknown, and was kept." for key in kept if key not in UNCHANGED]
-    fsdp: dict[str, Any] = {"fsdp_version": 2, **kept}
+    unchanged = {key: value for key, value in table.items() if key not in changed}
+    notes += [f"fsdp_config.{key} is unknown, and was kept." for key in unchanged if key not in UNCHANGED]
+    fsdp: dict[str, Any] = {"fsdp_version": 2, **unchanged}
     if _SHARDING in table or _RESHARD in table:
         fsdp[_RESHARD] = _convert_sharding(table, notes)
     if str(fsdp.get(_STATE, "")).upper() == "LOCAL_STATE_DICT":
