@@ -63,6 +63,15 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             sections={"megatron": {}},
         ),
         StrategySpec(
+            name="pipeline",
+            applies=lambda settings, *_: (
+                settings.parallelism is not None and (settings.parallelism.pp_size or 1) > 1
+            ),
+            build="accel_plugins.pipeline.strategy:build",
+            sections={"fsdp": {"fsdp_version": 2}, "parallelism": None},
+            shards_gradients=True,
+        ),
+        StrategySpec(
             name="fsdp1",
             applies=lambda settings, *_: (
                 settings.fsdp is not None and settings.fsdp.fsdp_version == 1 and settings.parallelism is None

@@ -323,7 +323,7 @@ def _check_parallel_sizes(facts: LaunchFacts) -> Iterator[str]:
     sizes, launch = facts.settings.parallelism, facts.settings.launch
     if sizes is None or launch.num_processes is None:
         return
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
     product = math.prod(getattr(sizes, name) or 1 for name in names)
     if launch.num_processes % product:
         value = ", ".join(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -162,7 +162,65 @@ class TorchTensorParallelPlugin:
         return replace(settings, parallelism=replace(known or ParallelismSettings(), tp_size=self.tp_size))
 
 
-AXES: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+@dataclass
+class TorchPipelineParallelConfig:
+    """Options of pipeline parallelism; by default those of `PARALLELISM_CONFIG_PP_*` of the environment.
+
+    Args:
+        pp_schedule: The schedule of torch that orders forward and backward passes: `"GPipe"`, `"1F1B"` (the
+            default), `"Interleaved1F1B"`, `"InterleavedZeroBubble"` or `"ZBVZeroBubble"`; upper and lower
+            case are alike. The first two have one stage for each rank.
+        pp_num_microbatches: Into how many micro-batches a batch of a rank is cut; by default, the
+            pipeline-parallel size. Its rows must be a multiple of it.
+        pp_stages_per_rank: Stages of a rank: 1 for the first two schedules, 2 by default for the others;
+            `"ZBVZeroBubble"` has always 2.
+        pp_split_points: Names of the modules with which the second and each further stage begin, as a
+            sequence or joined by commas. By default stages have about as many parameters each.
+
+    Raises:
+        SettingsError: The value of a field is invalid.
+
+    Example:
+        >>> TorchPipelineParallelConfig("gpipe", pp_split_points="layers.2,layers.4").pp_split_points
+        ['layers.2', 'layers.4']
+    """
+
+    pp_schedule: str | None = None
+    pp_num_microbatches: int | None = None
+    pp_stages_per_rank: int | None = None
+    pp_split_points: Sequence[str] | str | None = None
+
+    def __post_init__(self) -> None:
+        resolve_fields(self, "parallelism", {"pp_schedule": "1F1B"})
+        known = {name.lower(): name for name in _STAGES_PER_RANK}
+        self.pp_schedule = known.get(str(self.pp_schedule).lower(), self.pp_schedule)
+        expect(self, "pp_schedule", f"one of {[*_STAGES_PER_RANK]}", lambda value: value in _STAGES_PER_RANK)
+        for name in ("pp_num_microbatches", "pp_stages_per_rank"):
+            wanted = "a whole number of 1 or more, or None"
+            expect(self, name, wanted, lambda value: value is None or is_count(value, least=1))
+        expected = _STAGES_PER_RANK[str(self.pp_schedule)]
+        if self.pp_stages_per_rank is None:
+            self.pp_stages_per_rank = expected
+        elif self.pp_stages_per_rank != expected and self.pp_schedule not in _LOOPED:
+            raise SettingsError(
+                f"TorchPipelineParallelConfig(pp_stages_per_rank={self.pp_stages_per_rank!r}): the schedule "
+                f"{self.pp_schedule!r} has {expected} for each rank; {[*_LOOPED]} take other numbers."
+            )
+        if isinstance(self.pp_split_points, str):
+            self.pp_split_points = [name.strip() for name in self.pp_split_points.split(",")]
+
+
+_STAGES_PER_RANK = {
+    "GPipe": 1,
+    "1F1B": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+}
+_LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
+
+
+AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """The axes, outermost first (the ranks of neighbours are farthest apart)."""
 
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}
@@ -172,6 +230,7 @@ _HANDLERS: dict[str, type[Any]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
     "sp": DeepSpeedSequenceParallelConfig,
+    "pp": TorchPipelineParallelConfig,
 }
 
 
@@ -197,6 +256,9 @@ class ParallelismConfig:
         ep_size: Expert-parallel size: number of neighbouring ranks within a replica over which the experts of
             a layer are sharded. It divides the product of `dp_shard_size`, `cp_size` and `tp_size`, and does
             not change the world size.
+        pp_size: Pipeline-parallel size: a rank has some of the layers; the ranks of a group read the same
+            batches.
+        pp_handler: Options of pipeline parallelism.
 
     Raises:
         SettingsError: A size is not a positive integer, axes cannot be combined, or options are given for an
@@ -219,6 +281,8 @@ class ParallelismConfig:
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     ep_size: int | None = None
+    pp_size: int | None = None
+    pp_handler: TorchPipelineParallelConfig | None = None
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -246,6 +310,12 @@ class ParallelismConfig:
             raise SettingsError(
                 f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): context and "
                 "sequence parallelism cannot be combined; set one of the two to 1."
+            )
+        other = next((axis for axis in self._active(*AXES[1:]) if self.pp_enabled), None)
+        if other is not None:
+            raise SettingsError(
+                f"ParallelismConfig(pp_size={self.pp_size!r}, {other}_size={self.sizes[other]!r}): pipelines "
+                "cannot be combined with other axes yet; set one of the two to 1."
             )
         if self.ep_enabled:
             self._check_experts()
@@ -331,14 +401,19 @@ class ParallelismConfig:
         return (self.ep_size or 1) > 1
 
     @property
+    def pp_enabled(self) -> bool:
+        """Whether pipeline parallelism is used."""
+        return self.sizes["pp"] > 1
+
+    @property
     def dp_dim_names(self) -> list[str]:
         """Axes of data parallelism."""
         return self._active("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Axes of model, context and sequence parallelism."""
-        return self._active("tp", "cp", "sp")
+        """Axes of model, context, sequence and pipeline parallelism."""
+        return self._active("tp", "cp", "sp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -468,7 +543,8 @@ class ParallelismConfig:
         """Return the axes of the mesh and their sizes, outermost first; nothing for one rank."""
         # `fully_shard` needs a shard axis beside the replicate axis, even of size 1.
         is_fully_sharded = self.dp_replicate_enabled or self.ep_enabled
-        lone = is_fully_sharded and not self.dp_shard_cp_dim_names and self.tp_enabled
+        is_cut = self.tp_enabled or self.pp_enabled
+        lone = is_fully_sharded and not self.dp_shard_cp_dim_names and is_cut
         sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or (lone and axis == "dp_shard")}
         return (tuple(sizes), tuple(sizes.values())) if sizes else ()
 
@@ -574,6 +650,11 @@ class Axes:
         return self.mesh["tp"] if self.config.tp_enabled else None
 
     @property
+    def pipeline(self) -> DeviceMesh | None:
+        """Mesh of pipeline parallelism, if any."""
+        return self.mesh["pp"] if self.config.pp_enabled else None
+
+    @property
     def context(self) -> DeviceMesh | None:
         """Mesh of context parallelism, if any."""
         return self.mesh["cp"] if self.config.cp_enabled else None
@@ -622,15 +703,17 @@ def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) ->
     mesh = config.get_device_mesh(runtime.device.type)
     if mesh is None:  # one process
         mesh = mesh_of(runtime.device.type, {"dp_shard": 1})
-    shared = config.non_data_parallel_size
+    # The outermost axis is that of pipelines: the ranks of each stage come one after another.
+    stage, rank_of_stage = divmod(runtime.topology.rank, world // config.sizes["pp"])
+    shared = config.non_data_parallel_size // config.sizes["pp"]
     tensor_rank = runtime.topology.rank % config.sizes["tp"]
     return Axes(
         config=config,
         mesh=mesh,
         sharding=BatchSharding(
             num_shards=config.data_parallel_size,
-            shard_index=runtime.topology.rank // shared,
-            repeats=tensor_rank != 0,
+            shard_index=rank_of_stage // shared,
+            repeats=tensor_rank != 0 or stage != 0,
         ),
     )
 

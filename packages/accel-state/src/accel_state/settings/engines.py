@@ -592,6 +592,7 @@ FP8 = rows_of("fp8", Fp8Settings, topic="FP8")
 
 _COMMUNICATION = ("allgather", "alltoall")
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
+_SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
 def _parallelism_on(answers: Answers) -> bool:
@@ -605,6 +606,10 @@ def _context(answers: Answers) -> bool:
 def _ulysses_of_deepspeed(answers: Answers) -> bool:
     with_deepspeed = _parallelism_on(answers) and bool(answers("deepspeed"))
     return with_deepspeed and (answers("parallelism.sp_size") or 1) > 1
+
+
+def _pipeline(answers: Answers) -> bool:
+    return _parallelism_on(answers) and (answers("parallelism.pp_size") or 1) > 1
 
 
 def _with_torch(answers: Answers) -> bool:
@@ -685,6 +690,32 @@ class ParallelismSettings:
         "Expert-parallel size: number of ranks of a replica that share the experts of a layer.",
         question="Over how many ranks are the experts of a layer sharded? (expert-parallel size)",
         ask_if=_with_torch,
+    )
+    pp_size: int | None = _parallelism_row(
+        "Pipeline-parallel size (PyTorch).",
+        question="Pipeline-parallel size?",
+        ask_if=_with_torch,
+    )
+    pp_schedule: str | None = _parallelism_row(
+        "Schedule of the pipeline.",
+        choices=_SCHEDULES,
+        question="Which schedule of the pipeline?",
+        ask_if=_pipeline,
+    )
+    pp_num_microbatches: int | None = _parallelism_row(
+        "Micro-batches into which a pipeline cuts a batch of a rank.",
+        question="Into how many micro-batches is a batch cut? (empty: the pipeline-parallel size)",
+        ask_if=_pipeline,
+    )
+    pp_stages_per_rank: int | None = _parallelism_row(
+        "Stages of a pipeline that each rank has.",
+        question="How many stages has a rank? (empty: that of the schedule)",
+        ask_if=_pipeline,
+    )
+    pp_split_points: str | None = _parallelism_row(
+        "Modules with which the second and further stages begin, joined by commas.",
+        question="With which modules do further stages begin? (empty: balanced by parameters)",
+        ask_if=_pipeline,
     )
 
 

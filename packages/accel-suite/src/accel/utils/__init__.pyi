@@ -140,6 +140,7 @@ from accel_plugins.megatron.train_steps import (
 from accel_plugins.parallelism.config import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     ParallelismConfig as ParallelismConfig, TorchContextParallelConfig as TorchContextParallelConfig,
+    TorchPipelineParallelConfig as TorchPipelineParallelConfig,
     TorchTensorParallelConfig as TorchTensorParallelConfig,
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )

@@ -1,0 +1,584 @@
+"""Run a pipeline: whole schedules of torch for training, and forward passes alone for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+from accel_ops.tree import recursively_apply
+from accel_plugins.parallelism.config import TorchPipelineParallelConfig
+from accel_plugins.pipeline.stages import Layout, Leave, RemoteModule, Stage, first_tensor
+from accel_plugins.strategy import PrecisionPolicy
+from accel_state import hang_monitor
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.frozen import frozen
+
+IGNORED = -100
+"""The label that a loss leaves out, as PyTorch's `cross_entropy` and all models of transformers do."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """The micro-batches of one call: arguments, shares of the loss, and what the last stage returned.
+
+    Args:
+        scale: The factor of losses before their backward pass, such as one over the accumulation steps.
+        outputs: What the last stage returned for each; with a loss alone in training.
+    """
+
+    parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    weights: Sequence[Tensor | float]
+    is_training: bool
+    scale: float = 1.0
+    outputs: list[Any] = field(default_factory=list[Any])
+
+
+@frozen
+class Boundary:
+    """The activation between two stages for one shape of batches.
+
+    Args:
+        rows: Whether the first dim has the rows of the micro-batch.
+        length: Whether the second dim is that of the sequences of the batch.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: bool
+    length: bool
+
+    def example(self, rows: int, length: int | None, device: torch.device | str = "meta") -> Tensor:
+        """Return a tensor of this shape for other sizes, for torch's stages."""
+        shape = [*self.shape]
+        if self.rows:
+            shape[0] = rows
+        if self.length and length is not None:
+            shape[1] = length
+        return torch.empty(shape, dtype=self.dtype, device=device, requires_grad=True)
+
+
+class Pipeline:
+    """The stages of one model on this rank, and their schedules.
+
+    Args:
+        model: The model; the modules of other ranks are replaced in it.
+        layout: The stages of all ranks.
+        config: The options.
+        group: The ranks that have the stages, in their order.
+        device: The device of this rank.
+        precision: Scales losses.
+
+    Attributes:
+        stages: The stages of this rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        config: TorchPipelineParallelConfig,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        precision: PrecisionPolicy,
+    ) -> None:
+        self.layout = layout
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.device = device
+        self.precision = precision
+        self.micro_batches = config.pp_num_microbatches or group.size()
+        self._kind: Any = get_schedule_class(str(config.pp_schedule))
+        self._forward: Callable[..., Any] = model.forward
+        self._is_causal = _loss_is_causal(model)
+        self._name = type(model).__name__
+        # 1. Put placeholders in the place of modules of other ranks.
+        modules = [model.get_submodule(name) for name in layout.names]
+        owners = [
+            (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in layout.names
+        ]
+        self._slots = owners
+        self._absent = [
+            RemoteModule(module, name, position, self)
+            for position, (name, module) in enumerate(zip(layout.names, modules, strict=True))
+        ]
+        self._own: dict[int, nn.Module] = {}
+        self.stages: list[Stage] = []
+        for index, (first, end) in enumerate(layout.bounds):
+            if layout.ranks[index] == self.rank:
+                self._own |= {position: modules[position] for position in range(first, end)}
+                self.stages.append(Stage(self, index, first, modules[first:end]))
+        self._show(self._own)
+        # 2. Prepare what runs need.
+        self._active: Stage | None = self.stages[0] if len(self.stages) == 1 else None
+        self._stage: Stage | None = None
+        self._received: Tensor | None = None
+        self._nothing: Tensor | None = None
+        self._produced: Any = None
+        self._calls: list[int] | None = None
+        self._forms: dict[int, int] = {}
+        self._batch: Batch | None = None
+        self._boundaries: dict[int, Boundary] | None = None
+        self._expected: dict[int, tuple[int, ...]] = {}
+        self._schedules: dict[tuple[int, int | None], Any] = {}
+        self._output_type: type[Any] = Tensor
+        self._form: Any = None
+
+    def watch(self) -> None:
+        """Keep what the last module of each stage returns; called once they are sharded."""
+        for stage in self.stages:
+            if not stage.is_last:
+                stage.units[-1].register_forward_hook(self._keep)
+
+    def train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, accumulation: int) -> Any:
+        """Run forward and backward passes of all micro-batches; return the output with the loss alone."""
+        number = self.micro_batches
+        parts = self._split(args, kwargs, number, exact=True)
+        weights = self._weights(parts)
+        batch = Batch(parts=parts, weights=weights, is_training=True, scale=1.0 / accumulation)
+        with self._running(batch), hang_monitor.collective_scope("schedule of the pipeline"):
+            if self._boundaries is None:
+                self._probe()
+            schedule = self._schedule(*_sizes_of(parts[0]))
+            batch.outputs.clear()
+            try:
+                order = torch.arange(number)
+                schedule.step(index=order, target=order)
+            except RuntimeError as error:
+                if isinstance(error.__cause__, (SettingsError, UnsupportedError)):
+                    raise error.__cause__ from None
+                raise
+        make, dtype = self._form
+        loss = torch.zeros((), dtype=dtype, device=self.device)
+        if batch.outputs:
+            loss = torch.stack(batch.outputs).sum()
+        dist.broadcast(loss, group=self.group, group_src=self.layout.ranks[-1])
+        return make(loss)
+
+    def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run forward passes alone; every rank returns the whole output."""
+        cache = kwargs.get("past_key_values")
+        if cache is not None and cache.get_seq_length():
+            raise UnsupportedError(
+                f"{self._name} got past_key_values: a stage of a pipeline has no cache of the others; "
+                "call it, or generate(), with use_cache=False."
+            )
+        kwargs = {key: value for key, value in kwargs.items() if key != "past_key_values"}
+        if "use_cache" in kwargs:
+            kwargs["use_cache"] = False
+        parts = self._split(args, kwargs, self.micro_batches, exact=False)
+        batch = Batch(parts=parts, weights=self._weights(parts), is_training=False)
+        with self._running(batch), torch.no_grad(), hang_monitor.collective_scope("forward"):
+            self._pass_forward(range(len(parts)))
+            output = _merged(batch.outputs, batch.weights) if batch.outputs else None
+            return self._from_last(output)
+
+    # What stages call.
+
+    def run_stage(self, stage: Stage, received: Tensor | None, index: int) -> Tensor:
+        """Run the forward pass of a stage for one micro-batch of the batch."""
+        batch = cast("Batch", self._batch)
+        self._activate(stage)
+        self._stage, self._received, self._produced = stage, received, None
+        self._nothing = None if received is None else received.new_full((), float("nan")).expand_as(received)
+        args, kwargs = batch.parts[index]
+        try:
+            output = self._forward(*args, **kwargs)
+        except Leave:
+            output = None
+        finally:
+            produced, self._stage, self._received, self._nothing = self._produced, None, None, None
+            self._produced = None
+        if not stage.is_last:
+            name = self.layout.names[stage.end - 1]
+            if produced is None:
+                raise SettingsError(
+                    f"{self._name} did not call {name!r} before a module of a later stage: the modules of a "
+                    "pipeline are called in the order in which they are registered."
+                )
+            activation = first_tensor(produced, name)
+            wanted = self._expected.get(stage.index)
+            if batch.is_training and wanted is not None and tuple(activation.shape) != wanted:
+                raise SettingsError(
+                    f"The activation behind {name!r} has the shape {tuple(activation.shape)}, and "
+                    f"{wanted} was expected from that of the first batch: pad batches to one shape."
+                )
+            return activation
+        if not batch.is_training:
+            batch.outputs.append(output)
+            return torch.zeros(1, device=self.device)
+        self._output_type = type(output)
+        loss = _weighted(self._loss_of(output), batch.weights[index])
+        batch.outputs.append(loss.detach())
+        return torch.stack([self.precision.scale(loss * batch.scale)])  # FSDP2 warns about views
+
+    def skipped(self, position: int, kind: type[nn.Module]) -> Any:
+        """Return what the call of a module of another stage gives here, or end the pass of the stage."""
+        stage = self._stage
+        if stage is None:
+            raise UnsupportedError(
+                f"{self.layout.names[position]!r} is on another stage of the pipeline: call the whole model."
+            )
+        if self._calls is not None:
+            self._calls.append(position)
+        if position >= stage.end:
+            raise Leave
+        before = stage.first - 1
+        value = self._received if position == before else self._nothing
+        is_alike = position == before or kind is self._absent[before].kind
+        length = self._forms.get(stage.index, 0) if is_alike else 0
+        return (value, *[None] * (length - 1)) if length else value
+
+    # Running stages.
+
+    @contextmanager
+    def _running(self, batch: Batch) -> Generator[None]:
+        self._batch = batch
+        try:
+            yield
+        finally:
+            self._batch = None
+            for stage in self.stages:  # after a forward pass alone, FSDP2 keeps gathered parameters
+                for module in stage.modules():
+                    if isinstance(module, FSDPModule):
+                        module.reshard()
+            if len(self.stages) > 1:
+                self._activate(None)
+
+    def _activate(self, stage: Stage | None) -> None:
+        """Show the modules of one stage in the model, or those of all stages of this rank."""
+        if stage is self._active:
+            return
+        own = self._own
+        if stage is not None:
+            own = {position: own[position] for position in range(stage.first, stage.end)}
+        self._show(own)
+        self._active = stage
+
+    def _show(self, own: Mapping[int, nn.Module]) -> None:
+        for position, (owner, key) in enumerate(self._slots):
+            owner.register_module(key, own.get(position, self._absent[position]))
+
+    def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
+        del module, args
+        if self._stage is not None:  # not when activations are computed again
+            self._produced = output
+
+    def _loss_of(self, output: Any) -> Tensor:
+        loss = _loss_in(output)
+        if loss is None:
+            raise SettingsError(
+                f"{self._name} returned no loss in training: a pipeline computes gradients when the model is "
+                "called, so its forward computes the loss (pass labels), and returns it alone, first, or as "
+                "`loss`."
+            )
+        return loss
+
+    def _schedule(self, rows: int, length: int | None) -> Any:
+        """Return the schedule for batches of a shape; a collective of the pipeline for a new shape."""
+        boundaries = cast("dict[int, Boundary]", self._boundaries)
+        for index, boundary in boundaries.items():
+            self._expected[index] = tuple(boundary.example(rows, length).shape)
+        known = self._schedules.get((rows, length))
+        if known is not None:
+            return known
+        count = len(self.layout.bounds)
+        stages = [
+            PipelineStage(
+                stage,
+                stage.index,
+                count,
+                self.device,
+                input_args=() if stage.index == 0 else boundaries[stage.index - 1].example(rows, length),
+                output_args=torch.empty(1, device="meta", dtype=self._form[1], requires_grad=True)
+                if stage.is_last
+                else boundaries[stage.index].example(rows, length),
+                group=self.group,
+            )
+            for stage in self.stages
+        ]
+        is_multi = issubclass(self._kind, PipelineScheduleMulti)
+        try:
+            schedule = self._kind(
+                stages if is_multi else stages[0],
+                self.micro_batches,
+                loss_fn=lambda output, target: output.sum(),  # noqa: ARG005 - the stage has computed it
+                scale_grads=False,
+            )
+        except ValueError as error:
+            raise SettingsError(
+                f"pp_schedule={self._kind.__name__.removeprefix('Schedule')!r} with pp_num_microbatches="
+                f"{self.micro_batches} for {self.group.size()} ranks: {error}"
+            ) from None
+        self._schedules[rows, length] = schedule
+        return schedule
+
+    def _probe(self) -> None:
+        """Run the first micro-batch forward, to learn what stages pass on, and check how they are called."""
+        batch = cast("Batch", self._batch)
+        devices = [] if self.device.type == "cpu" else [self.device]
+        buffers = [(buffer, buffer.clone()) for stage in self.stages for buffer in stage.buffers()]
+        self._boundaries = {}
+        self._calls = []
+        handles = [
+            module.register_forward_pre_hook(lambda *_, position=position: self._record(position))
+            for position, module in self._own.items()
+        ]
+        try:
+            with torch.random.fork_rng(devices=devices, device_type=self.device.type), torch.no_grad():
+                self._pass_forward([0], boundaries=self._boundaries)
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._calls = None
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        about: list[Any] = [None]
+        if batch.outputs:
+            about = [(self._output_type, batch.outputs[0].dtype)]
+        dist.broadcast_object_list(about, group=self.group, group_src=self.layout.ranks[-1])
+        form, dtype = about[0]
+        self._form = (lambda loss: _with_loss(form, loss)), dtype
+
+    def _record(self, position: int) -> None:
+        if self._calls is not None:
+            self._calls.append(position)
+
+    def _check_calls(self, stage: Stage, output: Tensor, received: Tensor | None) -> None:
+        """Check what the first pass of a stage called, and that it read nothing but the activation."""
+        calls, self._calls = self._calls or [], []
+        names = self.layout.names
+        own = [position for position in calls if stage.first <= position < stage.end]
+        start = calls.index(own[0]) if own else 0
+        is_early = stage.first > 0 and stage.first - 1 not in calls[:start]
+        if own != [*range(stage.first, stage.end)] or is_early:
+            expected = ", ".join(names[stage.first : stage.end][:8])
+            actual = ", ".join(names[position] for position in calls if position < stage.end)
+            raise SettingsError(
+                f"Stage {stage.index} of {self._name} should call each of its modules once, in the order in "
+                f"which they are registered ({expected}) and after those before them, and it called "
+                f"{actual}: such a model cannot be cut there; choose other pp_split_points."
+            )
+        if received is not None and output.isnan().any() and not received.isnan().any():
+            raise SettingsError(
+                f"Stage {stage.index} of {self._name} reads the result of a module before "
+                f"{names[stage.first]!r} beside the activation that the stage before passes on: models with "
+                "further state between stages cannot be cut there; choose other pp_split_points."
+            )
+
+    def _pass_forward(self, indices: Sequence[int], boundaries: dict[int, Boundary] | None = None) -> None:
+        """Run forward passes alone, stage by stage; every activation is sent behind its shape."""
+        bounds, ranks = self.layout.bounds, self.layout.ranks
+        stages = {stage.index: stage for stage in self.stages}
+        for index in indices:
+            local: tuple[Tensor, int] | None = None
+            for number in range(len(bounds)):
+                stage = stages.get(number)
+                if stage is None:
+                    continue
+                received = None
+                if number > 0:
+                    received, form = local or self._receive(ranks[number - 1])
+                    self._forms[number] = form
+                    if boundaries is not None:
+                        boundaries[number - 1] = self._boundary(received)
+                local = None
+                output = self._forward_only(stage, received, index)
+                if boundaries is not None and not stage.is_last:
+                    boundaries[number] = self._boundary(output[0])
+                if stage.is_last:
+                    continue
+                if ranks[number + 1] == self.rank:
+                    local = output
+                else:
+                    self._send(*output, ranks[number + 1])
+
+    def _forward_only(self, stage: Stage, received: Tensor | None, index: int) -> tuple[Tensor, int]:
+        """Run a stage; return its activation, and how many values its last module returned in a tuple."""
+        lengths: list[int] = []
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            del module, args
+            lengths.append(len(output) if isinstance(output, tuple) else 0)
+
+        handle = stage.units[-1].register_forward_hook(note)
+        try:
+            received_args = () if received is None else (received,)
+            activation = stage(*received_args, index=torch.tensor(index))
+        finally:
+            handle.remove()
+        if self._calls is not None:
+            self._check_calls(stage, activation, received)
+        return activation, lengths[-1]
+
+    def _boundary(self, activation: Tensor) -> Boundary:
+        rows, length = _sizes_of(cast("Batch", self._batch).parts[0])
+        shape = tuple(activation.shape)
+        return Boundary(
+            shape=shape,
+            dtype=activation.dtype,
+            rows=bool(shape) and shape[0] == rows,
+            length=len(shape) > 1 and shape[1] == length,
+        )
+
+    def _send(self, tensor: Tensor, form: int, rank: int) -> None:
+        shape = [_DTYPES.index(tensor.dtype), form, tensor.ndim, *tensor.shape]
+        header = torch.zeros(_HEADER, dtype=torch.int64)
+        header[: len(shape)] = torch.tensor(shape)
+        dist.send(header.to(self.device), group=self.group, group_dst=rank)
+        dist.send(tensor.detach().contiguous(), group=self.group, group_dst=rank)
+
+    def _receive(self, rank: int) -> tuple[Tensor, int]:
+        header = torch.zeros(_HEADER, dtype=torch.int64, device=self.device)
+        dist.recv(header, group=self.group, group_src=rank)
+        dtype, form, ndim, *shape = header.tolist()
+        tensor = torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=self.device)
+        dist.recv(tensor, group=self.group, group_src=rank)
+        return tensor, form
+
+    def _from_last(self, output: Any) -> Any:
+        """Broadcast an output of the last stage."""
+        source = self.layout.ranks[-1]
+        tensors: list[Tensor] = []
+
+        def describe(tensor: Tensor) -> Tensor:
+            tensors.append(tensor.contiguous())
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+        about: list[Any] = [recursively_apply(describe, output) if self.rank == source else None]
+        dist.broadcast_object_list(about, group=self.group, group_src=source)
+        own = iter(tensors)
+
+        def fill(like: Tensor) -> Tensor:
+            tensor = next(own, None)
+            if tensor is None:
+                tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+            dist.broadcast(tensor, group=self.group, group_src=source)
+            return tensor
+
+        return recursively_apply(fill, about[0])
+
+    # Cutting batches.
+
+    def _split(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int, *, exact: bool
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Cut the tensors of a batch along their rows; what has other rows is for every micro-batch."""
+        sizes = [
+            len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim
+        ]
+        if not sizes:
+            raise SettingsError(
+                f"{self._name} got no tensor with rows: a pipeline cuts batches into micro-batches."
+            )
+        rows = max(sizes)
+        if exact and (rows % number or rows == 0):
+            raise SettingsError(
+                f"A batch of {rows} rows cannot be cut into pp_num_microbatches={number}: make the batch "
+                "size a multiple of it, leave out the last batch (drop_last=True), or complete it "
+                "(even_batches=True of DataLoaderConfiguration)."
+            )
+        each = -(-rows // number)
+
+        def part(value: Any, start: int) -> Any:
+            has_rows = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
+            return value[start : start + each] if has_rows else value
+
+        return [
+            (
+                tuple(part(value, start) for value in args),
+                {name: part(value, start) for name, value in kwargs.items()},
+            )
+            for start in range(0, rows, each)
+        ]
+
+    def _weights(self, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Tensor | float]:
+        """Return the share of each micro-batch in the mean loss of the batch: that of its labels, or rows."""
+        labels = [kwargs.get("labels") for _, kwargs in parts]
+        if parts[0][1].get("num_items_in_batch") is not None:  # the loss is a sum over this number
+            return [1.0] * len(parts)
+        if all(isinstance(part, Tensor) and not part.is_floating_point() and part.ndim for part in labels):
+            tensors = cast("list[Tensor]", labels)
+            if self._is_causal:  # the first token is predicted from nothing
+                tensors = [part[..., 1:] for part in tensors]
+            counts = torch.stack([(part != IGNORED).sum() for part in tensors]).to(torch.float64)
+            if self.device.type == "mps":
+                counts = counts.float()
+            return [*(counts / counts.sum()).unbind()]
+        rows = [_sizes_of(part)[0] for part in parts]
+        return [count / sum(rows) for count in rows]
+
+
+_HEADER = 12
+_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.bool,
+    torch.complex64,
+)
+
+
+def _sizes_of(part: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, int | None]:
+    """Return the rows of a micro-batch, and the second size of its first tensor that has one."""
+    args, kwargs = part
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
+    rows = max(len(tensor) for tensor in tensors)
+    wide = next((tensor for tensor in tensors if tensor.ndim > 1 and len(tensor) == rows), None)
+    return rows, None if wide is None else wide.shape[1]
+
+
+def _loss_is_causal(model: Any) -> bool:
+    """Return whether a model of transformers predicts each label from the tokens before it."""
+    if getattr(model, "loss_type", None) is None and not hasattr(model, "loss_function"):
+        return False
+    return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
+
+
+def _loss_in(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output if output.ndim == 0 else None
+    if isinstance(output, Mapping):
+        return cast("Mapping[str, Any]", output).get("loss")
+    if isinstance(output, (tuple, list)) and output:
+        first = cast("Sequence[Any]", output)[0]
+        return first if isinstance(first, Tensor) and first.ndim == 0 else None
+    return getattr(output, "loss", None)
+
+
+def _with_loss(form: type[Any], loss: Tensor) -> Any:
+    """Return the loss as a model returns it."""
+    if issubclass(form, Tensor):
+        return loss
+    return (loss,) if issubclass(form, (tuple, list)) else form(loss=loss)
+
+
+def _weighted(loss: Tensor, weight: Tensor | float) -> Tensor:
+    return loss * (weight.to(loss.dtype) if isinstance(weight, torch.Tensor) else weight)
+
+
+def _merged(outputs: Sequence[Any], weights: Sequence[Tensor | float]) -> Any:
+    """Put the outputs of micro-batches together: rows one after another, losses by their weights."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        if first.ndim:
+            return torch.cat([*outputs])
+        return torch.stack([*map(_weighted, outputs, weights)]).sum()
+    if isinstance(first, Mapping):
+        keys: Any = [key for key in first if key != "past_key_values"]
+        return type(first)(**{key: _merged([value[key] for value in outputs], weights) for key in keys})
+    if isinstance(first, (tuple, list)):
+        items = [_merged([*values], weights) for values in zip(*outputs, strict=True)]
+        return type(first)(items)
+    return first

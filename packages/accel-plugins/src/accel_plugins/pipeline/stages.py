@@ -1,0 +1,267 @@
+"""Stages of a pipeline: cut a model's modules in their order, and keep those of this rank.
+
+A stage runs the model's own `forward`, with all arguments of the micro-batch. Where the modules of other
+stages are called there, it has placeholders: the last module before a stage returns what the stage before has
+sent, and the first module behind it ends the pass. Masks, positions and whatever else the model computes
+between its modules are thus computed on every rank, and no model is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from accel_plugins.parallelism.config import TorchPipelineParallelConfig
+from accel_state.errors import SettingsError, did_you_mean
+from accel_state.frozen import frozen
+
+if TYPE_CHECKING:
+    from accel_plugins.pipeline.engine import Pipeline
+
+
+@frozen
+class Layout:
+    """The modules of a model in the order of their calls, and how stages and ranks share them.
+
+    Args:
+        names: Names of the modules.
+        bounds: For each stage, the indices of its first module and of the first one behind it.
+        ranks: For each stage, its rank in the pipeline.
+    """
+
+    names: tuple[str, ...]
+    bounds: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
+
+    def rank_of(self, module: int) -> int:
+        """Return the rank in the pipeline that has a module."""
+        return next(
+            rank for (first, end), rank in zip(self.bounds, self.ranks, strict=True) if first <= module < end
+        )
+
+
+def lay_out(model: nn.Module, config: TorchPipelineParallelConfig, size: int) -> Layout:
+    """Plan the stages of a model over `size` ranks.
+
+    Raises:
+        SettingsError: The model has state that no stage could hand on, too few modules, or no module of a
+            name in `pp_split_points`.
+    """
+    kind = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise SettingsError(
+            f"{kind} has an encoder, whose output every layer of its decoder reads, and a stage of a "
+            "pipeline passes one activation to the next: use dp_shard_size instead of pp_size."
+        )
+    names = chain_of(model)
+    per_rank = config.pp_stages_per_rank or 1
+    count = size * per_rank
+    if len(names) < count:
+        raise SettingsError(
+            f"{kind} has {len(names)} modules in a row ({', '.join(names[:8])}), and a pipeline of "
+            f"{size} ranks with {per_rank} of its stages each needs {count}: choose a smaller pp_size."
+        )
+    if config.pp_split_points is None:
+        starts = balance(_sizes(model, names), count)
+    else:
+        starts = [0, *_indices(kind, names, config.pp_split_points, count)]
+    ranks = [stage % size for stage in range(count)]
+    if config.pp_schedule == "ZBVZeroBubble":  # a stage of the way back is on the rank of the way there
+        ranks = [min(stage, count - 1 - stage) for stage in range(count)]
+    bounds = tuple(zip(starts, [*starts[1:], len(names)], strict=True))
+    return Layout(names=tuple(names), bounds=bounds, ranks=tuple(ranks))
+
+
+def chain_of(model: nn.Module) -> list[str]:
+    """Return the modules that hand the activation on, in the order in which they are registered.
+
+    Those of transformers' pipeline plan, if it covers all parameters; otherwise the modules around the
+    largest list of modules, and those in it.
+
+    Example:
+        >>> model = nn.ModuleDict(
+        ...     {"embed": nn.Embedding(4, 2), "layers": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])}
+        ... )
+        >>> chain_of(model)
+        ['embed', 'layers.0', 'layers.1']
+    """
+    planned = _planned(model)
+    if planned:
+        return planned
+    rows = [part for part in model.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
+    main = max(rows, key=_numel, default=None)
+    return [*_units(model, "", main)]
+
+
+def _planned(model: nn.Module) -> list[str]:
+    plan: Any = getattr(model, "_pp_plan", None)
+    if not plan:
+        return []
+    modules = dict(model.named_modules())
+    names = [name for name in modules if name in plan]  # as they are registered
+    chain: list[str] = []
+    for name in names:
+        module = modules[name]
+        is_row = isinstance(module, nn.ModuleList)
+        chain += [f"{name}.{child}" for child, _ in module.named_children()] if is_row else [name]
+    covered = {id(parameter) for name in chain for parameter in modules[name].parameters()}
+    return chain if all(id(parameter) in covered for parameter in model.parameters()) else []
+
+
+def _units(module: nn.Module, prefix: str, main: nn.Module | None) -> Iterator[str]:
+    for name, child in module.named_children():
+        if _numel(child) == 0:
+            continue
+        is_row = isinstance(child, (nn.ModuleList, nn.Sequential))
+        if is_row or any(part is main for part in child.modules()):
+            yield from _units(child, f"{prefix}{name}.", main)
+        else:
+            yield f"{prefix}{name}"
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _sizes(model: nn.Module, names: Sequence[str]) -> list[int]:
+    """Return the numbers of elements of modules; tied parameters count once, where they come first."""
+    seen: set[int] = set()
+    sizes: list[int] = []
+    for name in names:
+        own = {id(p): p.numel() for p in model.get_submodule(name).parameters() if id(p) not in seen}
+        seen |= own.keys()
+        sizes.append(sum(own.values()))
+    return sizes
+
+
+def balance(sizes: Sequence[int], count: int) -> list[int]:
+    """Cut a row into `count` parts of one or more so that the largest is as small as possible.
+
+    Returns:
+        The index of the first of each part.
+
+    Example:
+        >>> balance([4, 1, 1, 1, 1, 4], 3)
+        [0, 1, 5]
+    """
+    total = [0]
+    for size in sizes:
+        total.append(total[-1] + size)
+    number = len(sizes)
+    # best[end]: the smallest possible largest part of the first `end`, in as many parts as rounds were done.
+    best: list[float] = [float(value) for value in total]
+    choices: list[list[int]] = []
+    for parts in range(2, count + 1):
+        chosen = [0] * (number + 1)
+        now = [float("inf")] * (number + 1)
+        for end in range(parts, number + 1):
+            for start in range(parts - 1, end):
+                largest = max(best[start], total[end] - total[start])
+                if largest < now[end]:
+                    now[end], chosen[end] = largest, start
+        best = now
+        choices.append(chosen)
+    starts, end = [], number
+    for chosen in reversed(choices):
+        end = chosen[end]
+        starts.append(end)
+    return [0, *reversed(starts)]
+
+
+def _indices(kind: str, names: Sequence[str], points: Sequence[str], count: int) -> list[int]:
+    about = f"pp_split_points={[*points]!r}"
+    for point in points:
+        if point not in names:
+            hint = did_you_mean(point, names, f"it has {', '.join(names[:20])}.", cutoff=0.4)
+            raise SettingsError(f"{about}: {kind} has no module {point!r} that stages may begin with; {hint}")
+    indices = [names.index(point) for point in points]
+    if len(indices) != count - 1 or indices != sorted({*indices}) or indices[0] == 0:
+        raise SettingsError(
+            f"{about}: {count} stages begin with {count - 1} modules behind the first ({names[0]!r}), in the "
+            "order of the model."
+        )
+    return indices
+
+
+class Leave(BaseException):
+    """Ends the forward pass of a stage behind its last module; no error, and never seen outside of it."""
+
+
+class RemoteModule(nn.Module):
+    """A module of another stage: returns what was received if it comes before the stage, or ends the pass."""
+
+    def __init__(self, module: nn.Module, name: str, position: int, pipeline: Pipeline) -> None:
+        super().__init__()
+        plain = (bool, int, float, str, type(None))  # such as the type of attention of a layer
+        own = {key: value for key, value in vars(module).items() if isinstance(value, plain)}
+        vars(self).update({key: value for key, value in own.items() if not key.startswith("_")})
+        self.training = module.training
+        self._facts = (name, position, type(module))
+        self._pipeline = (pipeline,)  # it is not a submodule
+
+    @property
+    def kind(self) -> type[nn.Module]:
+        """The class of the module."""
+        return self._facts[2]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the activation that the stage got, in the form in which the module returns it."""
+        del args, kwargs
+        _, position, kind = self._facts
+        return self._pipeline[0].skipped(position, kind)
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute == "_facts" or attribute.startswith("__"):
+            raise AttributeError(attribute)
+        try:
+            return super().__getattr__(attribute)
+        except AttributeError:
+            name, _, kind = self._facts
+            raise AttributeError(
+                f"the model reads {attribute!r} of the module {name!r}, a {kind.__name__}, which is on "
+                "another stage of the pipeline; only calls of modules can be passed on."
+            ) from None
+
+    def _get_name(self) -> str:
+        return f"Remote:{self._facts[2].__name__}"
+
+
+class Stage(nn.Module):
+    """Some modules of the model that follow one another, and their call for one micro-batch."""
+
+    def __init__(self, pipeline: Pipeline, index: int, first: int, modules: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(modules)
+        self.index = index
+        self.first = first
+        self.end = first + len(modules)
+        self._pipeline = (pipeline,)
+        blocks: Any = {name for part in modules for name in getattr(part, "_no_split_modules", None) or ()}
+        self._no_split_modules = [*blocks]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is the stage that computes the loss."""
+        return self.index == len(self._pipeline[0].layout.bounds) - 1
+
+    def forward(self, *received: Tensor, index: Tensor) -> Tensor:
+        """Compute micro-batch number `index`: return the activation, or the loss with one element."""
+        return self._pipeline[0].run_stage(self, received[0] if received else None, int(index))
+
+
+def first_tensor(output: Any, name: str) -> Tensor:
+    """Return the activation in what a module returns: a tensor, or the first of a tuple with nothing else."""
+    if isinstance(output, Tensor):
+        return output
+    values = cast("tuple[Any, ...]", output if isinstance(output, tuple) else ())
+    if values and isinstance(values[0], Tensor) and all(value is None for value in values[1:]):
+        return values[0]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    what = f"{len(tensors)} tensors" if tensors else f"a {type(output).__name__}"
+    raise SettingsError(
+        f"A stage ends with the module {name!r}, which returns {what}, and stages pass one tensor: choose "
+        "pp_split_points behind modules that return one."
+    )

@@ -1,0 +1,271 @@
+"""Full state dicts of models and optimizers whose parts are on different ranks of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_ops.modules import extract_model_from_parallel, without_compiler
+from accel_plugins.sharding.shards import gather_full_tensor, shard_like
+from accel_plugins.sharding.state import (
+    TensorShards,
+    allocator_like,
+    parameter_names,
+    state_by_index,
+    state_by_name,
+    strip_wrapper_prefixes,
+)
+from accel_state.frozen import frozen
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_plugins.pipeline.stages import Layout
+    from accel_plugins.strategy import StateDict
+
+
+@dataclass(slots=True)
+class ModelNames:
+    """The names of a full model, noted before it is cut.
+
+    Args:
+        state: Names in its state dict, in order.
+        first: For each name of a parameter or buffer, the first of the names of the same tensor.
+        ranks: For each first name, the ranks of the pipeline that have the tensor.
+        groups: For each optimizer, the first names of the parameters of its groups.
+    """
+
+    state: tuple[str, ...]
+    first: Mapping[str, str]
+    ranks: Mapping[str, Sequence[int]]
+    groups: Any = field(default_factory=WeakKeyDictionary)
+
+    @classmethod
+    def of(cls, model: nn.Module, layout: Layout) -> ModelNames:
+        """Note those of a model."""
+        owners = {f"{name}.": layout.rank_of(position) for position, name in enumerate(layout.names)}
+        known: dict[int, str] = {}
+        first: dict[str, str] = {}
+        ranks: dict[str, set[int]] = {}
+        named = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        for name, tensor in named:
+            key = first[name] = known.setdefault(id(tensor), name)
+            owner = next((rank for prefix, rank in owners.items() if name.startswith(prefix)), None)
+            everywhere = set(range(max(layout.ranks) + 1))
+            ranks.setdefault(key, set()).update(everywhere if owner is None else {owner})
+        order = {rank: index for index, rank in reversed([*enumerate(layout.ranks)])}
+        return cls(
+            state=tuple(model.state_dict()),
+            first=first,
+            ranks={name: sorted(owned, key=lambda rank: order[rank]) for name, owned in ranks.items()},
+        )
+
+    def tensors(self, model: nn.Module) -> Iterator[Tensor]:
+        """Yield every parameter and buffer once."""
+        seen: set[int] = set()
+        for tensor in (*model.parameters(), *model.buffers()):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+    def shared(self, rank: int) -> Iterator[tuple[list[str], Sequence[int]]]:
+        """Yield the names of each tensor that this rank shares with others, and all its ranks."""
+        for name, ranks in self.ranks.items():
+            if len(ranks) > 1 and rank in ranks:
+                yield [alias for alias, known in self.first.items() if known == name], ranks
+
+    def add_optimizer(
+        self, optimizer: Optimizer, model: nn.Module, gone: Mapping[Tensor, Any], group: dist.ProcessGroup
+    ) -> None:
+        """Note the parameters of an optimizer, those of other stages included; a collective of the pipeline.
+
+        `gone` has the parameters of other stages, each with the names of its model and its own.
+        """
+        own: Any = WeakIdKeyDictionary()
+        own.update((p, self.first[name]) for name, p in model.named_parameters(remove_duplicate=False))
+        own.update((p, self.first[name]) for p, (names, name) in gone.items() if names is self)
+        names = [[own[p] for p in row["params"] if p in own] for row in optimizer.param_groups]
+        gathered: Any = [None] * group.size()
+        dist.all_gather_object(gathered, names, group=group)
+        order = {name: index for index, name in enumerate(self.first)}
+        rows = zip(*gathered, strict=True)
+        full = [
+            parts[0]
+            if all(part == parts[0] for part in parts)
+            else sorted({name for part in parts for name in part}, key=lambda name: order[name])
+            for parts in rows
+        ]
+        if any(full):
+            self.groups[optimizer] = full
+
+
+@frozen
+class PipelinePersister:
+    """Gather full state dicts from all stages, and load each stage's part of them."""
+
+    models: Any
+    group: dist.ProcessGroup
+    device: torch.device
+
+    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
+        full: StateDict = {}
+        for part in self.iter_full_state_dict(model, keep=keep):
+            full |= part
+        names = self._names(model)
+        order = full if names is None else names.state
+        return {name: full[name] for name in order if name in full}
+
+    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+        names = self._names(model)
+        own = TensorShards().model_tensors(model)
+        if names is None:
+            yield own
+            return
+        tensors = {names.first.get(name, name): value for name, value in own.items()}
+        aliases: dict[str, list[str]] = {}
+        for name in names.state:
+            aliases.setdefault(names.first.get(name, name), []).append(name)
+        metas = self._described(tensors)
+        for first, group in aliases.items():
+            ranks = names.ranks.get(first)
+            if ranks is None:  # no tensor, such as what get_extra_state() returns
+                held: list[Any] = [None] * self.group.size()
+                dist.all_gather_object(held, tensors.get(first), group=self.group)
+                owned = [value for value in held if value is not None]
+                yield dict.fromkeys(group, owned[0] if owned else None) if keep else {}
+                continue
+            full = self._collect(tensors.get(first), metas[ranks[0]][first], ranks[0])
+            yield dict.fromkeys(group, full.cpu()) if keep else {}
+
+    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        names = self._names(model)
+        core = extract_model_from_parallel(model, keep_torch_compile=False)
+        if names is None:
+            return core.load_state_dict(state, **options)
+        like = TensorShards().model_tensors(model)
+        by_first = {names.first.get(name, name): name for name in state}
+        wrapped = {strip_wrapper_prefixes(name): name for name in core.state_dict()}
+        part: StateDict = {}
+        for name, tensor in like.items():
+            source = name if name in state else by_first.get(names.first.get(name, name))
+            if source is not None:
+                part[wrapped.get(name, name)] = _shard(state[source], tensor)
+        strict = options.pop("strict", True)
+        result = core.load_state_dict(part, strict=False, **options)
+        missing = [name for name in names.state if names.first.get(name, name) not in by_first]
+        unexpected = [name for name in state if name not in names.state]
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(core).__name__}: missing keys {missing}, "
+                f"unexpected keys {unexpected}."
+            )
+        return type(result)(missing, unexpected)
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
+    ) -> StateDict:
+        names = self._names_of(optimizer)
+        own = TensorShards().optimizer_tensors(optimizer, models)
+        if names is None:
+            return optimizer.state_dict()
+        states = {names.first.get(name, name): values for name, values in own["state"].items()}
+        flat = {
+            (name, key): value
+            for name, values in states.items()
+            for key, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        plain: Any = [None] * self.group.size()
+        values = {
+            name: {key: value for key, value in entry.items() if not isinstance(value, Tensor)}
+            for name, entry in states.items()
+        }
+        dist.all_gather_object(plain, values, group=self.group)
+        metas = self._described(flat)
+        merged: StateDict = {}
+        for rank, part in enumerate(metas):
+            for (name, key), meta in part.items():
+                if names.ranks[name][0] != rank:
+                    continue
+                full = self._collect(flat.get((name, key)), meta, rank)
+                if keep:
+                    merged.setdefault(name, {})[key] = full.cpu()
+        for part in plain:
+            for name, entry in part.items() if keep else ():
+                merged.setdefault(name, {}).update(entry)
+        groups = names.groups[optimizer]
+        state = {
+            **own,
+            "state": merged,
+            "param_groups": [
+                {**group, "params": params} for group, params in zip(own["param_groups"], groups, strict=True)
+            ],
+        }
+        return state_by_index(state, groups)
+
+    def load_full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+    ) -> None:
+        names = self._names_of(optimizer)
+        if names is None:
+            optimizer.load_state_dict(dict(state))
+            return
+        named = state_by_name(state, names.groups[optimizer])
+        own = parameter_names(optimizer, models)
+        allocate = TensorShards(allocator_like=allocator_like).state_allocator(optimizer, models)
+        part = {
+            name: {
+                key: _shard(value, allocate(name, value.shape, value.dtype))
+                if isinstance(value, Tensor)
+                else value
+                for key, value in named["state"][names.first.get(name, name)].items()
+            }
+            for group in own
+            for name in group
+            if names.first.get(name, name) in named["state"]
+        }
+        groups = [
+            {**group, "params": params} for group, params in zip(named["param_groups"], own, strict=True)
+        ]
+        optimizer.load_state_dict(state_by_index({**named, "state": part, "param_groups": groups}, own))
+
+    def _names(self, model: nn.Module) -> ModelNames | None:
+        return self.models.get(without_compiler(model))
+
+    def _names_of(self, optimizer: Optimizer) -> ModelNames | None:
+        return next((names for names in self.models.values() if optimizer in names.groups), None)
+
+    def _described(self, tensors: Mapping[Any, Any]) -> list[dict[Any, tuple[torch.Size, torch.dtype]]]:
+        """Return the shapes and dtypes of all ranks' tensors by name."""
+        own = {
+            name: (value.shape, value.dtype) for name, value in tensors.items() if isinstance(value, Tensor)
+        }
+        described: Any = [None] * self.group.size()
+        dist.all_gather_object(described, own, group=self.group)
+        return described
+
+    def _collect(self, tensor: Tensor | None, meta: tuple[torch.Size, torch.dtype], rank: int) -> Tensor:
+        """Return the full tensor of a rank of the pipeline on all of them."""
+        shape, dtype = meta
+        if dist.get_rank(self.group) == rank and tensor is not None:
+            full = gather_full_tensor(tensor, self.device).to(self.device).contiguous()
+        else:
+            full = torch.empty(shape, dtype=dtype, device=self.device)
+        dist.broadcast(full, group=self.group, group_src=rank)
+        return full
+
+
+def _shard(value: Any, like: Any) -> Any:
+    if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
+        return value
+    return shard_like(value.to(like.dtype), like)
