@@ -124,6 +124,7 @@ class Pipeline:
         self._nothing: Tensor | None = None
         self._produced: Any = None
         self._calls: list[int] | None = None
+        self._failure: Exception | None = None
         self._forms: dict[int, int] = {}
         self._batch: Batch | None = None
         self._boundaries: dict[int, Boundary] | None = None
@@ -341,11 +342,15 @@ class Pipeline:
             self._calls = None
             for buffer, value in buffers:
                 buffer.copy_(value)
-        about: list[Any] = [None]
-        if batch.outputs:
-            about = [(self._output_type, batch.outputs[0].dtype)]
-        dist.broadcast_object_list(about, group=self.group, group_src=self.layout.ranks[-1])
-        form, dtype = about[0]
+        failure, self._failure = self._failure, None
+        about = (self._output_type, batch.outputs[0].dtype) if batch.outputs else None
+        answers: list[Any] = [None] * self.group.size()
+        dist.all_gather_object(answers, (about, failure and str(failure)), group=self.group)
+        problem = next((text for _, text in answers if text), None)
+        if problem is not None:  # on every rank, or the others would wait for this one
+            self._boundaries = None
+            raise failure or SettingsError(problem)
+        form, dtype = answers[self.layout.ranks[-1]][0]
         self._form = (lambda loss: _with_loss(form, loss)), dtype
 
     def _record(self, position: int) -> None:
@@ -375,7 +380,10 @@ class Pipeline:
             )
 
     def _pass_forward(self, indices: Sequence[int], boundaries: dict[int, Boundary] | None = None) -> None:
-        """Run forward passes alone, stage by stage; every activation is sent behind its shape."""
+        """Run forward passes alone, stage by stage; every activation is sent behind its shape.
+
+        With `boundaries`, which are filled, a stage that fails lets the stages behind it know.
+        """
         bounds, ranks = self.layout.bounds, self.layout.ranks
         stages = {stage.index: stage for stage in self.stages}
         for index in indices:
@@ -391,7 +399,10 @@ class Pipeline:
                     if boundaries is not None:
                         boundaries[number - 1] = self._boundary(received)
                 local = None
-                output = self._forward_only(stage, received, index)
+                if received is not None and self._forms[number] == _FAILED:
+                    output = received, _FAILED
+                else:
+                    output = self._forward_only(stage, received, index, keep_error=boundaries is not None)
                 if boundaries is not None and not stage.is_last:
                     boundaries[number] = self._boundary(output[0])
                 if stage.is_last:
@@ -401,8 +412,13 @@ class Pipeline:
                 else:
                     self._send(*output, ranks[number + 1])
 
-    def _forward_only(self, stage: Stage, received: Tensor | None, index: int) -> tuple[Tensor, int]:
-        """Run a stage; return its activation, and how many values its last module returned in a tuple."""
+    def _forward_only(
+        self, stage: Stage, received: Tensor | None, index: int, *, keep_error: bool
+    ) -> tuple[Tensor, int]:
+        """Run a stage; return its activation, and how many values its last module returned in a tuple.
+
+        With `keep_error` an error is kept for later, and `_FAILED` returned.
+        """
         lengths: list[int] = []
 
         def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -413,10 +429,15 @@ class Pipeline:
         try:
             received_args = () if received is None else (received,)
             activation = stage(*received_args, index=torch.tensor(index))
+            if self._calls is not None:
+                self._check_calls(stage, activation, received)
+        except Exception as error:
+            if not keep_error:
+                raise
+            self._failure = error
+            return torch.zeros(1, device=self.device), _FAILED
         finally:
             handle.remove()
-        if self._calls is not None:
-            self._check_calls(stage, activation, received)
         return activation, lengths[-1]
 
     def _boundary(self, activation: Tensor) -> Boundary:
@@ -518,6 +539,7 @@ class Pipeline:
 
 
 _HEADER = 12
+_FAILED = -1
 _DTYPES = (
     torch.float32,
     torch.bfloat16,
