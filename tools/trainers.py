@@ -67,6 +67,7 @@ class Trainer:
 TRAINERS = {
     "axolotl": Trainer("axolotl==0.19.0", ("axolotl:sft", "axolotl:lora"), two_ranks=("axolotl:sft",)),
     "diffsynth": Trainer("diffsynth==2.1.12", ("diffsynth:train",), two_ranks=("diffsynth:train",)),
+    "gptqmodel": Trainer("gptqmodel==7.7.0", ("gptqmodel:quantize",)),
     "lerobot": Trainer(
         "lerobot==0.4.4", ("lerobot:act", "lerobot:diffusion"), two_ranks=("lerobot:act", "lerobot:diffusion")
     ),
