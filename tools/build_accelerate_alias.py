@@ -102,8 +102,10 @@ def stub_line(name: str, source: str) -> str:
         ('from torch import nn as nn', 'from torch.nn import functional as F', 'import os as os')
         >>> stub_line("Any", "typing"), stub_line("version", "accel:__version__")
         ('from typing import Any as Any', 'from accel import __version__ as version')
+        >>> stub_line("has_xla", "accel_state.devices:is_torch_xla_available()")  # the result of a call
+        'has_xla: object'
     """
-    if source.startswith("absent: "):
+    if source.startswith("absent: ") or source.endswith("()"):
         return f"{name}: object"
     module, is_explicit, attribute = source.partition(":")
     if not is_explicit or attribute:

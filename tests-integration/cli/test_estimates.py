@@ -14,14 +14,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+)
 
 from accel import Accelerator
-from accel.utils import DeepSpeedPlugin
+from accel.utils import DeepSpeedPlugin, ParallelismConfig
 from accel_cli.commands.check.recorder import RankMemoryTracker
 from accel_cli.commands.estimate.command import passes_of_batch
-from accel_cli.commands.estimate.memory import Buckets, TrainingSetup, estimate
-from accel_cli.commands.estimate.meta_model import meta_model, sizes_of, weights_in
+from accel_cli.commands.estimate.memory import Buckets, TrainingSetup, estimate, estimate_axes
+from accel_cli.commands.estimate.meta_model import meta_model, shares_of, sizes_of, weights_in
 from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.main import main
 from accel_ops.tree import local_part
@@ -124,6 +130,37 @@ def test_losses_in_chunks_and_mlps_in_tiles_are_counted(tmp_path, capsys, flags)
         return model, optimizer
 
     assert estimated["device"] == pytest.approx(peak_of(train), rel=0.1)
+
+
+AXES = {
+    "tp": (LlamaForCausalLM, {"tp_size": 2}),
+    "dp_shard": (LlamaForCausalLM, {"dp_shard_size": 2}),
+    "sp": (LlamaForCausalLM, {"sp_size": 2}),
+    "pp": (LlamaForCausalLM, {"pp_size": 2}),
+    "ep": (MixtralForCausalLM, {"dp_shard_size": 2, "ep_size": 2}),
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("axis", AXES)
+def test_a_device_has_the_parameters_that_the_row_of_its_axes_says(axis):
+    kind, sizes = AXES[axis]
+    options = {"num_local_experts": 4} if axis == "ep" else {}
+    model = kind(kind.config_class(**LLAMA, **options))
+    config = ParallelismConfig(**sizes)
+    share = max(shares_of(model, config), key=lambda share: share.sizes.parameters)
+    estimated = estimate_axes(TrainingSetup(sizes=sizes_of(model), devices=2), share)
+    model = Accelerator(cpu=True, parallelism_config=config).prepare(model)
+    elements = torch.tensor(sum(local_part(parameter).numel() for parameter in model.parameters()))
+    dist.all_reduce(elements, dist.ReduceOp.MAX)
+    assert estimated.parts["parameters"] - share.sizes.buffers == 4 * elements.item()
+
+
+def test_sizes_that_do_not_make_the_devices_are_refused(described, capsys):
+    path, _ = described
+    line = ["estimate-memory", str(path), "--num_devices", "4", "--parallelism_config_tp_size", "3"]
+    assert main(line) != 0
+    assert "tp_size=3 makes 3 processes, but the world size is 4" in capsys.readouterr().err
 
 
 def test_computing_activations_again_is_counted(described, capsys):

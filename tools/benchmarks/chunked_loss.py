@@ -15,6 +15,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ def make_model(options: argparse.Namespace, device: torch.device) -> nn.Module:
         vocab_size=options.vocabulary,
         max_position_embeddings=max(options.lengths),
     )
-    model: nn.Module = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(config)
     return model.to(device)
 
 

@@ -50,8 +50,8 @@ def make_model() -> Any:
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=max(LENGTHS),
+        attn_implementation="sdpa",
     )
-    config._attn_implementation = "sdpa"
     return LlamaForCausalLM(config)
 
 

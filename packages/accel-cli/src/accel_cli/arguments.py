@@ -434,6 +434,9 @@ def estimate() -> Parser:
 
 DTYPES = ("float32", "float16", "int8", "int4")
 
+AXIS_NAMES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
+"""The axes of `ParallelismConfig`, which the command does not import."""
+
 
 def _add_training(made: Parser) -> None:
     training = made.add_argument_group("training")
@@ -450,6 +453,10 @@ def _add_training(made: Parser) -> None:
     sizes = {"tp_degree": "tensor", "pp_degree": "pipeline", "context_parallel_size": "context"}
     for flag, what in sizes.items():
         _number(training, f"--megatron_lm_{flag}", f"{what}-parallel size; adds the rows of Megatron")
+    for axis in AXIS_NAMES:
+        _number(
+            training, f"--parallelism_config_{axis}_size", f"size of the axis {axis}; adds a row of FSDP2"
+        )
     text = "recompute the activations of blocks in the backward pass"
     _switch(training, "--gradient_checkpointing", text=text)
     _number(training, "--loss_chunk_size", "tokens of which there are logits at a time; with --batch_size")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from accel_bigmodel.device_map import infer_auto_device_map
 from accel_bigmodel.explanation import Explanation, draw_device_map, explain, label_bytes
+from accel_cli.arguments import AXIS_NAMES
 from accel_cli.commands.estimate.memory import (
     ADAM,
     MASTER,
@@ -25,14 +26,16 @@ from accel_cli.commands.estimate.memory import (
     TrainingSetup,
     devices_needed,
     estimate,
+    estimate_axes,
     fits,
     suggest,
 )
-from accel_cli.commands.estimate.meta_model import Weights, meta_model, sizes_of, weights_in
+from accel_cli.commands.estimate.meta_model import Weights, meta_model, shares_of, sizes_of, weights_in
 from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.output import Table, show, working
 from accel_ops.weights.layout import convert_bytes
 from accel_plugins.megatron.checks import data_parallel_size, stage_elements
+from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.tiling import chunk_loss, tile_mlps
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
@@ -61,6 +64,8 @@ def run(options: Namespace) -> int:
         if setup.devices == 1:
             names = ("one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
         estimates = [estimate(name, shown) for name in names + (MEGATRON if setup.on_rank else ())]
+        if shown.share is not None:
+            estimates.append(estimate_axes(shown, shown.share))
         suggestion = placement = None
         if memory is not None:
             per_machine = options.devices_per_machine
@@ -101,6 +106,11 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
     if any(sizes_of_megatron):
         data_parallel_size(tensor, pipeline, context, devices)
         on_rank = max(stage_elements(model, tensor, pipeline, context))
+    asked = {f"{axis}_size": getattr(options, f"parallelism_config_{axis}_size") for axis in AXIS_NAMES}
+    share = None
+    if any(asked.values()):
+        config = _axes_of({name: size or 1 for name, size in asked.items()}, devices, asked["dp_shard_size"])
+        share = max(shares_of(model, config), key=lambda share: share.sizes.parameters + share.experts)
 
     def make(moments: tuple[MemoryPeak, ...]) -> TrainingSetup:
         return TrainingSetup(
@@ -112,6 +122,7 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
             pipeline=pipeline,
             context=context,
             on_rank=on_rank,
+            share=share,
         )
 
     tiles = {name: getattr(options, name) for name in ("loss_chunk_size", "mlp_tile_size")}
@@ -125,6 +136,17 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
         chunk_loss(model, tiles["loss_chunk_size"])
     plain = _trace(model, options)
     return make(plain), make(_trace(model, options, checkpointing=True) or plain)
+
+
+def _axes_of(sizes: Mapping[str, int], devices: int, dp_shard: int | None) -> ParallelismConfig:
+    """Return the axes; FSDP2 shards over what the other axes leave, unless `dp_shard` says it."""
+    config = ParallelismConfig(**{**sizes, "dp_shard_size": dp_shard or 1, "ep_size": 1})
+    if dp_shard is None and devices % config.total_size == 0:
+        config = ParallelismConfig(**{**sizes, "dp_shard_size": devices // config.total_size})
+    else:
+        config = ParallelismConfig(**sizes)
+    config.check_world(devices)
+    return config
 
 
 _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")

@@ -85,6 +85,26 @@ class MemoryPeak:
 
 
 @frozen
+class DeviceShare:
+    """What one device has in a run along several axes, before FSDP2 shards it.
+
+    Args:
+        name: Name of the row.
+        sizes: Its pipeline stage, its part of tensor-parallel layers, and its experts.
+        shards: Number of devices over which FSDP2 shards.
+        experts: Elements of the experts of other devices among those: they are sharded, and never gathered
+            here.
+        sequence: Number of shards of each sequence.
+    """
+
+    name: str
+    sizes: ModelSizes
+    shards: int = 1
+    experts: int = 0
+    sequence: int = 1
+
+
+@frozen
 class TrainingSetup:
     """A training run.
 
@@ -94,6 +114,7 @@ class TrainingSetup:
         at_once: Whether the optimizer uses its foreach implementation, whose temporaries are as large as the
             weights. PyTorch does so on accelerators.
         on_rank: Elements of parameters on the rank of Megatron that has most; 0 for an even part.
+        share: What a device has along the axes of a `ParallelismConfig`, if they were asked for.
     """
 
     sizes: ModelSizes
@@ -106,6 +127,7 @@ class TrainingSetup:
     pipeline: int = 1
     context: int = 1
     on_rank: int = 0
+    share: DeviceShare | None = None
 
     @property
     def passes(self) -> tuple[MemoryPeak, ...]:
@@ -177,7 +199,31 @@ def _replicated(setup: TrainingSetup, *, buckets: int) -> Parts:
     }, 0
 
 
-def _fsdp2(setup: TrainingSetup, *, keep: bool, offload: bool) -> Parts:
+def estimate_axes(setup: TrainingSetup, share: DeviceShare) -> Estimate:
+    """Estimate the memory of the device that has most, along several axes.
+
+    The activations are those of one micro-batch, divided by the shards of a sequence. Tensor parallelism
+    divides those inside of layers only, which is not counted. Under 1F1B the first of N pipeline stages holds
+    N micro-batches of its own layers, as many activations as one device with all layers.
+    """
+    ratio = share.sizes.trainable / setup.sizes.trainable if setup.sizes.trainable else 0
+    moments = tuple(
+        MemoryPeak(
+            activations=moment.activations // share.sequence,
+            casts=int(moment.casts * ratio),
+            gradients=int(moment.gradients * ratio),
+        )
+        for moment in setup.passes
+    )
+    own = replace(setup, sizes=share.sizes, devices=share.shards, moments=moments)
+    if share.shards == 1:
+        parts, host = _replicated(own, buckets=0)
+    else:
+        parts, host = _fsdp2(own, keep=False, offload=False, experts=share.experts)
+    return Estimate(strategy=share.name, parts=parts, host=host)
+
+
+def _fsdp2(setup: TrainingSetup, *, keep: bool, offload: bool, experts: int = 0) -> Parts:
     """A shard of everything, and the gathered parameters.
 
     The parameters outside of blocks stay gathered for both passes, and their gradients are reduced at the
@@ -185,8 +231,8 @@ def _fsdp2(setup: TrainingSetup, *, keep: bool, offload: bool) -> Parts:
     the block and those that are still being reduced (`torch.distributed.fsdp`, FSDPParamGroup).
     """
     sizes, width = setup.sizes, setup.width
-    shard = _ceil(sizes.trainable, setup.devices)
-    parameters = MASTER * _ceil(sizes.parameters, setup.devices)
+    shard = _ceil(sizes.trainable + experts, setup.devices)
+    parameters = MASTER * _ceil(sizes.parameters + experts, setup.devices)
     optimizer = ADAM * shard
     blocks = sum(sizes.blocks)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -12,12 +13,17 @@ from urllib.request import getproxies, proxy_bypass
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from accel_bigmodel.empty import init_empty_weights
 from accel_bigmodel.sizes import class_names, compute_module_sizes, get_max_layer_size
 from accel_bigmodel.sources import open_checkpoint
-from accel_cli.commands.estimate.memory import ModelSizes
+from accel_cli.commands.estimate.memory import DeviceShare, ModelSizes
 from accel_ops.weights.read import find_checkpoint_files
+from accel_plugins.parallelism.config import ParallelismConfig, TorchPipelineParallelConfig
+from accel_plugins.parallelism.experts import experts_of
+from accel_plugins.parallelism.tensor import plan_of
+from accel_plugins.pipeline.stages import lay_out
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
 from accel_state.files import read_json
 from accel_state.frozen import frozen
@@ -264,6 +270,73 @@ def sizes_of(model: nn.Module) -> ModelSizes:
         largest=max(trainable, default=0),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
     )
+
+
+def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
+    """Count what a device of each pipeline stage has along the axes of a configuration.
+
+    Raises:
+        SettingsError: The model cannot be divided like this.
+    """
+    sizes = config.sizes
+    name = ", ".join(
+        f"{axis} {size}" for axis, size in (sizes | {"ep": config.ep_size or 1}).items() if size > 1
+    )
+    shards = sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
+    experts = experts_of(model) if config.ep_enabled else {}
+    of_experts = {id(p) for module in experts.values() for p in module.parameters()}
+    own = _tensor_parallel_elements(model, sizes["tp"], experts)
+    blocks, stages = blocks_of(model), [model.parameters()]
+    if config.pp_enabled:
+        layout = lay_out(model, config.pp_handler or TorchPipelineParallelConfig(), sizes["pp"])
+        modules = [model.get_submodule(module) for module in layout.names]
+        stages = [
+            chain.from_iterable(
+                module.parameters() for index, module in enumerate(modules) if layout.rank_of(index) == rank
+            )
+            for rank in range(sizes["pp"])
+        ]
+
+    def count(parameters: Iterable[nn.Parameter]) -> int:
+        """Count the elements that a device computes with: of experts, those of its own."""
+        return sum(own[id(p)] // (config.ep_size or 1 if id(p) in of_experts else 1) for p in parameters)
+
+    shares: list[DeviceShare] = []
+    for stage in stages:
+        parameters = list({id(parameter): parameter for parameter in stage}.values())
+        known = {id(parameter) for parameter in parameters}
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        in_stage = [block for block in blocks if all(id(p) in known for p in block.parameters())]
+        shares.append(
+            DeviceShare(
+                name=f"FSDP2, {name}" if shards > 1 else name,
+                sizes=ModelSizes(
+                    parameters=count(parameters),
+                    trainable=count(trainable),
+                    blocks=tuple(count(block.parameters()) for block in in_stage),
+                    largest=max((count([parameter]) for parameter in trainable), default=0),
+                    buffers=sum(buffer.nbytes for buffer in model.buffers()),
+                ),
+                shards=shards,
+                experts=sum(own[id(p)] - count([p]) for p in parameters if id(p) in of_experts),
+                sequence=sizes["cp"] * sizes["sp"],
+            )
+        )
+    return shares
+
+
+def _tensor_parallel_elements(
+    model: nn.Module, size: int, experts: Mapping[str, nn.Module]
+) -> dict[int, int]:
+    """Return the elements of each parameter, by its identity, on one of `size` tensor-parallel ranks."""
+    elements = {id(parameter): parameter.numel() for parameter in model.parameters()}
+    for name, style in plan_of(model, experts).items() if size > 1 else ():
+        for leaf, parameter in model.get_submodule(name).named_parameters(recurse=False):
+            if isinstance(style, ColwiseParallel) or (
+                isinstance(style, RowwiseParallel) and leaf == "weight"
+            ):
+                elements[id(parameter)] = -(-parameter.numel() // size)
+    return elements
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
