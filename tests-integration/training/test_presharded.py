@@ -254,6 +254,11 @@ def test_contradictions_name_both(tmp_path):
             SettingsError,
             r"1 ranks read different batches and 2 the same, and ParallelismConfig\(.*dp_shard_size=2",
         ),
+        (
+            {"parallelism_config": ParallelismConfig(tp_size=2, ep_size=2)},
+            SettingsError,
+            r"its experts over 1 ranks, and ParallelismConfig\(.*ep_size=2",
+        ),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, UnsupportedError, "'fsdp1' shards"),
     ):
         AcceleratorState._reset_state()

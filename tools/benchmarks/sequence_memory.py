@@ -42,6 +42,7 @@ def make_model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
+    options: dict[str, Any] = {"attn_implementation": "sdpa"}
     config = LlamaConfig(
         vocab_size=TOKENS,
         hidden_size=128,
@@ -50,7 +51,7 @@ def make_model() -> Any:
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=max(LENGTHS),
-        attn_implementation="sdpa",
+        **options,
     )
     return LlamaForCausalLM(config)
 

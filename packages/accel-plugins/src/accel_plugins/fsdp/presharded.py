@@ -122,6 +122,15 @@ def _check_plugins(
             f"{name} is sharded already so that {about}, and {config!r} says otherwise. Leave out the "
             "parallelism_config, or give both the same sizes."
         )
+    at_load: Any = getattr(getattr(model, "config", None), "distributed_config", None)
+    experts = (
+        at_load.get("ep_size") if isinstance(at_load, dict) else getattr(at_load, "ep_size", None)
+    ) or 1
+    if config is not None and config.ep_enabled and config.ep_size != experts:
+        raise SettingsError(
+            f"{name} is sharded already, with its experts over {experts} ranks, and {config!r} says otherwise."
+            " Leave out the parallelism_config, or give both the same ep_size."
+        )
     plugin: TorchTensorParallelPlugin | None = handlers.get(TorchTensorParallelPlugin)
     if plugin is not None and plugin.tp_size != world_size // num_shards:
         raise SettingsError(

@@ -138,13 +138,13 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
     return make(plain), make(_trace(model, options, checkpointing=True) or plain)
 
 
-def _axes_of(sizes: Mapping[str, int], devices: int, dp_shard: int | None) -> ParallelismConfig:
+def _axes_of(sizes: Mapping[str, Any], devices: int, dp_shard: int | None) -> ParallelismConfig:
     """Return the axes; FSDP2 shards over what the other axes leave, unless `dp_shard` says it."""
-    config = ParallelismConfig(**{**sizes, "dp_shard_size": dp_shard or 1, "ep_size": 1})
-    if dp_shard is None and devices % config.total_size == 0:
-        config = ParallelismConfig(**{**sizes, "dp_shard_size": devices // config.total_size})
-    else:
-        config = ParallelismConfig(**sizes)
+    options: dict[str, Any] = {**sizes, "dp_shard_size": dp_shard or 1, "ep_size": 1}
+    along = ParallelismConfig(**options).total_size
+    if dp_shard is None and devices % along == 0:
+        options["dp_shard_size"] = devices // along
+    config = ParallelismConfig(**{**options, "ep_size": sizes["ep_size"]})
     config.check_world(devices)
     return config
 
