@@ -128,8 +128,8 @@ def _check_plugins(
     ) or 1
     if config is not None and config.ep_enabled and config.ep_size != experts:
         raise SettingsError(
-            f"{name} is sharded already, with its experts over {experts} ranks, and {config!r} says otherwise."
-            " Leave out the parallelism_config, or give both the same ep_size."
+            f"{name} is sharded already, its experts over {experts} ranks, and {config!r} says otherwise. "
+            "Leave out the parallelism_config, or give both the same ep_size."
         )
     plugin: TorchTensorParallelPlugin | None = handlers.get(TorchTensorParallelPlugin)
     if plugin is not None and plugin.tp_size != world_size // num_shards:
