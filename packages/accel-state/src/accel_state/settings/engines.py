@@ -608,8 +608,9 @@ def _ulysses_of_deepspeed(answers: Answers) -> bool:
     return with_deepspeed and (answers("parallelism.sp_size") or 1) > 1
 
 
-def _pipeline(answers: Answers) -> bool:
-    return _parallelism_on(answers) and (answers("parallelism.pp_size") or 1) > 1
+_NO_PIPELINES = (
+    "The axes are asked for beside FSDP, with which pipelines do not combine; write it into the file."
+)
 
 
 def _with_torch(answers: Answers) -> bool:
@@ -693,29 +694,24 @@ class ParallelismSettings:
     )
     pp_size: int | None = _parallelism_row(
         "Pipeline-parallel size (PyTorch).",
-        question="Pipeline-parallel size?",
-        ask_if=_with_torch,
+        skip_reason=_NO_PIPELINES,
     )
     pp_schedule: str | None = _parallelism_row(
         "Schedule of the pipeline.",
         choices=_SCHEDULES,
-        question="Which schedule of the pipeline?",
-        ask_if=_pipeline,
+        skip_reason=_NO_PIPELINES,
     )
     pp_num_microbatches: int | None = _parallelism_row(
         "Micro-batches into which a pipeline cuts a batch of a rank.",
-        question="Into how many micro-batches is a batch cut? (empty: the pipeline-parallel size)",
-        ask_if=_pipeline,
+        skip_reason=_NO_PIPELINES,
     )
     pp_stages_per_rank: int | None = _parallelism_row(
         "Stages of a pipeline that each rank has.",
-        question="How many stages has a rank? (empty: that of the schedule)",
-        ask_if=_pipeline,
+        skip_reason=_NO_PIPELINES,
     )
     pp_split_points: str | None = _parallelism_row(
         "Modules with which the second and further stages begin, joined by commas.",
-        question="With which modules do further stages begin? (empty: balanced by parameters)",
-        ask_if=_pipeline,
+        skip_reason=_NO_PIPELINES,
     )
 
 
