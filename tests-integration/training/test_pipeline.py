@@ -1,4 +1,4 @@
-"""Pipelines of torch: numbers of one process for every schedule, beside FSDP2, checkpoints, refusals."""
+"""Pipelines of torch: numbers of one process for every schedule, checkpoints, refusals."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig, TorchPipelineParallelConfig
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
@@ -258,6 +259,21 @@ def test_what_cannot_be_cut_is_refused_with_the_first_batch(tmp_path, kind, expe
     tokens = torch.zeros(4, LENGTH, dtype=torch.int64)
     with pytest.raises(SettingsError, match=expected):  # on both ranks, though one of them sees it
         model(input_ids=tokens, labels=tokens)
+
+
+@distributed(world_size=2)
+def test_the_strategy_can_be_selected_by_name_and_refuses_fsdp(tmp_path):
+    config = ParallelismConfig(pp_size=2)
+    accelerator = Accelerator(cpu=True, strategy="pipeline", parallelism_config=config)
+    model = accelerator.prepare(make("plain"))
+    tokens = torch.zeros(4, LENGTH, dtype=torch.int64)
+    loss = model(input_ids=tokens, labels=tokens)["loss"]
+    accelerator.backward(loss)
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    AcceleratorState._reset_state(True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(SettingsError, match="cannot be combined with pp_size=2: leave the plugin out"):
+        Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
 
 
 @distributed(world_size=2)

@@ -543,8 +543,7 @@ class ParallelismConfig:
         """Return the axes of the mesh and their sizes, outermost first; nothing for one rank."""
         # `fully_shard` needs a shard axis beside the replicate axis, even of size 1.
         is_fully_sharded = self.dp_replicate_enabled or self.ep_enabled
-        is_cut = self.tp_enabled or self.pp_enabled
-        lone = is_fully_sharded and not self.dp_shard_cp_dim_names and is_cut
+        lone = is_fully_sharded and not self.dp_shard_cp_dim_names and self.tp_enabled
         sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or (lone and axis == "dp_shard")}
         return (tuple(sizes), tuple(sizes.values())) if sizes else ()
 

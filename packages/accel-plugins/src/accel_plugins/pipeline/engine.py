@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -132,9 +131,6 @@ class Pipeline:
         self._schedules: dict[tuple[int, int | None], Any] = {}
         self._output_type: type[Any] = Tensor
         self._form: Any = None
-
-    def watch(self) -> None:
-        """Keep what the last module of each stage returns; called once they are sharded."""
         for stage in self.stages:
             if not stage.is_last:
                 stage.units[-1].register_forward_hook(self._keep)
@@ -219,7 +215,7 @@ class Pipeline:
         self._output_type = type(output)
         loss = _weighted(self._loss_of(output), batch.weights[index])
         batch.outputs.append(loss.detach())
-        return torch.stack([self.precision.scale(loss * batch.scale)])  # FSDP2 warns about views
+        return self.precision.scale(loss * batch.scale).unsqueeze(0)
 
     def skipped(self, position: int, kind: type[nn.Module]) -> Any:
         """Return what the call of a module of another stage gives here, or end the pass of the stage."""
@@ -247,10 +243,6 @@ class Pipeline:
             yield
         finally:
             self._batch = None
-            for stage in self.stages:  # after a forward pass alone, FSDP2 keeps gathered parameters
-                for module in stage.modules():
-                    if isinstance(module, FSDPModule):
-                        module.reshard()
             if len(self.stages) > 1:
                 self._activate(None)
 

@@ -239,8 +239,6 @@ class Stage(nn.Module):
         self.first = first
         self.end = first + len(modules)
         self._pipeline = (pipeline,)
-        blocks: Any = {name for part in modules for name in getattr(part, "_no_split_modules", None) or ()}
-        self._no_split_modules = [*blocks]
 
     @property
     def is_last(self) -> bool:

@@ -1,4 +1,4 @@
-"""The strategy `pipeline`: stages of a model on different ranks, each replicated or sharded by FSDP2."""
+"""The strategy `pipeline`: stages of a model on different ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.modules import model_has_dtensor, replace_forward, without_compiler
-from accel_ops.tree import by_device, local_parts
-from accel_plugins.fsdp.fsdp2 import FullSharding
+from accel_ops.tree import by_device
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import TorchPipelineParallelConfig, axes_of
 from accel_plugins.pipeline.engine import Pipeline
 from accel_plugins.pipeline.stages import lay_out
 from accel_plugins.pipeline.state import ModelNames, PipelinePersister
 from accel_plugins.sharding.step import norm_of, sharded_stepper
-from accel_plugins.sharding.wrap import ParamRemap, dtype_to_train
+from accel_plugins.sharding.wrap import ParamRemap
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
 from accel_plugins.unsharded import check_materialised, move_to_device
 from accel_state import hang_monitor
@@ -45,15 +44,8 @@ def build(
             "ParallelismConfig(pp_size=…) with 2 or more."
         )
     options, group = axes.config.pp_handler, axes.pipeline.get_group()
-    plugin: FullyShardedDataParallelPlugin | None = handlers.get(FullyShardedDataParallelPlugin)
-    shard = None
-    if axes.config.data_parallel_size > 1:
-        plugin = plugin or FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
-        plugin.set_mixed_precision(precision.name)
-        shard = FullSharding(
-            plugin=plugin, mesh=axes.fully_sharded(runtime), master_weights=precision.name != "no"
-        )
-    elif plugin is not None:
+    plugin = handlers.get(FullyShardedDataParallelPlugin)
+    if plugin is not None:
         raise SettingsError(
             f"{plugin!r} cannot be combined with pp_size={group.size()}: leave the plugin out."
         )
@@ -70,7 +62,6 @@ def build(
             precision=precision,
             options=options,
             group=group,
-            shard=shard,
             models=models,
             names=names,
         ),
@@ -133,7 +124,7 @@ def add_shared_gradients(prepared: PreparedPipeline) -> None:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        (own,) = local_parts([parameter.grad])
+        own = parameter.grad
         parts = {rank: torch.empty_like(own) for rank in ranks if rank != pipeline.rank}
         operations = [
             operation
@@ -189,10 +180,8 @@ class PipelineWrapper:
     precision: PrecisionPolicy
     options: TorchPipelineParallelConfig
     group: dist.ProcessGroup
-    shard: FullSharding | None
     models: PreparedPipelines
     names: Any
-    remap: ParamRemap = field(default_factory=ParamRemap)
     gone: Any = field(default_factory=WeakIdKeyDictionary)
 
     def check(self, bundle: Bundle) -> None:
@@ -205,19 +194,9 @@ class PipelineWrapper:
                     f"{type(model).__name__} is sharded already, and pp_size={self.group.size()} would cut "
                     "it: leave one of the two out."
                 )
-            layout = lay_out(model, self.options, self.group.size())
-            covered = {id(p) for name in layout.names for p in model.get_submodule(name).parameters()}
-            outside = [name for name, p in model.named_parameters() if id(p) not in covered]
-            if outside and self.shard is not None:
-                raise SettingsError(
-                    f"{type(model).__name__}: the parameter {outside[0]!r} is in no module of a stage, so "
-                    "that FSDP2 cannot shard it with one: put it into a module, or leave out dp_shard_size "
-                    "and dp_replicate_size."
-                )
-            if self.shard is not None:
-                self.shard.validate(model)
-        known = (nn.ParameterList(self.gone.keys()), *map(without_compiler, bundle.models))
-        self.remap.check(bundle.optimizers, known)
+            lay_out(model, self.options, self.group.size())
+        gone = nn.ParameterList(self.gone.keys())
+        ParamRemap().check(bundle.optimizers, (gone, *self.models, *map(without_compiler, bundle.models)))
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Cut the models, and keep this rank's part of the optimizers."""
@@ -227,7 +206,6 @@ class PipelineWrapper:
             if model not in self.models:
                 self._cut(model)
         for optimizer in bundle.optimizers:
-            self.remap.switch(optimizer)
             for model, names in self.names.items():
                 names.add_optimizer(optimizer, model, self.gone, self.group)
             for group in optimizer.param_groups:
@@ -253,26 +231,17 @@ class PipelineWrapper:
         own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._share_values(tensors, own)
         self.gone.update((p, (names, name)) for p, name in before.items() if id(p) not in own)
-        # 3. Shard or replicate what is left.
-        if self.shard is not None:
-            for stage in pipeline.stages:
-                self.shard(stage)
-        now = dict(model.named_parameters(remove_duplicate=False))
-        self.remap.add(model, [(p, name) for name, p in named], now)
-        pipeline.watch()
         shared = names.shared(dist.get_rank(self.group))
         self.models[model] = PreparedPipeline(pipeline=pipeline, shared=[*shared], model=weakref.ref(model))
         _without_cache(model)
 
     def _share_values(self, tensors: Sequence[Tensor], own: set[int]) -> None:
         """Give every rank the values of rank 0, and move those of this rank to the device."""
-        casts = self.shard is not None and self.precision.name != "no"
         for tensor in tensors:
             full = tensor.detach().to(self.runtime.device, copy=id(tensor) not in own).contiguous()
             self.runtime.collectives.broadcast(full, src=0)
             if id(tensor) in own:
-                dtype = dtype_to_train(tensor) if casts and isinstance(tensor, nn.Parameter) else tensor.dtype
-                tensor.data = full.to(dtype)
+                tensor.data = full
 
 
 def _without_cache(model: Any) -> None:
