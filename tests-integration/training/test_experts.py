@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     DeepseekV3Config,
@@ -32,6 +31,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
 from accel_train import Accelerator
 from harness import distributed
+from harness.resuming import check_resuming, local
 from harness.small_llama import SIZES
 
 LENGTH, WINDOW, BATCH, HIDDEN, VOCABULARY, EXPERTS = 6, 2, 2, 16, 16, 4
@@ -189,11 +189,6 @@ def train_alone(family, shards, steps):
     return model, optimizer, losses, norms
 
 
-def local(tensor):
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def check_equal_to_one_process(family, sizes, folder=None, steps=2, **plugin):
     accelerator = Accelerator(
         cpu=True,
@@ -231,20 +226,6 @@ def experts_of_prepared(model):
     modules = [*experts_of(model).values()]
     assert modules
     return modules
-
-
-def check_resuming(accelerator, model, optimizer, folder):
-    """Save, change everything, load, and expect what was saved, the state of AdamW included."""
-    accelerator.save_state(folder, flush=False)
-    tensors = [*model.parameters(), *(v["exp_avg"] for v in optimizer.state.values())]
-    saved = [local(tensor).clone() for tensor in tensors]
-    with torch.no_grad():
-        for tensor in tensors:
-            local(tensor).add_(1)
-    accelerator.load_state(folder)
-    now = [*model.parameters(), *(v["exp_avg"] for v in optimizer.state.values())]
-    for tensor, value in zip(now, saved, strict=True):
-        assert torch.equal(local(tensor), value)
 
 
 TWO_RANKS = {

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
@@ -24,6 +23,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
 from harness import distributed
+from harness.resuming import check_resuming, local
 from harness.small_llama import SIZES, make_llama
 
 ROWS, LENGTH, STEPS, WINDOW = 16, 8, 2, 2
@@ -144,25 +144,6 @@ def check_equal_to_one_process(family, sizes, shards, folder, *, steps=STEPS, to
             )
     check_resuming(accelerator, model, optimizer, folder / "state")
     return state
-
-
-def check_resuming(accelerator, model, optimizer, folder):
-    """Save, change everything, load, and expect what was saved, the state of AdamW included."""
-    accelerator.save_state(folder, flush=False)
-    tensors = [*model.parameters(), *(v["exp_avg"] for v in optimizer.state.values())]
-    saved = [local(tensor).clone() for tensor in tensors]
-    with torch.no_grad():
-        for tensor in tensors:
-            local(tensor).add_(1)
-    accelerator.load_state(folder)
-    now = [*model.parameters(), *(v["exp_avg"] for v in optimizer.state.values())]
-    for tensor, value in zip(now, saved, strict=True):
-        assert torch.equal(local(tensor), value)
-
-
-def local(tensor):
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.parametrize("case", range(len(CASES[2])))

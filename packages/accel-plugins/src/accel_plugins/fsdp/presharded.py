@@ -19,6 +19,7 @@ from accel_ops.modules import without_compiler
 from accel_plugins.fsdp.fsdp2 import MonitoredAllGather
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin
+from accel_plugins.parallelism.tensor import size_at_load
 from accel_plugins.sharding.shards import ShardsPersister
 from accel_plugins.sharding.state import StateForm, TensorShards
 from accel_plugins.sharding.step import sharded_stepper
@@ -122,10 +123,7 @@ def _check_plugins(
             f"{name} is sharded already so that {about}, and {config!r} says otherwise. Leave out the "
             "parallelism_config, or give both the same sizes."
         )
-    at_load: Any = getattr(getattr(model, "config", None), "distributed_config", None)
-    experts = (
-        at_load.get("ep_size") if isinstance(at_load, dict) else getattr(at_load, "ep_size", None)
-    ) or 1
+    experts = size_at_load(model, "ep_size") or 1
     if config is not None and config.ep_enabled and config.ep_size != experts:
         raise SettingsError(
             f"{name} is sharded already, its experts over {experts} ranks, and {config!r} says otherwise. "

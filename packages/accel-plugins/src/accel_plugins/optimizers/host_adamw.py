@@ -222,10 +222,7 @@ class HostAdamW(torch.optim.Optimizer):
                 self._options |= dict.fromkeys(group["params"], _options_of(group))
         if parameter in self._options:
             with torch.no_grad():
-                self._begin_in_backward(parameter)
-
-    def _begin_in_backward(self, parameter: Tensor) -> None:
-        self._begun[parameter] = self._begin(parameter, self._options[parameter])
+                self._begun[parameter] = self._begin(parameter, self._options[parameter])
 
     def _begin(self, parameter: Tensor, options: tuple[Any, ...]) -> _Step:
         """Copy the gradient to the host, and hand the rest to the thread."""

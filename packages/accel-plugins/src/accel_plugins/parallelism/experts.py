@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from accel_ops.modules import unbound_forward
+from accel_plugins.parallelism.exchange import all_to_all
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
@@ -136,7 +137,9 @@ class ExpertParallel:
             num_local = num_experts // ranks
             sorted_indices, order = indices.reshape(-1).sort(stable=True)
             send, receive, received_counts = exchange_counts(sorted_indices, num_experts, group)
-            received = _AllToAll.apply(rows[order // top_k], receive, send, group, 1 / scale)
+            received = all_to_all(
+                rows[order // top_k], group, "experts", receive=receive, send=send, factor=1 / scale
+            )
             # 2. Apply the experts of this rank; to a row of zeros if it got none: FSDP2 needs gradients.
             experts = torch.arange(num_local, device=rows.device).repeat(ranks)
             experts = experts.repeat_interleave(received_counts.reshape(-1), output_size=sum(receive))
@@ -148,7 +151,7 @@ class ExpertParallel:
                 outputs = forward(module, received, experts, torch.ones_like(experts, dtype=rows.dtype))
             outputs = outputs[:0] if is_empty else outputs
             # 3. Return the outputs, and sum those of each token.
-            returned = _AllToAll.apply(outputs, send, receive, group, scale)
+            returned = all_to_all(outputs, group, "experts", receive=send, send=receive, factor=scale)
             of_tokens = torch.empty_like(returned).index_copy(0, order, returned)
             of_tokens = of_tokens.view(*indices.shape, of_tokens.shape[-1])
             combined = (of_tokens * weights.unsqueeze(-1)).sum(dim=1).to(hidden.dtype)
@@ -224,32 +227,6 @@ def exchange_counts(
         dist.all_to_all_single(received, counts, group=group)
         send, receive = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()
     return send, receive, received
-
-
-class _AllToAll(torch.autograd.Function):
-    """Exchange rows between ranks; gradients travel back, and are multiplied by a factor."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, receive: list[int], send: list[int], group: ProcessGroup, factor: float
-    ) -> Tensor:
-        ctx.exchange = (send, receive, group, factor)
-        return _exchange_rows(rows, receive, send, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        send, receive, group, factor = ctx.exchange
-        (gradient,) = gradients
-        if factor != 1:
-            gradient = gradient * factor
-        return _exchange_rows(gradient, send, receive, group), None, None, None, None
-
-
-def _exchange_rows(rows: Tensor, receive: list[int], send: list[int], group: ProcessGroup) -> Tensor:
-    received = rows.new_empty(sum(receive), *rows.shape[1:])
-    with hang_monitor.collective_scope("all_to_all of experts"):
-        dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
-    return received
 
 
 def _share(rows: Tensor, mesh: DeviceMesh | None) -> Tensor:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_plugins.parallelism.attention import check_layers, text_config
+from accel_plugins.parallelism.exchange import all_to_all
 from accel_state import hang_monitor, torch_private
 from accel_state.accelerator_state import GradientState
 from accel_state.errors import SettingsError, UnsupportedError
@@ -204,7 +205,7 @@ class Ulysses:
 
     def _exchange(self, parts: Tensor, dim: int) -> Tensor:
         """Send a part, along dim 0, to each rank, and join along another dim what arrives."""
-        received = cast("Tensor", _AllToAll.apply(parts.contiguous(), self.group))
+        received = all_to_all(parts, self.group, "attention")
         return received.movedim(0, dim).flatten(dim, dim + 1)
 
     def gather(self, shard: Tensor, dim: int) -> Tensor:
@@ -596,22 +597,6 @@ def _rope_types(parameters: Any) -> Iterator[str]:
 
 
 # Collectives
-
-
-class _AllToAll(torch.autograd.Function):
-    """Exchange the parts along dim 0, in the forward and in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(parts)
-        with hang_monitor.collective_scope("all_to_all of attention"):
-            dist.all_to_all_single(received, parts, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return cast("Tensor", _AllToAll.apply(gradient.contiguous(), ctx.group)), None
 
 
 class _Mean(torch.autograd.Function):

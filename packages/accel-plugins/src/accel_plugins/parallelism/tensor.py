@@ -142,6 +142,12 @@ def plan_of(
     return plan
 
 
+def size_at_load(model: nn.Module, name: str) -> int | None:
+    """Return a size of the `distributed_config` by which transformers has sharded a model, if any."""
+    at_load: Any = getattr(getattr(model, "config", None), "distributed_config", None)
+    return at_load.get(name) if isinstance(at_load, dict) else getattr(at_load, name, None)
+
+
 def get_model_tp_size(model: nn.Module) -> int | None:
     """Return the tensor-parallel size of a model: that of transformers, or of its mesh.
 
@@ -155,8 +161,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     """
     size = getattr(model, "tp_size", None)
     if size is None:
-        at_load: Any = getattr(getattr(model, "config", None), "distributed_config", None)
-        size = at_load.get("tp_size") if isinstance(at_load, dict) else getattr(at_load, "tp_size", None)
+        size = size_at_load(model, "tp_size")
     if size is not None:
         return size
     for parameter in getattr(model, "parameters", tuple)():

@@ -1,0 +1,61 @@
+"""All-to-all with gradients, of heads (sequence parallelism) and of tokens (expert parallelism)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_state import hang_monitor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def all_to_all(
+    rows: Tensor,
+    group: ProcessGroup,
+    what: str,
+    *,
+    receive: list[int] | None = None,
+    send: list[int] | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """Exchange rows between ranks; gradients travel back. A collective over the group.
+
+    Args:
+        rows: Of any shape; dim 0 has those for rank 0, then those for rank 1, and so on.
+        group: The ranks.
+        what: What is exchanged, for messages about a collective that hangs.
+        receive: Number of rows to receive from each rank; as many from each if `None`.
+        send: Number of rows to send to each rank, likewise.
+        factor: What gradients are multiplied by.
+    """
+    return cast("Tensor", _AllToAll.apply(rows, (receive, send, group, what), factor))
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: tuple[Any, ...], factor: float) -> Tensor:
+        ctx.exchange, ctx.factor = exchange, factor
+        return _exchange(rows, *exchange)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        receive, send, group, what = ctx.exchange
+        if ctx.factor != 1:
+            gradient = gradient * ctx.factor
+        return _AllToAll.apply(gradient, (send, receive, group, what), 1.0), None, None  # pyright: ignore[reportReturnType] - a tensor
+
+
+def _exchange(
+    rows: Tensor, receive: list[int] | None, send: list[int] | None, group: ProcessGroup, what: str
+) -> Tensor:
+    rows = rows.contiguous()
+    received = torch.empty_like(rows) if receive is None else rows.new_empty(sum(receive), *rows.shape[1:])
+    with hang_monitor.collective_scope(f"all_to_all of {what}"):
+        dist.all_to_all_single(received, rows, receive, send, group=group)
+    return received
