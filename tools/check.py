@@ -10,12 +10,16 @@ Every step runs; the table at the end says which failed, and the exit status is 
 A test that fails is run once more by itself. If it then passes, its step passes; the test is listed under
 FLAKY and in build/flaky.txt. When every step has passed on a clean tree, the commit's id is written to
 `check-passed` in git's folder.
+
+`uv run` alone installs accel and what its examples need. The steps need the group `dev` of pyproject.toml,
+so this program starts itself again with `uv run --group dev`. After `uv sync --group dev` it runs directly.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -34,7 +38,7 @@ from affected import Affected, affected_by, changed_since
 from handle_signals import handle_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     Show = Callable[[str], object]
 
@@ -218,6 +222,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"no step is called {', '.join(unknown)}; there are {', '.join(names)}")
     if arguments.since and (arguments.all or arguments.only):
         parser.error("--since goes with neither --all nor --only")
+    if (restart := restart_command(os.environ, sys.argv[1:] if argv is None else argv)) is not None:
+        os.chdir(ROOT)
+        os.execv(restart[0], restart)
     handle_signals()
     FLAKY_REPORT.unlink(missing_ok=True)
     started = time.monotonic()
@@ -238,6 +245,28 @@ def main(argv: list[str] | None = None) -> int:
     if not failed and not partial and commit is not None and commit == clean_commit():
         (git_folder() / "check-passed").write_text(commit + "\n")
     return int(failed)
+
+
+def restart_command(environ: Mapping[str, str], arguments: list[str]) -> list[str] | None:
+    """Return the command that runs these arguments with the group `dev` installed; None if it is installed.
+
+    Args:
+        environ: The variables of this process; `uv run` counts its levels in one.
+        arguments: Those of this program.
+
+    Raises:
+        SystemExit: The group is not installed, and there is no uv to install it.
+    """
+    has_tests = importlib.util.find_spec("pytest") is not None
+    if has_tests and environ.get("UV_RUN_RECURSION_DEPTH") != "1":
+        return None
+    uv = environ.get("UV") or shutil.which("uv")
+    if uv is None:
+        raise SystemExit(
+            "the checks need the group dev of pyproject.toml: pip install uv, or uv sync --group dev"
+        )
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return [uv, "run", "--group", "dev", "--python", python, "tools/check.py", *arguments]
 
 
 def narrowed(steps: list[Step], affected: Affected) -> list[Step]:

@@ -166,6 +166,7 @@ class Workshop:
         uv("build", "--all-packages", "--wheel", "--quiet", "--out-dir", str(folder / "wheels"))
         lock = (
             "--frozen",
+            "--group=dev",
             "--no-hashes",
             "--no-emit-workspace",
             "--quiet",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import enum
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -310,3 +311,19 @@ def test_a_test_that_fails_again_fails_its_step(tmp_path: Path, monkeypatch: pyt
     assert result.status == 1
     assert result.tests == Counter(failed=1)
     assert result.flaky == ()
+
+
+def test_the_checks_start_again_with_their_libraries_where_uv_run_installed_fewer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert check.restart_command({}, ["--all"]) is None
+    command = check.restart_command({"UV": "/bin/uv", "UV_RUN_RECURSION_DEPTH": "1"}, ["--all"])
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert command == ["/bin/uv", "run", "--group", "dev", "--python", python, "tools/check.py", "--all"]
+    assert check.restart_command({"UV": "/bin/uv", "UV_RUN_RECURSION_DEPTH": "2"}, []) is None
+
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
+    assert check.restart_command({"UV": "/bin/uv", "UV_RUN_RECURSION_DEPTH": "2"}, []) is not None
+    monkeypatch.setattr(check.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install uv"):
+        check.restart_command({}, [])
