@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     rows = {
         "torch.optim.AdamW, float32": measure(options, torch.float32, torch.optim.AdamW),
+        "torch.optim.AdamW, bfloat16": measure(options, torch.bfloat16, torch.optim.AdamW),
         "HostAdamW, bfloat16": measure(options, torch.bfloat16, HostAdamW),
         "HostAdamW, bfloat16, no overlap": measure(options, torch.bfloat16, HostAdamW, overlap=False),
     }
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> int:
             f"{name:34} {device / 1e6:7.1f} MB {device / base:6.2f} {host / 1e6:7.1f} MB "
             f"{seconds * 1e3:6.1f} ms {seconds / base_time:6.2f}"
         )
-    worst = max(device for device, _, _ in [*rows.values()][1:]) / base
+    worst = max(device for device, _, _ in [*rows.values()][2:]) / base
     print(f"device's peak, of the baseline's: {worst:.2f} (claim: at most {CLAIM})")
     return 0 if worst <= CLAIM else 1
 

@@ -30,6 +30,17 @@ from torch.utils.data import DataLoader
 
 TIME_CLAIM = 1.05
 LENGTHS, STEPS, ROUNDS, TIMED_LENGTH, TOKENS = (512, 1024, 2048, 4096), 3, 9, 1024, 512
+BUCKET = 1 << 20
+DEEPSPEED_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 1,
+    "zero_optimization": {
+        "stage": 3,
+        "reduce_bucket_size": BUCKET,
+        "stage3_prefetch_bucket_size": BUCKET,
+        "sub_group_size": BUCKET,
+    },
+}
 JOBS = (("plain", 1), ("accel", 2), ("accel", 4))
 ACCEL, BY_HAND = "accel", "by hand"
 
@@ -149,14 +160,14 @@ def through_accel(length: int) -> tuple[Any, Step]:
 
 
 def through_deepspeed(length: int) -> tuple[Any, Step]:
-    """DeepSpeed's Ulysses with ZeRO-3, by the documented loop."""
+    """DeepSpeed's Ulysses with ZeRO-3, with buckets of 1 Mi elements in place of 500 M."""
     from accel import Accelerator
     from accel.utils import DeepSpeedPlugin, ParallelismConfig
 
     ranks = dist.get_world_size()
     accelerator = Accelerator(
         cpu=True,
-        deepspeed_plugin=DeepSpeedPlugin(zero_stage=3),
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=DEEPSPEED_CONFIG),
         parallelism_config=ParallelismConfig(sp_size=ranks),
     )
     model = make_model()
