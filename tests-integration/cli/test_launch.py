@@ -254,3 +254,14 @@ def test_the_report_of_this_machine_is_complete(here):
     assert facts["devices"]["count"] >= 1
     assert facts["torch"]["version"]
     assert "wrap" in facts["stages of prepare"]
+
+
+def test_what_torchao_logs_when_it_is_imported_is_not_shown(here):
+    pytest.importorskip("torchao")
+    (here / "imports.py").write_text("import torchao\nprint('done')")
+    result = accel("--cpu", "--num_processes", "2", "imports.py")
+    assert result.stdout.split() == ["done", "done"]
+    assert result.stderr == ""
+    (here / "imports.py").write_text("from accel import Accelerator\nimport torchao\nprint('done')")
+    result = accel("--cpu", "--num_processes", "1", "imports.py")
+    assert (result.stdout, result.stderr) == ("done\n", "")

@@ -69,11 +69,13 @@ def test_everything_that_does_not_fit_is_reported_at_once():
     [
         (["--use_megatron_lm"], {}, ["argument --use_megatron_lm", "accel-plugins[megatron]"]),
         ([], {"distributed_type": "MEGATRON_LM"}, ["distributed_type", "accel-plugins[megatron]"]),
+        (["--use_deepspeed"], {}, ["argument --use_deepspeed", "accel-plugins[deepspeed]"]),
+        ([], {"distributed_type": "DEEPSPEED"}, ["distributed_type", "accel-plugins[deepspeed]"]),
     ],
 )
 def test_a_library_that_is_not_installed_is_named_before_anything_starts(line, file, parts):
     with pytest.raises(SettingsError) as caught:
-        plan(*line, file=file, has_megatron=False)
+        plan(*line, file=file, engines=())
     (problem,) = caught.value.problems
     assert all(part in problem for part in parts), problem
 

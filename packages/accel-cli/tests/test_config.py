@@ -115,7 +115,10 @@ def environ(monkeypatch, tmp_path):
 def test_a_file_for_this_machine_is_written_once(environ, tmp_path, capsys):
     path = tmp_path / "accelerate/default_config.yaml"
     assert main(["config", "default", "--mixed_precision", "bf16"]) == 0
-    assert str(path) in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"Written to {path}." in output
+    assert "is also the default config file of Accelerate" in " ".join(output.split())
+    assert yaml.safe_load(path.read_text())["num_processes"] == 1
     settings = merge_layers(read_config(None, environ).sourced).settings
     assert settings.precision.mixed_precision == "bf16"
     assert settings.process.use_cpu

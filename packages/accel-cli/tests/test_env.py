@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import torch
+from markdown_it import MarkdownIt
 
 from accel_cli.commands import env
 from accel_cli.main import main
@@ -19,6 +20,34 @@ def test_the_report_is_text_or_json_of_the_same_facts(capsys):
     assert facts["experimental"] == ["training by Megatron has not run on a GPU yet"] * has_megatron
     assert main(["env"]) == 0
     assert capsys.readouterr().out == env.as_text(facts)
+
+
+def test_the_report_is_markdown_that_shows_every_value_unchanged():
+    facts = {
+        "python": "3.11.7",
+        "programs": ["g++", "nvidia-smi"],
+        "names": [],
+        "cpu": {"cores": 2, "memory in GB": None},
+        "variables": {"XLA_FLAGS": "--a=*b* --c=__d__", "NCCL_HOST": "<host>", "CUDA_HOME": "/a_b/`c`"},
+    }
+    assert all(part not in env.as_text(facts) for part in "[]{}'")
+    shown = [token.content for token in tokens(env.as_text(facts)) if token.type in {"text", "code_inline"}]
+    assert "".join(shown) == "".join(
+        [
+            *("python: 3.11.7", "programs: g++, nvidia-smi", "names: none"),
+            *("cpu:", "cores: 2", "memory in GB: none", "variables:", "XLA_FLAGS: --a=*b* --c=__d__"),
+            *("NCCL_HOST: <host>", "CUDA_HOME: /a_b/`c`"),
+        ]
+    )
+
+
+def tokens(text):
+    """Return what a Markdown parser finds within lines."""
+    blocks = MarkdownIt("commonmark").parse(text)
+    assert {block.type.removesuffix("_open").removesuffix("_close") for block in blocks} == {
+        "bullet_list", "list_item", "paragraph", "inline",
+    }  # fmt: skip
+    return [token for block in blocks for token in block.children or ()]
 
 
 def test_the_report_has_settings_with_their_source_but_no_other_variable(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -157,6 +158,18 @@ LIBRARIES: Mapping[str, Library] = {
     "transformer_engine": _library("transformer_engine", distribution="transformer-engine"),
 }
 """Every optional library that is asked about, by the name in `is_<name>_available`."""
+
+
+def hide_import_notices() -> None:
+    """Drop what torch logs when torchao 0.18 is imported, as by transformers: it concerns torchao's authors.
+
+    To be called before that import. It does not import torch.
+    """
+    logging.getLogger("torch.utils._pytree").addFilter(_is_no_import_notice)
+
+
+def _is_no_import_notice(record: logging.LogRecord) -> bool:
+    return "Calling register_constant() on Enum subclasses is deprecated" not in str(record.msg)
 
 
 def is_installed(name: str) -> bool:

@@ -55,6 +55,8 @@ def run(options: Namespace) -> int:
         show("", summarize(settings))
         conflicts = find_conflicts(settings, host)
         show(*(f"Conflict: {conflict}" for conflict in conflicts))
+        if options.config_file is None:
+            show(SHARED_FILE.format(path))
         replaces = " (replaces the existing file)" if path.exists() else ""
         if not confirm(f"Write this to {path}{replaces}?", default=not conflicts):
             show("Nothing was written.")
@@ -65,6 +67,10 @@ def run(options: Namespace) -> int:
     write(path, to_content(settings))
     show(f"Written to {path}. To run a script:", *list_commands(settings, options.config_file))
     return 0
+
+
+SHARED_FILE = "{} is also the default config file of Accelerate: `accelerate launch` reads it."
+"""Shown before the default config file is written."""
 
 
 def summarize(settings: Settings) -> Table:
@@ -109,6 +115,8 @@ def _write_default(options: Namespace) -> int:
         )
         return 0
     show(f"Written to {written}.")
+    if options.config_file is None:
+        show(SHARED_FILE.format(written))
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import sys
 from argparse import Namespace
@@ -14,7 +15,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accel_cli.config_file import read_config
 from accel_cli.launch.hosts import query_nvidia
@@ -94,19 +95,38 @@ def report(
 
 
 def as_text(facts: Mapping[str, Any], indent: str = "") -> str:
-    r"""Write facts as an indented list.
+    r"""Write facts as a nested Markdown list; values that Markdown would change are code.
 
     Example:
-        >>> as_text({"python": "3.12", "cpu": {"cores": 2}})
-        '- python: 3.12\n- cpu:\n  - cores: 2\n'
+        >>> as_text({"python": "3.12", "cpu": {"cores": 2}, "programs": ["g++", "srun"]})
+        '- python: 3.12\n- cpu:\n  - cores: 2\n- programs: g++, srun\n'
     """
     lines: list[str] = []
     for name, value in facts.items():
         if isinstance(value, dict) and value:
             lines.append(f"{indent}- {name}:\n{as_text(value, indent + '  ')}")
         else:
-            lines.append(f"{indent}- {name}: {value if value not in ({}, None) else 'none'}\n")
+            lines.append(f"{indent}- {name}: {_as_markdown(value)}\n")
     return "".join(lines)
+
+
+def _as_markdown(value: Any) -> str:
+    """Write a value on one line."""
+    if value in ({}, [], None, ""):
+        return "none"
+    if isinstance(value, list):
+        return ", ".join(map(_as_markdown, cast("list[object]", value)))
+    text = " ".join(str(value).split())
+    if not _SPECIAL.search(text):
+        return text
+    runs = {len(run) for run in re.findall("`+", text)}
+    fence = "`" * next(length for length in range(1, len(runs) + 2) if length not in runs)
+    pad = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
+
+
+_SPECIAL = re.compile(r"[*_`<>\[\]&\\~|$#@]|^[-+]|://")
+"""What Markdown and GitHub read as markup, links or mentions."""
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:

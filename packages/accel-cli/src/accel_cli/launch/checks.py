@@ -114,8 +114,8 @@ def _check_devices(facts: LaunchFacts) -> Iterator[str]:
     if (kind.value == "MULTI_GPU" or launch.device_ids) and not machine.installed:
         asking = kind if kind.value == "MULTI_GPU" else facts.source_of("launch.gpu_ids")
         yield (
-            f"{asking.origin} asks for GPUs, but this machine shows none: see what `nvidia-smi` and "
-            "CUDA_VISIBLE_DEVICES say, or run with --cpu."
+            f"{asking.origin} asks for GPUs, but this machine shows none: check `nvidia-smi` and "
+            "CUDA_VISIBLE_DEVICES, or run with --cpu."
         )
         return
     absent = [id_ for id_ in launch.device_ids if id_.isdecimal() and int(id_) >= machine.installed]
@@ -179,7 +179,7 @@ def _check_elasticity(facts: LaunchFacts) -> Iterator[str]:
         yield (f"{least.origin} is {launch.min_machines}, more than the {launch.num_machines} machines.")
     if launch.rdzv_backend == "static":
         yield (
-            f"{least.origin} lets machines come and go, which a static rendezvous does not: add "
+            f"{least.origin} allows nodes to leave, which a static rendezvous does not support: add "
             "--rdzv_backend c10d."
         )
 
@@ -201,13 +201,21 @@ def _check_unused_engines(facts: LaunchFacts) -> Iterator[str]:
             yield f"{', '.join(names)} {is_one} about {title}, which is not used{why}: add --use_{switch}."
 
 
+def _check_engines(facts: LaunchFacts) -> Iterator[str]:
+    if not facts.is_local or facts.reaches_hosts:  # DeepSpeed's launcher may start no process on this machine
+        return
+    for section in ("deepspeed", "megatron"):
+        if value_at(facts.settings, section) and section not in facts.machine.engines:
+            yield (
+                f"{facts.origin(section)} asks for {TITLES[section]}, which is not installed: "
+                f"`pip install 'accel-plugins[{section}]'`."
+            )
+
+
 def _check_megatron(facts: LaunchFacts) -> Iterator[str]:
     section = facts.settings.megatron
     if section is None:
         return
-    if facts.is_local and not facts.machine.has_megatron:
-        origin = facts.origin("megatron")
-        yield f"{origin} asks for Megatron, which is not installed: `pip install 'accel-plugins[megatron]'`."
     number, processes = facts.source_of("launch.num_processes"), count_processes(facts)
     names = [name for name in _MEGATRON_SIZES if (getattr(section, name) or 1) > 1]
     product = math.prod(getattr(section, name) for name in names)
@@ -382,6 +390,7 @@ CHECKS: tuple[Callable[[LaunchFacts], Iterator[str]], ...] = (
     _check_nodes,
     _check_elasticity,
     _check_unused_engines,
+    _check_engines,
     _check_megatron,
     _check_fp8,
     _check_alias,

@@ -32,7 +32,7 @@ class HostDevices:
         capability: Queries the least compute capability of its NVIDIA GPUs.
         peer_variables: Queries the variables that NCCL needs on its NVIDIA GPUs besides an environment's.
         fp8_backends: The installed libraries for FP8; all by default.
-        has_megatron: Whether megatron-core is installed.
+        engines: The engines whose library is installed, by their section of the settings; all by default.
     """
 
     gpus: int
@@ -45,7 +45,7 @@ class HostDevices:
     capability: Callable[[], tuple[int, int] | None] = lambda: None
     peer_variables: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {}
     fp8_backends: tuple[str, ...] = tuple(BY_NAME)
-    has_megatron: bool = True
+    engines: tuple[str, ...] = ("deepspeed", "megatron")
 
     def __post_init__(self) -> None:
         if self.installed < 0:
@@ -65,8 +65,12 @@ def probe_devices(environ: Mapping[str, str]) -> HostDevices:
         capability=_least_capability,
         peer_variables=peer_variables,
         fp8_backends=tuple(backend.name for backend in BACKENDS if is_installed(backend.library)),
-        has_megatron=is_installed("megatron_lm"),
+        engines=tuple(section for section, library in _LIBRARIES.items() if is_installed(library)),
     )
+
+
+_LIBRARIES = {"deepspeed": "deepspeed", "megatron": "megatron_lm"}
+"""The library of each engine that has one, by its section of the settings."""
 
 
 def count_gpus(environ: Mapping[str, str], installed: int) -> int:

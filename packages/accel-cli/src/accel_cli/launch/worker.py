@@ -26,6 +26,7 @@ from typing import Any
 
 from accel_state.environ import read
 from accel_state.errors import SettingsError
+from accel_state.libraries import hide_import_notices
 from accel_state.topology import detect
 from accel_train.worker_errors import (
     ERROR_FILE,
@@ -57,6 +58,7 @@ def run(arguments: list[str]) -> None:
     if error_file:
         _write_stack_file(stack_file(error_file, _rank()))
     sys.argv[:] = words
+    hide_import_notices()
     names = sys.modules["__main__"].__dict__
     names.clear()
     names.update(__name__="__main__", __builtins__=builtins)
