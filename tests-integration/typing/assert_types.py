@@ -16,7 +16,10 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_ops.pad import pad_across_processes
 from accel_ops.tree import send_to_device
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from accel_state.logging import tqdm
 from accel_state.memory import find_executable_batch_size
+from accel_trackers.general import GeneralTracker
+from accel_train.accelerator import Accelerator
 from accel_train.data.adapter import PreparedLoader
 
 if TYPE_CHECKING:
@@ -24,8 +27,9 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
 
+    from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+    from accel_plugins.parallelism.config import ParallelismConfig
     from accel_state.partial_state import PartialState
-    from accel_train.accelerator import Accelerator
 
 Batch = dict[str, Tensor]
 
@@ -48,26 +52,35 @@ def prepared(
     """What is prepared is typed as what it is."""
     assert_type(accelerator.prepare(model), Model)
     assert_type(accelerator.prepare(optimizer), AcceleratedOptimizer)
-    assert_type(accelerator.prepare(loader), PreparedLoader)
+    assert_type(accelerator.prepare(loader), PreparedLoader[Batch])
     assert_type(accelerator.prepare(schedule), AcceleratedScheduler)
     assert_type(accelerator.prepare(model, optimizer), tuple[Model, AcceleratedOptimizer])
     assert_type(
-        accelerator.prepare(model, optimizer, loader), tuple[Model, AcceleratedOptimizer, PreparedLoader]
+        accelerator.prepare(model, optimizer, loader),
+        tuple[Model, AcceleratedOptimizer, PreparedLoader[Batch]],
     )
     assert_type(
         accelerator.prepare(model, optimizer, loader, loader, schedule),
-        tuple[Model, AcceleratedOptimizer, PreparedLoader, PreparedLoader, AcceleratedScheduler],
+        tuple[
+            Model, AcceleratedOptimizer, PreparedLoader[Batch], PreparedLoader[Batch], AcceleratedScheduler
+        ],
     )
     assert_type(accelerator.prepare(model, model), tuple[Model, Model])
     net, steps, batches = accelerator.prepare(model, optimizer, loader)
     batches.set_epoch(1)
+    for batch in batches:
+        assert_type(batch, Batch)
+    for batch in tqdm(batches, desc="training"):
+        assert_type(batch, Batch)
+    for batch in accelerator.skip_first_batches(batches, 2):
+        assert_type(batch, Batch)
     assert_type(batches.total_batch_size, int)
     assert_type(steps.step_was_skipped, bool)
     assert_type(accelerator.unwrap_model(net), Model)
     assert_type(accelerator.unwrap_model(net).generate(torch.ones(1)), Tensor)
     assert_type(accelerator.prepare_model(model), Model)
     assert_type(accelerator.prepare_optimizer(optimizer), AcceleratedOptimizer)
-    assert_type(accelerator.prepare_data_loader(loader), PreparedLoader)
+    assert_type(accelerator.prepare_data_loader(loader), PreparedLoader[Batch])
     assert_type(accelerator.prepare_scheduler(schedule), AcceleratedScheduler)
     assert_type(extract_model_from_parallel(model), Model)
 
@@ -95,3 +108,30 @@ def decorated(accelerator: Accelerator, state: PartialState, work: Callable[[int
     assert_type(find_executable_batch_size(work), Callable[[str], float])
     arguments: Any = accelerator.on_main_process()
     del arguments
+
+
+def constructed(
+    plugin: FullyShardedDataParallelPlugin, axes: ParallelismConfig, tracker: GeneralTracker
+) -> None:
+    """Arguments have types: what is wrong is an error, without which the comment would be one."""
+    Accelerator(mixed_precision="bf16", fsdp_plugin=plugin, parallelism_config=axes, log_with="wandb")
+    Accelerator(log_with=["tensorboard", tracker], deepspeed_plugin=None)
+    Accelerator(fsdp_plugin="hello")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+    Accelerator(log_with=3)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+    Accelerator(parallelism_config={"tp_size": 2})  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+    Accelerator(mixed_precision="bf17")  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]
+
+
+def divided(accelerator: Accelerator, state: PartialState, prompts: list[str], pair: tuple[int, ...]) -> None:
+    """A shard has the type of what is divided, and a tracker is one unless it is unwrapped."""
+    with accelerator.split_between_processes(prompts) as shard:
+        assert_type(shard, list[str])
+    with state.split_between_processes(pair, apply_padding=True) as numbers:
+        assert_type(numbers, tuple[int, ...])
+    for prompt in tqdm(prompts):
+        assert_type(prompt, str)
+    assert_type(accelerator.get_tracker("wandb"), GeneralTracker)
+    assert_type(accelerator.log_with, list[str | GeneralTracker])
+    with tqdm(total=3) as bar:
+        bar.update()
+        bar.set_description("loading")

@@ -7,6 +7,7 @@ a device row or a topology answers instead.
 from __future__ import annotations
 
 from enum import Enum, EnumMeta
+from typing import Literal, TypeAlias
 
 
 class EnumWithContains(EnumMeta):
@@ -119,6 +120,10 @@ class PrecisionType(str, BaseEnum):
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+PrecisionName: TypeAlias = Literal["no", "fp8", "fp16", "bf16"]
+"""The names of `PrecisionType`."""
 
 
 class FP8BackendType(str, BaseEnum):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Hashable, Mapping, MutableMapping
-from typing import Any, cast
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol, Self, TypeVar, cast, overload
 
 from accel_state import runtime
 from accel_state.environ import parse_choice_from_env
@@ -18,8 +18,8 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
     """A logger that logs on the main process only by default.
 
     Every method of a logger takes two more arguments: `main_process_only` (default `True`) and, with
-    `main_process_only=False`, `in_order` (default `False`), which lets ranks log one after the other;
-    then all processes must make the call. It works before any state exists, too.
+    `main_process_only=False`, `in_order` (default `False`), which makes ranks log one after the other;
+    then all processes must make the call. It also works before any state exists.
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
@@ -72,8 +72,8 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
     Example:
         >>> logger = get_logger("my_script")
-        >>> logger.info("said by the main process")
-        >>> logger.debug("said by each", main_process_only=False)
+        >>> logger.info("logged by the main process")
+        >>> logger.debug("logged by each", main_process_only=False)
     """
     logger = logging.getLogger(name)
     source = "log_level" if log_level is not None else _VARIABLE
@@ -86,7 +86,33 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     return MultiProcessAdapter(logger, {})
 
 
-def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+T_co = TypeVar("T_co", covariant=True)
+
+
+class ProgressBar(Protocol[T_co]):
+    """A bar of tqdm, which has no types of its own; it may have more methods."""
+
+    def __iter__(self) -> Iterator[T_co]: ...
+    def __len__(self) -> int: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *error: object) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+    def update(self, n: float = ..., /) -> bool | None:
+        """Advance the bar."""
+        ...
+
+    def close(self) -> None:
+        """Finish the bar."""
+        ...
+
+
+@overload
+def tqdm(
+    iterable: Iterable[T_co], /, *args: Any, main_process_only: bool = ..., **kwargs: Any
+) -> ProgressBar[T_co]: ...
+@overload
+def tqdm(*args: Any, main_process_only: bool = ..., **kwargs: Any) -> ProgressBar[Any]: ...
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> ProgressBar[Any]:
     """Make a `tqdm` progress bar that only the first process of each node shows.
 
     A process that another one started, such as a rank of `notebook_launcher`, shows a bar of text: the

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 class RankMethods:
@@ -166,6 +167,12 @@ class RankMethods:
             function, "local_process_index", self._process.local_process_index, local_process_index
         )
 
+    @overload
+    def split_between_processes(
+        self, inputs: tuple[T, ...], apply_padding: bool = ...
+    ) -> AbstractContextManager[tuple[T, ...]]: ...
+    @overload
+    def split_between_processes(self, inputs: T, apply_padding: bool = ...) -> AbstractContextManager[T]: ...
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
@@ -198,7 +205,7 @@ class RankMethods:
 
     def _on(self, function: Any, name: str, own: int, wanted: int | None) -> Any:
         if wanted is None:
-            raise ValueError(f"Say which process shall run the function: {name}=0, for example.")
+            raise ValueError(f"Choose the process that runs the function: {name}=0, for example.")
         return _run_if(own == wanted or not self.use_distributed, function)
 
 

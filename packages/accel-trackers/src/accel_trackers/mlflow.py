@@ -24,7 +24,7 @@ class MLflowTracker(GeneralTracker):
     Args:
         experiment_name: Name of the experiment; made if absent. MLflow's own choice if `None`.
         logging_dir: Where artifacts of a new experiment go.
-        run_id: A run to go on with.
+        run_id: A run to resume.
         tags: Of the run, as a dictionary or its JSON.
         nested_run: Whether the run is a child of the active one.
         run_name: Name of the run.
@@ -86,7 +86,7 @@ class MLflowTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store hyperparameters as parameters, flattened; what is too long for one is cut, with a warning.
 
-        MLflow keeps a parameter for good: where a run goes on with another value, the first one stays, with a
+        MLflow keeps a parameter for good: where a resumed run has another value, the first one stays, with a
         warning.
         """
         known: dict[str, str] = self._client.get_run(self.run_id).data.params
@@ -101,7 +101,7 @@ class MLflowTracker(GeneralTracker):
                 params.append(self._mlflow.entities.Param(name, text[:limit]))
             elif known[name] != text[:limit]:
                 logger.warning(
-                    "MLflow keeps the parameter %r at %r: a run that goes on cannot change it to %r.",
+                    "MLflow keeps the parameter %r at %r: a resumed run cannot change it to %r.",
                     name,
                     known[name],
                     text[:limit],

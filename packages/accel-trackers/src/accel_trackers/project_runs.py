@@ -97,7 +97,7 @@ class WandBTracker(ProjectRunTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store hyperparameters in the run's config; those of a run that goes on may have changed."""
+        """Store hyperparameters in the run's config; those of a resumed run may have changed."""
         self.run.config.update(to_plain(values), allow_val_change=True)
 
     @on_main_process

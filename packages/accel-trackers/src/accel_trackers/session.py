@@ -6,23 +6,26 @@ import atexit
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
 import accel_trackers
 from accel_state import runtime
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
+from accel_state.labels import LoggerType
 from accel_trackers.general import GeneralTracker, NullTracker
 from accel_trackers.values import PendingValues, Waiting, capture, to_plain
 
 logger = logging.getLogger(__name__)
 
 OnTrackerError = Literal["raise", "warn"]
+Trackers: TypeAlias = str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker]
+"""What `Accelerator(log_with=…)` takes."""
 
 FLUSH_SECONDS = 10.0
 """`log` lets the libraries flush once so much time has passed since the last flush."""
@@ -61,7 +64,7 @@ class TrackerSession:
 
     def __init__(
         self,
-        log_with: Any,
+        log_with: Trackers | None,
         logging_dir: str | os.PathLike[str] | None = None,
         *,
         on_error: OnTrackerError = "raise",
@@ -83,7 +86,7 @@ class TrackerSession:
         self._next_flush = 0.0
         self._checked_options: set[Any] = set()
 
-    def choose(self, log_with: Any) -> None:
+    def choose(self, log_with: Trackers | None) -> None:
         """Choose the trackers that `start` starts."""
         # Without trackers no library's module is imported.
         known = [] if log_with is None else accel_trackers.filter_trackers(log_with, self._logging_dir)
@@ -278,7 +281,7 @@ class TrackerSession:
         if self.log_with and self._stage == "forked":
             raise TrackerError(
                 "log() was called in a process that was forked from the one that started the trackers, whose "
-                "runs it would damage: log there, or call init_trackers() here, too."
+                "runs it would damage: log there, or also call init_trackers() here."
             )
         if self.log_with and not isinstance(values, Mapping):
             raise UnsupportedError(f"log() got {values!r}: give a dictionary of values by name.")
@@ -329,7 +332,7 @@ class TrackerSession:
             raise error
         self._failures[name] = self._failures.get(name, 0) + 1
         if self._failures[name] == 1:
-            logger.warning("The tracker %r failed in %s(), and the training goes on: %r", name, method, error)
+            logger.warning("The tracker %r failed in %s(), and training continues: %r", name, method, error)
 
     def _flush(self) -> None:
         """Let every tracker flush."""

@@ -16,7 +16,7 @@ _WRITERS = {True: "torch.utils.tensorboard", False: "tensorboardX"}
 
 
 class TensorBoardTracker(GeneralTracker):
-    """Write event files to `<logging_dir>/<run_name>`, within ten seconds; a run goes on in the same folder.
+    """Write event files to `<logging_dir>/<run_name>`, within ten seconds; a run resumes in the same folder.
 
     Args:
         run_name: Name of the run, a folder.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, final
 
 from accel_plugins.kwargs import (
     DataLoaderConfiguration,
@@ -16,6 +16,7 @@ from accel_plugins.kwargs import (
 from accel_plugins.optimizer import StepPer
 from accel_plugins.strategy import StrategySpec
 from accel_state.labels import DynamoBackend, PrecisionType, RNGType
+from accel_state.libraries import hide_import_notices
 from accel_trackers.session import OnTrackerError
 from accel_train.accelerator.build import UNSET, AcceleratorConfig, build_parts
 from accel_train.accelerator.prepare import PrepareFacet
@@ -24,7 +25,17 @@ from accel_train.accelerator.run import ObserveFacet, ParallelFacet, ProcessFace
 from accel_train.accelerator.state_io import StateIoFacet
 from accel_train.accelerator.stepping import SteppingFacet
 
+if TYPE_CHECKING:
+    from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+    from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+    from accel_plugins.megatron.plugin import MegatronLMPlugin
+    from accel_plugins.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin
+    from accel_state.labels import PrecisionName
+    from accel_trackers.session import Trackers
+
 __all__ = ["Accelerator"]
+
+hide_import_notices()  # at import: scripts import transformers, and that torchao, after accel
 
 
 @final
@@ -38,46 +49,46 @@ class Accelerator(
     TrackingFacet,
     ParallelFacet,
 ):
-    """Everything that a training script needs to run on one device or many.
+    """Run one training script on one device or many.
 
     Args:
         device_placement: Whether `prepare` moves models, and loaders their batches, to the device.
-        split_batches: The same as in `dataloader_config`, where it belongs.
-        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or the name of an installed recipe; else
-            `ACCELERATE_MIXED_PRECISION`, else `"no"`.
+        split_batches: Whether batches are split across ranks; `dataloader_config` has the same field.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"`, `"fp8"`, or the name of an installed recipe (which type
+            checkers do not know); else `ACCELERATE_MIXED_PRECISION`, else `"no"`.
         gradient_accumulation_steps: Micro-batches that make one optimizer step; else
             `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, else 1.
-        cpu: Whether to stay on the CPU although there is an accelerator.
-        dataloader_config: How loaders are prepared.
+        cpu: Whether to train on the CPU even if there is an accelerator.
+        dataloader_config: Options for prepared loaders.
         deepspeed_plugin: Train with DeepSpeed's engine; a dictionary is the same as `deepspeed_plugins`.
         fsdp_plugin: Train with parameters, gradients and optimizer states sharded across ranks. As
             with the other plugins, an earlier `Accelerator` of this process, and else the environment,
             decides if it is `None`.
-        torch_tp_plugin: Train with tensor parallelism; `parallelism_config` has the same and more.
+        torch_tp_plugin: Train with tensor parallelism; prefer `parallelism_config`.
         megatron_lm_plugin: Train with Megatron: tensor, pipeline, sequence and data parallelism.
-        rng_types: Which sources of randomness loaders synchronise between processes at their beginning;
-            `["generator"]` if `None`: that of the sampler.
+        rng_types: The random generators that loaders synchronise across ranks at the start of an epoch;
+            `["generator"]`, that of the sampler, if `None`.
         log_with: Experiment trackers: a name such as `"tensorboard"`, `"all"` for all that are installed, a
-            `GeneralTracker` of your own, or a list of these.
+            custom `GeneralTracker`, or a list of these.
         project_dir: Directory of the project's files.
-        project_config: That and more about them.
-        gradient_accumulation_plugin: The number of micro-batches and more about them.
-        step_scheduler_with_optimizer: Whether schedulers step only when their optimizers have stepped, by
-            the clock of `step_scheduler_per`; else they step at every call.
-        kwargs_handlers: Options of PyTorch's own parts, one each of `AutocastKwargs`,
+        project_config: Directories and naming of checkpoints and logs.
+        gradient_accumulation_plugin: Number of micro-batches, and when gradients synchronise.
+        step_scheduler_with_optimizer: Whether schedulers step only after optimizer steps, as
+            `step_scheduler_per` counts them; otherwise they step at every call.
+        kwargs_handlers: Options of PyTorch features, at most one each of `AutocastKwargs`,
             `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`.
-        dynamo_backend: With which compiler `prepare` compiles models; else `ACCELERATE_DYNAMO_BACKEND`.
-        dynamo_plugin: The compiler and its options.
-        deepspeed_plugins: Several by name, of which the first is active until
-            `AcceleratorState.select_deepspeed_plugin` chooses another.
-        parallelism_config: The sizes of the mesh axes.
-        step_scheduler_per: What one step of a learning rate schedule stands for: `"process"` advances it once
-            for every process when the optimizer steps, `"update"` once, `"sample"` by the samples that were
-            read; `"process"` if `None`, with a line in the log.
-        on_tracker_error: What an error of a tracker does: `"raise"` raises it on the main process; `"warn"`
-            logs a line, and the training continues.
-        strategy: How models are trained: the name of a strategy, such as `"ddp"` or that of an installed
-            distribution, or a `StrategySpec`. If `None`, that of an earlier `Accelerator`, else
+        dynamo_backend: Backend with which `prepare` compiles models; else `ACCELERATE_DYNAMO_BACKEND`.
+        dynamo_plugin: Backend and options of `torch.compile`.
+        deepspeed_plugins: Several plugins by name; the first is active until
+            `AcceleratorState.select_deepspeed_plugin` selects another.
+        parallelism_config: Sizes of the mesh axes.
+        step_scheduler_per: How far an optimizer step advances a learning rate schedule: `"process"` once per
+            process, `"update"` once, `"sample"` by the number of samples; `"process"` if `None`, which is
+            logged.
+        on_tracker_error: What happens on an error of a tracker: `"raise"` raises it on the main process,
+            `"warn"` logs it, and training continues.
+        strategy: Training strategy: a name such as `"ddp"`, including those of installed distributions, or a
+            `StrategySpec`. If `None`, that of an earlier `Accelerator`, else
             `ACCELERATE_STRATEGY`, else the first that applies to the plugins and the number of processes.
         log_system_metrics: Whether `log` adds step time, throughput, device memory and the share of time in
             which data was waited for, under names that begin with `system/`.
@@ -104,16 +115,16 @@ class Accelerator(
         self,
         device_placement: bool = True,
         split_batches: bool = UNSET,
-        mixed_precision: PrecisionType | str | None = None,
+        mixed_precision: PrecisionType | PrecisionName | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
-        deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
-        megatron_lm_plugin: Any = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
         rng_types: Sequence[str | RNGType] | None = None,
-        log_with: Any = None,
+        log_with: Trackers | None = None,
         project_dir: str | Path | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
@@ -121,8 +132,8 @@ class Accelerator(
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
-        deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        deepspeed_plugins: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        parallelism_config: ParallelismConfig | None = None,
         *,
         step_scheduler_per: StepPer | None = None,
         on_tracker_error: OnTrackerError = "raise",

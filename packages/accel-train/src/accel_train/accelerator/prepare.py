@@ -52,6 +52,8 @@ logger = get_logger(__name__)
 
 A = TypeVar("A")
 B = TypeVar("B")
+X = TypeVar("X")
+Y = TypeVar("Y")
 M = TypeVar("M", bound="nn.Module")
 More = TypeVarTuple("More")
 Placement: TypeAlias = "Sequence[bool | None] | None"
@@ -65,35 +67,35 @@ class PrepareFacet(SeamFacet):
     @overload
     def prepare(self, first: Optimizer, /, *, device_placement: Placement = ...) -> AcceleratedOptimizer: ...
     @overload
-    def prepare(self, first: DataLoader[Any], /, *, device_placement: Placement = ...) -> PreparedLoader: ...
+    def prepare(self, first: DataLoader[X], /, *, device_placement: Placement = ...) -> PreparedLoader[X]: ...
     @overload
     def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
         self, first: LRScheduler, /, *, device_placement: Placement = ...
     ) -> AcceleratedScheduler: ...
     @overload
     def prepare(
-        self, first: Optimizer, second: DataLoader[Any], /, *, device_placement: Placement = ...
-    ) -> tuple[AcceleratedOptimizer, PreparedLoader]: ...
+        self, first: Optimizer, second: DataLoader[X], /, *, device_placement: Placement = ...
+    ) -> tuple[AcceleratedOptimizer, PreparedLoader[X]]: ...
     @overload
     def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
         self, first: Optimizer, second: LRScheduler, /, *, device_placement: Placement = ...
     ) -> tuple[AcceleratedOptimizer, AcceleratedScheduler]: ...
     @overload
     def prepare(
-        self, first: DataLoader[Any], second: DataLoader[Any], /, *, device_placement: Placement = ...
-    ) -> tuple[PreparedLoader, PreparedLoader]: ...
+        self, first: DataLoader[X], second: DataLoader[Y], /, *, device_placement: Placement = ...
+    ) -> tuple[PreparedLoader[X], PreparedLoader[Y]]: ...
     @overload
     def prepare(
         self, first: M, second: Optimizer, /, *, device_placement: Placement = ...
     ) -> tuple[M, AcceleratedOptimizer]: ...
     @overload
     def prepare(
-        self, first: M, second: DataLoader[Any], /, *, device_placement: Placement = ...
-    ) -> tuple[M, PreparedLoader]: ...
+        self, first: M, second: DataLoader[X], /, *, device_placement: Placement = ...
+    ) -> tuple[M, PreparedLoader[X]]: ...
     @overload
     def prepare(
-        self, first: M, second: Optimizer, third: DataLoader[Any], /, *, device_placement: Placement = ...
-    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader]: ...
+        self, first: M, second: Optimizer, third: DataLoader[X], /, *, device_placement: Placement = ...
+    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader[X]]: ...
     @overload
     def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
         self, first: M, second: Optimizer, third: LRScheduler, /, *, device_placement: Placement = ...
@@ -102,46 +104,46 @@ class PrepareFacet(SeamFacet):
     def prepare(
         self,
         first: M,
-        second: DataLoader[Any],
-        third: DataLoader[Any],
+        second: DataLoader[X],
+        third: DataLoader[Y],
         /,
         *,
         device_placement: Placement = ...,
-    ) -> tuple[M, PreparedLoader, PreparedLoader]: ...
+    ) -> tuple[M, PreparedLoader[X], PreparedLoader[Y]]: ...
     @overload
     def prepare(
         self,
         first: M,
         second: Optimizer,
-        third: DataLoader[Any],
-        fourth: DataLoader[Any],
+        third: DataLoader[X],
+        fourth: DataLoader[Y],
         /,
         *,
         device_placement: Placement = ...,
-    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader, PreparedLoader]: ...
+    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader[X], PreparedLoader[Y]]: ...
     @overload
     def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
         self,
         first: M,
         second: Optimizer,
-        third: DataLoader[Any],
+        third: DataLoader[X],
         fourth: LRScheduler,
         /,
         *,
         device_placement: Placement = ...,
-    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader, AcceleratedScheduler]: ...
+    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader[X], AcceleratedScheduler]: ...
     @overload
     def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
         self,
         first: M,
         second: Optimizer,
-        third: DataLoader[Any],
-        fourth: DataLoader[Any],
+        third: DataLoader[X],
+        fourth: DataLoader[Y],
         fifth: LRScheduler,
         /,
         *,
         device_placement: Placement = ...,
-    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader, PreparedLoader, AcceleratedScheduler]: ...
+    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader[X], PreparedLoader[Y], AcceleratedScheduler]: ...
     @overload
     def prepare(self, first: A, /, *, device_placement: Placement = ...) -> A: ...
     @overload
@@ -209,10 +211,10 @@ class PrepareFacet(SeamFacet):
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[Any],
+        data_loader: DataLoader[X],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> PreparedLoader:
+    ) -> PreparedLoader[X]:
         """Prepare a data loader.
 
         Args:

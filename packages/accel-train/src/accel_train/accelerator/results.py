@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 
@@ -19,7 +19,7 @@ from accel_train.checkpoint import layout
 
 if TYPE_CHECKING:
     from accel_trackers.general import GeneralTracker
-    from accel_trackers.session import TrackerSession
+    from accel_trackers.session import Trackers, TrackerSession
 
 
 T = TypeVar("T")
@@ -267,7 +267,7 @@ class TrackingFacet(Facet):
         return self._parts.trackers.log_with
 
     @log_with.setter
-    def log_with(self, log_with: Any) -> None:
+    def log_with(self, log_with: Trackers | None) -> None:
         self._parts.trackers.choose(log_with)
 
     @property
@@ -353,7 +353,11 @@ class TrackingFacet(Facet):
             values = {**parts.meter.read(), **values}
         parts.trackers.log(values, step, log_kwargs)
 
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+    @overload
+    def get_tracker(self, name: str, unwrap: Literal[False] = ...) -> GeneralTracker: ...
+    @overload
+    def get_tracker(self, name: str, unwrap: bool) -> Any: ...
+    def get_tracker(self, name: str, unwrap: bool = False) -> GeneralTracker | Any:
         """Find a tracker, for what only it can do, such as `log_images`.
 
         Args:

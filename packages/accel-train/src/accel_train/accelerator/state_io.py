@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +19,12 @@ from accel_train.accelerator.run import Facet
 from accel_train.data.prepare import skip_first_batches
 
 if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
     from accel_train.checkpoint.save import Saving
+    from accel_train.data.adapter import PreparedLoader
+
+T = TypeVar("T")
 
 
 class StateIoFacet(Facet):
@@ -278,7 +283,7 @@ class StateIoFacet(Facet):
         """
         weights.write.save(obj, f, self._parts.project.save_on_each_node, safe_serialization)
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: DataLoader[T], num_batches: int = 0) -> PreparedLoader[T]:
         """Return a loader whose next pass skips batches; further passes are complete.
 
         Args:

@@ -27,6 +27,7 @@ from accel_train.data.reading import (
     StartCopy,
     StatefulReading,
     StreamReading,
+    T_co,
     TorchLoader,
     as_state_dict,
     batches_yielded,
@@ -74,7 +75,7 @@ class LoaderProgress:
 _STATEFUL_OPTIONS = ("snapshot_every_n_steps",)
 
 
-class DataLoaderAdapter(TorchLoader):
+class DataLoaderAdapter(TorchLoader[T_co]):
     """A `torch.utils.data.DataLoader` that saves and resumes its position in the epoch.
 
     Args:
@@ -479,8 +480,10 @@ class DataLoaderStateMixin:
         self.gradient_state._remove_dataloader(self)  # pyright: ignore[reportPrivateUsage]
 
 
-class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
+class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
     """Base of `DataLoaderShard`, `DataLoaderDispatcher` and `SkipDataLoader`.
+
+    To type checkers, it yields the type that torch's `DataLoader` was annotated with.
 
     Attributes:
         shard_sequences (Callable | None): Shards the sequences of a batch; they stay full if `None`.
@@ -491,6 +494,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
     shard_sequences: Callable[[Any], Any] | None = None
     meter: StepMeter | None = None
     resume_mid_epoch: bool = False
+
+    if TYPE_CHECKING:
+
+        def __iter__(self) -> Iterator[T_co]: ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __init__(
         self,

@@ -18,7 +18,14 @@ from accel_state.partial_state import PartialState
 from accel_state.runtime import current_or_single
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.loader import batch_transfer
-from accel_train.data.reading import EpochPass, Position, StartCopy, prefetch_batches, with_copies_started
+from accel_train.data.reading import (
+    EpochPass,
+    Position,
+    StartCopy,
+    T_co,
+    prefetch_batches,
+    with_copies_started,
+)
 from accel_train.data.scatter import Receiver, Sender
 from accel_train.data.shards import BatchWithMeta
 
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
 SliceFn = Callable[..., Any]
 
 
-class DataLoaderDispatcher(PreparedLoader):
+class DataLoaderDispatcher(PreparedLoader[T_co]):
     """A torch loader that reads on the main process, and scatters the batches across ranks.
 
     For datasets that only one process can read. All processes make it, with the same arguments. A batch is

@@ -17,12 +17,13 @@ from accel_state.rng import synchronize_rng_states
 from accel_state.streams import DeviceStreams, Event, device_streams
 from accel_state.torch_private import pin_memory
 from accel_train.data.adapter import PreparedLoader
+from accel_train.data.reading import T_co
 from accel_train.data.shards import BatchWithMeta
 
 logger = logging.getLogger(__name__)
 
 
-class DataLoaderShard(PreparedLoader):
+class DataLoaderShard(PreparedLoader[T_co]):
     """A torch loader that yields this rank's batches on its device, and marks the last one.
 
     `prepare_data_loader` makes it from a torch loader and shards the data; this class only reads.

@@ -16,7 +16,7 @@ from accel_state.runtime import current_or_single
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.dispatcher import DataLoaderDispatcher, SliceFn, shard_of_ranks
 from accel_train.data.loader import DataLoaderShard, warn_of_padding
-from accel_train.data.reading import INDEXING, index_source, is_stateful, loader_options
+from accel_train.data.reading import INDEXING, T_co, index_source, is_stateful, loader_options
 from accel_train.data.samplers import SharedOrder, innermost_sampler, replace_sampler, sync_shuffle
 from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard, is_sharded_already
 
@@ -42,7 +42,7 @@ def prepare_data_loader(
     *,
     micro_batches: int = 1,
     already_sharded: bool | None = None,
-) -> DataLoaderShard | DataLoaderDispatcher:
+) -> DataLoaderShard[Any] | DataLoaderDispatcher[Any]:
     """Make the loader of this rank from a torch loader over the full data.
 
     The torch loader is not changed. A prepared loader is returned unchanged, and data that is sharded already
@@ -219,7 +219,7 @@ def _order(
 
 def _dispatcher(
     dataloader: DataLoader[Any], shards: dict[str, Any], options: dict[str, Any]
-) -> DataLoaderDispatcher:
+) -> DataLoaderDispatcher[Any]:
     return DataLoaderDispatcher(
         dataloader.dataset,
         split_batches=shards["split_batches"],
@@ -230,7 +230,7 @@ def _dispatcher(
 
 def _shard(
     dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any], *, warns: bool
-) -> DataLoaderShard:
+) -> DataLoaderShard[Any]:
     """Make the loader of a rank that reads its own batches."""
     dataset, options = _shard_data(dataloader, options, shards)
     world = shards["num_processes"]
@@ -313,7 +313,7 @@ def _indices_of(dataloader: DataLoader[Any]) -> Any:
     return dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
 
 
-def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
+def skip_first_batches(dataloader: DataLoader[T_co], num_batches: int = 0) -> PreparedLoader[T_co]:
     """Return a loader whose first pass skips batches; its later passes are complete.
 
     The skipped samples of a map-style dataset are not read. A position that `load_state_dict` has set is
@@ -342,7 +342,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Pre
     return SkipDataLoader(dataloader.dataset, num_batches, **options)
 
 
-class SkipDataLoader(PreparedLoader):
+class SkipDataLoader(PreparedLoader[T_co]):
     """A torch loader that skips the first batches of its first pass.
 
     Args:

@@ -11,7 +11,7 @@ from functools import cache
 from importlib import import_module
 from inspect import signature
 from itertools import chain, pairwise
-from typing import Any, Self, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
@@ -309,7 +309,10 @@ def loader_options(dataloader: DataLoader[Any]) -> dict[str, Any]:
     return {**options, "batch_sampler": dataloader.batch_sampler}
 
 
-class TorchLoader(DataLoader[Any]):
+T_co = TypeVar("T_co", covariant=True)
+
+
+class TorchLoader(DataLoader[T_co]):
     """A `DataLoader`, and a `StatefulDataLoader`, too, if made with `use_stateful_dataloader=True`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
