@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from accel_cli.commands.selftest import CHECK_NAMES
+from accel_cli.config_file import read_config
+from accel_cli.launch.checks import LaunchFacts, find_launch_problems
+from accel_cli.launch.hosts import HostDevices
+from accel_state.settings import merge_layers
 from harness.checks import Checked, run_checks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -226,3 +230,22 @@ def test_the_documented_programs_are_the_subcommands(name):
     done = subprocess.run([program, "--help"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: accel {name}")
+
+
+def test_the_examples_of_the_repository_are_copied(tmp_path):
+    command = [sys.executable, "-m", "accel_cli", "examples", str(tmp_path / "new")]
+    subprocess.run(command, check=True, capture_output=True)
+    assert (tmp_path / "new/digits.py").is_file()
+    assert (tmp_path / "new/config_templates/fsdp2.yaml").is_file()
+
+
+TEMPLATES = EXAMPLES / "config_templates"
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_config_template_is_valid_and_fits_its_machine(template):
+    merged = merge_layers(read_config(str(template), {}).sourced)
+    launch = merged.settings.launch
+    gpus = (launch.num_processes or 1) // launch.num_machines
+    machine = HostDevices(gpus=gpus, cores=64, capability=lambda: (9, 0))
+    assert find_launch_problems(LaunchFacts(merged=merged, machine=machine, environ={})) == []

@@ -305,9 +305,7 @@ def help_text() -> str:
     sections: dict[str, list[str]] = {
         "the command": [
             _format_entry("--config_file FILE", f"Settings in YAML or JSON; by default {DEFAULT_PATH_HELP}."),
-            _format_entry(
-                "--explain", "Tell where each setting comes from and what would be run, and run nothing."
-            ),
+            _format_entry("--explain", "Show the source of each setting and the command, and run nothing."),
         ]
     }
     for option in OPTIONS:
@@ -329,10 +327,10 @@ def help_text() -> str:
 
 
 HELP = textwrap.wrap(
-    "Run a Python script in one process, with the semantics of `python script`, or in several. A setting is"
-    " taken from its flag, else from its environment variable, else from the config file, else from its"
-    " default. Flags may be spelled with dashes, too; a switch of a config file is turned off with"
-    " `--no_` before its name. What follows the script is the script's.",
+    "Run a Python script in one process, like `python script`, or in several. A flag overrides an"
+    " environment variable, which overrides the config file, which overrides the default. Flags may use"
+    " dashes instead of underscores; `--no_NAME` turns off a switch of the config file. Arguments after the"
+    " script are passed to the script.",
     width=100,
 )
 """The description of `accel launch`, in lines."""
@@ -347,15 +345,14 @@ def config() -> Parser:
     """Build the parser of `accel config`."""
     made = Parser(
         "config",
-        "Ask how to launch scripts on this host, and write the answers to a config file. `accel config"
-        " default` writes the defaults of this host without questions; `accel config update` rewrites a"
-        " file of a legacy format.",
+        "Create a launch config interactively. `accel config default` writes the defaults of this host"
+        " without questions; `accel config update` rewrites a file of a legacy format.",
     )
     made.add_argument(
-        "action", nargs="?", choices=("default", "update"), help="without an action, questions are asked"
+        "action", nargs="?", choices=("default", "update"), help="without an action, ask questions"
     )
     add_config_file(made, "write, YAML or JSON")
-    text = "with `default`: the precision of forward and backward passes (default: no)"
+    text = "with `default`: mixed precision (default: no)"
     made.add_argument(
         "--mixed_precision", choices=_PRECISIONS[:3], help=setting("precision.mixed_precision", text)
     )
@@ -373,19 +370,19 @@ def selftest() -> Parser:
         " loading, equality with one process, mixed precision, checkpoints, and transfer speeds.",
     )
     add_config_file(made, "test")
-    text = "as for accel launch"
+    text = "as in accel launch"
     _number(made, "--num_processes", setting("launch.num_processes", f"{text}, instead of the config's"))
     _switch(made, "--cpu", text=setting("process.use_cpu", f"{text}: use the CPU"))
     made.add_argument(
         "--mixed_precision", choices=_PRECISIONS, help=setting("precision.mixed_precision", text)
     )
     text = (
-        "stop the processes after so many seconds; they wait for each other for a third of that (default:"
-        " %(default)s)"
+        "stop the processes after this many seconds; a collective times out after a third of that"
+        " (default: %(default)s)"
     )
     _number(made, "--timeout", text, metavar="SECONDS", default=300)
     _switch(made, "--json", text="write the results as JSON")
-    made.add_argument("--html", metavar="FILE", help="also write a report with charts; it opens offline")
+    made.add_argument("--html", metavar="FILE", help="also write a report with charts, readable offline")
     _switch(made, "--quiet", "-q", text="show only failures")
     return made
 
@@ -459,8 +456,8 @@ def _add_training(made: Parser) -> None:
         )
     text = "recompute the activations of blocks in the backward pass"
     _switch(training, "--gradient_checkpointing", text=text)
-    _number(training, "--loss_chunk_size", "tokens of which there are logits at a time; with --batch_size")
-    _number(training, "--mlp_tile_size", "tokens of which an MLP is computed at a time; with --batch_size")
+    _number(training, "--loss_chunk_size", "tokens per chunk of logits; with --batch_size")
+    _number(training, "--mlp_tile_size", "tokens per tile of an MLP; with --batch_size")
 
 
 def check() -> Parser:
@@ -470,7 +467,7 @@ def check() -> Parser:
         "Run a script for a few batches as selected ranks of a job, without devices, weights or the other"
         " processes, and report: the settings, the memory of each rank, collectives that a rank would miss,"
         " and the files of a checkpoint.",
-        "Settings may be given by the flags of `accel launch`, too.",
+        "The flags of `accel launch` are accepted as well.",
     )
     _number(made, "--world", "world size (default: that of the settings, else 2)")
     made.add_argument("--memory", type=size, metavar="SIZE", help="memory of each device, as in 80GiB")
@@ -479,14 +476,16 @@ def check() -> Parser:
     made.add_argument(
         "--ranks",
         metavar="LIST",
-        help="the ranks to check, as 0,1,127; by default the first, the second, the first of the second"
-        " node, and the last",
+        help="the ranks to check, such as 0,1,127 (default: the first two, the first of the second node, and"
+        " the last)",
     )
     _number(made, "--timeout", "for each rank (default: %(default)s)", "SECONDS", default=600)
     add_config_file(made, "use")
     _switch(made, "--json", text="write the findings as JSON")
     made.add_argument(
-        "--html", metavar="FILE", help="also write a report: collectives and memory by rank; it opens offline"
+        "--html",
+        metavar="FILE",
+        help="also write a report of collectives and memory by rank, readable offline",
     )
     _switch(made, "--quiet", "-q", text="show only problems")
     made.add_settings(hidden=True)
@@ -537,6 +536,14 @@ def tpu() -> Parser:
     text = "the version of accel to install (default: %(default)s)"
     what.add_argument("--accelerate_version", default="latest", metavar="VERSION", help=text)
     _switch(made, "--debug", text="show the command line, and run nothing")
+    return made
+
+
+def examples() -> Parser:
+    """Build the parser of `accel examples`."""
+    made = Parser("examples", "Copy the example scripts and config templates of accel-suite to a folder.")
+    text = "a folder that does not exist or is empty (default: %(default)s)"
+    made.add_argument("directory", nargs="?", default="accel-examples", help=text)
     return made
 
 

@@ -56,8 +56,8 @@ def _overview() -> str:
     lines = "".join(f"  {name:<{width}}  {command.help}\n" for name, command in COMMANDS.items())
     return (
         "usage: accel <command> [options]; accel --version\n\n"
-        "Start and inspect PyTorch programs on any number of devices.\n\n"
-        f"commands:\n{lines}\n`accel <command> --help` tells the options of a command.\n"
+        "Launch and inspect PyTorch programs on any number of devices.\n\n"
+        f"commands:\n{lines}\n`accel <command> --help` lists the options of a command.\n"
     )
 
 
@@ -118,44 +118,44 @@ class Subcommand:
 COMMANDS: Mapping[str, Subcommand] = {
     "config": Subcommand(
         target="accel_cli.commands.config",
-        help="Ask how scripts are to be run on this machine, and write it to a file.",
+        help="Create a launch config interactively.",
         parser="config",
     ),
     "launch": Subcommand(
         target="accel_cli.launch.command",
-        help="Run a script in one process or in many.",
+        help="Launch a script in one process or many.",
         parser="launch",
     ),
     "test": Subcommand(
         target="accel_cli.commands.selftest",
-        help="Tell whether this machine trains correctly with a config.",
+        help="Check that training works on this machine.",
         parser="selftest",
     ),
     "env": Subcommand(
         target="accel_cli.commands.env",
-        help="Tell what a bug report should say about this machine.",
+        help="Print environment information for bug reports.",
         parser="env",
     ),
     "estimate-memory": Subcommand(
         target="accel_cli.commands.estimate.command",
-        help="Tell how much memory a model takes, at rest and in training.",
+        help="Estimate the memory of a model, at rest and in training.",
         parser="estimate",
         imports_torch=True,
     ),
     "check": Subcommand(
         target="accel_cli.commands.check.command",
-        help="Try a script as ranks of a large run, without devices.",
+        help="Dry-run a script as ranks of a large job, without devices.",
         parser="check",
     ),
     "merge-weights": Subcommand(
         target="accel_cli.commands.merge",
-        help="Turn a sharded checkpoint into plain weights.",
+        help="Merge a sharded checkpoint into full weights.",
         parser="merge",
         imports_torch=True,
     ),
     "to-fsdp2": Subcommand(
         target="accel_cli.commands.config:run_to_fsdp2",
-        help="Rewrite a config file for FSDP as one for FSDP2.",
+        help="Convert an FSDP config file to FSDP2.",
         parser="to_fsdp2",
     ),
     "tpu-config": Subcommand(
@@ -163,9 +163,14 @@ COMMANDS: Mapping[str, Subcommand] = {
         help="Run commands on all machines of a TPU pod.",
         parser="tpu",
     ),
+    "examples": Subcommand(
+        target="accel_cli.commands.examples",
+        help="Copy the example scripts to a folder.",
+        parser="examples",
+    ),
     "completion": Subcommand(
         target="accel_cli.commands.completion",
-        help="Write the completion of a shell.",
+        help="Print a shell completion script.",
         parser="completion",
     ),
 }

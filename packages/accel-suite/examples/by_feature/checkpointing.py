@@ -1,4 +1,4 @@
-"""Save the whole state of training now and then, and go on from the newest checkpoint when started again.
+"""Save the state of training regularly, and resume from the newest checkpoint.
 
 The same file resumes after it was interrupted, after a worker was killed (`accel launch --max_restarts 3`),
 and on another number of processes.

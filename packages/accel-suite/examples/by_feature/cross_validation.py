@@ -1,4 +1,4 @@
-"""Train one model for each fold of the data, and average what they say about held-out samples."""
+"""Train one model for each fold of the data, and average their predictions for held-out samples."""
 
 import torch
 from sklearn.datasets import load_breast_cancer

@@ -1,4 +1,4 @@
-"""Train with DeepSpeed as a configuration of its own says, optimizer and schedule included.
+"""Train with a DeepSpeed configuration file that defines the optimizer and the schedule.
 
 accel launch --cpu --num_processes 2 packages/accel-suite/examples/by_feature/deepspeed_with_config_support.py
 """

@@ -1,4 +1,4 @@
-"""Let processes train apart, and average their models every few steps instead of their gradients in each."""
+"""Average models every few steps instead of averaging gradients in each step."""
 
 import torch
 from sklearn.datasets import load_digits

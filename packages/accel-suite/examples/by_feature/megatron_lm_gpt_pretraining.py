@@ -1,4 +1,4 @@
-"""Pretrain a small GPT-2 on bytes; how it is parallelised is said where it is launched.
+"""Pretrain a small GPT-2 on bytes; the launch config selects the parallelism.
 
 accel launch --num_processes 2 megatron_lm_gpt_pretraining.py
 accel launch --use_megatron_lm --megatron_lm_tp_degree 2 --num_processes 2 megatron_lm_gpt_pretraining.py

@@ -1,4 +1,4 @@
-"""Start with a batch size that is too large, and let memory decide on the one to train with."""
+"""Start with a batch size that is too large, and reduce it until it fits into memory."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -1,4 +1,4 @@
-"""Classify handwritten digits: train, evaluate, log, save, and go on where it stopped when started again.
+"""Classify handwritten digits: train, evaluate, log, save and resume.
 
 uv run python packages/accel-suite/examples/complete/image_classification.py
 uv run accel launch --cpu --num_processes 2 packages/accel-suite/examples/complete/image_classification.py

@@ -1,4 +1,4 @@
-"""Tell lines of prose from lines of code: train, evaluate, log, save, and go on where it stopped.
+"""Distinguish lines of prose from lines of code: train, evaluate, log, save and resume.
 
 The prose is the manual that Python carries for `help()`, the code that of modules.
 

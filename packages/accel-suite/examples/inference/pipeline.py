@@ -1,4 +1,4 @@
-"""Split the layers of a model across processes, and let micro-batches flow through them.
+"""Split the layers of a model across processes, and run micro-batches through them.
 
 accel launch --cpu --num_processes 2 packages/accel-suite/examples/inference/pipeline.py
 """

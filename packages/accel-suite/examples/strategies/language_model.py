@@ -4,7 +4,7 @@
     accel launch --config_file configs/fsdp2.yaml language_model.py
     accel launch --config_file configs/megatron_tp.yaml language_model.py
 
-A run can be stopped and go on under another strategy, with another number of processes:
+A run can be stopped and resumed under another strategy and number of processes:
 
     accel launch --config_file configs/fsdp2.yaml language_model.py --steps 60 --save half
     accel launch --config_file configs/ddp.yaml language_model.py --resume half
@@ -30,16 +30,16 @@ class Progress:
     step = 0
 
     def state_dict(self):
-        """What is saved."""
+        """Return the state to save."""
         return {"step": self.step}
 
     def load_state_dict(self, state):
-        """Go on counting."""
+        """Restore the count."""
         self.step = state["step"]
 
 
 def read_data():
-    """Give the descriptions that scikit-learn ships with its data sets, as rows of bytes."""
+    """Return the descriptions of scikit-learn's data sets, as rows of bytes."""
     pages = [page for page in files("sklearn.datasets.descr").iterdir() if page.name.endswith(".rst")]
     text = "\n".join(page.read_text() for page in sorted(pages, key=lambda page: page.name))
     tokens = torch.tensor(list(text.encode()))
@@ -48,13 +48,13 @@ def read_data():
 
 
 def make_model():
-    """Give a Llama with random weights, which predicts every next byte."""
+    """Build a Llama with random weights that predicts the next byte."""
     layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
     return LlamaForCausalLM(LlamaConfig(**layers, vocab_size=256, max_position_embeddings=length))
 
 
 def main():
-    """Train, and say the loss."""
+    """Train, and print the loss."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=120, help="when to stop")
     parser.add_argument("--save", help="a folder to save the state to at the end")
