@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from sphinx.pycode import ModuleAnalyzer
 
+import gen_exports
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -37,6 +39,7 @@ TITLES = {
     "accel.launchers": "Launchers",
     "accel.local_sgd": "Local SGD",
     "accel.logging": "Logging",
+    "accel.memory_utils": "Memory (earlier path)",
     "accel.optimizer": "Optimizers",
     "accel.parallelism_config": "Parallelism",
     "accel.scheduler": "Schedulers",
@@ -214,7 +217,7 @@ def page_text(page: str, own: list[Entry]) -> str:
         [title, "=" * len(title), "", f"``{page}``", ""] if page in TITLES else [title, "=" * len(title), ""]
     )
     if page != ONE_PAGE:
-        lines += [(inspect.getdoc(_module(page)) or "").partition("\n\nWritten by")[0], ""]
+        lines += [about(page), ""]
     lines += [documented(entry) for entry in own]
     others = [
         f":py:obj:`~{entry.path}`"
@@ -226,6 +229,14 @@ def page_text(page: str, own: list[Entry]) -> str:
     return "\n".join(lines)
 
 
+def about(page: str) -> str:
+    """Return what a module is for, without the notes of the generator that writes the modules of accel."""
+    text = inspect.getdoc(_module(page)) or ""
+    for note in ("Written by tools/gen_exports.py.", gen_exports.PLAIN_ABOUT):
+        text = text.replace(note, "")
+    return text.strip()
+
+
 def index_text(names: Iterable[str]) -> str:
     """Return the index of all pages."""
     of_accel = [name for name in names if not name.startswith("accel_")]
@@ -235,7 +246,7 @@ def index_text(names: Iterable[str]) -> str:
         title, "=" * len(title), "",
         "Every public name, by module, from the docstrings.", "",
         ".. toctree::", "   :caption: accel", "   :titlesonly:", "", *(f"   {name}" for name in of_accel), "",
-        ".. toctree::", "   :caption: Narrow packages", "   :titlesonly:", "",
+        ".. toctree::", "   :caption: Single packages", "   :titlesonly:", "",
         *(f"   {name}" for name in narrow), "",
     ])  # fmt: skip
 

@@ -2,7 +2,8 @@
 
     uv run python tools/check_docs.py [--screenshots FOLDER]
 
-Every public name has an entry and a docstring, and the pictures of packages are those of their imports. In a
+Every public name has an entry and a docstring, the pictures of packages are those of their imports, and pages
+have none of the phrases that tools/glossary.toml refuses in them. In a
 browser, the search finds a method by its name, and no page is wider than a telephone, misses a picture, or
 has text that cannot be read on its background, light or dark. Where there is no Chromium, that part is left
 out and says so.
@@ -27,6 +28,7 @@ from playwright.sync_api import ViewportSize, sync_playwright
 
 import build_docs
 from api_pages import Entry, constant_doc, entries
+from glossary import load_glossary
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page, Request, Response
@@ -90,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         for path, content in drawn_before.items()
         if path.read_bytes() != content
     ]
-    wrong += [*names_without_entry(build_docs.OUT), *names_without_docstring()]
+    wrong += [*names_without_entry(build_docs.OUT), *names_without_docstring(), *awkward_phrases()]
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         print(f"not looked at in a browser: none of {', '.join(BROWSERS)} is on the path")
@@ -117,6 +119,18 @@ def names_without_docstring() -> list[str]:
     missing = [path for path, text in checked if not text]
     print(f"{len(checked) - len(missing)} of {len(checked)} public names and members have a docstring")
     return [f"{path} has no docstring" for path in missing]
+
+
+def awkward_phrases() -> list[str]:
+    """Say where a page has a phrase that tools/glossary.toml refuses in pages."""
+    pages = [build_docs.ROOT / "CONTRIBUTING.md", *build_docs.ROOT.glob("packages/*/README.md")]
+    pages += [path for path in build_docs.SOURCE.rglob("*.md") if path.name != "changelog.md"]
+    words = load_glossary()
+    return [
+        f"{path.relative_to(build_docs.ROOT)}:{found.line}: {found.found!r}: write {found.instead}"
+        for path in pages
+        for found in words.find_in_page(path.read_text())
+    ]
 
 
 def documented(entry: Entry) -> list[tuple[str, str | None]]:

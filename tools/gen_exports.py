@@ -41,6 +41,7 @@ HEADER = """\
 # a name that two modules define, or for one that only `accel` has.
 """
 
+PLAIN_ABOUT = "Names under the path by which users of Accelerate import them."
 ABOUT = {
     "accel": "One training script, unchanged, on any number of devices.",
     "accel.big_modeling": "Models larger than memory.",
@@ -330,7 +331,7 @@ def table_text(module: str, api: Api) -> str:
     parent, _, own = module.rpartition(".")
     is_callable = own in api.get(parent, {})
     is_program = module in COMMANDS
-    about = ABOUT.get(module, "Names under the path by which users of Accelerate import them.")
+    about = ABOUT.get(module, PLAIN_ABOUT)
     lines = [
         f'"""{about} Written by tools/gen_exports.py."""',
         "",

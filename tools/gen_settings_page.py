@@ -17,9 +17,12 @@ PAGE = Path(__file__).resolve().parents[1] / "packages/accel-suite/docs/referenc
 HEAD = """\
 # Settings
 
-Written by tools/gen_settings_page.py from `accel_state.settings.model`. A flag wins over the environment,
-the environment over the config file, the file over the default.
+Every setting has a path, which `accel env` and `accel launch --explain` show, and up to three ways to set
+it: a flag of `accel launch`, an environment variable, and a key of the config file. A flag overrides the
+variable, the variable overrides the file, and the file overrides the default.
+[Configuring](../guides/configuring.md) explains the file.
 """
+ROW = "| {} | {} | {} | {} |"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -41,31 +44,30 @@ def page() -> str:
     parts = [HEAD]
     topics = list(dict.fromkeys(option.topic for option in OPTIONS))
     for topic in topics:
-        parts.append(f"## {topic[0].upper()}{topic[1:]}\n")
-        parts += [entry(option) for option in OPTIONS if option.topic == topic]
+        rows = [row(option) for option in OPTIONS if option.topic == topic]
+        table = [ROW.format("setting", "meaning", "default", "set by"), ROW.format(*["---"] * 4), *rows]
+        parts.append(f"## {topic[0].upper()}{topic[1:]}\n\n" + "\n".join(table) + "\n")
     return "\n".join(parts)
 
 
-def entry(option: Option) -> str:
-    """The lines about one option."""
-    default = value_at(Settings(), option.path)
+def row(option: Option) -> str:
+    """Return the row of one setting."""
     ways = [
-        *(f"flag `{flag}`" for flag in option.flags),
-        *(f"flag `{flag}` (for `{const}`)" for flag, const in option.flag_aliases),
+        *(f"`{flag}`" for flag in option.flags),
+        *(f"`{flag}` (`{const}`)" for flag, const in option.flag_aliases),
         *([f"variable `{option.variable}`"] if option.variable else []),
-        *([f"file key `{option.key}`"] if option.key else []),
+        *([f"key `{option.key}`"] if option.key else []),
     ]
     choices = f" One of {', '.join(f'`{choice}`' for choice in option.choices)}." if option.choices else ""
-    default_text = "none" if default in (None, ()) else f"`{default}`"
-    handed = f" `accel launch` hands over `{option.launch_default}`." if option.launch_default else ""
-    asked = "" if option.skip_reason is None else f" Not asked by `accel config`: {lower(option.skip_reason)}"
-    text = f"- `{option.path}`: {option.help}{choices} Default: {default_text}.{handed}{asked}"
-    return f"{text}\n  {'; '.join(ways)}.\n"
+    return ROW.format(f"`{option.path}`", f"{option.help}{choices}", default_of(option), "<br>".join(ways))
 
 
-def lower(sentence: str) -> str:
-    """A sentence with a small letter at its beginning."""
-    return sentence[0].lower() + sentence[1:]
+def default_of(option: Option) -> str:
+    """Return the default; of a setting that has none but is set by `accel launch`, what that sets."""
+    if option.launch_default:
+        return f"`{option.launch_default}`"
+    default = value_at(Settings(), option.path)
+    return "" if default in (None, ()) else f"`{default}`"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import json
 import re
 import tokenize
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,11 +40,20 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Glossary:
-    """The refused parts of names and phrases of prose with their replacements, and the exempt names."""
+    """The refused parts of names and phrases of prose and pages with replacements, and the exempt names."""
 
     names: dict[str, str]
     prose: dict[str, str]
     surface: frozenset[str]
+    pages: dict[str, str] = field(default_factory=dict[str, str])
+
+    def find_in_page(self, text: str) -> Iterator[Finding]:
+        """Find the phrases that make a page hard to read."""
+        prose = _without_code(text)
+        for phrase, instead in self.pages.items():
+            for match in re.finditer(phrase, prose, re.MULTILINE):
+                line = 1 + prose.count("\n", 0, match.start())
+                yield Finding("pages", line, " ".join(match[0].split()), instead)
 
     def find(self, path: str, text: str) -> Iterator[Finding]:
         """Find the refused words of a Python file or a page."""
@@ -81,7 +90,7 @@ def load_glossary() -> Glossary:
     """Load the refused words and the names of the documented surface."""
     tables = tomllib.loads(WORDS.read_text())
     surface = frozenset(_names_in(json.loads(SURFACE.read_text())))
-    return Glossary(names=tables["names"], prose=tables["prose"], surface=surface)
+    return Glossary(names=tables["names"], prose=tables["prose"], surface=surface, pages=tables["pages"])
 
 
 def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
+
+from accel_cli.main import COMMANDS
+from glossary import load_glossary
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -79,3 +84,86 @@ def test_the_picture_names_every_module_and_no_other() -> None:
         modules = {path.stem for path in source.glob("*.py") if not path.stem.startswith("_")}
         folders = {f"{path.name}/" for path in source.iterdir() if path.is_dir() and path.name[0] not in "_."}
         assert named == modules | folders, package
+
+
+def literals():
+    """Return every string of the sources; of a formatted one, its constant parts joined."""
+    for path in ROOT.glob("packages/*/src/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(str(part.value) for part in node.values if isinstance(part, ast.Constant))
+
+
+def test_the_messages_in_the_index_of_errors_are_those_of_the_sources() -> None:
+    index = (ROOT / "packages/accel-suite/docs/tutorials/errors.md").read_text()
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \|", index, re.MULTILINE)
+    assert len(rows) > 20
+    text = "\n".join(literals())
+    assert not [message for message, error in rows if not error.startswith("torch's") and message not in text]
+
+
+COMMAND_LINE = re.compile(r"`(accel [^`]+)`|^ *(?:\$ )?(accel [^`|\n]+)$", re.MULTILINE)
+
+
+def command_lines():
+    """Return every command line of `accel` in the prose and the blocks of the pages, up to its script."""
+    for page in PAGES:
+        for match in COMMAND_LINE.finditer(page.read_text()):
+            line = re.split(r" {2,}| […#]|\)", match[1] or match[2])[0]
+            words = [word for word in line.split()[1:] if not word.startswith("[")]
+            scripts = [number for number, word in enumerate(words) if word.endswith(".py")]
+            if words and (match[1] or words[0] in COMMANDS):  # else a line of prose that begins with the name
+                yield page, line, words[: scripts[0]] if scripts else words
+
+
+def test_the_commands_and_flags_that_pages_name_exist() -> None:
+    known = {
+        name: {
+            flag.replace("-", "_")
+            for action in command.make_parser().actions
+            for flag in action.option_strings
+        }
+        for name, command in COMMANDS.items()
+    }
+    wrong, count = [], 0
+    for page, line, words in command_lines():
+        if words and words[0] in known:
+            flags = {word.partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
+            count += 1
+            wrong += [f"{page.name}: {line}: {flag}" for flag in flags - known[words[0]] - {"__help"}]
+        elif words and words[0].isalpha() and words[0] not in {"is", "in", "has"}:
+            wrong.append(f"{page.name}: {line}")
+    assert count > 60
+    assert wrong == []
+
+
+PYTHON_LINE = re.compile(
+    r"^\s*(import \w|from [\w.]+ import|with .*:$|for .* in .*:$|def \w)|accelerator\.\w+\(", re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_is_marked_as_such_and_can_be_parsed(page: Path) -> None:
+    """What cannot run on its own is marked `py`, which colours it."""
+    blocks = re.findall(r"^ *```(\w+)\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    shells = re.compile(r"^\s*(\$|accel |pip |uv )", re.MULTILINE)
+    unmarked = [body for kind, body in blocks if kind == "text" and PYTHON_LINE.search(body)]
+    assert [body for body in unmarked if not shells.search(body)] == []
+    for kind, body in blocks:
+        if kind == "py":
+            ast.parse(textwrap.dedent(body))
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_has_no_phrase_that_makes_it_hard_to_read(page: Path) -> None:
+    assert [*load_glossary().find_in_page(page.read_text())] == []
+
+
+def test_phrases_that_make_a_page_hard_to_read_are_found_outside_of_code() -> None:
+    text = "## What it does\n\n`says` is code; this says more; it goes on, too.\n"
+    assert {found.line for found in load_glossary().find_in_page(text)} == {1, 3}
+    assert [found.found for found in load_glossary().find_in_page(text)] == [
+        *("says", "goes on", ", too", "## What", "is code; this says more;"),
+    ]

@@ -45,6 +45,20 @@ def test_the_figures_of_the_table_are_among_the_results() -> None:
             assert figure.strip().removesuffix(" s") in results
 
 
+def test_the_page_of_measurements_has_the_figures_of_the_readme_with_their_ratios() -> None:
+    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "packages/accel-suite/docs/reference/measurements.md").read_text()
+    lines = [line for line in page.splitlines() if re.search(r"\| [\d.]+x \w", line)]
+    rows = [[cell.strip() for cell in line.split("|")[2:6]] for line in lines]
+    assert len(rows) == 8
+    for ours, theirs, ratio, script in rows:
+        assert script.strip("`") in readme
+        if "%" not in ours:
+            assert f"| {ours} | {theirs} |" in readme
+            exact = float(theirs.split()[0]) / float(ours.split()[0])
+            assert float(ratio.split("x ")[0]) == pytest.approx(exact, rel=0.02)
+
+
 @pytest.mark.parametrize("name", sorted(PROJECTS))
 def test_a_package_page_on_the_registry_has_no_link_into_the_repository(name: str) -> None:
     assert not RELATIVE.search((ROOT / "packages" / name / "README.md").read_text())

@@ -113,7 +113,7 @@ def test_code_of_a_model_runs_only_when_it_is_trusted(cache: Path, tmp_path: Pat
         write(Path(name), own_code())
     else:
         put(cache, name, own_code())
-    with pytest.raises(SettingsError, match=r"code of its own; --trust_remote_code"):
+    with pytest.raises(SettingsError, match=r"custom code: add --trust_remote_code"):
         meta_model(name)
     assert not (tmp_path / "modules").exists()
     model = meta_model(name, trust_remote_code=True)

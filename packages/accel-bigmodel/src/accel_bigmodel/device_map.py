@@ -495,7 +495,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
 
 def known_entries(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """Leave out the entries of a map that name no part of a model.
+    """Drop the entries of a map that name no part of a model.
 
     Example:
         >>> from torch import nn

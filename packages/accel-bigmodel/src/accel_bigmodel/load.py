@@ -513,7 +513,7 @@ def load_checkpoint_in_model(
         offload_state_dict: Put what the CPU cannot map (cast weights, old `.bin` files) into temporary files
             rather than in memory.
         offload_buffers: Whether buffers of modules on the disk are offloaded too.
-        keep_in_fp32_modules: Modules whose weights are float32 whatever `dtype` says.
+        keep_in_fp32_modules: Modules whose weights are float32 for any `dtype`.
         offload_8bit_bnb: Refused: `accel_quant.load_and_quantize_model` loads quantised models, and keeps
             their 8-bit weights with their statistics wherever the device map sends them.
         strict: Refuse a checkpoint that lacks a tensor or has one too many; by default these are logged.
@@ -676,7 +676,7 @@ def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) ->
 def load_weights(
     model: nn.Module, sources: Sequence[Source], assignment: Assignment, *, measure: bool = False
 ) -> Index:
-    """Load the files of a checkpoint as an assignment says; return the index of what is on the disk."""
+    """Load the files of a checkpoint by an assignment; return the index of what is on the disk."""
     # 1. Plan the load, before anything is changed.
     start = time.perf_counter()
     tied = find_tied_parameters(model)

@@ -227,7 +227,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     """Map a tensor that `offload_weight` wrote; nothing is read until it is used.
 
     Raises:
-        CheckpointError: The file has another size than the entry says, or the entry is damaged.
+        CheckpointError: The file has another size than its entry, or the entry is damaged.
     """
     check_offload_index({Path(weight_file).stem: weight_info}, "the given weight_info")
     dtype = torch_dtype(weight_info["dtype"]) or torch.float32
@@ -408,7 +408,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         located = self.file_of(key)
         if located is None:
             if self.save_folder is None:
-                raise SettingsError(f"{key!r} is in a .dat file: say in which save_folder")
+                raise SettingsError(f"{key!r} is in a .dat file: pass its save_folder")
             path = _tensor_file(Path(self.save_folder), key)
             self._identified[key] = file_identity(path)
             self._mapped[key] = load_offloaded_weight(path, entry)

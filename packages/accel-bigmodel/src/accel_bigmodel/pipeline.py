@@ -55,7 +55,7 @@ def prepare_pippy(
         gather_output: Whether every process gets the output.
 
     Returns:
-        The model; its attribute `hf_split_points` says where it was cut. A process alone runs it as it was.
+        The model; its attribute `hf_split_points` lists where it was cut. A process alone runs it as it was.
 
     Raises:
         SettingsError: There is no example input, there are fewer layers than processes, or a split point is

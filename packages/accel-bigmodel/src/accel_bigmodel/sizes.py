@@ -270,7 +270,7 @@ def get_module_size_with_ties(
 def byte_count(
     dtype: ElementType | None, special_dtypes: Mapping[str, ElementType] | None
 ) -> ByteCount | None:
-    """Make the function that says how many bytes a tensor will take; `None` if those that it has."""
+    """Make the function that returns how many bytes a tensor will take; `None` if those that it has."""
     if dtype is None and not special_dtypes:
         return None
     width = None if dtype is None else _width(dtype)
@@ -289,7 +289,7 @@ def byte_count(
 def streamed_count(
     count: ByteCount | None, dtype: ElementType | None, stored: Mapping[str, torch.dtype]
 ) -> ByteCount:
-    """Make the function that says how many bytes a tensor takes that is read from a file and cast.
+    """Make the function that returns how many bytes a tensor takes that is read from a file and cast.
 
     Args:
         count: Bytes of tensors in the types that they are used in; `None` for those that they have.

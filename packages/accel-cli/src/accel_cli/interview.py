@@ -123,23 +123,23 @@ def list_choices(option: Option, answers: Answers) -> tuple[str, ...]:
 
 CHOICE_TITLES: Mapping[str, Mapping[str, str]] = {
     "launch.compute_environment": {
-        "LOCAL_MACHINE": "my own hosts, or a cluster",
+        "LOCAL_MACHINE": "this machine or a cluster",
         "AMAZON_SAGEMAKER": "Amazon SageMaker",
     },
     "launch.distributed_type": {
-        "NO": "one process, on the CPU or on one device",
-        "MULTI_GPU": "several GPUs (NVIDIA or AMD)",
-        "MULTI_CPU": "several processes on CPUs",
+        "NO": "one device: CPU or a single GPU (one process)",
+        "MULTI_GPU": "multi-GPU (NVIDIA or AMD)",
+        "MULTI_CPU": "multi-CPU",
         "XLA": "TPU",
-        "MULTI_XPU": "several XPUs (Intel)",
-        "MULTI_HPU": "several HPUs (Intel Gaudi)",
-        "MULTI_NPU": "several NPUs (Huawei Ascend)",
-        "MULTI_MLU": "several MLUs (Cambricon)",
-        "MULTI_SDAA": "several SDAAs (Teco)",
-        "MULTI_MUSA": "several MUSA devices (Moore Threads)",
-        "MULTI_NEURON": "several NeuronCores (AWS)",
-        "DATA_PARALLEL": "several GPUs with SageMaker's data parallelism",
-        "MODEL_PARALLEL": "several GPUs with SageMaker's model parallelism",
+        "MULTI_XPU": "multi-XPU (Intel)",
+        "MULTI_HPU": "multi-HPU (Intel Gaudi)",
+        "MULTI_NPU": "multi-NPU (Huawei Ascend)",
+        "MULTI_MLU": "multi-MLU (Cambricon)",
+        "MULTI_SDAA": "multi-SDAA (Teco)",
+        "MULTI_MUSA": "multi-MUSA (Moore Threads)",
+        "MULTI_NEURON": "multi-Neuron (AWS)",
+        "DATA_PARALLEL": "multi-GPU with SageMaker's data parallelism",
+        "MODEL_PARALLEL": "multi-GPU with SageMaker's model parallelism",
     },
 }
 """Titles of choices by the setting's path, where the names need an explanation."""

@@ -302,9 +302,9 @@ class DataLoaderConfiguration:
         data_seed: The seed of the seedable sampler; torch's if `None`.
         non_blocking: Whether host-to-device copies of batches are asynchronous; needs pinned memory.
         use_stateful_dataloader: Whether loaders become torchdata's `StatefulDataLoader`.
-        resume_mid_epoch: Whether `load_state` lets every loader go on with the batch after the last one.
-            Otherwise only stateful ones do; others begin the interrupted epoch again, in the same order, and
-            the script leaves out what it has done, with `skip_first_batches`.
+        resume_mid_epoch: Whether every loader continues with the next batch after `load_state`. Otherwise
+            only stateful loaders do; others restart the interrupted epoch in the same order, and the script
+            skips the batches that it has done, with `skip_first_batches`.
         already_sharded: Whether loaders give each rank its own data before they are prepared. If `None`, that
             is recognised where it can be: by a sampler or stream that has the number of ranks and the rank
             among its attributes, such as a `DistributedSampler`, by streams that `datasets` has split by

@@ -332,8 +332,8 @@ class AcceleratedScheduler:
             logger.info(
                 "The learning rate schedule advances %d steps per optimizer step, one for each process, "
                 "because a schedule is taken to be written for the batches of one process. If it is written "
-                "for optimizer steps, pass Accelerator(step_scheduler_per='update'); 'process' keeps it "
-                "as it is and says nothing.",
+                "for optimizer steps, pass Accelerator(step_scheduler_per='update'); 'process' keeps "
+                "this behaviour and logs nothing.",
                 processes,
             )
 

@@ -328,7 +328,7 @@ def is_listed(name: str, listed: Iterable[str]) -> bool:
 
 @frozen
 class Quantizer:
-    """Makes quantised layers and weights as a configuration says."""
+    """Makes quantised layers and weights by a configuration."""
 
     config: BnbQuantizationConfig
     bnb: Any

@@ -30,7 +30,7 @@ def choose_device(
     Args:
         name: A device asked for by name, such as `"cuda:1"` or `"xpu"`; without an index the local rank
             gives it. `None` for the best that is there.
-        cpu: Whether the CPU was asked for, whatever else is there.
+        cpu: Whether the CPU was asked for, even if there is an accelerator.
         local_rank: Local rank of this process.
         local_world_size: Number of processes on this node.
 
@@ -118,7 +118,7 @@ def _warn_of_unknown_device() -> None:
     if device is not None and all(device.type != kind.type for kind in KINDS):
         logger.warning(
             "PyTorch can use a device of type %r, which accel does not know: this process computes on the "
-            "CPU (cpu=True says that this is meant).",
+            "CPU (cpu=True confirms this).",
             device.type,
         )
 
@@ -331,7 +331,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     address = _pci_address(local_process_index)
     cores = near_cores(address) & os.sched_getaffinity(0) if address else set[int]()
     if not cores:
-        logger.warning("Not pinned to cores: this machine does not tell which ones are near to the GPU.")
+        logger.warning("Not pinned to cores: this machine does not show which cores are near the GPU.")
         return
     os.sched_setaffinity(0, cores)
     level = logging.INFO if verbose else logging.DEBUG

@@ -164,11 +164,11 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    r"""Write variables as lines for an environment file, leaving out what such a file cannot hold.
+    r"""Write variables as lines for an environment file, without those that such a file cannot hold.
 
     Returns:
         `NAME=value` with a line end, one per variable. A variable whose name or value is empty, or holds
-        white space, a line end, `;`, `<` or `>`, or whose name holds `=`, is left out with a warning.
+        white space, a line end, `;`, `<` or `>`, or whose name holds `=`, is skipped with a warning.
 
     Example:
         >>> convert_dict_to_env_variables({"ACCELERATE_DEBUG_MODE": "1"})
@@ -182,7 +182,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
         else:
             # Imported here, or every process would pay for it that has the alias.
             import_module("logging").getLogger(__name__).warning(
-                "left out the variable %r=%r: a line of an environment file cannot hold it", name, text
+                "skipped the variable %r=%r: a line of an environment file cannot hold it", name, text
             )
     return lines
 

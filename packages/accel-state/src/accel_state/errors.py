@@ -72,7 +72,7 @@ class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 - t
 
 
 class StalledCollectiveError(DistributedOperationException, TimeoutError):
-    """A collective did not complete in time. The message says where every rank was."""
+    """A collective did not complete in time. The message shows where every rank was."""
 
 
 def some_of(names: Iterable[str], *, most: int = 10, width: int = 100) -> str:

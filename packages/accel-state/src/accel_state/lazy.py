@@ -271,7 +271,7 @@ class Registry(Generic[Row]):
             row: Any = point.load()
         except (ImportError, AttributeError) as error:
             raise SettingsError(
-                f"{about} cannot be imported: {error}. Mend or uninstall the distribution that declares it."
+                f"{about} cannot be imported: {error}. Fix or uninstall the distribution that declares it."
             ) from error
         if not isinstance(row, self.kind) or getattr(row, "name", None) != point.name:
             raise SettingsError(

@@ -36,7 +36,7 @@ TITLES = {
     ),
     "by_feature/language_model": "A language model with a warm-up",
     "by_feature/local_sgd": "Averaging now and then: Local SGD",
-    "by_feature/megatron_lm_gpt_pretraining": "Pretraining a GPT-2, also by Megatron",
+    "by_feature/megatron_lm_gpt_pretraining": "Pretraining GPT-2 with Megatron",
     "by_feature/memory": "A batch size that fits into memory",
     "by_feature/multi_process_metrics": "Metrics over all processes",
     "by_feature/profiler": "Profiling some steps",

@@ -118,7 +118,7 @@ def install_xla(upgrade: bool = False) -> None:
         logger.info("Running %s", shlex.join(line))
         done = subprocess.run(line, capture_output=True, text=True, check=False)
         if done.returncode:
-            output_lines = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
+            output_lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
             raise InstallationError(
                 f"{shlex.join(line)} failed with exit code {done.returncode}: {output_lines}"
             )

@@ -79,63 +79,63 @@ class DeepSpeedSettings:
     """
 
     hf_ds_config: str | None = _deepspeed_row(
-        "A DeepSpeed configuration in JSON; its values auto are filled in.",
+        "DeepSpeed configuration file (JSON); accel fills in its auto values.",
         long="deepspeed_config_file",
-        question="The path of a DeepSpeed configuration in JSON? (empty: answer questions)",
+        question="Path of a DeepSpeed configuration file (JSON)? (empty: answer questions instead)",
     )
     zero_stage: int | None = _deepspeed_row(
         "ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
         parse=integer(0, 3),
         choices=("0", "1", "2", "3"),
-        question="Which ZeRO stage? (0: none, 1: optimizer state, 2: also gradients, 3: also parameters)",
+        question="Which ZeRO stage? (0: off, 1: optimizer state, 2: and gradients, 3: and parameters)",
         ask_if=_without_file,
     )
     offload_optimizer_device: str | None = _deepspeed_row(
-        "Device to which optimizer state is offloaded; none: it stays on the GPU.",
+        "Device for offloaded optimizer state (none: no offloading).",
         choices=_DEVICES,
-        question="To which device is optimizer state offloaded? (none: it stays on the GPU)",
+        question="Offload optimizer state to which device? (none: no offloading)",
         ask_if=_is_zero,
     )
     offload_param_device: str | None = _deepspeed_row(
-        "Device to which parameters are offloaded, with stage 3; none: they stay on the GPU.",
+        "With stage 3: device for offloaded parameters (none: no offloading).",
         choices=_DEVICES,
-        question="To which device are parameters offloaded? (none: they stay on the GPU)",
+        question="Offload parameters to which device? (none: no offloading)",
         ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.zero_stage") == 3,
     )
     offload_optimizer_nvme_path: str | None = _deepspeed_row(
-        "The folder for optimizer state on nvme.",
+        "NVMe folder for optimizer state.",
         parse=optional(str, "none"),
-        question="In which folder?",
+        question="Path of the NVMe folder for optimizer state?",
         ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.offload_optimizer_device") == "nvme",
     )
     offload_param_nvme_path: str | None = _deepspeed_row(
-        "The folder for parameters on nvme.",
+        "NVMe folder for parameters.",
         parse=optional(str, "none"),
-        question="In which folder are offloaded parameters?",
+        question="Path of the NVMe folder for parameters?",
         ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.offload_param_device") == "nvme",
     )
     gradient_clipping: float | None = _deepspeed_row(
-        "The norm that gradients are clipped to at every step.",
+        "Maximum gradient norm of each step.",
         long="gradient_clipping",
         parse=optional(number(0), "none", "auto"),
-        question="To which norm are gradients clipped? (empty: as the script does)",
+        question="Maximum gradient norm? (empty: the script clips)",
         ask_if=_without_file,
     )
     zero3_init_flag: bool | None = _deepspeed_row(
-        "Shard models while they are constructed, with stage 3 (deepspeed.zero.Init).",
+        "With stage 3: shard models during construction (deepspeed.zero.Init).",
         variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        question="Shard models while they are constructed? (deepspeed.zero.Init)",
+        question="Shard models during construction? (deepspeed.zero.Init)",
         ask_if=_stage_three,
     )
     zero3_save_16bit_model: bool | None = _deepspeed_row(
-        "Gather sharded weights into a full state dict when a model is saved, with stage 3.",
-        question="Gather sharded weights into a full state dict when a model is saved?",
+        "With stage 3: gather sharded weights into a full state dict when saving.",
+        question="Gather sharded weights into a full state dict when saving?",
         ask_if=lambda answers: _without_file(answers) and _stage_three(answers),
     )
     transformer_moe_cls_names: str | None = _deepspeed_row(
-        "Classes of mixture-of-experts layers, separated by commas.",
+        "Class names of mixture-of-experts layers, separated by commas.",
         long="deepspeed_moe_layer_cls_names",
-        question="Classes of mixture-of-experts layers, separated by commas? (empty: none)",
+        question="Class names of mixture-of-experts layers, separated by commas? (empty: none)",
         ask_if=lambda answers: _without_file(answers) and _stage_three(answers),
     )
 
@@ -148,24 +148,24 @@ class HostSettings:
     launcher: str | None = _hosts(
         "Program that starts workers on the other nodes.",
         choices=_LAUNCHERS,
-        question="What starts processes on the other machines? (standard: you do, with this command)",
+        question="Which launcher starts processes on other nodes? (standard: run this command on each)",
         ask_if=_among_machines,
     )
     hostfile: str | None = _hosts(
-        "The file that lists the machines, as worker-1 slots=8.",
-        question="The path of the file that lists the machines?",
+        "Hostfile of the nodes, with lines such as worker-1 slots=8.",
+        question="Path of the hostfile?",
         ask_if=lambda answers: (
             _among_machines(answers) and answers("hosts.launcher") not in {None, "standard"}
         ),
     )
     inclusion: str | None = _hosts(
-        "The machines and slots that take part, as worker-1@worker-2:0,2.",
-        question="Which machines and slots take part, as worker-1@worker-2:0,2? (empty: all)",
+        "Nodes and slots to use, such as worker-1@worker-2:0,2.",
+        question="Which nodes and slots will you use, such as worker-1@worker-2:0,2? (empty: all)",
         ask_if=lambda answers: _among_machines(answers) and bool(answers("hosts.hostfile")),
     )
     exclusion: str | None = _hosts(
-        "The machines and slots that do not, as worker-1:0.",
-        question="Which do not, as worker-1:0? (empty: none)",
+        "Nodes and slots to exclude, such as worker-1:0.",
+        question="Which nodes and slots will you exclude, such as worker-1:0? (empty: none)",
         ask_if=lambda answers: (
             _among_machines(answers) and bool(answers("hosts.hostfile")) and not answers("hosts.inclusion")
         ),
@@ -178,7 +178,7 @@ DEEPSPEED = (
         "deepspeed",
         help="Train with DeepSpeed.",
         topic="DeepSpeed",
-        question="Train with DeepSpeed?",
+        question="Do you want to use DeepSpeed?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") not in {"NO", "XLA"},
     ),
     *rows_of("deepspeed", DeepSpeedSettings, topic="DeepSpeed"),
@@ -186,7 +186,7 @@ DEEPSPEED = (
 )
 
 
-_NOT_ON_XLA = "The interview for TPUs asks for nothing about FSDP."
+_NOT_ON_XLA = "The questions about TPUs do not cover FSDP."
 
 # The lists are public in Accelerate, as lists in this order; transformers relies on it.
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
@@ -194,7 +194,7 @@ FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHA
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 """When FSDP1 prefetches the parameters of the next module in a backward pass."""
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
-"""By what modules are wrapped."""
+"""How modules are chosen for wrapping."""
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 """The forms in which FSDP1 saves a model."""
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
@@ -242,24 +242,24 @@ class FsdpSettings:
     """How PyTorch's FSDP shards models; the fields of `FullyShardedDataParallelPlugin`."""
 
     fsdp_version: int | None = _fsdp_row(
-        "1 for FullyShardedDataParallel, 2 for fully_shard.",
+        "FSDP version: 1 is FullyShardedDataParallel, 2 is fully_shard.",
         short="version",
         parse=integer(1, 2),
         choices=("1", "2"),
         launch_default="1",
-        question="Which version of FSDP? (2 is recommended)",
+        question="Which FSDP version do you want? (2 is recommended)",
     )
     sharding_strategy: str | None = _fsdp_row(
         "Version 1: sharding strategy.",
         parse=one_of(*FSDP_SHARDING_STRATEGY, numbered=True),
         choices=tuple(FSDP_SHARDING_STRATEGY),
-        question="Which sharding strategy?",
+        question="Which sharding strategy do you want?",
         ask_if=_first,
     )
     reshard_after_forward: bool | int | str | None = _fsdp_row(
-        "Version 2: free parameters after the forward pass (true, false); or reshard to a number of ranks.",
+        "Version 2: reshard parameters after the forward pass (true, false), or to this many ranks.",
         parse=_reshard,
-        question="Free parameters after the forward pass, and gather them again? (true: less memory)",
+        question="Reshard parameters after the forward pass? (true: less memory)",
         ask_if=_second,
     )
     cpu_offload: bool | None = _fsdp_row(
@@ -268,33 +268,33 @@ class FsdpSettings:
         question="Offload parameters, gradients and optimizer state to the CPU?",
     )
     auto_wrap_policy: str | None = _fsdp_row(
-        "Auto-wrap policy: which modules are FSDP units.",
+        "Auto-wrap policy, which chooses the FSDP units.",
         choices=tuple(FSDP_AUTO_WRAP_POLICY),
-        question="Which auto-wrap policy?",
+        question="Which auto-wrap policy do you want?",
     )
     transformer_cls_names_to_wrap: tuple[str, ...] | None = _fsdp_row(
-        "The classes that TRANSFORMER_BASED_WRAP shards on their own, with commas between.",
+        "Classes that TRANSFORMER_BASED_WRAP makes FSDP units, separated by commas.",
         short="transformer_layer_cls_to_wrap",
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         parse=comma_list,
-        question="Their classes, with commas between? (empty: what the model itself names)",
+        question="Which classes to wrap, separated by commas? (empty: those that the model names)",
         ask_if=lambda answers: (
             _fsdp_on(answers) and answers("fsdp.auto_wrap_policy") == "TRANSFORMER_BASED_WRAP"
         ),
     )
     min_num_params: int | None = _fsdp_row(
-        "How many parameters a module has at least that SIZE_BASED_WRAP shards on its own.",
+        "Minimum number of parameters of an FSDP unit with SIZE_BASED_WRAP.",
         parse=integer(0),
         launch_default="100000000",
-        question="How many parameters have they at least?",
+        question="Minimum number of parameters of an FSDP unit?",
         ask_if=lambda answers: _fsdp_on(answers) and answers("fsdp.auto_wrap_policy") == "SIZE_BASED_WRAP",
     )
     backward_prefetch: str | None = _fsdp_row(
-        "Version 1: when the next all-gather is prefetched in the backward pass.",
+        "Version 1: backward prefetch policy.",
         parse=one_of(*FSDP_BACKWARD_PREFETCH, numbered=True),
         choices=tuple(FSDP_BACKWARD_PREFETCH),
         key_aliases=("fsdp_config.fsdp_backward_prefetch_policy",),
-        question="When is the next all-gather prefetched in the backward pass?",
+        question="Which backward prefetch policy do you want?",
         ask_if=_first,
     )
     forward_prefetch: bool | None = _fsdp_row(
@@ -306,23 +306,23 @@ class FsdpSettings:
         "State dict type of checkpoints.",
         parse=one_of(*FSDP_STATE_DICT_TYPE, numbered=True),
         choices=tuple(FSDP_STATE_DICT_TYPE),
-        question="Which type of state dict do checkpoints hold?",
+        question="Which state dict type do you want for checkpoints?",
     )
     use_orig_params: bool | None = _fsdp_row(
         "Version 1: keep the original parameters visible instead of flat ones.",
         launch_default="true",
-        question="Keep the original parameters visible instead of flat ones?",
+        question="Keep the original parameters visible? (use_orig_params)",
         ask_if=_first,
     )
     cpu_ram_efficient_loading: bool | None = _fsdp_row(
-        "Load weights on rank 0 only; prepare materialises the other ranks from it.",
+        "Load weights on rank 0 only; prepare broadcasts them to the other ranks.",
         launch_default="true",
-        question="Load weights on rank 0 only, and materialise the other ranks from it?",
+        question="Load weights on rank 0 only, and broadcast them? (saves CPU RAM)",
     )
     sync_module_states: bool | None = _fsdp_row(
-        "Version 1: broadcast the parameters and buffers of rank 0 to all ranks.",
+        "Version 1: broadcast rank 0's parameters and buffers to all ranks.",
         launch_default="true",
-        question="Broadcast the parameters and buffers of rank 0 to all ranks?",
+        question="Broadcast rank 0's parameters and buffers to all ranks?",
         ask_if=lambda answers: _first(answers) and not answers("fsdp.cpu_ram_efficient_loading"),
     )
     activation_checkpointing: bool | None = _fsdp_row(
@@ -335,14 +335,14 @@ class FsdpSettings:
         ask_if=lambda answers: _fsdp_on(answers) and answers("fsdp.activation_checkpointing"),
     )
     ignored_modules: str | None = _fsdp_row(
-        "Modules that are not sharded: a regular expression that matches their whole names.",
+        "Modules to leave unsharded: a regular expression for their full names.",
         skip_reason="Few models need it; write it into the file.",
     )
     xla: bool | None = _fsdp_row(
         "Shard models over XLA devices.", key="fsdp_config.xla", skip_reason=_NOT_ON_XLA
     )
     xla_fsdp_v2: bool | None = _fsdp_row(
-        "On XLA devices: let the compiler shard (SPMD), with one process for all devices of a host.",
+        "On XLA devices: the compiler shards (SPMD), in one process per host.",
         short="xla_v2",
         key="fsdp_config.xla_fsdp_v2",
         skip_reason=_NOT_ON_XLA,
@@ -361,7 +361,7 @@ FSDP = (
         "fsdp",
         help="Shard models with PyTorch's FSDP.",
         topic="FSDP",
-        question="Shard the model with PyTorch's FSDP?",
+        question="Do you want to use FSDP (fully sharded data parallelism)?",
         ask_if=lambda answers: (
             is_local(answers)
             and answers("launch.distributed_type") not in {"NO", "XLA"}
@@ -373,7 +373,7 @@ FSDP = (
 )
 
 
-_TUNING = "It tunes what runs without it; the reference page lists it."
+_TUNING = "Only for tuning."
 _GRANULARITIES = ("full", "selective")
 _METHODS = ("uniform", "block")
 _ATTENTION_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
@@ -425,23 +425,21 @@ class MegatronSettings:
         question="Shard optimizer state across data-parallel ranks?",
     )
     gradient_clipping: float | None = _megatron_row(
-        "The norm that gradients are clipped to; 0 for none.",
+        "Maximum gradient norm (0 = off).",
         parse=number(0),
-        question="To which norm are gradients clipped? (0: not at all)",
+        question="Maximum gradient norm? (0 = off)",
     )
     use_custom_fsdp: bool | None = _megatron_row("Not supported: use --use_fsdp.", skip_reason=_REFUSED)
-    no_load_optim: bool | None = _megatron_row("Read checkpoints without the optimizer.")
-    no_save_optim: bool | None = _megatron_row("Write checkpoints without the optimizer.")
-    eod_mask_loss: bool | None = _megatron_row("Leave ends of documents out of the loss.")
-    optimizer_cpu_offload: bool | None = _megatron_row("Let the optimizer work on the CPU.")
+    no_load_optim: bool | None = _megatron_row("Load checkpoints without optimizer state.")
+    no_save_optim: bool | None = _megatron_row("Save checkpoints without optimizer state.")
+    eod_mask_loss: bool | None = _megatron_row("Exclude end-of-document tokens from the loss.")
+    optimizer_cpu_offload: bool | None = _megatron_row("Run the optimizer on the CPU.")
     overlap_cpu_optimizer_d2h_h2d: bool | None = _megatron_row(
-        "Copy for an offloaded optimizer while it computes."
+        "Overlap an offloaded optimizer's copies with its computation."
     )
-    use_precision_aware_optimizer: bool | None = _megatron_row(
-        "Keep the state of the optimizer in fewer bits."
-    )
+    use_precision_aware_optimizer: bool | None = _megatron_row("Store optimizer state in lower precision.")
     decoder_last_pipeline_num_layers: int | None = _megatron_row(
-        "How many layers the last stage has.",
+        "Number of layers of the last stage.",
         parse=integer(0),
     )
     recompute_granularity: str | None = _megatron_row(
@@ -450,7 +448,7 @@ class MegatronSettings:
     recompute_method: str | None = _megatron_row("Method of activation recompute.", choices=_METHODS)
     recompute_num_layers: int | None = _megatron_row("Layers per recompute unit.")
     attention_backend: str | None = _megatron_row(
-        "Attention backend; true stands for auto and false for unfused.",
+        "Attention backend; true means auto, false means unfused.",
         parse=_attention_backend,
         choices=_ATTENTION_BACKENDS,
     )
@@ -461,9 +459,9 @@ class MegatronSettings:
         "Dropout probability of attention weights.", parse=number(0, 1)
     )
     hidden_dropout: float | None = _megatron_row("Dropout probability of hidden states.", parse=number(0, 1))
-    attention_softmax_in_fp32: bool | None = _megatron_row("Compute the softmax of attention in float32.")
+    attention_softmax_in_fp32: bool | None = _megatron_row("Compute the attention softmax in float32.")
     calculate_per_token_loss: bool | None = _megatron_row("Average the loss over tokens.")
-    use_rotary_position_embeddings: bool | None = _megatron_row("Use rotary positions.")
+    use_rotary_position_embeddings: bool | None = _megatron_row("Use rotary position embeddings.")
 
 
 MEGATRON = (
@@ -472,7 +470,7 @@ MEGATRON = (
         "megatron_lm",
         help="Train with Megatron: tensor, pipeline, sequence and data parallelism by megatron-core.",
         topic="Megatron-LM",
-        question="Train with Megatron?",
+        question="Do you want to use Megatron-LM?",
         ask_if=lambda answers: (
             is_local(answers)
             and answers("launch.distributed_type") == "MULTI_GPU"
@@ -513,71 +511,71 @@ def _fp8_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is cal
 @documented
 @frozen
 class Fp8Settings:
-    """How matrices are multiplied in eight bits; the fields of the FP8 recipes."""
+    """How FP8 training works; the fields of the FP8 recipes."""
 
     backend: str | None = _fp8_row(
-        "What multiplies matrices in eight bits: torchao, transformer-engine or MS-AMP.",
+        "FP8 backend: torchao, transformer-engine or MS-AMP.",
         choices=_FP8_BACKENDS,
-        question="What multiplies matrices in eight bits? (AO: torchao, TE: transformer-engine)",
+        question="Which FP8 backend do you want? (AO: torchao, TE: transformer-engine)",
         ask_if=_fp8_on,
     )
     use_autocast_during_eval: bool | None = _fp8_row(
-        "TE: use FP8 in evaluation, too.",
+        "TE: use FP8 in evaluation.",
         const="true",
-        question="Use FP8 in evaluation, too?",
+        question="Use FP8 in evaluation?",
         ask_if=_with("TE"),
     )
     margin: int | None = _fp8_row(
         "TE: margin of the scaling factors.",
         parse=integer(0),
-        question="Which margin do scaling factors have?",
+        question="Which margin do you want for the scaling factors?",
         ask_if=_with("TE"),
     )
     interval: int | None = _fp8_row(
-        "TE: steps between two computations of the scaling factors.",
-        question="How many steps between two computations of the scaling factors?",
+        "TE: steps between updates of the scaling factors.",
+        question="How many steps between updates of the scaling factors?",
         ask_if=_with("TE"),
     )
     fp8_format: str | None = _fp8_row(
-        "TE: the format of numbers; HYBRID: E4M3 forward and E5M2 backward.",
+        "TE: FP8 format (HYBRID: E4M3 forward, E5M2 backward).",
         choices=_FORMATS,
-        question="In which format? (HYBRID: E4M3 forward and E5M2 backward)",
+        question="Which FP8 format do you want? (HYBRID: E4M3 forward, E5M2 backward)",
         ask_if=_with("TE"),
     )
     amax_history_len: int | None = _fp8_row(
-        "TE: steps that are looked back on for the scaling factors.",
+        "TE: length of the amax history, in steps.",
         key_aliases=("fp8_config.fp8_amax_history_len", "fp8_config.amax_history_length"),
-        question="How many steps are looked back on for the scaling factors?",
+        question="Length of the amax history, in steps?",
         ask_if=_with("TE"),
     )
     amax_compute_algo: str | None = _fp8_row(
-        "TE: which of them counts.",
+        "TE: how the amax is chosen from the history.",
         choices=_ALGORITHMS,
         key_aliases=("fp8_config.fp8_amax_compute_algo", "fp8_config.amax_compute_algorithm"),
-        question="Which of them counts?",
+        question="How is the amax chosen from the history?",
         ask_if=_with("TE"),
     )
     override_linear_precision: tuple[bool, bool, bool] | None = _fp8_row(
-        "TE: whether fprop, dgrad and wgrad compute in higher precision, as false,false,true; in the"
+        "TE: whether fprop, dgrad and wgrad use higher precision, as false,false,true; in the"
         " environment also as ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and _WGRAD.",
         parse=booleans(3),
-        question="Do fprop, dgrad and wgrad compute in higher precision, as false,false,true?",
+        question="Use higher precision in fprop, dgrad and wgrad, as false,false,true?",
         ask_if=_with("TE"),
     )
     use_mxfp8_block_scaling: bool | None = _fp8_row(
-        "TE: give every block of 32 values a scale of its own.",
-        question="Give every block of 32 values a scale of its own?",
+        "TE: scale each block of 32 values separately (MXFP8).",
+        question="Scale each block of 32 values separately? (MXFP8)",
         ask_if=_with("TE"),
     )
     opt_level: str | None = _fp8_row(
-        "MS-AMP: what is in eight bits; O2: optimizer state as well.",
+        "MS-AMP: optimization level (O2: optimizer state in FP8 as well).",
         choices=_LEVELS,
-        question="What is in eight bits? (O2: optimizer state as well)",
+        question="Which MS-AMP optimization level? (O2: optimizer state in FP8 as well)",
         ask_if=_with("MSAMP"),
     )
     enable_fsdp_float8_all_gather: bool | None = _fp8_row(
-        "AO: let FSDP gather parameters in eight bits.",
-        question="Let FSDP gather parameters in eight bits?",
+        "AO: all-gather FSDP parameters in FP8.",
+        question="All-gather FSDP parameters in FP8?",
         ask_if=lambda answers: _with("AO")(answers) and bool(answers("fsdp")),
     )
     pad_inner_dim: bool | None = _fp8_row(
@@ -608,9 +606,7 @@ def _ulysses_of_deepspeed(answers: Answers) -> bool:
     return with_deepspeed and (answers("parallelism.sp_size") or 1) > 1
 
 
-_NO_PIPELINES = (
-    "The axes are asked for beside FSDP, with which pipelines do not combine; write it into the file."
-)
+_NO_PIPELINES = "Pipelines do not combine with FSDP; write it into the file."
 
 
 def _with_torch(answers: Answers) -> bool:
@@ -633,12 +629,12 @@ class ParallelismSettings:
 
     dp_replicate_size: int | None = _parallelism_row(
         "Replicated data-parallel size: number of replicas of the model.",
-        question="How many replicas of the model? (replicated data-parallel size)",
+        question="How many replicas of the model do you want? (replicated data-parallel size)",
         ask_if=_with_torch,
     )
     dp_shard_size: int | None = _parallelism_row(
         "Sharded data-parallel size: number of ranks that shard each replica (FSDP).",
-        question="How many ranks shard each replica? (sharded data-parallel size)",
+        question="How many ranks should shard each replica? (sharded data-parallel size)",
         ask_if=_with_torch,
     )
     tp_size: int | None = _parallelism_row(
@@ -652,13 +648,13 @@ class ParallelismSettings:
     cp_backend: str | None = _parallelism_row(
         "Implementation of context parallelism.",
         choices=("torch",),
-        skip_reason="There is one.",
+        skip_reason="There is only one.",
         ask_if=None,
     )
     cp_comm_strategy: str | None = _parallelism_row(
-        "Collective that exchanges keys and values.",
+        "Collective for exchanging keys and values.",
         choices=_COMMUNICATION,
-        question="Which collective exchanges keys and values?",
+        question="Which collective should exchange keys and values?",
         ask_if=_context,
     )
     sp_size: int | None = _parallelism_row(
@@ -666,9 +662,9 @@ class ParallelismSettings:
         question="Sequence-parallel size?",
     )
     sp_backend: str | None = _parallelism_row(
-        "Implementation of sequence parallelism. The default follows from whether DeepSpeed is used.",
+        "Implementation of sequence parallelism (default: deepspeed with DeepSpeed, else torch).",
         choices=("deepspeed", "torch"),
-        skip_reason="It follows from whether DeepSpeed is used.",
+        skip_reason="Follows from whether DeepSpeed is used.",
         ask_if=None,
     )
     sp_seq_length_is_variable: bool | None = _parallelism_row(
@@ -684,12 +680,12 @@ class ParallelismSettings:
     sp_attn_implementation: str | None = _parallelism_row(
         "Attention implementation.",
         choices=_ATTENTION,
-        question="Which attention implementation?",
+        question="Which attention implementation do you want?",
         ask_if=_ulysses_of_deepspeed,
     )
     ep_size: int | None = _parallelism_row(
-        "Expert-parallel size: number of ranks of a replica that share the experts of a layer.",
-        question="Over how many ranks are the experts of a layer sharded? (expert-parallel size)",
+        "Expert-parallel size: number of ranks across which a layer's experts are sharded.",
+        question="Across how many ranks should a layer's experts be sharded? (expert-parallel size)",
         ask_if=_with_torch,
     )
     pp_size: int | None = _parallelism_row(
@@ -702,15 +698,15 @@ class ParallelismSettings:
         skip_reason=_NO_PIPELINES,
     )
     pp_num_microbatches: int | None = _parallelism_row(
-        "Micro-batches into which a pipeline cuts a batch of a rank.",
+        "Micro-batches per batch of a rank.",
         skip_reason=_NO_PIPELINES,
     )
     pp_stages_per_rank: int | None = _parallelism_row(
-        "Stages of a pipeline that each rank has.",
+        "Pipeline stages per rank.",
         skip_reason=_NO_PIPELINES,
     )
     pp_split_points: str | None = _parallelism_row(
-        "Modules with which the second and further stages begin, joined by commas.",
+        "First module of each stage but the first, separated by commas.",
         skip_reason=_NO_PIPELINES,
     )
 
@@ -721,7 +717,7 @@ PARALLELISM = (
         "parallelism_config",
         help="Use tensor, context or sequence parallelism, with the sizes of the axes below.",
         topic="tensor, context and sequence parallelism",
-        question="Use tensor, context or sequence parallelism?",
+        question="Do you want to use tensor, context or sequence parallelism?",
         ask_if=lambda answers: (
             is_local(answers) and (bool(answers("deepspeed")) or answers("fsdp.fsdp_version") == 2)
         ),

@@ -25,7 +25,7 @@ from accel_state.settings.option import (
 
 _OF_DEVICES = {kind.distributed_type for kind in KINDS if kind.runtime is None}
 DEVICE_TYPES = tuple(label.value for label in DistributedType if label in _OF_DEVICES)
-"""The values of `distributed_type` that only say on what processes compute."""
+"""The values of `distributed_type` that only name the hardware."""
 
 ENGINE_TYPES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
 """The values of `distributed_type` that switch on an engine, and its section of `Settings`."""
@@ -35,7 +35,7 @@ DISTRIBUTED_TYPES = (*DEVICE_TYPES, *ENGINE_TYPES, "XLA", *SAGEMAKER_TYPES)
 """All values of `distributed_type`."""
 
 _ENVIRONMENTS = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
-_FROM_FILE = "It is said by the line that starts a script."
+_FROM_FILE = "Command line only."
 
 
 def is_local(answers: Answers) -> bool:
@@ -68,130 +68,130 @@ def _row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
 @documented
 @frozen
 class LaunchSettings:
-    """How the command starts processes. Workers do not see this: their launcher tells them who they are."""
+    """How the command starts processes. Workers get their ranks from their launcher instead."""
 
     compute_environment: str = _row(
         "Where the script runs.",
         default="LOCAL_MACHINE",
         choices=_ENVIRONMENTS,
-        question="Where do you train?",
+        question="Where will you train?",
         flags=(),
     )
     distributed_type: str | None = _row(
-        "On what the processes compute; --multi_gpu: one process per GPU, an error where there is none;"
-        " --tpu: one per chip.",
+        "Hardware to train on. --multi_gpu starts one process per GPU and fails without GPUs; --tpu starts"
+        " one per chip.",
         parse=lambda text: one_of(*DISTRIBUTED_TYPES)("XLA" if text.upper() == "TPU" else text),
         choices=DISTRIBUTED_TYPES,
         flags=("--multi_gpu",),
         const="MULTI_GPU",
         flag_aliases=(("--tpu", "XLA"),),
-        question="On what do the processes compute?",
+        question="Which hardware will you train on?",
     )
     launcher: str | None = _row(
-        "What starts the processes, by its name; auto chooses the first that applies.",
+        "Launcher, by name; auto chooses the first that applies.",
         parse=optional(str, "auto", ""),
-        skip_reason="The answers choose it.",
+        skip_reason="Follows from the answers.",
     )
     num_machines: int = _row(
         "Number of nodes (machines).",
         default=1,
-        question="How many nodes (machines)?",
+        question="How many nodes (machines) will you use?",
         ask_if=lambda answers: not is_local(answers) or _several_processes(answers),
     )
     num_processes: int | None = _row(
-        "World size: number of processes on all nodes; by default one per device.",
+        "World size: number of processes on all nodes (default: one per device).",
         parse=optional(integer(1), "-1"),
-        question="How many processes on all nodes? (world size)",
+        question="How many processes in total, on all nodes?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") != "NO",
     )
     min_machines: int | None = _row(
-        "Go on with as few machines as this when others leave; with a rendezvous that is not static.",
-        skip_reason="It belongs to one run rather than to a machine.",
+        "Continue with at least this many nodes when others leave; needs a rendezvous that is not static.",
+        skip_reason="Depends on the run, not on the machine.",
     )
     machine_rank: int = _row(
-        "Node rank of this machine, from 0.",
+        "Rank of this node, counted from 0.",
         default=0,
         parse=integer(0),
-        question="What is the node rank of this machine, counted from 0?",
+        question="What is the rank of this node, counted from 0?",
         ask_if=several_machines,
     )
     main_process_ip: str | None = _row(
-        "Host name or address of node 0, which runs rank 0.",
-        question="What is the address of node 0, which runs rank 0?",
+        "IP address or host name of node 0, which runs rank 0.",
+        question="What is the IP address or host name of node 0, which runs rank 0?",
         ask_if=several_machines,
     )
     main_process_port: int | None = _row(
         "TCP port of the rendezvous on node 0; 0 picks a free one, with a single node.",
         parse=integer(0, 65535),
-        question="Which TCP port of node 0 does the rendezvous use?",
+        question="Which TCP port will node 0 use for the rendezvous?",
         ask_if=several_machines,
     )
     rdzv_backend: str = _row(
         "Rendezvous backend: static, or one of torch.distributed.run.",
         default="static",
-        question="Which rendezvous backend? (static: node ranks as given; c10d: in any order)",
+        question="Which rendezvous backend do you want? (static: fixed node ranks; c10d: any order)",
         ask_if=several_machines,
     )
     rdzv_conf: str | None = _row(
-        "Further configuration of the rendezvous, as key=value,key=value.",
-        skip_reason="It is only needed where the usual configuration of a rendezvous fails.",
+        "Extra rendezvous options, as key=value,key=value.",
+        skip_reason="Only needed when the default rendezvous fails.",
     )
     same_network: bool = _row(
-        "The machines are on one network. Config files say it; nothing depends on it.",
+        "Whether the nodes share a network. Kept for Accelerate's config files; has no effect.",
         default=False,
-        skip_reason="Nothing depends on it.",
+        skip_reason="It has no effect.",
     )
     gpu_ids: str | None = _row(
-        "The devices of this machine to use, as 0,1; by default all.",
-        question="Which devices of this machine, by number and with commas between? (all for all)",
+        "Devices of this machine to use, such as 0,1 (default: all).",
+        question="Which devices of this machine will you use, such as 0,1? (all for every device)",
         ask_if=_has_devices,
     )
     num_cpu_threads_per_process: int | None = _row(
-        "Threads per process (OMP_NUM_THREADS); by default several processes share the cores.",
-        skip_reason="The default fits, and Accelerate refuses a file with this key.",
+        "Threads per process (OMP_NUM_THREADS); by default, processes share the cores.",
+        skip_reason="The default fits, and Accelerate rejects a file with this key.",
     )
     max_restarts: int = _row(
-        "How often a failed group of workers is started again.",
+        "How many times to restart a failed group of workers.",
         default=0,
         parse=integer(0),
-        skip_reason="It belongs to one run rather than to a machine.",
+        skip_reason="Depends on the run, not on the machine.",
     )
     monitor_interval: float = _row(
         "Seconds between checks of the workers.",
         default=0.1,
         parse=number(0, of="seconds"),
-        skip_reason="The default suits all but tests.",
+        skip_reason="Only tests need another value.",
     )
     tee: str = _row(
-        "Which streams go to the console and to a file, as torch.distributed.run --tee takes it.",
+        "Streams to write to both console and file, as in torch.distributed.run --tee.",
         default="0",
         flags=("-t", "--tee"),
-        skip_reason="It belongs to one run rather than to a machine.",
+        skip_reason="Depends on the run, not on the machine.",
     )
     log_dir: str | None = _row(
-        "Folder of the log files of the workers.",
-        skip_reason="It belongs to one run rather than to a machine.",
+        "Folder for the workers' log files.",
+        skip_reason="Depends on the run, not on the machine.",
     )
     role: str = _row(
-        "Role of the workers, in logs.",
+        "Role of the workers, shown in logs.",
         default="default",
-        skip_reason="It belongs to one run rather than to a machine.",
+        skip_reason="Depends on the run, not on the machine.",
     )
     module: bool = _row(
-        "The script is the name of a module, as for python -m.",
+        "Run the script as a module, like python -m.",
         default=False,
         flags=("-m", "--module"),
         skip_reason=_FROM_FILE,
         key=None,
     )
     no_python: bool = _row(
-        "The script is a program of its own.",
+        "The script is an executable; run it without Python.",
         default=False,
         skip_reason=_FROM_FILE,
         key=None,
     )
     quiet: bool = _row(
-        "Leave out the launcher's own summary when a worker fails.",
+        "Suppress the launcher's summary when a worker fails.",
         default=False,
         flags=("-q", "--quiet"),
         skip_reason=_FROM_FILE,
@@ -218,7 +218,7 @@ class LaunchSettings:
 LAUNCH = rows_of("launch", LaunchSettings, topic="processes and machines")
 
 
-_ONE_RUN = "It belongs to one run rather than to a machine."
+_ONE_RUN = "Depends on the run, not on the machine."
 
 
 @documented
@@ -227,12 +227,12 @@ class ProcessSettings:
     """How one process runs."""
 
     use_cpu: bool = setting(
-        help="Compute on the CPU, whatever else there is.",
+        help="Train on the CPU even if there is an accelerator.",
         default=False,
         variable="ACCELERATE_USE_CPU",
         flags=("--cpu",),
         key="use_cpu",
-        question="Compute on the CPU, whatever else there is?",
+        question="Force CPU training?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "NO",
     )
     debug: bool = setting(
@@ -241,11 +241,11 @@ class ProcessSettings:
         variable="ACCELERATE_DEBUG_MODE",
         flags=("--debug",),
         key="debug",
-        question="Check before every collective that all ranks make the same call? (slower, for debugging)",
+        question="Check before every collective that all ranks make the same call? (for debugging; slower)",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") != "NO",
     )
     torch_device: str | None = setting(
-        help="The device to use, such as cuda:1, in place of the one that the local rank gets.",
+        help="Device to use, such as cuda:1, instead of the local rank's.",
         variable="ACCELERATE_TORCH_DEVICE",
         skip_reason=_ONE_RUN,
     )
@@ -259,7 +259,7 @@ class ProcessSettings:
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "MULTI_GPU",
     )
     log_level: str | None = setting(
-        help="The level of loggers that are not given one.",
+        help="Level of loggers that set none.",
         variable="ACCELERATE_LOG_LEVEL",
         skip_reason=_ONE_RUN,
     )
@@ -270,9 +270,9 @@ class ProcessSettings:
         skip_reason=_ONE_RUN,
     )
     as_accelerate: bool = plain(
-        "Let `import accelerate` in the script, and in what it imports, be accel; needs accel-compat.",
+        "Make `import accelerate` resolve to accel, in libraries as well; needs accel-compat.",
         default=False,
-        skip_reason="It is for scripts and libraries that are written for Accelerate.",
+        skip_reason="For scripts and libraries written for Accelerate.",
     )
 
 
@@ -314,10 +314,10 @@ class MpiSettings:
     """Starting processes with `mpirun`."""
 
     hostfile: str | None = setting(
-        help="Start processes with mpirun on the machines that this file lists.",
+        help="Start processes with mpirun on the nodes of this hostfile.",
         flags=("--mpirun_hostfile",),
         key="mpirun_config.mpirun_hostfile",
-        question="The path of a file that lists the machines, to start with mpirun? (empty: without)",
+        question="Path of a hostfile to launch with mpirun? (empty: no mpirun)",
         ask_if=_mpi,
     )
 
@@ -331,62 +331,62 @@ class TpuSettings:
     """Training on TPUs, on this machine or on the machines of a pod."""
 
     main_training_function: str = setting(
-        help="The function of the script that each process runs on a TPU.",
+        help="Function of the script that each TPU process runs.",
         default="main",
         flags=("--main_training_function",),
         key="main_training_function",
-        question="Which function of the script does each process run?",
+        question="Which function of the script should each process run?",
         ask_if=_tpu,
     )
     downcast_bf16: bool = setting(
-        help="With bf16 on a TPU: let double mean float32. Otherwise it means bfloat16, as float does.",
+        help="With bf16 on a TPU: make double mean float32 instead of bfloat16.",
         default=False,
         flags=("--downcast_bf16",),
         key="downcast_bf16",
-        question="Let double mean float32? Otherwise it means bfloat16, as float does.",
+        question="Should double mean float32? (no: bfloat16, like float)",
         ask_if=lambda answers: _tpu(answers) and answers("precision.mixed_precision") == "bf16",
     )
     use_cluster: bool = _of_pod(
-        "Run on all machines of a pod.",
+        "Run on all machines of a TPU pod.",
         default=False,
         flags=("--tpu_cluster",),
         flag_aliases=(("--no_tpu_cluster", "false"),),
-        question="Run on all machines of a pod?",
+        question="Run on all machines of a TPU pod?",
         ask_if=_tpu,
     )
-    name: str | None = _of_pod("The name of the TPU.", question="What is the TPU called?")
-    zone: str | None = _of_pod("The zone of the TPU.", question="In which zone is it?")
+    name: str | None = _of_pod("TPU name.", question="What is the name of the TPU?")
+    zone: str | None = _of_pod("TPU zone.", question="What is the zone of the TPU?")
     use_sudo: bool = _of_pod(
-        "Run as root on the machines of a pod.",
+        "Use sudo on the machines of the pod.",
         default=False,
         flags=("--tpu_use_sudo",),
-        question="Run as root there?",
+        question="Use sudo on the machines of the pod?",
     )
     vm: tuple[str, ...] = _of_pod(
-        "Names of single machines; may be repeated.",
+        "Name of a single machine; repeatable.",
         default=(),
         flags=("--vm",),
         kind="list",
-        question="Names of single machines, with commas between? (empty: all of the pod)",
+        question="Which machines, separated by commas? (empty: the whole pod)",
     )
     env: tuple[str, ...] = _of_pod(
-        "A variable for the machines of a pod, as NAME=value; may be repeated.",
+        "Environment variable for the machines of the pod, as NAME=value; repeatable.",
         default=(),
         flags=("--env",),
         kind="list",
-        question="Variables for them, as NAME=value with commas between? (empty: none)",
+        question="Environment variables of the pod, as NAME=value, separated by commas? (empty: none)",
     )
     command_file: str | None = _of_pod(
-        "A file with commands that the machines of a pod run first.",
+        "File of commands that the machines of the pod run first.",
         key="command_file",
-        question="A file with commands that they run first? (empty: none)",
+        question="Path of a file with startup commands? (empty: none)",
     )
     commands: tuple[str, ...] = _of_pod(
-        "Commands that the machines of a pod run first.",
+        "Commands that the machines of the pod run first.",
         default=(),
         kind="list",
         key="commands",
-        question="Commands that they run first, with commas between? (empty: none)",
+        question="Startup commands, separated by commas? (empty: none)",
         ask_if=lambda answers: _pod(answers) and not answers("tpu.command_file"),
     )
 
@@ -400,66 +400,66 @@ class SageMakerSettings:
     """Training as a job of Amazon SageMaker."""
 
     ec2_instance_type: str | None = _sagemaker(
-        "What machines the job runs on.",
-        question="On which instance type?",
+        "EC2 instance type.",
+        question="Which EC2 instance type will you use?",
     )
-    iam_role_name: str | None = _sagemaker("The role that the job has.", question="With which IAM role?")
+    iam_role_name: str | None = _sagemaker("IAM role.", question="Which IAM role will the job use?")
     profile: str | None = _sagemaker(
-        "The profile of the AWS configuration.",
-        question="With which AWS profile? (empty: the variables of AWS, or the flags)",
+        "AWS profile.",
+        question="Which AWS profile will you use? (empty: AWS variables or flags)",
     )
-    region: str = _sagemaker("The region of AWS.", default="us-east-1", question="In which region?")
+    region: str = _sagemaker("AWS region.", default="us-east-1", question="Which AWS region will you use?")
     image_uri: str | None = _sagemaker(
-        "A container of your own.",
-        question="In a container of your own? (empty: the usual one)",
+        "Custom container image.",
+        question="URI of a custom container image? (empty: the default image)",
     )
     pytorch_version: str = _sagemaker(
-        "The version of PyTorch in the usual container.",
+        "PyTorch version of the default image.",
         default="1.10.2",
-        question="Which version of PyTorch?",
+        question="Which PyTorch version?",
         ask_if=_usual_container,
     )
     transformers_version: str = _sagemaker(
-        "The version of transformers in the usual container.",
+        "transformers version of the default image.",
         default="4.17.0",
-        question="Which version of transformers?",
+        question="Which transformers version?",
         ask_if=_usual_container,
     )
     py_version: str = _sagemaker(
-        "The version of Python in the usual container, as py310.",
+        "Python version of the default image, such as py310.",
         default="py38",
-        question="Which version of Python, as py310?",
+        question="Which Python version, such as py310?",
         ask_if=_usual_container,
     )
     base_job_name: str = _sagemaker(
-        "What jobs are called.",
+        "Base name of jobs.",
         default="accelerate-sagemaker-1",
-        question="What are jobs called?",
+        question="Base name of jobs?",
     )
     sagemaker_inputs_file: str | None = _sagemaker(
-        "A file of channel names and data locations, with tabs between.",
-        question="A file of channel names and data locations, with tabs between? (empty: none)",
+        "Tab-separated file of channel names and data locations.",
+        question="Path of a tab-separated file of channel names and data locations? (empty: none)",
     )
     sagemaker_metrics_file: str | None = _sagemaker(
-        "A file of metric names and regular expressions, with tabs between.",
-        question="A file of metric names and regular expressions, with tabs between? (empty: none)",
+        "Tab-separated file of metric names and regular expressions.",
+        question="Path of a tab-separated file of metric names and regular expressions? (empty: none)",
     )
     additional_args: Mapping[str, Any] | None = _sagemaker(
-        "More arguments of the SageMaker estimator.",
+        "Extra arguments of the SageMaker estimator.",
         parse=optional(json_object, "{}"),
         kind="table",
-        skip_reason="It is a table; write it into the file.",
+        skip_reason="A table; write it into the file.",
     )
     aws_access_key_id: str | None = setting(
-        help="An access key, in place of a profile.",
+        help="AWS access key ID, instead of a profile.",
         flags=("--aws_access_key_id",),
-        skip_reason="It is a secret, which belongs into no file.",
+        skip_reason="Secrets do not belong in a file.",
         repr=False,
     )
     aws_secret_access_key: str | None = setting(
-        help="The secret of that key.",
+        help="AWS secret access key.",
         flags=("--aws_secret_access_key",),
-        skip_reason="It is a secret, which belongs into no file.",
+        skip_reason="Secrets do not belong in a file.",
         repr=False,
     )
 
@@ -479,14 +479,14 @@ def _compiles(answers: Answers) -> bool:
 @documented
 @frozen
 class PrecisionSettings:
-    """In which precision the forward and backward passes compute."""
+    """Precision of the forward and backward passes."""
 
     mixed_precision: str = plain(
-        "The precision of forward and backward passes.",
+        "Precision of the forward and backward passes.",
         default="no",
         parse=precision(*_PRECISIONS),
         choices=_PRECISIONS,
-        question="In which precision do forward and backward passes compute?",
+        question="Which mixed precision do you want?",
     )
 
 
@@ -496,27 +496,27 @@ class TrainingSettings:
     """How the training loop steps."""
 
     gradient_accumulation_steps: int = plain(
-        "Micro-batches per optimizer step; auto leaves it to the script.",
+        "Gradient accumulation steps: micro-batches per optimizer step; auto: set by the script.",
         default=1,
         parse=optional(integer(1), "auto"),
         key_aliases=("deepspeed_config.gradient_accumulation_steps",),
-        question="How many micro-batches per optimizer step?",
+        question="How many gradient accumulation steps do you want?",
         ask_if=lambda answers: bool(answers("deepspeed")) and not answers("deepspeed.hf_ds_config"),
     )
     strategy: str | None = plain(
-        "The strategy that trains, by its name; auto chooses the first that applies.",
+        "Training strategy, by name; auto chooses the first that applies.",
         parse=optional(str, "auto", ""),
-        skip_reason="The questions about DeepSpeed, FSDP and parallelism choose it.",
+        skip_reason="Follows from the answers about DeepSpeed, FSDP and parallelism.",
     )
     loss_chunk_size: int | None = plain(
-        "Compute the loss of a causal language model for so many tokens at a time, without all logits.",
+        "Compute a causal language model's loss this many tokens at a time, without storing all logits.",
         parse=optional(integer(1), ""),
-        skip_reason="It belongs to a model and its sequences rather than to a machine.",
+        skip_reason="Depends on the model and its sequences, not on the machine.",
     )
     mlp_tile_size: int | None = plain(
-        "Compute the MLPs of blocks for so many tokens at a time, and again in the backward pass.",
+        "Compute MLPs this many tokens at a time, and recompute them in the backward pass.",
         parse=optional(integer(1), ""),
-        skip_reason="It belongs to a model and its sequences rather than to a machine.",
+        skip_reason="Depends on the model and its sequences, not on the machine.",
     )
 
 
@@ -540,22 +540,22 @@ class DynamoSettings:
     """How `torch.compile` compiles the model."""
 
     backend: str = _dynamo(
-        "The compiler behind torch.compile; no compiles nothing.",
+        "torch.compile backend (NO = off).",
         default="NO",
         choices=_BACKENDS,
-        question="What compiles the model? (NO: nothing does)",
+        question="Which torch.compile backend do you want? (NO = off)",
         ask_if=None,
     )
     mode: str = _dynamo(
-        "The mode of torch.compile.",
+        "torch.compile mode.",
         default="default",
         choices=_MODES,
-        question="In which mode?",
+        question="Which torch.compile mode do you want?",
     )
     use_fullgraph: bool = _dynamo(
-        "Fail rather than break the model into several graphs.",
+        "Fail on graph breaks (fullgraph).",
         default=False,
-        question="Fail rather than break the model into several graphs?",
+        question="Fail on graph breaks? (fullgraph)",
     )
     use_dynamic: bool = _dynamo(
         "Trace with dynamic shapes.",
@@ -563,9 +563,9 @@ class DynamoSettings:
         question="Trace with dynamic shapes?",
     )
     use_regional_compilation: bool = _dynamo(
-        "Compile each repeated block once instead of the whole model.",
+        "Compile each repeated block once, not the whole model (regional compilation).",
         default=False,
-        question="Compile each repeated block once instead of the whole model?",
+        question="Compile each repeated block once, not the whole model? (regional compilation)",
     )
 
 

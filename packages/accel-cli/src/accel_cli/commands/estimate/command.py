@@ -128,7 +128,7 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
     tiles = {name: getattr(options, name) for name in ("loss_chunk_size", "mlp_tile_size")}
     if options.batch_size is None:
         for name in (name for name, size in tiles.items() if size is not None):
-            raise SettingsError(f"argument --{name}: it counts for activations; give --batch_size, too.")
+            raise SettingsError(f"argument --{name}: it affects activations only: add --batch_size.")
         return make(()), make(())
     if tiles["mlp_tile_size"] is not None:
         tile_mlps(model, tiles["mlp_tile_size"])
@@ -261,7 +261,7 @@ def _weights_table(name: str, weights: dict[str, Weights], setup: TrainingSetup)
 
 _TRAINED_BYTES = {"float32": 16, "float16": 18, "int8": 0, "int4": 0}
 """Bytes of an element in training: weights, gradients and Adam's moments. Under mixed precision weights and
-gradients are float32, too, and there is a copy in half precision."""
+gradients are also float32, and there is a copy in half precision."""
 
 
 def _training_table(

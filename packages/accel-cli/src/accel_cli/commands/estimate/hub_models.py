@@ -60,7 +60,7 @@ def create_empty_model(
         access_token: The token for the hub.
 
     Raises:
-        SettingsError: The hub does not say which library the model is for, or it is another one.
+        SettingsError: The hub does not name the library of the model, or it is another one.
         MissingDependencyError: The library is not installed.
         OSError: There is no such model, or it is gated.
     """
@@ -94,7 +94,7 @@ def _library_of(model_name: str, access_token: str | None) -> str:
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """Return what the hub says of a model.
+    """Return the hub's information about a model.
 
     Returns:
         A `huggingface_hub.ModelInfo`; `"repo"` if there is no such model, `"gated"` if it may not be read or

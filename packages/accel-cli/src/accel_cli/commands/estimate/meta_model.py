@@ -176,7 +176,7 @@ def _transformers(name: str, config: Path, content: Mapping[str, Any], trust: bo
         )
     if "auto_map" in content and not trust:
         raise SettingsError(
-            f"model {name!r} comes with code of its own; --trust_remote_code lets it run on this machine."
+            f"model {name!r} contains custom code: add --trust_remote_code to run it on this machine."
         )
     transformers: Any = import_module("transformers")
     source = str(config)
