@@ -171,6 +171,44 @@ for batch in loader:
     optimizer.zero_grad()
 """
 
+OPTIMIZED = """
+import torch
+from torch import nn
+from accel import Accelerator
+from accel.optimizers import HostAdamW, Muon
+from accel.utils import ParallelismConfig
+
+accelerator = Accelerator(parallelism_config=ParallelismConfig({sizes}))
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64), nn.Linear(64, 1))
+optimizer = {optimizer}(model.parameters())
+loader = torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for rows in loader:
+    accelerator.backward(model(rows).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+SEQUENCES = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from accel import Accelerator
+from accel.utils import ParallelismConfig
+from accel_plugins import TilingKwargs
+
+config = ParallelismConfig({sizes})
+accelerator = Accelerator(parallelism_config=config, kwargs_handlers=[TilingKwargs({tiles})])
+sizes = {{"hidden_size": 32, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}}
+model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=1000))
+tokens = torch.ones(1024, dtype=torch.int64)
+loader = torch.utils.data.DataLoader([{{"input_ids": tokens, "labels": tokens}}] * 8, batch_size=1)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for batch in loader:
+    accelerator.backward(model(**batch, use_cache=False).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 
 def make_llama():
     config = LlamaConfig(
@@ -191,6 +229,10 @@ def sharded(sizes, more="", **parts):
     return script(f"{FSDP.format(more)}, parallelism_config=ParallelismConfig({sizes})", **parts)
 
 
+def optimized(optimizer, sizes):
+    return OPTIMIZED.format(optimizer=optimizer, sizes=sizes)
+
+
 OFFLOADED = {"stage": 2, "reduce_bucket_size": 1_000_000, "offload_optimizer": {"device": "cpu"}}
 CASES = {
     "copies of shards": (32, "0,9", sharded("dp_replicate_size=4, dp_shard_size=8")),
@@ -206,6 +248,18 @@ CASES = {
     "experts": (4, "3", MIXTURE),
     "whole sequences": (2, "1", sharded("dp_shard_size=2", length=2048)),
     "parts of sequences": (8, "1", sharded("dp_shard_size=2, cp_size=4", length=2048)),
+    "fewer rows than ranks": (4, "0,3", optimized("torch.optim.AdamW", "dp_shard_size=4")),
+    "Muon": (4, "3", optimized("Muon", "dp_shard_size=4")),
+    "Muon, copies of shards": (4, "3", optimized("Muon", "dp_replicate_size=2, dp_shard_size=2")),
+    "AdamW on the host": (4, "3", optimized("HostAdamW", "dp_shard_size=4")),
+    "AdamW on the host, replicas": (4, "3", optimized("HostAdamW", "dp_replicate_size=4")),
+    "full sequences": (2, "1", SEQUENCES.format(sizes="dp_shard_size=2", tiles="")),
+    "Ulysses": (2, "1", SEQUENCES.format(sizes="sp_size=2", tiles="")),
+    "chunks and tiles": (
+        2,
+        "1",
+        SEQUENCES.format(sizes="dp_shard_size=2", tiles="loss_chunk_size=64, mlp_tile_size=64"),
+    ),
     "tensor-parallel layers": (2, "1", script("parallelism_config=ParallelismConfig(tp_size=2)")),
     "ZeRO-2": (8, "0,3", script("deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), mixed_precision='bf16'")),
     "a configuration of DeepSpeed": (
@@ -298,10 +352,47 @@ def test_experts_are_shared_by_ranks_and_their_weights_are_sharded(checks):
     assert rank["parts"]["parameters"] == 4 * 2 * (2 * 8 * 16 * 64 + 16 * 8) / 4
 
 
+MATRICES, VECTORS = 2 * 64 * 256, 256 + 64
+"""Elements of `OPTIMIZED` without its last layer, of which there is one row: the last rank has none of it."""
+
+
+@pytest.mark.parametrize(
+    ("case", "shards", "elements"),
+    [
+        ("fewer rows than ranks", 4, 2 * (MATRICES + VECTORS)),
+        ("Muon", 4, MATRICES + 2 * VECTORS),
+        ("Muon, copies of shards", 2, MATRICES + 2 * VECTORS),
+    ],
+)
+def test_the_state_of_an_optimizer_is_sharded_like_the_parameters(checks, case, shards, elements):
+    result = checks[case]
+    assert result["problems"] == []
+    rank = result["ranks"]["3"]
+    assert rank["parts"]["parameters"] == 4 * (MATRICES + VECTORS) / shards
+    assert rank["parts"]["optimizer"] == pytest.approx(4 * elements / shards, abs=64), "and numbers of steps"
+
+
+def test_adamw_on_the_host_has_12_bytes_of_each_element_there(checks):
+    assert checks["AdamW on the host, replicas"]["problems"] == [], "whose memory is estimated as Adam's"
+    result, elements = checks["AdamW on the host"], (MATRICES + VECTORS) / 4
+    assert result["problems"] == []
+    rank = result["ranks"]["3"]
+    assert rank["parts"]["optimizer"] <= 64, "the numbers of steps"
+    assert 12 * elements <= rank["host memory"] <= 20 * elements, "and gradients and weights on their way"
+
+
 def test_parts_of_sequences_need_parts_of_the_activations(checks):
     names = ("whole sequences", "parts of sequences")
     working = [checks[name]["ranks"]["1"]["parts"]["working"] for name in names]
     assert working[1] < working[0] / 2
+
+
+@pytest.mark.parametrize(("case", "share"), [("Ulysses", 0.65), ("chunks and tiles", 0.4)])
+def test_shards_chunks_and_tiles_of_sequences_need_parts_of_the_activations(checks, case, share):
+    results = [checks[name] for name in ("full sequences", case)]
+    assert [result["problems"] for result in results] == [[], []]
+    working = [result["ranks"]["1"]["parts"]["working"] for result in results]
+    assert working[1] < share * working[0]
 
 
 class Block(nn.Module):

@@ -81,6 +81,7 @@ def test_a_model_is_split_by_what_its_parameters_are():
             "head": nn.Linear(4, 5),
         }
     )
+    model["experts"].bias = nn.Parameter(torch.zeros(3, 4))
     model["frozen"] = nn.Linear(4, 4).requires_grad_(False)
     optimizer = Muon(model, exclude=["head.*"])
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -92,6 +93,7 @@ def test_a_model_is_split_by_what_its_parameters_are():
             "conv.weight",
             "conv.bias",
             "linear.bias",
+            "experts.bias",
             "head.weight",
             "head.bias",
         ],

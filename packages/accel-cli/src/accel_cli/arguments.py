@@ -452,7 +452,9 @@ def _add_training(made: Parser) -> None:
         _number(training, f"--megatron_lm_{flag}", f"{what}-parallel size; adds the rows of Megatron")
     for axis in AXIS_NAMES:
         _number(
-            training, f"--parallelism_config_{axis}_size", f"size of the axis {axis}; adds a row of FSDP2"
+            training,
+            f"--parallelism_config_{axis}_size",
+            f"size of the axis {axis}; adds a row for all given axes",
         )
     text = "recompute the activations of blocks in the backward pass"
     _switch(training, "--gradient_checkpointing", text=text)

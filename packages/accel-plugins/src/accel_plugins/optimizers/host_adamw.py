@@ -17,7 +17,7 @@ from accel_ops.tree import is_dtensor, local_part
 from accel_plugins import sharding
 from accel_state.accelerator_state import GradientState
 from accel_state.streams import DeviceStreams, pinned_if_possible, tensor_streams
-from accel_state.torch_private import version_of
+from accel_state.torch_private import active_fake_mode, version_of
 
 Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
 
@@ -238,7 +238,7 @@ class HostAdamW(torch.optim.Optimizer):
         state = {key: local_part(tensor) for key, tensor in self.state[parameter].items()}
         if streams is None:
             host = gradient.cpu()
-            done = self._thread.submit(_update_and_copy, state, host, options, value)
+            done = self._submit(_update_and_copy, state, host, options, value)
             return _Step(options, version, done)
         # 1. Copy the gradient, when it is there, on the stream of copies.
         if streams.device not in self._copies:
@@ -267,6 +267,14 @@ class HostAdamW(torch.optim.Optimizer):
             _update_and_upload, state, host, options, value, result, copy_, streams, copies, ready
         )
         return _Step(options, version, done)
+
+    def _submit(self, update: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Hand an update to the thread; make it here with fake tensors, whose mode is that of this thread."""
+        if active_fake_mode() is None:
+            return self._thread.submit(update, *args)
+        done: Future[Any] = Future()
+        done.set_result(update(*args))
+        return done
 
     def _take_values(self, parameter: Tensor, value: Tensor) -> None:
         """Let master weights follow a parameter that something else wrote; equal ones keep their bits."""

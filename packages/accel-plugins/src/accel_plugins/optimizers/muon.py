@@ -36,9 +36,9 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: A model, of which embeddings, the output layer that a model of transformers names,
-            convolutions and what is no matrix are trained by AdamW; or parameters or groups, which are split
-            by their number of dims: two or three for Muon. A group with `"algorithm"`, `"muon"` or `"adamw"`,
-            is not split.
+            convolutions, biases of experts and what is no matrix are trained by AdamW; or parameters or
+            groups, which are split by their number of dims: two or three for Muon. A group with
+            `"algorithm"`, `"muon"` or `"adamw"`, is not split.
         lr: Learning rate of Muon.
         weight_decay: Decoupled weight decay of Muon.
         momentum: Momentum of Muon.
@@ -229,6 +229,12 @@ def _groups_of(model: nn.Module, exclude: Sequence[str]) -> list[dict[str, Any]]
     head = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers
     if head is not None:
         by_adamw |= {id(parameter) for parameter in head.parameters()}
+    for module in model.modules():  # the biases of a stack of matrices are vectors
+        own = [*module.parameters(recurse=False)]
+        stacks = {parameter.shape[0] for parameter in own if parameter.ndim == 3}
+        by_adamw |= {
+            id(parameter) for parameter in own if parameter.ndim == 2 and parameter.shape[0] in stacks
+        }
     unused, names = {*exclude}, list[str]()
     groups: dict[str, list[Tensor]] = {"muon": [], "adamw": []}
     for name, parameter in model.named_parameters():

@@ -26,6 +26,7 @@ from accel_cli.commands.check.recorder import CollectiveRecorder, fake_value, is
 from accel_cli.commands.check.strategy import FORMS, files_of, record_strategies
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int, fill_shards
+from accel_plugins.optimizers.matrices import ShardLayout
 from accel_state.collectives import ReduceOp
 from accel_state.libraries import BY_NAME, Fp8Device
 from accel_state.torch_private import (
@@ -34,6 +35,7 @@ from accel_state.torch_private import (
     FakeTensor,
     ShardingPropagator,
     buffer_table,
+    compute_local_shape_and_global_offset,
     let_foreach_run_on,
     parameter_table,
     replace_fsdp_chunks,
@@ -152,6 +154,11 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
     for name in MESH_METHODS:
         if name in vars(DeviceMesh):
             setattr(DeviceMesh, name, _run_within(recorder.on_real_tensors, vars(DeviceMesh)[name]))
+    # The places of shards are the values of tensors of ranks and indices.
+    layout_of = _run_within(recorder.on_real_tensors, vars(ShardLayout)["of"])
+    _set("accel_plugins.optimizers.matrices.ShardLayout", of=layout_of)
+    place = _run_within(recorder.on_real_tensors, compute_local_shape_and_global_offset)
+    _set("accel_plugins.sharding.shards", compute_local_shape_and_global_offset=place)
     propagator: Any = ShardingPropagator
     name = next(name for name in PROPAGATION_METHODS if name in vars(propagator))
     setattr(propagator, name, _run_within(recorder.paused, vars(propagator)[name]))

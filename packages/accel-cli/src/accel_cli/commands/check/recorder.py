@@ -18,6 +18,7 @@ from accel_cli.commands.check.record import File, LoaderRecord, RecordedCollecti
 from accel_cli.commands.estimate.memory import ADAM, Buckets
 from accel_cli.commands.estimate.trace import LiveStorageTracker, storage_key, wraps_tensors
 from accel_ops.tree import local_part
+from accel_plugins.fp8.recipe import plain_tensor
 from accel_state.rank_status import call_site, source_location
 from accel_state.torch_private import (
     FakeTensor,
@@ -245,7 +246,7 @@ class RankMemoryTracker(LiveStorageTracker):
             yield
         finally:
             for leaf in tree_leaves([*optimizer.state.values()]):
-                if isinstance(leaf, Tensor):
+                if isinstance(leaf, Tensor) and not self.has_on_host(plain_tensor(local_part(leaf))):
                     self._mark(leaf, "optimizer")
             for model in self._models:
                 for parameter in model.parameters():  # FSDP may have replaced it in its first forward pass.
