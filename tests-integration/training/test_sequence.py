@@ -18,6 +18,8 @@ from transformers import (
     GptOssForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
@@ -43,6 +45,15 @@ def make(family, config, **options):
     return family(config(**SIZES | options))
 
 
+def mixtral():
+    model = make(MixtralForCausalLM, MixtralConfig, num_local_experts=4, num_experts_per_tok=2)
+    model.set_experts_implementation("eager")  # others know no float64
+    with torch.no_grad():
+        for parameter in model.parameters():  # experts are left uninitialised by the constructor
+            parameter.normal_(std=0.2)
+    return model
+
+
 MISTRAL = partial(make, MistralForCausalLM, MistralConfig, sliding_window=3)
 FAMILIES = {
     "grouped heads": make_llama,
@@ -61,12 +72,13 @@ FAMILIES = {
         head_dim=4,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "mixtral": mixtral,
 }
 
 
-def text(kind="plain"):
+def text(kind="plain", number=ROWS):
     """Rows of a data set; the labels that count are unevenly distributed over each sequence."""
-    tokens = torch.randint(0, TOKENS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(0, TOKENS, (number, LENGTH), generator=torch.Generator().manual_seed(1))
     rows = []
     for index, row in enumerate(tokens):
         labels = row.clone()
@@ -131,22 +143,23 @@ def train(accelerator, model, rows):
     return model, optimizer, (losses, norms, gradients)
 
 
-def check(family, kind, sp, **options):
+def check(family, kind, sp, *, number=ROWS, atol=2e-6, **options):
     accelerator = accelerate(sp, **options)
     shards = accelerator._parts.strategy.sharding.num_shards
-    rows, alone = text(kind), FAMILIES[family]().double()
+    make_model = FAMILIES.get(family, family)
+    rows, alone = text(kind, number), make_model().double()
     losses, norms, gradients = train_alone(alone, rows, WINDOW * shards)
-    model, _, found = train(accelerator, FAMILIES[family]().double(), rows)
+    model, _, found = train(accelerator, make_model().double(), rows)
     shard = accelerator._parts.strategy.sharding.shard_index
     # transformers computes losses and norms of layers in float32.
-    torch.testing.assert_close(found[0], losses[shard::shards], rtol=0, atol=2e-6)
-    torch.testing.assert_close(found[1], norms, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found[0], losses[shard::shards], rtol=0, atol=atol)
+    torch.testing.assert_close(found[1], norms, rtol=0, atol=atol)
     for step, expected in zip(found[2], gradients, strict=True):
         for name, value in expected.items():
-            torch.testing.assert_close(step[name], value, rtol=0, atol=2e-6, msg=partial(named, name))
+            torch.testing.assert_close(step[name], value, rtol=0, atol=atol, msg=partial(named, name))
     state = accelerator._parts.strategy.persister.full_state_dict(model)
     for name, value in alone.state_dict().items():
-        torch.testing.assert_close(state[name], value, rtol=0, atol=2e-6, msg=partial(named, name))
+        torch.testing.assert_close(state[name], value, rtol=0, atol=atol, msg=partial(named, name))
     accelerator.free_memory()
 
 
@@ -269,6 +282,17 @@ def test_axes_and_recomputation_go_together():
 
 
 @distributed(world_size=2)
+def test_the_ranks_of_a_sequence_share_experts():
+    check("mixtral", "packed", 2, ep_size=2)
+
+
+@distributed(world_size=4)
+def test_ranks_of_several_sequences_share_experts():
+    check("mixtral", "packed", 2, dp_shard_size=2, ep_size=4)
+    check("mixtral", "plain", 2, dp_replicate_size=2, ep_size=2)
+
+
+@distributed(world_size=2)
 def test_a_count_over_all_processes_is_used_as_it_is():
     """The documented way to count the tokens of an accumulation window, unchanged."""
     accelerator, rows, alone = accelerate(2), text()[:WINDOW], make_llama()
@@ -316,7 +340,10 @@ def test_evaluation_and_generation_see_full_sequences_and_all_is_restored():
         )
         model.train()
         with pytest.raises(SettingsError, match="does not shard their sequences"):
-            model(**batch)
+            model(batch["input_ids"])
+        trained = model(**batch).loss
+        torch.testing.assert_close(trained, alone(**full, use_cache=False).loss, rtol=0, atol=1e-5)
+        trained.backward()
     assert accelerator.deepspeed_ulysses_dl_adapter(full_loader, model) is full_loader
     assert next(iter(full_loader))["input_ids"].shape == (2, LENGTH // 2)
     with pytest.raises(SettingsError, match="list is not prepared, and adapting it needs DeepSpeed"):

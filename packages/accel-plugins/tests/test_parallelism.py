@@ -95,7 +95,6 @@ def test_sizes_come_from_the_environment():
         ({"ep_size": 0}, r"ep_size=0\): expected a whole number"),
         ({"ep_size": 2}, r"ep_size=2\).*has 1 of them; choose a divisor of dp_shard_size"),
         ({"dp_replicate_size": 2, "dp_shard_size": 3, "ep_size": 2}, "has 3 of them"),
-        ({"sp_size": 2, "ep_size": 2}, r"ep_size=2, sp_size=2\).*set one of the two to 1"),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused(fields: dict[str, Any], text: str):
@@ -112,6 +111,7 @@ def test_experts_share_ranks_that_other_axes_have():
     with patch_environment(PARALLELISM_CONFIG_DP_SHARD_SIZE="2", PARALLELISM_CONFIG_EP_SIZE="2"):
         assert ParallelismConfig().ep_size == 2
     assert not ParallelismConfig().ep_enabled
+    assert ParallelismConfig(sp_size=2, ep_size=2).total_size == 2
 
 
 def test_a_script_may_give_the_options_of_an_axis_whatever_its_size():

@@ -225,7 +225,7 @@ AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}
 """The backends of each axis, the default first."""
-_EP_AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+_EP_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _HANDLERS: dict[str, type[Any]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
@@ -254,8 +254,8 @@ class ParallelismConfig:
         cp_handler: Options of context parallelism.
         sp_handler: Options of DeepSpeed's sequence parallelism.
         ep_size: Expert-parallel size: number of neighbouring ranks within a replica over which the experts of
-            a layer are sharded. It divides the product of `dp_shard_size`, `cp_size` and `tp_size`, and does
-            not change the world size.
+            a layer are sharded. It divides the product of `dp_shard_size`, `cp_size`, `sp_size` and
+            `tp_size`, and does not change the world size.
         pp_size: Pipeline-parallel size: a rank has some of the layers; the ranks of a group read the same
             batches.
         pp_handler: Options of pipeline parallelism.
@@ -332,7 +332,7 @@ class ParallelismConfig:
             raise SettingsError(
                 f"ParallelismConfig(ep_size={self.ep_size!r}): the experts are sharded over ranks of one "
                 f"replica, and {self!r} has {inside} of them; choose a divisor of dp_shard_size x cp_size x "
-                "tp_size."
+                "sp_size x tp_size."
             )
 
     def __repr__(self) -> str:

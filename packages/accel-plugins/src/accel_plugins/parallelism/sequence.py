@@ -317,10 +317,22 @@ class Ulysses:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Find out whether the batch has shards; complete what a model of transformers gets."""
+        """Find out whether the batch has shards, or make them; complete what a model of transformers gets."""
         self._is_inside = True
-        self.is_sharded = _has_shards(model, kwargs)
         self._has_attended = self._counts = False
+        loader = GradientState().active_dataloader
+        self.is_sharded = loader is None or getattr(loader, "shard_sequences", None) is not None
+        if not model.training and (loader is None or kwargs.get("use_cache")):
+            self.is_sharded = False  # generation sees full sequences
+        if model.training and not self.is_sharded:
+            if args or text_config(model) is None:
+                raise SettingsError(
+                    "A model with sp_size is trained with batches of a prepared loader that does not shard "
+                    "their sequences: pass the loader to the call of prepare() that gets the model, or a "
+                    "batch to a model of transformers by name, as in model(**batch)."
+                )
+            given = {name: value for name, value in kwargs.items() if value is not None}
+            kwargs, self.is_sharded = self.shard(given), True
         if not self.is_sharded or text_config(model) is None:
             return None
         if "position_ids" not in kwargs:
@@ -447,21 +459,6 @@ def sequence_parallel_loss(loss: Tensor, num_items: Tensor | int) -> Tensor:
 def _with_shards() -> Ulysses | None:
     """Return the sequence parallelism of the run, if the last forward pass had shards of sequences."""
     return next((ulysses for ulysses in _current if ulysses.is_sharded), None)
-
-
-def _has_shards(model: nn.Module, kwargs: dict[str, Any]) -> bool:
-    """Return whether the inputs of a model come from a loader that shards sequences."""
-    loader = GradientState().active_dataloader
-    if not model.training and (loader is None or kwargs.get("use_cache")):  # generation sees full sequences
-        return False
-    if loader is None or getattr(loader, "shard_sequences", None) is not None:
-        return True
-    if model.training:
-        raise SettingsError(
-            "A model with sp_size is trained with batches of a prepared loader that does not shard their "
-            "sequences: pass the loader to the call of prepare() that gets the model."
-        )
-    return False
 
 
 # transformers
