@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import contextmanager
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -54,7 +59,11 @@ def make(kind):
     torch.manual_seed(0)
     if kind == "plain":
         return Net().double()
-    return make_llama(num_hidden_layers=LAYERS, tie_word_embeddings=kind == "tied").double()
+    options = {"tie_word_embeddings": kind == "tied", "use_cache": kind != "uncached"}
+    model = make_llama(num_hidden_layers=LAYERS, **options).double()
+    if kind == "checkpointed":
+        model.activation_checkpointing_enable()
+    return model
 
 
 def samples(*, is_padded):
@@ -69,13 +78,23 @@ def samples(*, is_padded):
     return rows
 
 
+@contextmanager
+def without_view_warnings():
+    with warnings.catch_warnings():
+        # Tensor-parallel layers return views; nothing changes them in place here.
+        warnings.filterwarnings("ignore", message=".*returned a view tensor")
+        yield
+
+
 def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
 
 
-def prepared(kind, sizes, *, is_padded, **options):
+def prepared(kind, sizes, *, is_padded, plugin=None, **options):
     config = ParallelismConfig(**sizes, pp_handler=TorchPipelineParallelConfig(**options))
-    accelerator = Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_steps=WINDOW)
+    accelerator = Accelerator(
+        cpu=True, parallelism_config=config, fsdp_plugin=plugin, gradient_accumulation_steps=WINDOW
+    )
     model = make(kind)
     loader = DataLoader(samples(is_padded=is_padded), batch_size=ROWS // config.data_parallel_size)
     return accelerator, *accelerator.prepare(model, optimizer_of(model), loader)
@@ -87,7 +106,8 @@ def train(accelerator, model, optimizer, loader):
         with accelerator.accumulate(model):
             loss = model(**batch)["loss"]
             accelerator.backward(loss)
-            losses.append(accelerator.reduce(loss, "mean").item())
+            assert len({*accelerator.gather(loss).tolist()}) == 1
+            losses.append(loss.item())
             if accelerator.sync_gradients:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
             optimizer.step()
@@ -111,7 +131,7 @@ def train_alone(kind, *, is_padded):
 
 
 def check_equal_to_one_process(kind, sizes, **options):
-    is_padded = set(sizes) == {"pp_size"}  # ranks with other batches average their mean losses
+    is_padded = sizes.keys() <= {"pp_size", "tp_size"}  # ranks with other batches average their mean losses
     accelerator, model, optimizer, loader = prepared(kind, sizes, is_padded=is_padded, **options)
     losses, norms = train(accelerator, model, optimizer, loader)
     alone, alone_optimizer, expected, expected_norms = train_alone(kind, is_padded=is_padded)
@@ -166,6 +186,7 @@ def check_optimizer(accelerator, model, optimizer, alone, precise):
         ("plain", "1F1B"),
         ("tied", "GPipe"),
         ("llama", "1F1B"),
+        ("checkpointed", "1F1B"),
         ("tied", "Interleaved1F1B"),
         ("plain", "InterleavedZeroBubble"),
         ("tied", "ZBVZeroBubble"),
@@ -178,6 +199,80 @@ def test_two_stages_train_as_one_process(tmp_path, kind, schedule):
 @distributed(world_size=4)
 def test_four_stages_train_as_one_process(tmp_path):
     check_equal_to_one_process("plain", {"pp_size": 4}, pp_schedule="1F1B")
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "schedule"),
+    [
+        ("plain", {"dp_shard_size": 2}, "1F1B"),
+        ("plain", {"dp_replicate_size": 2}, "InterleavedZeroBubble"),
+        ("tied", {"dp_shard_size": 2}, "Interleaved1F1B"),
+        ("tied", {"dp_replicate_size": 2}, "GPipe"),
+        ("llama", {"dp_shard_size": 2}, "ZBVZeroBubble"),
+        ("llama", {"tp_size": 2}, "1F1B"),
+        ("tied", {"tp_size": 2}, "Interleaved1F1B"),
+    ],
+)
+def test_stages_beside_other_axes_train_as_one_process(tmp_path, kind, sizes, schedule):
+    with without_view_warnings():
+        check_equal_to_one_process(kind, {"pp_size": 2} | sizes, pp_schedule=schedule)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"auto_wrap_policy": "transformer_based_wrap"},
+        {"auto_wrap_policy": "transformer_based_wrap", "activation_checkpointing": True},
+        {"auto_wrap_policy": "transformer_based_wrap", "cpu_offload": True, "forward_prefetch": True},
+    ],
+    ids=lambda options: [*options][-1],
+)
+def test_options_of_fsdp2_apply_to_stages(tmp_path, options):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+    _, model, _, _ = check_equal_to_one_process("uncached", {"pp_size": 2, "dp_shard_size": 2}, plugin=plugin)
+    units = [type(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)]
+    assert units == ["FSDPLlamaDecoderLayer"] * (LAYERS // 2)
+
+
+@distributed(world_size=2)
+def test_options_of_fsdp2_apply_to_stages_that_nothing_shards(tmp_path):
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True
+    )
+    check_equal_to_one_process("uncached", {"pp_size": 2}, plugin=plugin, pp_schedule="Interleaved1F1B")
+
+
+def check_bf16(sizes):
+    config = ParallelismConfig(**sizes)
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="bf16", parallelism_config=config, gradient_accumulation_steps=WINDOW
+    )
+    model = make("plain").float()
+    loader = DataLoader(samples(is_padded=False), batch_size=ROWS // config.data_parallel_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+    losses, norms = train(accelerator, model, optimizer, loader)
+    alone, _, expected, expected_norms = train_alone("plain", is_padded=False)
+    torch.testing.assert_close(losses, expected, rtol=0.01, atol=0)
+    torch.testing.assert_close(norms, expected_norms, rtol=0.05, atol=0)
+    for name, value in accelerator.get_state_dict(model).items():
+        assert value.dtype is torch.float32
+        torch.testing.assert_close(value.double(), alone.state_dict()[name], rtol=0, atol=5e-3)
+    model.eval()
+    with torch.no_grad():
+        tokens = torch.zeros(3, LENGTH, dtype=torch.int64)
+        assert model(input_ids=tokens)["logits"].dtype is torch.float32
+
+
+@distributed(world_size=2)
+def test_stages_compute_in_bf16(tmp_path):
+    check_bf16({"pp_size": 2})
+
+
+@distributed(world_size=4)
+def test_shards_of_stages_compute_in_bf16(tmp_path):
+    check_bf16({"pp_size": 2, "dp_shard_size": 2})
 
 
 @distributed(world_size=2)
@@ -213,6 +308,47 @@ def test_a_checkpoint_loads_without_pipelines_and_the_reverse(tmp_path):
         assert (tmp_path / "model" / "model.safetensors").is_file()
     torch.testing.assert_close({index: values["exp_avg"] for index, values in full["state"].items()}, moments)
     train(accelerator, model, optimizer, loader)
+
+
+@distributed(world_size=4)
+def test_a_checkpoint_of_sharded_stages_loads_under_other_sizes_and_the_reverse(tmp_path):
+    def begin(sizes):
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+        model = make("tied")
+        return accelerator, *accelerator.prepare(model, optimizer_of(model))
+
+    def states(accelerator, model, optimizer):
+        persister = accelerator._parts.strategy.persister
+        full = persister.full_optimizer_state(optimizer.optimizer, [model])
+        moments = {index: values["exp_avg"] for index, values in full["state"].items()}
+        return dict(persister.full_state_dict(model)), moments
+
+    accelerator, model, optimizer, loader = prepared(
+        "tied", {"pp_size": 2, "dp_shard_size": 2}, is_padded=False
+    )
+    train(accelerator, model, optimizer, loader)
+    wanted = states(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "0")
+    accelerator.save_model(model, tmp_path / "model")
+    if accelerator.is_main_process:
+        assert load_file(tmp_path / "model" / "model.safetensors").keys() <= make("tied").state_dict().keys()
+    accelerator.free_memory()
+    others = [
+        {"pp_size": 4},
+        {"dp_shard_size": 4},
+        {"pp_size": 2, "dp_replicate_size": 2},
+        {"dp_replicate_size": 4},
+        {"pp_size": 2, "tp_size": 2},
+        {"pp_size": 2, "dp_shard_size": 2},
+    ]
+    with without_view_warnings():
+        for number, sizes in enumerate(others):
+            accelerator, model, optimizer = begin(sizes)
+            accelerator.load_state(tmp_path / str(number))
+            torch.testing.assert_close(states(accelerator, model, optimizer), wanted)
+            accelerator.save_state(tmp_path / str(number + 1))
+            accelerator.free_memory()
 
 
 @distributed(world_size=2)
@@ -262,7 +398,7 @@ def test_what_cannot_be_cut_is_refused_with_the_first_batch(tmp_path, kind, expe
 
 
 @distributed(world_size=2)
-def test_the_strategy_can_be_selected_by_name_and_refuses_fsdp(tmp_path):
+def test_the_strategy_can_be_selected_by_name(tmp_path):
     config = ParallelismConfig(pp_size=2)
     accelerator = Accelerator(cpu=True, strategy="pipeline", parallelism_config=config)
     model = accelerator.prepare(make("plain"))
@@ -270,10 +406,31 @@ def test_the_strategy_can_be_selected_by_name_and_refuses_fsdp(tmp_path):
     loss = model(input_ids=tokens, labels=tokens)["loss"]
     accelerator.backward(loss)
     assert all(parameter.grad is not None for parameter in model.parameters())
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
     AcceleratorState._reset_state(True)
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    with pytest.raises(SettingsError, match="cannot be combined with pp_size=2: leave the plugin out"):
+    with pytest.raises(SettingsError, match=r"fsdp_version=1\) with a ParallelismConfig"):
         Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+
+
+class Outside(Net):
+    """A model with a parameter that no module of a stage has."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(TOKENS))
+
+
+@distributed(world_size=4)
+def test_parameters_that_a_stage_cannot_shard_are_refused_by_name(tmp_path):
+    config = ParallelismConfig(pp_size=2, dp_shard_size=2)
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    with pytest.raises(SettingsError, match="the parameter 'bias' is in no module of a stage"):
+        accelerator.prepare(Outside())
+    AcceleratorState._reset_state(True)
+    config.pp_handler = TorchPipelineParallelConfig(pp_schedule="ZBVZeroBubble")
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    with pytest.raises(SettingsError, match="is tied to a parameter of another stage of the same rank"):
+        accelerator.prepare(make("tied"))
 
 
 @distributed(world_size=2)
@@ -299,6 +456,7 @@ def test_options_are_checked(options):
         TorchPipelineParallelConfig(**options)
 
 
-def test_axes_that_pipelines_do_not_go_with_are_refused():
-    with pytest.raises(SettingsError, match="tp_size=2"):
-        ParallelismConfig(pp_size=2, tp_size=2)
+@pytest.mark.parametrize("axis", ["cp", "sp", "ep"])
+def test_axes_that_pipelines_do_not_go_with_are_refused(axis):
+    with pytest.raises(SettingsError, match=f"{axis}_size=2.*set one of the two to 1"):
+        ParallelismConfig(pp_size=2, dp_shard_size=2, **{f"{axis}_size": 2})

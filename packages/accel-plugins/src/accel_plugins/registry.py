@@ -68,7 +68,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
                 settings.parallelism is not None and (settings.parallelism.pp_size or 1) > 1
             ),
             build="accel_plugins.pipeline.strategy:build",
-            sections={"parallelism": None},
+            sections={"fsdp": None, "parallelism": None},
             shards_gradients=True,
         ),
         StrategySpec(

@@ -226,6 +226,7 @@ AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}
 """The backends of each axis, the default first."""
 _EP_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_PP_AXES = ("dp_replicate", "dp_shard", "tp")
 _HANDLERS: dict[str, type[Any]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
@@ -311,11 +312,11 @@ class ParallelismConfig:
                 f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): context and "
                 "sequence parallelism cannot be combined; set one of the two to 1."
             )
-        other = next((axis for axis in self._active(*AXES[1:]) if self.pp_enabled), None)
-        if other is not None:
+        other = next((axis for axis in self._active(*AXES[1:]) if axis not in _PP_AXES), None)
+        if other is not None and self.pp_enabled:
             raise SettingsError(
                 f"ParallelismConfig(pp_size={self.pp_size!r}, {other}_size={self.sizes[other]!r}): pipelines "
-                "cannot be combined with other axes yet; set one of the two to 1."
+                f"combine with {', '.join(_PP_AXES)}; set one of the two to 1."
             )
         if self.ep_enabled:
             self._check_experts()
@@ -541,9 +542,10 @@ class ParallelismConfig:
 
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
         """Return the axes of the mesh and their sizes, outermost first; nothing for one rank."""
-        # `fully_shard` needs a shard axis beside the replicate axis, even of size 1.
+        # `fully_shard` needs a shard axis, even of size 1, beside the replicate axis and for a stage.
         is_fully_sharded = self.dp_replicate_enabled or self.ep_enabled
-        lone = is_fully_sharded and not self.dp_shard_cp_dim_names and self.tp_enabled
+        is_part = self.pp_enabled or (self.tp_enabled and is_fully_sharded)
+        lone = is_part and not self.dp_shard_cp_dim_names
         sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or (lone and axis == "dp_shard")}
         return (tuple(sizes), tuple(sizes.values())) if sizes else ()
 
@@ -652,6 +654,14 @@ class Axes:
     def pipeline(self) -> DeviceMesh | None:
         """Mesh of pipeline parallelism, if any."""
         return self.mesh["pp"] if self.config.pp_enabled else None
+
+    @property
+    def data(self) -> DeviceMesh | None:
+        """Mesh of data parallelism with one axis, if any."""
+        axes: Any = tuple(self.config.dp_dim_names)
+        return (
+            None if not axes else self.mesh[axes] if len(axes) == 1 else flatten_mesh(self.mesh[axes], "dp")
+        )
 
     @property
     def context(self) -> DeviceMesh | None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
@@ -75,6 +76,7 @@ class Pipeline:
         group: The ranks that have the stages, in their order.
         device: The device of this rank.
         precision: Scales losses.
+        replicas: The ranks that have the same stages and other batches, if any.
 
     Attributes:
         stages: The stages of this rank.
@@ -88,9 +90,11 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         precision: PrecisionPolicy,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         self.layout = layout
         self.group = group
+        self.replicas = replicas
         self.rank = dist.get_rank(group)
         self.device = device
         self.precision = precision
@@ -117,6 +121,7 @@ class Pipeline:
                 self.stages.append(Stage(self, index, first, modules[first:end]))
         self._show(self._own)
         # 2. Prepare what runs need.
+        self._sharded: list[FSDPModule] = []
         self._active: Stage | None = self.stages[0] if len(self.stages) == 1 else None
         self._stage: Stage | None = None
         self._received: Tensor | None = None
@@ -131,14 +136,22 @@ class Pipeline:
         self._schedules: dict[tuple[int, int | None], Any] = {}
         self._output_type: type[Any] = Tensor
         self._form: Any = None
+
+    def watch(self) -> None:
+        """Keep what the last module of each stage returns; called once the stages are sharded."""
+        modules = [module for stage in self.stages for module in stage.modules()]
+        self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
         for stage in self.stages:
             if not stage.is_last:
                 stage.units[-1].register_forward_hook(self._keep)
 
     def train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, accumulation: int) -> Any:
-        """Run forward and backward passes of all micro-batches; return the output with the loss alone."""
+        """Run forward and backward passes of all micro-batches; return the output with the loss alone.
+
+        The loss is the mean over the replicas.
+        """
         number = self.micro_batches
-        parts = self._split(args, kwargs, number, exact=True)
+        parts = cut_batch(self._name, args, kwargs, number, exact=True)
         weights = self._weights(parts)
         batch = Batch(parts=parts, weights=weights, is_training=True, scale=1.0 / accumulation)
         with self._running(batch), hang_monitor.collective_scope("schedule of the pipeline"):
@@ -158,6 +171,9 @@ class Pipeline:
         if batch.outputs:
             loss = torch.stack(batch.outputs).sum()
         dist.broadcast(loss, group=self.group, group_src=self.layout.ranks[-1])
+        if self.replicas is not None:
+            dist.all_reduce(loss, group=self.replicas)
+            loss /= self.replicas.size()
         return make(loss)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -171,7 +187,7 @@ class Pipeline:
         kwargs = {key: value for key, value in kwargs.items() if key != "past_key_values"}
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
-        parts = self._split(args, kwargs, self.micro_batches, exact=False)
+        parts = cut_batch(self._name, args, kwargs, self.micro_batches, exact=False)
         batch = Batch(parts=parts, weights=self._weights(parts), is_training=False)
         with self._running(batch), torch.no_grad(), hang_monitor.collective_scope("forward"):
             self._pass_forward(range(len(parts)))
@@ -213,9 +229,9 @@ class Pipeline:
             batch.outputs.append(output)
             return torch.zeros(1, device=self.device)
         self._output_type = type(output)
-        loss = _weighted(self._loss_of(output), batch.weights[index])
+        loss = _weighted(loss_in(self._name, output), batch.weights[index])
         batch.outputs.append(loss.detach())
-        return self.precision.scale(loss * batch.scale).unsqueeze(0)
+        return torch.stack([self.precision.scale(loss * batch.scale)])  # FSDP2 warns about views
 
     def skipped(self, position: int, kind: type[nn.Module]) -> Any:
         """Return what the call of a module of another stage gives here, or end the pass of the stage."""
@@ -243,6 +259,8 @@ class Pipeline:
             yield
         finally:
             self._batch = None
+            for module in self._sharded:  # after a forward pass alone, FSDP2 may keep gathered parameters
+                module.reshard()
             if len(self.stages) > 1:
                 self._activate(None)
 
@@ -264,16 +282,6 @@ class Pipeline:
         del module, args
         if self._stage is not None:  # not when activations are computed again
             self._produced = output
-
-    def _loss_of(self, output: Any) -> Tensor:
-        loss = _loss_in(output)
-        if loss is None:
-            raise SettingsError(
-                f"{self._name} returned no loss in training: a pipeline computes gradients when the model is "
-                "called, so its forward computes the loss (pass labels), and returns it alone, first, or as "
-                "`loss`."
-            )
-        return loss
 
     def _schedule(self, rows: int, length: int | None) -> Any:
         """Return the schedule for batches of a shape; a collective of the pipeline for a new shape."""
@@ -343,7 +351,7 @@ class Pipeline:
             self._boundaries = None
             raise failure or SettingsError(problem)
         form, dtype = answers[self.layout.ranks[-1]][0]
-        self._form = (lambda loss: _with_loss(form, loss)), dtype
+        self._form = (lambda loss: with_loss(form, loss)), dtype
 
     def _record(self, position: int) -> None:
         if self._calls is not None:
@@ -479,40 +487,6 @@ class Pipeline:
 
         return recursively_apply(fill, about[0])
 
-    # Cutting batches.
-
-    def _split(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int, *, exact: bool
-    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Cut the tensors of a batch along their rows; what has other rows is for every micro-batch."""
-        sizes = [
-            len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim
-        ]
-        if not sizes:
-            raise SettingsError(
-                f"{self._name} got no tensor with rows: a pipeline cuts batches into micro-batches."
-            )
-        rows = max(sizes)
-        if exact and (rows % number or rows == 0):
-            raise SettingsError(
-                f"A batch of {rows} rows cannot be cut into pp_num_microbatches={number}: make the batch "
-                "size a multiple of it, leave out the last batch (drop_last=True), or complete it "
-                "(even_batches=True of DataLoaderConfiguration)."
-            )
-        each = -(-rows // number)
-
-        def part(value: Any, start: int) -> Any:
-            has_rows = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
-            return value[start : start + each] if has_rows else value
-
-        return [
-            (
-                tuple(part(value, start) for value in args),
-                {name: part(value, start) for name, value in kwargs.items()},
-            )
-            for start in range(0, rows, each)
-        ]
-
     def _weights(self, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Tensor | float]:
         """Return the share of each micro-batch in the mean loss of the batch: that of its labels, or rows."""
         labels = [kwargs.get("labels") for _, kwargs in parts]
@@ -544,6 +518,39 @@ _DTYPES = (
 )
 
 
+def cut_batch(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int, *, exact: bool
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Cut the tensors of a batch along their rows; what has other rows is for every micro-batch.
+
+    Raises:
+        SettingsError: There are no rows, or, if `exact`, no multiple of `number`; it names the model `name`.
+    """
+    sizes = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
+    if not sizes:
+        raise SettingsError(f"{name} got no tensor with rows: a pipeline cuts batches into micro-batches.")
+    rows = max(sizes)
+    if exact and (rows % number or rows == 0):
+        raise SettingsError(
+            f"A batch of {rows} rows cannot be cut into pp_num_microbatches={number}: make the batch "
+            "size a multiple of it, leave out the last batch (drop_last=True), or complete it "
+            "(even_batches=True of DataLoaderConfiguration)."
+        )
+    each = -(-rows // number)
+
+    def part(value: Any, start: int) -> Any:
+        has_rows = isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == rows
+        return value[start : start + each] if has_rows else value
+
+    return [
+        (
+            tuple(part(value, start) for value in args),
+            {key: part(value, start) for key, value in kwargs.items()},
+        )
+        for start in range(0, rows, each)
+    ]
+
+
 def _sizes_of(part: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, int | None]:
     """Return the rows of a micro-batch, and the second size of its first tensor that has one."""
     args, kwargs = part
@@ -560,7 +567,23 @@ def _loss_is_causal(model: Any) -> bool:
     return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
-def _loss_in(output: Any) -> Tensor | None:
+def loss_in(name: str, output: Any) -> Tensor:
+    """Return the loss in what a model returns.
+
+    Raises:
+        SettingsError: There is none; it names the model `name`.
+    """
+    loss = _loss_or_none(output)
+    if loss is None:
+        raise SettingsError(
+            f"{name} returned no loss in training: a pipeline computes gradients when the model is "
+            "called, so its forward computes the loss (pass labels), and returns it alone, first, or as "
+            "`loss`."
+        )
+    return loss
+
+
+def _loss_or_none(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if output.ndim == 0 else None
     if isinstance(output, Mapping):
@@ -571,7 +594,7 @@ def _loss_in(output: Any) -> Tensor | None:
     return getattr(output, "loss", None)
 
 
-def _with_loss(form: type[Any], loss: Tensor) -> Any:
+def with_loss(form: type[Any], loss: Tensor) -> Any:
     """Return the loss as a model returns it."""
     if issubclass(form, Tensor):
         return loss

@@ -39,12 +39,14 @@ class ModelNames:
         state: Names in its state dict, in order.
         first: For each name of a parameter or buffer, the first of the names of the same tensor.
         ranks: For each first name, the ranks of the pipeline that have the tensor.
+        parameters: The first name of each parameter, as it was and as it is in the cut model.
         groups: For each optimizer, the first names of the parameters of its groups.
     """
 
     state: tuple[str, ...]
     first: Mapping[str, str]
     ranks: Mapping[str, Sequence[int]]
+    parameters: Any = field(default_factory=WeakIdKeyDictionary)
     groups: Any = field(default_factory=WeakKeyDictionary)
 
     @classmethod
@@ -64,19 +66,18 @@ class ModelNames:
             everywhere = set(range(max(layout.ranks) + 1))
             ranks.setdefault(key, set()).update(everywhere if owner is None else {owner})
         order = {rank: index for index, rank in reversed([*enumerate(layout.ranks)])}
-        return cls(
+        names = cls(
             state=tuple(model.state_dict()),
             first=first,
             ranks={name: sorted(owned, key=lambda rank: order[rank]) for name, owned in ranks.items()},
         )
+        names.add_parameters(model)
+        return names
 
-    def tensors(self, model: nn.Module) -> Iterator[Tensor]:
-        """Yield every parameter and buffer once."""
-        seen: set[int] = set()
-        for tensor in (*model.parameters(), *model.buffers()):
-            if id(tensor) not in seen:
-                seen.add(id(tensor))
-                yield tensor
+    def add_parameters(self, model: nn.Module) -> None:
+        """Note the parameters that the model has now."""
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.parameters[parameter] = self.first[name]
 
     def shared(self, rank: int) -> Iterator[tuple[list[str], Sequence[int]]]:
         """Yield the names of each tensor that this rank shares with others, and all its ranks."""
@@ -84,16 +85,9 @@ class ModelNames:
             if len(ranks) > 1 and rank in ranks:
                 yield [alias for alias, known in self.first.items() if known == name], ranks
 
-    def add_optimizer(
-        self, optimizer: Optimizer, model: nn.Module, gone: Mapping[Tensor, Any], group: dist.ProcessGroup
-    ) -> None:
-        """Note the parameters of an optimizer, those of other stages included; a collective of the pipeline.
-
-        `gone` has the parameters of other stages, each with the names of its model and its own.
-        """
-        own: Any = WeakIdKeyDictionary()
-        own.update((p, self.first[name]) for name, p in model.named_parameters(remove_duplicate=False))
-        own.update((p, self.first[name]) for p, (names, name) in gone.items() if names is self)
+    def add_optimizer(self, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
+        """Note an optimizer's parameters, those of other stages included; a collective of the pipeline."""
+        own = self.parameters
         names = [[own[p] for p in row["params"] if p in own] for row in optimizer.param_groups]
         gathered: Any = [None] * group.size()
         dist.all_gather_object(gathered, names, group=group)

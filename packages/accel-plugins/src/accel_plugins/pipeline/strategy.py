@@ -1,29 +1,33 @@
-"""The strategy `pipeline`: stages of a model on different ranks."""
+"""The strategy `pipeline`: stages of a model on different ranks, beside FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_ops.modules import model_has_dtensor, replace_forward, without_compiler
-from accel_ops.tree import by_device
+from accel_ops.tree import by_device, local_parts
+from accel_plugins.fsdp.blocks import fsdp2_prepare_auto_wrap_policy, modules_named
+from accel_plugins.fsdp.fsdp2 import FullSharding
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.parallelism.config import TorchPipelineParallelConfig, axes_of
+from accel_plugins.parallelism.config import Axes, TorchPipelineParallelConfig, axes_of
+from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.pipeline.engine import Pipeline
-from accel_plugins.pipeline.stages import lay_out
+from accel_plugins.pipeline.stages import Layout, lay_out
 from accel_plugins.pipeline.state import ModelNames, PipelinePersister
+from accel_plugins.sharding.shards import gather_full_tensor, shard_like
 from accel_plugins.sharding.step import norm_of, sharded_stepper
-from accel_plugins.sharding.wrap import ParamRemap
+from accel_plugins.sharding.wrap import ShardedWrapper
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
-from accel_plugins.unsharded import check_materialised, move_to_device
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
@@ -44,34 +48,72 @@ def build(
             "ParallelismConfig(pp_size=…) with 2 or more."
         )
     options, group = axes.config.pp_handler, axes.pipeline.get_group()
-    plugin = handlers.get(FullyShardedDataParallelPlugin)
-    if plugin is not None:
-        raise SettingsError(
-            f"{plugin!r} cannot be combined with pp_size={group.size()}: leave the plugin out."
-        )
-    models: PreparedPipelines = weakref.WeakKeyDictionary()
+    full = _full_sharding(axes, runtime, precision, handlers)
+    tensor = None if axes.tensor is None else TensorParallel(mesh=axes.tensor)
     names: Any = weakref.WeakKeyDictionary()
+    models: PreparedPipelines = weakref.WeakKeyDictionary()
+    cut = StageCutter(
+        runtime=runtime,
+        precision=precision,
+        options=options,
+        group=group,
+        replicas=None if axes.data is None else axes.data.get_group(),
+        full=full,
+        is_tensor_parallel=tensor is not None,
+        names=names,
+        models=models,
+    )
+    is_offloaded = full is not None and isinstance(full.plugin.cpu_offload, CPUOffloadPolicy)
+    sharded = ShardedWrapper(
+        runtime=runtime,
+        shard=[cut] if tensor is None else [tensor, cut],
+        validate=[stage.validate for stage in (cut, tensor, full) if stage is not None],
+        parameters_on=torch.device("cpu") if is_offloaded else runtime.device,
+        master_weights=None if full is None or precision.name == "no" else precision.name,
+        only_main_has_values=full is not None and bool(full.plugin.cpu_ram_efficient_loading),
+    )
     stepper = replace(
         sharded_stepper(precision, "pipeline"), clip_norm=partial(clip_over_stages, models, group)
     )
     return Strategy(
         name="pipeline",
         fsdp_version=None,
-        wrapper=PipelineWrapper(
-            runtime=runtime,
-            precision=precision,
-            options=options,
-            group=group,
-            models=models,
-            names=names,
-        ),
+        wrapper=PipelineWrapper(sharded=sharded, options=options, group=group, names=names),
         stepper=stepper,
         persister=PipelinePersister(models=names, group=group, device=runtime.device),
         sharding=replace(axes.sharding, micro_batches=options.pp_num_microbatches or group.size()),
-        features=PLAIN_FEATURES
-        - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS, Feature.ITEM_COUNTS},
+        features=FEATURES,
         mesh=axes.mesh,
         train_step=partial(train_step, models),
+    )
+
+
+FEATURES = PLAIN_FEATURES - {
+    Feature.CUSTOM_DEVICE_PLACEMENT,
+    Feature.UNEVEN_INPUTS,
+    Feature.ITEM_COUNTS,
+    Feature.NO_SYNC,  # gradients are reduced at the end of each schedule
+}
+"""The features of pipelines."""
+
+
+def _full_sharding(
+    axes: Axes, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> FullSharding | None:
+    """Return what shards and replicates stages, if there are axes or a plugin for it."""
+    plugin: FullyShardedDataParallelPlugin | None = handlers.get(FullyShardedDataParallelPlugin)
+    if plugin is None and axes.config.data_parallel_size == 1:
+        return None
+    if plugin is None:  # gathered once for all micro-batches
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
+    if plugin.version != 2:
+        raise SettingsError(
+            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
+            "its axes go with fsdp_version=2 only."
+        )
+    plugin.set_mixed_precision(precision.name)
+    return FullSharding(
+        plugin=plugin, mesh=axes.fully_sharded(runtime), master_weights=precision.name != "no"
     )
 
 
@@ -80,10 +122,14 @@ PreparedPipelines = weakref.WeakKeyDictionary[nn.Module, "PreparedPipeline"]
 
 @frozen
 class PreparedPipeline:
-    """A pipeline, and the names of parameters that several stages have, with the ranks that have them."""
+    """A pipeline, and the names of parameters that several stages have, with the ranks that have them.
+
+    If it is tensor-parallel, stages may have other parts of them.
+    """
 
     pipeline: Pipeline
     shared: Sequence[tuple[Sequence[str], Sequence[int]]]
+    is_tensor_parallel: bool
     model: Callable[[], nn.Module | None]
 
     def shared_parameters(self) -> list[tuple[Tensor, Sequence[int]]]:
@@ -125,20 +171,28 @@ def add_shared_gradients(prepared: PreparedPipeline) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         own = parameter.grad
+        if prepared.is_tensor_parallel:
+            own = gather_full_tensor(own, pipeline.device)
+        (own,) = local_parts([own])
+        own = own.to(pipeline.device).contiguous()  # it may be offloaded to the CPU
         parts = {rank: torch.empty_like(own) for rank in ranks if rank != pipeline.rank}
         operations = [
             operation
             for rank, part in parts.items()
             for operation in (
-                dist.P2POp(dist.isend, own.contiguous(), group=pipeline.group, group_peer=rank),
+                dist.P2POp(dist.isend, own, group=pipeline.group, group_peer=rank),
                 dist.P2POp(dist.irecv, part, group=pipeline.group, group_peer=rank),
             )
         ]
         with hang_monitor.collective_scope("gradients of shared parameters"):
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-        parts[pipeline.rank] = own.clone()
-        own.copy_(torch.stack([parts[rank] for rank in ranks]).sum(0))  # in one order on all ranks
+        parts[pipeline.rank] = own
+        total = torch.stack([parts[rank] for rank in ranks]).sum(0)  # in one order on all ranks
+        if prepared.is_tensor_parallel:
+            parameter.grad = shard_like(total, parameter)
+        else:
+            local_parts([parameter.grad])[0].copy_(total)
 
 
 def clip_over_stages(
@@ -173,75 +227,111 @@ def clip_over_stages(
 
 
 @frozen
-class PipelineWrapper:
-    """Model wrapper that keeps this rank's stages of a model in place, and their parameters in optimizers."""
+class StageCutter:
+    """Cut models in place: leave the stages of this rank, sharded by `full` over its `replicas` if given."""
 
     runtime: Runtime
     precision: PrecisionPolicy
     options: TorchPipelineParallelConfig
     group: dist.ProcessGroup
-    models: PreparedPipelines
+    replicas: dist.ProcessGroup | None
+    full: FullSharding | None
+    is_tensor_parallel: bool
     names: Any
-    gone: Any = field(default_factory=WeakIdKeyDictionary)
+    models: PreparedPipelines
+
+    def __call__(self, model: nn.Module) -> None:
+        """Cut a model, whose forward runs the pipeline from now on."""
+        layout = lay_out(model, self.options, self.group.size())
+        shard = None if self.full is None else _for_stages(self.full, model)
+        pipeline = Pipeline(
+            model, layout, self.options, self.group, self.runtime.device, self.precision, self.replicas
+        )
+        if shard is not None:
+            for stage in pipeline.stages:
+                shard(stage)
+        pipeline.watch()
+        replace_forward(model, lambda _: lambda _, *args, **kwargs: pipeline.evaluate(args, kwargs))
+        shared = self.names[model].shared(dist.get_rank(self.group))
+        self.models[model] = PreparedPipeline(
+            pipeline=pipeline,
+            shared=[*shared],
+            is_tensor_parallel=self.is_tensor_parallel,
+            model=weakref.ref(model),
+        )
+        _without_cache(model)
+
+    def validate(self, model: nn.Module) -> None:
+        """Refuse models that cannot be cut."""
+        if model_has_dtensor(model):
+            raise SettingsError(
+                f"{type(model).__name__} is sharded already, and pp_size={self.group.size()} would cut "
+                "it: leave one of the two out."
+            )
+        layout = lay_out(model, self.options, self.group.size())
+        if self.full is not None:
+            _validate_shards(model, layout)
+
+
+def _validate_shards(model: nn.Module, layout: Layout) -> None:
+    """Refuse models of which FSDP2 could not shard each stage by itself."""
+    covered = {id(p) for name in layout.names for p in model.get_submodule(name).parameters()}
+    outside = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
+    if outside:
+        raise SettingsError(
+            f"{type(model).__name__}: the parameter {outside[0]!r} is in no module of a stage, so that FSDP2 "
+            "cannot shard it with one: put it into a module, or leave out dp_shard_size and "
+            "dp_replicate_size."
+        )
+    first: dict[int, tuple[int, int]] = {}  # the stage and the rank of each parameter
+    for stage, ((start, end), rank) in enumerate(zip(layout.bounds, layout.ranks, strict=True)):
+        for name in layout.names[start:end]:
+            for leaf, parameter in model.get_submodule(name).named_parameters():
+                known, owner = first.setdefault(id(parameter), (stage, rank))
+                if known != stage and owner == rank:
+                    raise SettingsError(
+                        f"{type(model).__name__}: {name}.{leaf} is tied to a parameter of another stage of "
+                        "the same rank, and FSDP2 shards each stage by itself: choose another pp_schedule, "
+                        "or leave out dp_shard_size and dp_replicate_size."
+                    )
+
+
+def _for_stages(full: FullSharding, model: nn.Module) -> FullSharding:
+    """Return what shards stages of a model, with the options of the plugin that name modules of it."""
+    plugin = copy(full.plugin)
+    plugin.ignored_modules = modules_named(plugin.ignored_modules, model)
+    plugin.auto_wrap_policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
+    return replace(full, plugin=plugin)
+
+
+@frozen
+class PipelineWrapper:
+    """Model wrapper that cuts models in place, and notes the names of what other ranks have."""
+
+    sharded: ShardedWrapper
+    options: TorchPipelineParallelConfig
+    group: dist.ProcessGroup
+    names: Any
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models that cannot be cut."""
-        fresh = [model for model in map(without_compiler, bundle.models) if model not in self.models]
-        check_materialised(replace(bundle, models=fresh))
-        for model in fresh:
-            if model_has_dtensor(model):
-                raise SettingsError(
-                    f"{type(model).__name__} is sharded already, and pp_size={self.group.size()} would cut "
-                    "it: leave one of the two out."
-                )
-            lay_out(model, self.options, self.group.size())
-        gone = nn.ParameterList(self.gone.keys())
-        ParamRemap().check(bundle.optimizers, (gone, *self.models, *map(without_compiler, bundle.models)))
+        self.sharded.check(bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Cut the models, and keep this rank's part of the optimizers."""
-        if evaluation:
-            return replace(bundle, models=move_to_device(bundle, self.runtime.device))
-        for model in map(without_compiler, bundle.models):
-            if model not in self.models:
-                self._cut(model)
+        cut = not evaluation or self.sharded.only_main_has_values
+        fresh = [model for model in map(without_compiler, bundle.models) if not self.sharded.remap.has(model)]
+        for model in fresh if cut else ():
+            self.names[model] = ModelNames.of(model, lay_out(model, self.options, self.group.size()))
         for optimizer in bundle.optimizers:
-            for model, names in self.names.items():
-                names.add_optimizer(optimizer, model, self.gone, self.group)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter in self.gone:
-                        optimizer.state.pop(parameter, None)
-                group["params"][:] = [p for p in group["params"] if p not in self.gone]
-        return bundle
+            for names in self.names.values():
+                names.add_optimizer(optimizer, self.group)
+        wrapped = self.sharded.wrap(bundle, evaluation=evaluation)
+        for model in fresh if cut else ():
+            self.names[model].add_parameters(model)
+        return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        return without_compiler(model)
-
-    def _cut(self, model: nn.Module) -> None:
-        # 1. Note the names of the whole model.
-        layout = lay_out(model, self.options, self.group.size())
-        self.names[model] = names = ModelNames.of(model, layout)
-        named = [*model.named_parameters(remove_duplicate=False)]  # tied parameters have several names
-        before = {p: name for name, p in reversed(named)}
-        tensors = [*before, *dict.fromkeys(model.buffers())]
-        # 2. Cut the model, whose forward runs the pipeline from now on.
-        pipeline = Pipeline(model, layout, self.options, self.group, self.runtime.device, self.precision)
-        replace_forward(model, lambda _: lambda _, *args, **kwargs: pipeline.evaluate(args, kwargs))
-        own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._share_values(tensors, own)
-        self.gone.update((p, (names, name)) for p, name in before.items() if id(p) not in own)
-        shared = names.shared(dist.get_rank(self.group))
-        self.models[model] = PreparedPipeline(pipeline=pipeline, shared=[*shared], model=weakref.ref(model))
-        _without_cache(model)
-
-    def _share_values(self, tensors: Sequence[Tensor], own: set[int]) -> None:
-        """Give every rank the values of rank 0, and move those of this rank to the device."""
-        for tensor in tensors:
-            full = tensor.detach().to(self.runtime.device, copy=id(tensor) not in own).contiguous()
-            self.runtime.collectives.broadcast(full, src=0)
-            if id(tensor) in own:
-                tensor.data = full
+        return self.sharded.unwrap(model)
 
 
 def _without_cache(model: Any) -> None:

@@ -44,6 +44,7 @@ class ParamRemap:
 
     def __init__(self) -> None:
         self._successors: Any = WeakIdKeyDictionary()
+        self._absent: Any = WeakIdKeyDictionary()  # original parameters of which this rank has nothing
         self._num_originals: Any = WeakIdKeyDictionary()  # by sharded parameter; a flat one has several
         self._models: WeakSet[nn.Module] = WeakSet()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -68,7 +69,9 @@ class ParamRemap:
             unknown = [
                 parameter
                 for parameter in parameters
-                if id(parameter) not in owned and parameter not in self._successors
+                if id(parameter) not in owned
+                and parameter not in self._successors
+                and parameter not in self._absent
             ]
             if unknown:
                 raise SettingsError(
@@ -86,8 +89,18 @@ class ParamRemap:
                 self._successors[parameter] = now[name]
                 self._num_originals[now[name]] = self._num_originals.get(now[name], 0) + 1
 
+    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+        """Add original parameters that only other ranks have; `switch` removes them from optimizers."""
+        for parameter in parameters:
+            self._absent[parameter] = True
+
     def switch(self, optimizer: Optimizer) -> None:
         """Replace an optimizer's original parameters by the sharded ones, and shard its state."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._absent:
+                    optimizer.state.pop(parameter, None)
+            group["params"][:] = [p for p in group["params"] if p not in self._absent]
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         mapping = {
             parameter: self._successors[parameter]
@@ -222,6 +235,7 @@ class ShardedWrapper:
                         detached.append((optimizer, parameters, index, name, state))
                         parameters[index] = torch.empty(0)
         # 2. Shard it, and materialise its shards.
+        aliases = values.names
         for shard in self.shard:
             shard(model)
         if load is not None:
@@ -231,11 +245,18 @@ class ShardedWrapper:
         materialize_from_rank0(model, values, self.runtime, parameters_on=self.parameters_on)
         now = dict(model.named_parameters(remove_duplicate=False))
         # 3. Put the sharded parameters into the optimizers, with their sharded states.
+        present = {name: next((alias for alias in aliases[name] if alias in now), None) for name in aliases}
         for optimizer, parameters, index, name, state in detached:
-            parameters[index] = now[name]
+            own = present[name]
+            if own is None:
+                self.remap.leave_out([parameters[index]])
+                continue
+            parameters[index] = now[own]
             if state is not None:
-                optimizer.state[now[name]] = _shard_state(state, now[name])
-        self.remap.add(model, values.before.items(), now)
+                optimizer.state[now[own]] = _shard_state(state, now[own])
+        before = [(parameter, present[name]) for parameter, name in values.before.items()]
+        self.remap.add(model, ((parameter, own) for parameter, own in before if own is not None), now)
+        self.remap.leave_out(parameter for parameter, own in before if own is None)
 
     def _validate(self, model: nn.Module) -> None:
         may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
@@ -277,6 +298,7 @@ class FullModelState:
 
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Any])
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Any])
+    shapes: dict[str, torch.Size] = field(default_factory=dict[str, Any])
     dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, Any])
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict[str, Any])
     names: dict[str, list[str]] = field(default_factory=dict[str, Any])
@@ -310,7 +332,7 @@ def to_meta(
             values.names.setdefault(known, []).append(name)
             if known != name:
                 continue
-            values.dtypes[name] = tensor.dtype
+            values.dtypes[name], values.shapes[name] = tensor.dtype, tensor.shape
             if kind is values.parameters:
                 if hook_of(tensor):
                     values.hooks[name] = gradient_hooks(tensor)
@@ -349,20 +371,23 @@ def materialize_from_rank0(
 
     Rank 0's values are used even if every rank has some: ranks with different seeds would otherwise train a
     mixture of several models. That costs one broadcast of the model in `prepare`, as with DDP. Buffers and
-    collectives use the device of the run.
+    collectives use the device of the run. A rank without a module takes part in the broadcasts for it.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, names in values.names.items():
-        is_parameter = name in parameters
-        like = parameters[name] if is_parameter else buffers[name]
-        available = values.parameters if is_parameter else values.buffers
+        own = [alias for alias in names if alias in parameters or alias in buffers]
+        available = values.parameters if name in values.parameters else values.buffers
         full, dtype = available.pop(name, None), values.dtypes[name]
         if full is None or not runtime.topology.is_main:
-            full = torch.empty(like.shape, dtype=dtype, device=runtime.device)
+            full = torch.empty(values.shapes[name], dtype=dtype, device=runtime.device)
         else:
             full = full.to(runtime.device, dtype).contiguous()
         runtime.collectives.broadcast(full, src=0)
+        if not own:
+            continue
+        is_parameter = own[0] in parameters
+        like = parameters[own[0]] if is_parameter else buffers[own[0]]
         target = parameters_on if is_parameter else runtime.device
         shard = shard_like(full, like, target, keep_type=is_parameter)
         del full
@@ -371,7 +396,7 @@ def materialize_from_rank0(
             vars(shard).update(values.attributes[name])
             if name in values.hooks:  # the same dictionaries, so that a handle still removes its hook
                 set_gradient_hooks(shard, values.hooks[name])
-        for alias in names:
+        for alias in own:
             put_tensor(model, alias, shard)
 
 
@@ -396,7 +421,7 @@ def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: b
     values = FullModelState()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         values.names[name] = [name]
-        values.dtypes[name] = tensor.dtype
+        values.dtypes[name], values.shapes[name] = tensor.dtype, tensor.shape
         values.attributes[name] = dict(vars(tensor))
     for names, _ in group_tied_names(dict(model.named_parameters(remove_duplicate=False))):
         values.names[names[0]] = [*names]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel_plugins.deepspeed.library import ds_module
 from accel_plugins.kwargs import ProfileKwargs, ProjectConfiguration
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 from accel_state.html_table import html_table
 from accel_state.labels import DistributedType, FP8BackendType
 from accel_state.partial_state import PartialState, RankMethods
@@ -225,12 +225,8 @@ class ParallelFacet(Facet):
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """The pipeline-parallel rank.
-
-        Raises:
-            UnsupportedError: Always: pipelines are not trained.
-        """
-        raise UnsupportedError("pipeline_parallel_rank: models are not trained in pipeline stages.")
+        """The pipeline-parallel rank; 0 without pipelines."""
+        return self._rank_along("pp")
 
     @property
     def should_save_model(self) -> bool:
