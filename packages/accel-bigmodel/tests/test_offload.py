@@ -213,7 +213,7 @@ def test_a_state_dict_comes_before_the_disk_and_casts_are_made(tmp_path):
         weights["unknown"]
     with pytest.raises(SettingsError, match="state_dict, a save_folder or an index"):
         OffloadedWeightsLoader()
-    with pytest.raises(SettingsError, match="in which save_folder"):
+    with pytest.raises(SettingsError, match="pass its save_folder"):
         OffloadedWeightsLoader(index={"d": {"dtype": "float32", "shape": [1]}})["d"]
 
 

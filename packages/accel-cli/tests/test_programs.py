@@ -14,6 +14,7 @@ import yaml
 
 from accel_cli import programs
 from accel_cli.arguments import FLAGS, read_arguments
+from accel_cli.launch import hosts
 from accel_cli.programs import (
     ClusterConfig,
     SageMakerConfig,
@@ -172,7 +173,8 @@ def test_several_processes_get_their_environment(args):
     assert (settings.fsdp.fsdp_version, settings.fsdp.cpu_offload) == (2, True)
 
 
-def test_deepspeed_is_started_by_its_launcher_or_by_torch(args, tmp_path):
+def test_deepspeed_is_started_by_its_launcher_or_by_torch(args, tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "is_installed", lambda name: True)
     line, environ = prepare_deepspeed_cmd_env(args(zero_stage=3, num_processes=2, main_process_port=0))
     assert "accel_cli.launch.elastic" in line
     assert from_environ(environ).deepspeed.zero_stage == 3
