@@ -99,6 +99,11 @@ COMMANDS = {
 }
 """The modules that `python -m` runs, and what follows `accel` then; None for all of `main`."""
 
+SCRIPTS = {
+    "accel.test_utils.scripts.test_cli": "accel_train.testing.processes.print_devices",
+}
+"""The scripts that tests start by their path, and the function that each calls."""
+
 Api = dict[str, dict[str, str]]
 Parameters = tuple[str, ...]
 
@@ -305,12 +310,13 @@ def table_path(module: str, api: Api) -> Path:
 
 def is_package(module: str, api: Api) -> bool:
     """Whether a module has submodules."""
-    return any(other.startswith(f"{module}.") for other in api)
+    return any(other.startswith(f"{module}.") for other in (*api, *SCRIPTS))
 
 
 def programs(api: Api) -> dict[Path, str]:
-    """The files that `python -m` runs of the commands' modules that are packages, with their text."""
-    return {
+    """The scripts, and what `python -m` runs of commands whose modules are packages, with their text."""
+    scripts = {table_path(script, api): script_text(function) for script, function in SCRIPTS.items()}
+    return scripts | {
         table_path(module, api).with_name("__main__.py"): "\n".join(
             (
                 f'"""`python -m {module}` is `accel {command}`. Written by tools/gen_exports.py."""',
@@ -324,6 +330,20 @@ def programs(api: Api) -> dict[Path, str]:
         for module, command in COMMANDS.items()
         if is_package(module, api)
     }
+
+
+def script_text(function: str) -> str:
+    """The text of a script that calls a function."""
+    module, _, name = function.rpartition(".")
+    lines = (
+        '"""A script that tests start by its path. Written by tools/gen_exports.py."""',
+        "",
+        f"from {module} import {name} as main",
+        "",
+        'if __name__ == "__main__":',
+        "    main()",
+    )
+    return "\n".join(lines) + "\n"
 
 
 def table_text(module: str, api: Api) -> str:

@@ -22,13 +22,9 @@ PROGRAM = HERE / "programs" / "attributes.py"
 TABLE = HERE / "attributes.json"
 ATTRIBUTES: dict[str, dict[str, bool]] = json.loads(TABLE.read_text())
 
-_OWN_READER = "the loader reads by itself: there is no loader below that could be replaced"
 _TORCH = "torch's loaders, of which ours are, compute it; an assignment has no effect on the reference's"
-_RECIPE = "the recipe is chosen when the accelerator is made; pass kwargs_handlers"
 LEFT_OUT = {
     "AlignDevicesHook.tied_params_names": "bookkeeping between the two halves of a forward",
-    **{f"Accelerator.{name}_recipe_handler": _RECIPE for name in ("ao", "fp8", "msamp", "te")},
-    **{f"{loader}.base_dataloader": _OWN_READER for loader in ("DataLoaderDispatcher", "DataLoaderShard")},
     **{
         f"{loader}.{name}": _TORCH
         for loader in ("DataLoaderDispatcher", "DataLoaderShard")

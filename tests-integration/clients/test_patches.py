@@ -42,6 +42,8 @@ def test_replacements_of_functions_and_methods_run_on_two_ranks(tmp_path: Path):
     assert seen["prepare_fsdp2"] == [ARGUMENTS, prepared]
     assert seen["prepare_cp"] == [["Sequential"]]
     assert seen["prepare_backend"] == [1, "NO", "gloo", "MULTI_CPU", 2]
+    plain = ["MonitoredDDP", "AcceleratedOptimizer"]
+    assert seen["distributed_type"] == [["Sequential", "AcceleratedOptimizer"], plain, plain]
     assert seen["parallelism_config"] == [["Accelerator", 2, True], ["dp_shard"], [[["dp_shard"], [2]]]]
     assert seen["distributed_data_parallel"] == ["Sequential"]
     assert seen["properties_of_parallelism_config"] == [
@@ -88,3 +90,6 @@ def test_replacements_of_functions_and_methods_run_in_one_process(tmp_path: Path
     assert seen["save_model_by_get_state_dict"] == [["0.weight"], 4]
     assert seen["convert_model_to_fp8_ao"] == [["Float8LinearConfig", None]]
     assert seen["methods_of_accelerator"] == ["clipped", {"own": True}, "none", True]
+    (warning,) = seen["what_nothing_calls"]
+    assert "Accelerator._prepare_tp, accel.utils.megatron_lm.model_provider_func" in warning
+    assert "no effect" in warning

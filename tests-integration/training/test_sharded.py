@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -206,6 +208,42 @@ def test_bfloat16_stays_within_the_rounding_of_its_eight_bits():
 @distributed(world_size=2)
 def test_parameters_stay_on_the_cpu_and_blocks_are_computed_twice():
     check_equal("shards", fsdp_plugin=plugin(cpu_offload=True, activation_checkpointing=True))
+
+
+@distributed(world_size=2)
+def test_saved_activations_wait_on_the_cpu():
+    check_equal("shards", fsdp_plugin=plugin(activation_checkpointing_offload=True))
+
+
+@distributed(world_size=2)
+def test_tied_embeddings_are_in_one_group_although_each_layer_is_to_have_its_own():
+    wanted = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block", "Embedding", "Linear"],
+    )
+    check_equal("shards", fsdp_plugin=wanted)
+    model = make_accelerator("shards", fsdp_plugin=wanted).prepare(make_model())
+    groups = [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+    assert {"embed", "head"} & {*groups} == set()
+    assert {"", "place", "blocks.0", "blocks.0.up"} <= {*groups}
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("norm_type", [2, float("inf")])
+@distributed(world_size=2)
+def test_gradients_of_shards_and_of_plain_parameters_are_clipped_by_one_norm(norm_type):
+    accelerator = make_accelerator("shards", fsdp_plugin=plugin(ignored_modules="place"))
+    model, alone, batch = accelerator.prepare(make_model()), make_model(), make_data().tensors[0][:4]
+    assert {type(parameter.data).__name__ for parameter in model.parameters()} == {"DTensor", "Tensor"}
+    accelerator.backward(loss_of(model, batch))
+    loss_of(alone, batch).backward()
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.01, norm_type)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 0.01, norm_type))
+    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        gradient = parameter.grad
+        full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        torch.testing.assert_close(full, expected.grad)
 
 
 @distributed(world_size=2)

@@ -31,6 +31,7 @@ from accel_cli.programs import (
     prepare_sagemager_args_inputs,
     prepare_simple_launcher_cmd_env,
     prepare_tpu,
+    to_fsdp2_command,
 )
 from accel_state.errors import SettingsError
 from accel_state.labels import ComputeEnvironment, DistributedType
@@ -133,6 +134,17 @@ def test_every_command_can_be_that_of_another_program():
 def test_a_command_takes_the_namespace_of_another_parser(tmp_path):
     with pytest.raises(SettingsError, match="does not exist"):
         merge_command(Namespace(checkpoint_directory=str(tmp_path / "none"), output_path=str(tmp_path)))
+
+
+def test_a_config_file_that_is_to_be_rewritten_and_is_not_there_is_not_found(tmp_path):
+    args = Namespace(config_file=str(tmp_path / "none.yaml"), output_file=None, overwrite=True)
+    with pytest.raises(FileNotFoundError, match=r"no config file '.*none.yaml'"):
+        to_fsdp2_command(args)
+    (tmp_path / "none.yaml").write_text("fsdp_config: {fsdp_version: 1}\n")
+    with pytest.raises(SettingsError, match="--output_file"):
+        to_fsdp2_command(Namespace(**{**vars(args), "overwrite": False}))
+    to_fsdp2_command(args)
+    assert yaml.safe_load((tmp_path / "none.yaml").read_text())["fsdp_config"]["fsdp_version"] == 2
 
 
 def test_the_parser_imports_no_torch():

@@ -116,6 +116,15 @@ def test_the_default_configuration_of_torchao_is_in_the_field_and_emulated_on_a_
     assert ao.TorchAo(handler=given, device=torch.device("cpu"), sharded=False).config is given.config
 
 
+@pytest.mark.parametrize("config", [None, "rowwise"])
+def test_weights_are_converted_again_in_the_backward_pass_where_torchao_heeds_it(config):
+    pytest.importorskip("torchao.float8")
+    for asked in (True, None):
+        handler = AORecipeKwargs(config=config, force_recompute_fp8_weight_in_bwd=asked)
+        configured = ao.TorchAo(handler=handler, device=torch.device("cpu"), sharded=False).config
+        assert configured.force_recompute_fp8_weight_in_bwd is bool(asked)
+
+
 def test_recipes_may_be_named_by_the_enum_of_torchao():
     float8 = pytest.importorskip("torchao.float8")
     for recipe in float8.Float8LinearRecipeName:

@@ -132,6 +132,10 @@ def test_the_documented_fields_and_defaults_are_these_in_this_order(handler: typ
         (lambda: GradientAccumulationPlugin(num_steps=True), "num_steps=True.*above 0"),
         (lambda: GradientAccumulationPlugin(sync_each_batch="no"), "sync_each_batch='no'"),  # type: ignore[arg-type]
         (lambda: DataLoaderConfiguration(dispatch_batches="yes"), "dispatch_batches='yes'"),  # type: ignore[arg-type]
+        (
+            lambda: DataLoaderConfiguration(already_sharded=False, shard_iterable_dataset=False),
+            "contradict each other",
+        ),
         (lambda: DataLoaderConfiguration(data_seed="7"), "data_seed='7'.*integer"),  # type: ignore[arg-type]
         (lambda: ProjectConfiguration(total_limit=0), "total_limit=0"),
         (lambda: ProjectConfiguration(iteration=-1), "iteration=-1"),

@@ -328,8 +328,12 @@ def test_a_second_step_for_one_loss_is_refused_while_others_are_awaited():
 
 def test_the_dtypes_of_parameters_are_checked_once():
     policy, models, optimizers = make_pair()
-    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
     asked: list[str] = []
+
+    def step() -> None:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            policy.scale(model(torch.ones(1, 3)).sum()).backward()
+            policy.step(optimizer)
 
     class Watched(torch.Tensor):
         @property
@@ -338,8 +342,10 @@ def test_the_dtypes_of_parameters_are_checked_once():
             return torch.float32
 
     optimizers[0].param_groups[0]["params"].append(torch.ones(1).as_subclass(Watched))
-    policy.step(optimizers[0])
-    assert not asked
+    step()
+    assert asked == ["dtype"]
+    step()
+    assert asked == ["dtype"]
 
 
 def product_type() -> torch.dtype:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_plugins.fp8.recipe import AORecipeKwargs, TERecipeKwargs
 from accel_plugins.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -258,6 +259,32 @@ def test_a_scaler_that_is_assigned_scales_the_losses():
     weight.grad = None
     accelerator.backward(weight.sum())
     assert weight.grad == 1.0
+
+
+def test_models_that_are_prepared_after_a_change_follow_the_recipe_that_was_assigned():
+    pytest.importorskip("torchao")
+    handlers = [AORecipeKwargs(module_filter_func=lambda layer, name: name == "0")]
+    accelerator: Any = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=handlers)
+
+    def converted() -> list[str]:
+        model = accelerator.prepare(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)))
+        return [type(layer).__name__ for layer in model]
+
+    assert converted() == ["Float8Linear", "Linear"]
+    accelerator.ao_recipe_handler = AORecipeKwargs(module_filter_func=lambda layer, name: name == "1")
+    assert converted() == ["Linear", "Float8Linear"]
+    assert accelerator.fp8_recipe_handler is accelerator.ao_recipe_handler
+    accelerator.fp8_recipe_handler = handler = AORecipeKwargs()
+    assert accelerator.ao_recipe_handler is handler
+    assert accelerator.fp8_backend.value == "AO"
+
+
+def test_a_recipe_that_is_assigned_without_fp8_is_kept():
+    accelerator: Any = Accelerator(cpu=True)
+    accelerator.te_recipe_handler = handler = TERecipeKwargs()
+    accelerator.ao_recipe_handler = None
+    assert accelerator.te_recipe_handler is accelerator.fp8_recipe_handler is handler
+    assert accelerator.fp8_enabled is False
 
 
 @pytest.mark.parametrize(("precision", "native"), [("no", False), ("bf16", True)])

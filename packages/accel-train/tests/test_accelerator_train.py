@@ -413,13 +413,62 @@ def test_a_model_in_half_precision_trains_as_it_is(dtype):
     assert torch.equal(model.weight, before - 0.5)
 
 
-def test_loss_scaling_refuses_parameters_in_float16_when_they_are_prepared():
+def test_float16_on_the_cpu_is_float32_unless_a_scaler_is_asked_for(caplog):
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    computed = []
+    model.register_forward_hook(lambda module, inputs, output: computed.append(output.dtype))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    assert computed == [torch.float32]
+    assert model.weight.grad.tolist() == [[1, 1]]
+    assert accelerator.mixed_precision == "fp16"
+    assert accelerator.native_amp is False
+    assert accelerator.scaler is None
+    with accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert not accelerator.optimizer_step_was_skipped
+    assert "computes in float32" in caplog.text
+
+
+def scale_half():
+    """Prepare a model in float16 and its optimizer, under loss scaling, and compute gradients of 1."""
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)]
+    )
     model = torch.nn.Linear(2, 1).half()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    return accelerator, model, optimizer
+
+
+def test_loss_scaling_refuses_gradients_in_float16():
+    accelerator, model, optimizer = scale_half()
     with pytest.raises(SettingsError, match="parameters in float16"):
-        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        optimizer.step()
+    with pytest.raises(SettingsError, match="parameters in float16"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
     teacher = accelerator.prepare_model(torch.nn.Linear(2, 1).half(), evaluation_mode=True)
     assert teacher(torch.ones(1, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_gradients_in_float16_are_unscaled_by_the_function_that_a_program_puts_in_place(clips):
+    accelerator, model, optimizer = scale_half()
+    original, before = accelerator.scaler._unscale_grads_, model.weight.detach().clone()
+
+    def allowing(optimizer, inv_scale, found_inf, allow_fp16):  # as sd-scripts do
+        return original(optimizer, inv_scale, found_inf, True)
+
+    accelerator.scaler._unscale_grads_ = allowing
+    if clips:
+        norm = accelerator.clip_grad_norm_(model.parameters(), 100.0)
+        assert norm.item() == pytest.approx(3**0.5, rel=1e-3)
+    optimizer.step()
+    assert model.weight.dtype is torch.float16
+    torch.testing.assert_close(model.weight, before - 0.5)
 
 
 def test_a_skipped_step_is_reported_and_moves_no_schedule():

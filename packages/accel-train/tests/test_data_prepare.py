@@ -261,6 +261,28 @@ def test_every_sample_of_data_that_is_sharded_already_comes_once(make: Any, opti
         whole.load_state_dict(state)
 
 
+class SilentStream(RankAwareStream):
+    """Every second number; nothing says so."""
+
+    def __init__(self, rank: int) -> None:
+        self.first = rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.first, 8, 2))
+
+
+def test_iterable_datasets_alone_are_left_as_they_are_without_shard_iterable_dataset() -> None:
+    streams = _own_shards(
+        lambda rank: DataLoader(SilentStream(rank), batch_size=3), shard_iterable_dataset=False
+    )
+    assert [[batch.tolist() for batch in loader] for loader in streams] == [
+        [[0, 2, 4], [6]],
+        [[1, 3, 5], [7]],
+    ]
+    mapped = _own_shards(lambda _: DataLoader(list(range(4)), batch_size=2), shard_iterable_dataset=False)
+    assert [[batch.tolist() for batch in loader] for loader in mapped] == [[[0, 1]], [[2, 3]]]
+
+
 def test_a_sampler_that_shards_is_sharded_again_only_on_request() -> None:
     loaders = _own_shards(_distributed_sampler, already_sharded=False, even_batches=False)
     assert [[batch.tolist() for batch in loader] for loader in loaders] == [[[0, 2, 4]], [[7]]]

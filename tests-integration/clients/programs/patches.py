@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Callable
@@ -298,6 +299,50 @@ def methods_of_accelerator() -> Any:
     assert Accelerator(cpu=True).is_fsdp2 is False
     assert Accelerator(cpu=True).distributed_type != "none"
     return [clipped, state, label, is_fsdp2]
+
+
+@case(ranks=2)
+def distributed_type() -> Any:
+    """unsloth keeps models from being wrapped: it has a function in place of the property."""
+
+    def prepare() -> list[Any]:
+        reset()
+        model, optimizer, *_ = train(Accelerator(cpu=True))
+        return [type(model).__name__, type(optimizer).__name__]
+
+    def function(self: Any) -> Any:
+        return accelerate.DistributedType.NO
+
+    with mock.patch.object(Accelerator, "distributed_type", function):
+        replaced = prepare()
+    same = property(lambda self: self.state.distributed_type)
+    with mock.patch.object(Accelerator, "distributed_type", same):
+        wrapped = prepare()
+    return [replaced, wrapped, prepare()]
+
+
+@case()
+def what_nothing_calls() -> Any:
+    """A replacement of what accel has no counterpart of is said once, with all that there are."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("accel_train").addHandler(handler)
+
+    def prepare() -> None:
+        reset()
+        Accelerator(cpu=True).prepare(make_model())
+
+    prepare()
+    with (
+        mock.patch.object(Accelerator, "_prepare_tp", lambda self, *args: args),
+        mock.patch("accelerate.utils.megatron_lm.model_provider_func", len),
+    ):
+        prepare()
+        prepare()
+    prepare()
+    logging.getLogger("accel_train").removeHandler(handler)
+    return records
 
 
 @case(ranks=2)

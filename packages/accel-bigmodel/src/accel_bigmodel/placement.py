@@ -59,15 +59,15 @@ def set_module_tensor_to_device(
         device(type='cpu')
     """
     owner, leaf = owner_of(module, tensor_name)
-    target = torch.device(device)
     parameters, buffers = parameter_table(owner), buffer_table(owner)
     old = parameters[leaf] if leaf in parameters else buffers[leaf]
     if old is None and value is None:
         return
+    if value is not None and old is not None:  # before the device, which programs may leave open
+        _check_shape(tensor_name, old, value)
+    target = torch.device(device)
     if value is None and old is not None and old.is_meta and target.type != "meta":
         raise ValueError(f"{tensor_name!r} is on the meta device: it needs a `value` to be put on {target}")
-    if value is not None and old is not None:
-        _check_shape(tensor_name, old, value)
     source: Tensor = value if value is not None else old  # pyright: ignore[reportAssignmentType] - one is there
     new = _shared_copy(source, target, tied_params_map)
     if new is None:
@@ -196,7 +196,8 @@ def _check_shape(name: str, old: Tensor, value: Tensor) -> None:
     # Quantised classes change their shape as they load.
     if type(old) in (nn.Parameter, torch.Tensor) and old.shape != value.shape:
         raise CheckpointError(
-            f"{name!r} has shape {tuple(old.shape)}; the value given for it has shape {tuple(value.shape)}"
+            f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), '
+            "this looks incorrect."
         )
 
 

@@ -230,7 +230,9 @@ _DEFAULTS = {
 }
 
 
-def _make_functions(name: str) -> tuple[Callable[..., ArgumentParser], Callable[[Namespace], None]]:
+def _make_functions(
+    name: str, check: Callable[[Namespace], None] | None = None
+) -> tuple[Callable[..., ArgumentParser], Callable[[Namespace], None]]:
     command = COMMANDS[name]
 
     def make_parser(subparsers: Any = None) -> ArgumentParser:
@@ -244,6 +246,8 @@ def _make_functions(name: str) -> tuple[Callable[..., ArgumentParser], Callable[
 
     def run(args: Namespace) -> None:
         """Run the subcommand; see the module."""
+        if check is not None:
+            check(args)
         actions = command.make_parser().actions
         defaults = {action.dest: action.default for action in actions if action.dest != "help"}
         if code := command.call(Namespace(**{**defaults, **vars(args)})):
@@ -267,7 +271,17 @@ merge_command_parser, merge_command = _make_functions("merge-weights")
 test_command_parser, test_command = _make_functions("test")
 
 
-to_fsdp2_command_parser, to_fsdp2_command = _make_functions("to-fsdp2")
+def _validate_to_fsdp2_args(args: Namespace) -> None:
+    """Check the files of the namespace of `to_fsdp2_command_parser`.
+
+    Raises:
+        FileNotFoundError: There is no file to rewrite.
+        SettingsError: None is named to write, or it would be replaced without `overwrite`.
+    """
+    target_of(args, _existing(args.config_file or default_config_file))
+
+
+to_fsdp2_command_parser, to_fsdp2_command = _make_functions("to-fsdp2", _validate_to_fsdp2_args)
 
 
 tpu_command_parser, tpu_command_launcher = _make_functions("tpu-config")
@@ -309,16 +323,6 @@ def _existing(path: str) -> Path:
             f"there is no config file {str(path)!r}: name one that exists, or run `accel config`."
         )
     return Path(path).expanduser()
-
-
-def _validate_to_fsdp2_args(args: Namespace) -> None:  # pyright: ignore[reportUnusedFunction] - programs call it by this name
-    """Check the files of the namespace of `to_fsdp2_command_parser`.
-
-    Raises:
-        FileNotFoundError: There is no file to rewrite.
-        SettingsError: None is named to write, or it would be replaced without `overwrite`.
-    """
-    target_of(args, _existing(args.config_file))
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:

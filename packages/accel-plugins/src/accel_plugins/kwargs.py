@@ -309,9 +309,11 @@ class DataLoaderConfiguration:
             is recognised where it can be: by a sampler or stream that has the number of ranks and the rank
             among its attributes, such as a `DistributedSampler`, by streams that `datasets` has split by
             node, and by datasets that read a split of Ray Data.
+        shard_iterable_dataset: Whether iterable datasets are sharded, unless they are recognised as sharded
+            already. `False` is `already_sharded=True` for loaders of iterable datasets alone.
 
     Raises:
-        SettingsError: A field has another type.
+        SettingsError: A field has another type, or the last two contradict each other.
     """
 
     split_batches: bool = False
@@ -323,9 +325,15 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = False
     resume_mid_epoch: bool = field(default=False, kw_only=True)
     already_sharded: bool | None = field(default=None, kw_only=True)
+    shard_iterable_dataset: bool = field(default=True, kw_only=True)
 
     def __post_init__(self) -> None:
         expect_flags(self, "dispatch_batches", "already_sharded")
+        if self.already_sharded is False and not self.shard_iterable_dataset:
+            raise SettingsError(
+                "DataLoaderConfiguration(already_sharded=False, shard_iterable_dataset=False): the two "
+                "contradict each other for iterable datasets; leave one of them out."
+            )
         expect(self, "data_seed", "an integer or None", lambda value: value is None or isinstance(value, int))
 
 

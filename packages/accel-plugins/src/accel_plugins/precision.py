@@ -105,8 +105,10 @@ class MixedPrecision:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler, if there is one."""
-        return None if self.scaling is None else self.scaling.scaler
+        """The loss scaler, if there is one; one that is disabled counts where nothing is cast either."""
+        if self.scaling is None or not (self.casts or self.scaling.scaler.is_enabled()):
+            return None
+        return self.scaling.scaler
 
     def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         if not self.casts:
@@ -239,6 +241,20 @@ class EnginePrecision:
         return converted
 
 
+def compute_in_float32(precision: PrecisionPolicy) -> PrecisionPolicy:
+    """Return a policy of the same name without autocast, and without loss scaling until a scaler is assigned.
+
+    Example:
+        >>> policy = compute_in_float32(build_precision("fp16", torch.device("cpu")))
+        >>> policy.name, policy.scaler
+        ('fp16', None)
+    """
+    if not isinstance(precision, MixedPrecision):
+        return precision
+    scaling = None if precision.scaling is None else LossScaling(GradScaler(enabled=False))
+    return replace(precision, casts=False, scaling=scaling)
+
+
 def switch_autocast(precision: PrecisionPolicy, casts: bool) -> PrecisionPolicy:
     """Return a policy with autocast or without; of an engine, which casts by itself, the same one.
 
@@ -292,26 +308,29 @@ class LossScaling:
         self.scaler = scaler
         self._master_weights = master_weights
         self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._checked: WeakSet[Optimizer] = WeakSet()
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()
         # The versions of the gradients of unscaled optimizers when a later loss was scaled.
         self._versions: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], ...]] = WeakKeyDictionary()
 
     def add(self, optimizers: Iterable[Optimizer]) -> None:
-        """Add optimizers, whose steps an update waits for; the dtypes of their parameters are checked now."""
+        """Add optimizers, whose steps an update waits for."""
         for optimizer in optimizers:
-            has_half = any(
-                p.dtype is torch.float16 and p.requires_grad
-                for group in optimizer.param_groups
-                for p in group["params"]
-            )
-            if has_half and self.scaler.is_enabled() and not self._master_weights:
-                raise SettingsError(
-                    f"{type(optimizer).__qualname__} trains parameters in float16 with "
-                    "mixed_precision='fp16', whose loss scaling needs them in float32. Load the model in "
-                    "float32; or keep it, in bfloat16 rather than float16, and use mixed_precision='no'."
-                )
             self._optimizers.add(optimizer)
+
+    def _check_dtypes(self, optimizer: Optimizer) -> None:
+        """Refuse gradients in float16, unless a program unscales them by a function of its own."""
+        if optimizer in self._checked or self._master_weights or "_unscale_grads_" in vars(self.scaler):
+            return
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if any(p.dtype is torch.float16 and p.requires_grad for p in parameters):
+            raise SettingsError(
+                f"{type(optimizer).__qualname__} trains parameters in float16 with "
+                "mixed_precision='fp16', whose loss scaling needs them in float32. Load the model in "
+                "float32; or keep it, in bfloat16 rather than float16, and use mixed_precision='no'."
+            )
+        self._checked.add(optimizer)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply the loss by the scale."""
@@ -336,6 +355,7 @@ class LossScaling:
             if optimizer in self._unscaled:
                 self._check_unmixed(optimizer)
             elif _has_gradients(optimizer):
+                self._check_dtypes(optimizer)
                 self.scaler.unscale_(optimizer)
                 self._unscaled.add(optimizer)
 
@@ -361,6 +381,7 @@ class LossScaling:
         if optimizer not in self._optimizers:
             self.add([optimizer])
         if supports_amp_scaling(optimizer):
+            self._check_dtypes(optimizer)
             if optimizer in self._unscaled:
                 self._check_unmixed(optimizer)
             self.scaler.step(optimizer)

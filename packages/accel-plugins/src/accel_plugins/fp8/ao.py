@@ -278,6 +278,7 @@ def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
         _float8().Float8LinearConfig.from_recipe_name(named),
         pad_inner_dim=bool(handler.pad_inner_dim),
         enable_fsdp_float8_all_gather=bool(handler.enable_fsdp_float8_all_gather),
+        force_recompute_fp8_weight_in_bwd=bool(handler.force_recompute_fp8_weight_in_bwd),
         emulate=device.type == "cpu",
     )
 

@@ -147,6 +147,9 @@ class AORecipeKwargs(KwargsHandler):
         enable_fsdp_float8_all_gather: Whether FSDP2 all-gathers converted weights in 8 bits where weights
             are scaled tensorwise; `ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER`, else true. Without FSDP2
             there is no such all-gather.
+        force_recompute_fp8_weight_in_bwd: Whether torchao converts weights again in the backward pass, which
+            saves memory, and does not keep them from the forward pass; torchao's default if `None`. Recent
+            versions of torchao (0.18, for instance) decide that themselves, and ignore it.
 
     Raises:
         SettingsError: A field is unknown, or contradicts `config`.
@@ -160,9 +163,10 @@ class AORecipeKwargs(KwargsHandler):
     module_filter_func: Callable[[nn.Module, str], bool] | None = None
     pad_inner_dim: bool | None = None
     enable_fsdp_float8_all_gather: bool | None = None
+    force_recompute_fp8_weight_in_bwd: bool | None = None
 
     def __post_init__(self) -> None:
-        flags = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+        flags = ("pad_inner_dim", "enable_fsdp_float8_all_gather", "force_recompute_fp8_weight_in_bwd")
         expect_flags(self, *flags)
         if isinstance(self.config, Enum):
             self.config = self.config.value
@@ -193,6 +197,7 @@ class AORecipeKwargs(KwargsHandler):
                 self.config = self._default = import_module("torchao.float8").Float8LinearConfig(
                     pad_inner_dim=bool(self.pad_inner_dim),
                     enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,
+                    force_recompute_fp8_weight_in_bwd=bool(self.force_recompute_fp8_weight_in_bwd),
                 )
             return
         for name in flags:

@@ -331,8 +331,8 @@ class Ulysses:
                     "their sequences: pass the loader to the call of prepare() that gets the model, or a "
                     "batch to a model of transformers by name, as in model(**batch)."
                 )
-            given = {name: value for name, value in kwargs.items() if value is not None}
-            kwargs, self.is_sharded = self.shard(given), True
+            arguments = {name: value for name, value in kwargs.items() if value is not None}
+            kwargs, self.is_sharded = self.shard(arguments), True
         if not self.is_sharded or text_config(model) is None:
             return None
         if "position_ids" not in kwargs:

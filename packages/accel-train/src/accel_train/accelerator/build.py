@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.ddp import DistributedDataParallelKwargs
-from accel_plugins.fp8.recipe import RECIPES, build_recipe
+from accel_plugins.fp8.recipe import RECIPES, Recipe, build_recipe
 from accel_plugins.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -23,7 +23,7 @@ from accel_plugins.kwargs import (
     TorchDynamoPlugin,
 )
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer, check_clock
-from accel_plugins.precision import build_precision
+from accel_plugins.precision import build_precision, compute_in_float32
 from accel_plugins.registry import (
     ENGINES,
     STRATEGIES,
@@ -239,8 +239,7 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
     no_sync = None if runtime.topology.world_size == 1 else strategy.stepper.no_sync
     synchronizer = Synchronizer(gradient_state, no_sync)
     engine = None if strategy.train_step is None else EngineCalls(strategy, gradient_state)
-    recipe_hook = None if recipe is None else recipe.after_step
-    after_step = (strategy.after_step, recipe_hook and (lambda: recipe_hook(prepared.models)))
+    after_step = _hooks_after_step(strategy, recipe, prepared)
     return Parts(
         process=process,
         state=state,
@@ -267,6 +266,38 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
         checkpoints=CheckpointContext(runtime, project, prepared, synchronizer, strategy, precision, recipe),
         trackers=trackers,
         meter=meter,
+    )
+
+
+def _hooks_after_step(
+    strategy: Strategy, recipe: Recipe | None, prepared: PreparedObjects
+) -> tuple[Callable[[], None] | None, ...]:
+    hook = None if recipe is None else recipe.after_step
+    return strategy.after_step, hook and (lambda: hook(prepared.models))
+
+
+def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
+    """Return the parts with the FP8 recipe of another handler; it converts what is prepared from now on.
+
+    A run has one recipe, and so the handler takes the place of any other. Without FP8 it is kept, and nothing
+    reads it.
+    """
+    kinds = {kind for spec in RECIPES.built_in.values() for kind in spec.handlers}
+    handlers = {kind: known for kind, known in parts.handlers.items() if kind not in kinds}
+    handlers |= index_handlers(() if handler is None else [handler])
+    runtime, converter = parts.process.runtime, parts.converter
+    name = "no" if converter is None else converter.recipe.name
+    recipe = converter and build_recipe(name, from_environ(environ.read()), runtime, handlers)
+    if recipe is None:
+        return replace(parts, handlers=handlers)
+    after_step = _hooks_after_step(parts.strategy, recipe, parts.prepared)
+    parts.checkpoints.recipe = recipe
+    return replace(
+        parts,
+        handlers=handlers,
+        converter=RecipeApplier(recipe, runtime),
+        after_step=after_step,
+        step=bind_step(parts.strategy.stepper.step, after_step),
     )
 
 
@@ -474,5 +505,14 @@ def _build_strategy(
         shared=spec.shards_gradients,
         master_weights=spec.master_weights,
     )
+    is_on_cpu = mixed_precision == "fp16" and runtime.device.type == "cpu"
+    ignores = is_on_cpu and GradScalerKwargs not in handlers and not spec.shards_gradients
+    if ignores:
+        precision = compute_in_float32(precision)
     strategy = load(spec)(settings, runtime, precision, handlers)
+    if ignores and strategy.precision is None:
+        logger.warning_once(
+            "mixed_precision='fp16' on the CPU computes in float32, as with Accelerate; 'bf16' is faster "
+            "where the CPU has instructions for it. kwargs_handlers=[GradScalerKwargs()] asks for float16."
+        )
     return strategy, strategy.precision or precision

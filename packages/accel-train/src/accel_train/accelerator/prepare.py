@@ -37,7 +37,7 @@ from accel_state.logging import get_logger
 from accel_state.memory import release_memory
 from accel_state.runtime import Runtime
 from accel_train.accelerator.presharded import adopt_sharded
-from accel_train.accelerator.seams import SeamFacet, replaced_stages
+from accel_train.accelerator.seams import SeamFacet, replaced_stages, says_another_type, warn_of_uncalled
 from accel_train.data.adapter import DataLoaderAdapter, PreparedLoader
 from accel_train.data.prepare import prepare_data_loader
 from accel_train.step import bind_step
@@ -179,6 +179,7 @@ class PrepareFacet(SeamFacet):
             >>> type(optimizer).__name__
             'AcceleratedOptimizer'
         """
+        warn_of_uncalled(self)
         replaced = replaced_stages(self)
         for method in replaced.values():
             args = tuple(getattr(self, method)(*args))
@@ -661,7 +662,8 @@ def _sequences(bundle: Bundle, request: PrepareRequest) -> Bundle:
 def _wrap(bundle: Bundle, request: PrepareRequest) -> Bundle:
     strategy, engine = request.parts.strategy, request.parts.engine
     replaced = accel_train.fsdp.replacements(request.accelerator) if strategy.fsdp_version == 2 else {}
-    bundle = strategy.wrapper.wrap(bundle, evaluation=request.evaluation, **replaced)
+    unwrapped = request.evaluation or says_another_type(request.accelerator)
+    bundle = strategy.wrapper.wrap(bundle, evaluation=unwrapped, **replaced)
     if engine is not None and not request.evaluation:
         for model in bundle.models:
             engine.route(model)
@@ -716,6 +718,8 @@ def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
     own: dict[str, Any] = {"micro_batches": sharding.micro_batches} if sharding.micro_batches > 1 else {}
     if config.already_sharded:
         own["already_sharded"] = True
+    if not config.shard_iterable_dataset:
+        own["shard_iterable_dataset"] = False
     loaders = tuple(
         prepare_data_loader(
             loader,

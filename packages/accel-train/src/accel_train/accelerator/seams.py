@@ -12,7 +12,9 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_ops.tree import local_part
 from accel_state.errors import UnsupportedError
 from accel_state.frozen import frozen
-from accel_train.accelerator.run import Facet
+from accel_state.lazy import replaced_absent_names
+from accel_state.logging import get_logger
+from accel_train.accelerator.run import Facet, ProcessFacet
 
 if TYPE_CHECKING:
     import torch
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_train.accelerator.build import Parts
+
+logger = get_logger(__name__)
 
 
 @frozen
@@ -46,13 +50,24 @@ SEAMS: tuple[Seam, ...] = (
         stage="sequences",
         applies=lambda parts: parts.strategy.split_sequences is not None,
     ),
-    Seam(method="_prepare_fsdp2", stage="wrap", applies=lambda parts: parts.strategy.fsdp_version == 2),
+    Seam(method="_prepare_fsdp2", stage="wrap", applies=lambda parts: parts.state.is_fsdp2),
     Seam(method="_prepare_deepspeed", stage="wrap", applies=lambda parts: parts.strategy.name == "deepspeed"),
     Seam(
         method="_prepare_megatron_lm", stage="wrap", applies=lambda parts: parts.strategy.name == "megatron"
     ),
 )
 """In the order in which `prepare` calls those that a program has replaced."""
+
+UNCALLED = (
+    "_clip_grad_norm_dtensor_aware",
+    "_do_sync",
+    "_get_devices",
+    "_get_named_parameters",
+    "_prepare_device_mesh",
+    "_prepare_msamp",
+    "_prepare_tp",
+)
+"""Methods that programs may call and nothing here does, so that a replacement has no effect."""
 
 
 class SeamFacet(Facet):
@@ -143,10 +158,35 @@ class SeamFacet(Facet):
 
 def replaced_stages(accelerator: SeamFacet) -> dict[str, str]:
     """Return the stages of a run whose method a program has replaced, each with its method."""
-    own, kind = vars(accelerator), type(accelerator)
     return {
         seam.stage: seam.method
         for seam in SEAMS
-        if (seam.method in own or getattr(kind, seam.method) is not getattr(SeamFacet, seam.method))
-        and seam.applies(accelerator._parts)  # pyright: ignore[reportPrivateUsage] - ours
+        if _is_replaced(accelerator, seam.method) and seam.applies(accelerator._parts)  # pyright: ignore[reportPrivateUsage] - ours
     }
+
+
+def warn_of_uncalled(accelerator: SeamFacet) -> None:
+    """Warn once of what a program has replaced and nothing here calls."""
+    names = [f"Accelerator.{method}" for method in UNCALLED if _is_replaced(accelerator, method)]
+    names += replaced_absent_names()
+    if names:
+        logger.warning_once(
+            "The program replaces %s, which accel has no counterpart of and never calls: the replacement has "
+            "no effect.",
+            ", ".join(names),
+        )
+
+
+def says_another_type(accelerator: Any) -> bool:
+    """Return whether a program has replaced `Accelerator.distributed_type` by another type than the run's.
+
+    Accelerate asks it which wrapper a model gets; unsloth keeps models from being wrapped in this way.
+    """
+    if type(accelerator).distributed_type is ProcessFacet.distributed_type:
+        return False
+    return accelerator.distributed_type != accelerator._parts.state.distributed_type  # pyright: ignore[reportPrivateUsage] - ours
+
+
+def _is_replaced(accelerator: SeamFacet, method: str) -> bool:
+    own, kind = vars(accelerator), type(accelerator)
+    return method in own or getattr(kind, method) is not getattr(SeamFacet, method)

@@ -16,12 +16,14 @@ from accel_plugins.kwargs import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    KwargsHandler,
 )
 from accel_plugins.optimizer import AcceleratedOptimizer
 from accel_plugins.precision import switch_autocast, switch_scaler, with_autocast_options
 from accel_plugins.strategy import Feature
 from accel_plugins.unsharded import sync_in_backward
 from accel_state.accelerator_state import GradientState
+from accel_train.accelerator.build import with_recipe_handler
 from accel_train.accelerator.run import Facet
 from accel_train.data.adapter import override_even_batches
 from accel_train.step import Accumulation, ItemCount, fused_backward
@@ -340,20 +342,36 @@ class SteppingFacet(Facet):
         """The `AORecipeKwargs` of the accelerator."""
         return self._handler(AORecipeKwargs)
 
+    @ao_recipe_handler.setter
+    def ao_recipe_handler(self, handler: AORecipeKwargs | None) -> None:
+        self._set_recipe(self.ao_recipe_handler, handler)
+
     @property
     def te_recipe_handler(self) -> TERecipeKwargs | None:
         """The `TERecipeKwargs` of the accelerator."""
         return self._handler(TERecipeKwargs)
+
+    @te_recipe_handler.setter
+    def te_recipe_handler(self, handler: TERecipeKwargs | None) -> None:
+        self._set_recipe(self.te_recipe_handler, handler)
 
     @property
     def msamp_recipe_handler(self) -> MSAMPRecipeKwargs | None:
         """The `MSAMPRecipeKwargs` of the accelerator."""
         return self._handler(MSAMPRecipeKwargs)
 
+    @msamp_recipe_handler.setter
+    def msamp_recipe_handler(self, handler: MSAMPRecipeKwargs | None) -> None:
+        self._set_recipe(self.msamp_recipe_handler, handler)
+
     @property
     def fp8_recipe_handler(self) -> AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | None:
-        """The recipe of FP8, whichever there is."""
+        """The recipe of FP8, whichever there is; models that are prepared after a change follow it."""
         return self.ao_recipe_handler or self.te_recipe_handler or self.msamp_recipe_handler
+
+    @fp8_recipe_handler.setter
+    def fp8_recipe_handler(self, handler: AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | None) -> None:
+        self._set_recipe(self.fp8_recipe_handler, handler)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -407,6 +425,10 @@ class SteppingFacet(Facet):
     def optimizer_step_was_skipped(self) -> bool:
         """Whether a prepared optimizer skipped its last step because gradients were not finite."""
         return any(optimizer.step_was_skipped for optimizer in self._parts.prepared.optimizers)
+
+    def _set_recipe(self, before: KwargsHandler | None, after: KwargsHandler | None) -> None:
+        if after is not before:
+            self._parts = with_recipe_handler(self._parts, after)
 
     def _backward_of_items(self, loss: Tensor, num_items: ItemCount, kwargs: dict[str, Any]) -> None:
         parts = self._parts

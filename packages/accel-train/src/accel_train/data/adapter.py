@@ -21,6 +21,7 @@ from accel_train.data.reading import (
     INDEXING,
     EpochPass,
     IndexSource,
+    PlainReading,
     Position,
     RotatedWorkerIds,
     SamplerReading,
@@ -117,6 +118,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         self._resume: Position | None = None
         self._resume_epoch: int | None = None
         self._progress = LoaderProgress()
+        self._base: Any = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Copy or pickle the loader without its current pass: the copy begins its own."""
@@ -126,9 +128,17 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         return remake_loader, (plain_class(type(self)), self.use_stateful_dataloader), state
 
     @property
-    def base_dataloader(self) -> DataLoader[Any]:
-        """The loader that reads: this loader."""
-        return self
+    def base_dataloader(self) -> Iterable[Any]:
+        """The loader that reads: this one, unless a program has assigned another.
+
+        That one's batches are then yielded as they come: nothing of ours shards them, and the position is
+        the number of batches.
+        """
+        return self if self._base is None else self._base
+
+    @base_dataloader.setter
+    def base_dataloader(self, loader: Iterable[Any]) -> None:
+        self._base = None if loader is self else loader
 
     @property
     def iteration(self) -> int:
@@ -141,6 +151,8 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     def __len__(self) -> int:
         """Number of batches of this rank, less those that the next pass skips."""
+        if self._base is not None:
+            return max(0, len(self._base) - self.skip_batches)
         full_steps, remaining = divmod(super().__len__(), self._batches_per_step)
         return max(0, full_steps + (remaining > 0 and not self._drop_last) - self.skip_batches)
 
@@ -282,7 +294,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
                 f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. Build "
                 "the loader as in the run that was saved."
             )
-        if self._indices is None and len(position.consumed) != workers:
+        if self._base is None and self._indices is None and len(position.consumed) != workers:
             raise ValueError(
                 f"The saved data position is that of {len(position.consumed)} worker(s), each with a part of "
                 f"the iterable dataset, but this loader has {workers}. Give it "
@@ -301,6 +313,8 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     @property
     def _unit(self) -> str:
+        if self._base is not None:
+            return PlainReading.unit
         unit = "stream" if self._indices is None else self._indices.shard.unit
         return unit if self.dataset_parts == 1 else f"{unit}, 1 of {self.dataset_parts} parts"
 
@@ -348,6 +362,8 @@ class DataLoaderAdapter(TorchLoader[T_co]):
     def _begin_reading(self) -> EpochPass:
         position, self._resume = self._resume, None
         skip, self.skip_batches = self.skip_batches, 0
+        if self._base is not None:
+            return PlainReading(self._base, skip if position is None else position.consumed[0])
         resumed = position is not None
         # In a stream, only reading shows how many samples a worker gives; and torchdata counts by itself.
         seeks = self._indices is not None or (not self.use_stateful_dataloader and self.num_workers == 0)
@@ -572,7 +588,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         skipped._progress, skipped.meter = self._progress, self.meter
         skipped.skip_batches = self.skip_batches + batches
         position, self._resume = self._resume, None
-        if position is not None and self._indices is not None:  # skip batches of the order of the position
+        # Skip batches of the order of the position.
+        if position is not None and self._indices is not None and self._base is None:
             skipped.skip_batches = 0
             skipped._resume = replace(position, consumed=(batches * self.stride,))
         return skipped

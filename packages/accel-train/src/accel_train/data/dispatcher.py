@@ -115,7 +115,8 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
     def __len__(self) -> int:
         """Number of batches of this rank, less those that the next pass skips."""
         length = super().__len__()
-        if self.even_batches or self._drop_last or not self.counts_samples:
+        is_even = self.even_batches or self._drop_last or not self.counts_samples
+        if is_even or self.base_dataloader is not self:
             return length
         samples: Any = self.dataset if self._indices is None else self._indices.shard.batch_sampler.sampler
         in_last_step = len(samples) % self.stride

@@ -42,6 +42,7 @@ def prepare_data_loader(
     *,
     micro_batches: int = 1,
     already_sharded: bool | None = None,
+    shard_iterable_dataset: bool = True,
 ) -> DataLoaderShard[Any] | DataLoaderDispatcher[Any]:
     """Make the loader of this rank from a torch loader over the full data.
 
@@ -80,6 +81,7 @@ def prepare_data_loader(
             a `DistributedSampler`, an `IterableDatasetShard`, an iterable dataset that `datasets` has split
             by node, and a dataset that reads a split of Ray Data. A sampler whose indices
             depend on the rank in any other way needs `True`.
+        shard_iterable_dataset: `False` is `already_sharded=True` where the dataset is iterable.
 
     Raises:
         TypeError: The argument is no torch loader.
@@ -99,6 +101,8 @@ def prepare_data_loader(
     # 1. Find out which ranks read what.
     runtime = current_or_single()
     world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
+    if not shard_iterable_dataset and isinstance(dataloader.dataset, IterableDataset):
+        already_sharded = True
     is_shard = is_sharded_already(dataloader, num_processes=world, process_index=index, asked=already_sharded)
     ranks, rng_types = world, [RNGType(kind) for kind in rng_types or ()]
     if is_shard:  # each rank reads its own data, with a generator of its own

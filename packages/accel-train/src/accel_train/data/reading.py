@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from inspect import signature
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, Self, TypeVar, cast
 
 import torch
@@ -161,6 +161,24 @@ class SamplerReading(EpochPass):
     def position(self) -> Position:
         consumed = self._start + self.taken * self._stride
         return Position(unit=self._unit, consumed=(consumed,), order=self._order)
+
+
+class PlainReading(EpochPass):
+    """A pass over a loader that a program has put in place of ours.
+
+    Args:
+        loader: The loader.
+        start: The number of its batches that are skipped.
+    """
+
+    unit = "batches"
+
+    def __init__(self, loader: Iterable[Any], start: int) -> None:
+        self._start = start
+        self.batches = islice(iter(loader), start, None)
+
+    def position(self) -> Position:
+        return Position(unit=self.unit, consumed=(self._start + self.taken,))
 
 
 class StreamReading(EpochPass):

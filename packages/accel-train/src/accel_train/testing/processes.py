@@ -46,6 +46,11 @@ def get_launch_command(**kwargs: Any) -> list[str]:
     return ["accelerate" if shutil.which("accelerate") else "accel", "launch", *flags]
 
 
+def print_devices() -> None:
+    """Print how many accelerators this machine has: the smallest program for a test of a launcher."""
+    sys.stdout.write(f"Successfully ran on {device_count} accelerators\n")
+
+
 DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
 
 

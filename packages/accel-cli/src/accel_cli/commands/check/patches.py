@@ -157,8 +157,8 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
     # The places of shards are the values of tensors of ranks and indices.
     layout_of = _run_within(recorder.on_real_tensors, vars(ShardLayout)["of"])
     _set("accel_plugins.optimizers.matrices.ShardLayout", of=layout_of)
-    place = _run_within(recorder.on_real_tensors, compute_local_shape_and_global_offset)
-    _set("accel_plugins.sharding.shards", compute_local_shape_and_global_offset=place)
+    on_real = _run_within(recorder.on_real_tensors, compute_local_shape_and_global_offset)
+    _set("accel_plugins.sharding.shards", compute_local_shape_and_global_offset=on_real)
     propagator: Any = ShardingPropagator
     name = next(name for name in PROPAGATION_METHODS if name in vars(propagator))
     setattr(propagator, name, _run_within(recorder.paused, vars(propagator)[name]))

@@ -1,0 +1,6 @@
+"""A script that tests start by its path. Written by tools/gen_exports.py."""
+
+from accel_train.testing.processes import print_devices as main
+
+if __name__ == "__main__":
+    main()
