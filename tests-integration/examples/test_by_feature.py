@@ -45,6 +45,7 @@ SAYS = {
     "memory": r"batches of 1024\n.*batches of \d+\ntrained with batches of 1\d\d\n",
     "multi_process_metrics": r"epoch 0: F1 0.\d+ over 357 samples\n.*epoch 3: F1 0.9\d+ over 357 samples\n",
     "profiler": r"Self CPU time total",
+    "weights_out": r"^epoch 0: the engine has 1\d\d\d of 1797 right\n.*epoch 2: the engine has 1[5-7]\d\d of",
     "schedule_free": r"epoch 3: 3[2-5]\d of 357 right\n$",
 }
 

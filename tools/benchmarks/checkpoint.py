@@ -10,7 +10,10 @@ adds. Claims:
 - `save_state(blocking=False)` stalls at most a quarter as long as the reference's `save_state`;
 - blocking, without flushing (which the reference never does), it takes no longer than the reference's;
 - with flushing it takes at most 1.1 times as long as `dd`;
-- while it saves, blocking, memory grows by at most a tenth of the checkpoint.
+- while it saves, blocking, memory grows by at most a tenth of the checkpoint;
+- `load_state` from the page cache takes no longer than the reference's, into a run that has trained (`load`)
+  and into one that has not (`first load`), and memory grows by at most a tenth of the checkpoint, beside the
+  moments that a first load allocates.
 
 Printed, too: how a loop of tiny steps, which needs the interpreter all the time, fares while a thread writes
 in the background.
@@ -35,18 +38,27 @@ import torch
 
 WIDTH = 2048
 BLOCK = 1 << 28  # bytes that dd writes over and over
-CLAIMS = {"stall": 0.25, "blocking": 1.0, "flushed": 1.1, "memory": 0.1}
+CLAIMS = {
+    "stall": 0.25,
+    "blocking": 1.0,
+    "flushed": 1.1,
+    "memory": 0.1,
+    "load": 1.0,
+    "first load": 1.0,
+    "memory of a load": 0.1,
+    "memory of a first load": 0.1,
+}
 
 
 class Library:
     """One library with its model, in this process."""
 
-    def __init__(self, name: str, gigabytes: float) -> None:
+    def __init__(self, name: str, gigabytes: float, *, is_trained: bool) -> None:
         self.accelerator = import_module(name).Accelerator(cpu=True)
         count = round(gigabytes * 1e9 / (4 * WIDTH * WIDTH))
         model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
         model, optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        for parameter in model.parameters():
+        for parameter in model.parameters() if is_trained else ():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
@@ -66,6 +78,15 @@ class Library:
             saved.wait()
         total = time.perf_counter() - start
         return {"stall": stall, "whole": total, "grown": grown, "pace": pace, "bytes": self.bytes}
+
+    def load(self, folder: str) -> dict[str, Any]:
+        """Load once; return seconds and how memory grew."""
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        before = memory("VmRSS")
+        start = time.perf_counter()
+        self.accelerator.load_state(folder)
+        taken = time.perf_counter() - start
+        return {"stall": taken, "grown": memory("VmHWM") - before, "bytes": self.bytes}
 
 
 def steps_per_second(stop: Any) -> float:
@@ -87,15 +108,17 @@ def memory(key: str) -> int:
     return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
-def serve(name: str, gigabytes: float) -> None:
-    """Save as told on standard input."""
-    library = Library(name, gigabytes)
+def serve(name: str, gigabytes: float, *, is_trained: bool) -> None:
+    """Save and load as told on standard input."""
+    library = Library(name, gigabytes, is_trained=is_trained)
     print(json.dumps({"bytes": library.bytes}), flush=True)
     for line in sys.stdin:
         request = json.loads(line)
         if request["what"] == "pace":
             end = time.perf_counter() + 3
             answer: dict[str, Any] = {"pace": steps_per_second(lambda end=end: time.perf_counter() > end)}
+        elif request["what"] == "load":
+            answer = library.load(request["folder"])
         else:
             answer = library.save(request["folder"], request["options"])
         print(json.dumps(answer), flush=True)
@@ -104,8 +127,9 @@ def serve(name: str, gigabytes: float) -> None:
 class Server:
     """The far end of `serve`."""
 
-    def __init__(self, python: str, name: str, gigabytes: float) -> None:
+    def __init__(self, python: str, name: str, gigabytes: float, *, is_trained: bool = True) -> None:
         command = [python, __file__, "--serve", name, "--gigabytes", str(gigabytes)]
+        command += [] if is_trained else ["--untrained"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.bytes = int(self._answer()["bytes"])
 
@@ -129,6 +153,29 @@ class Server:
             if line.startswith("{"):
                 return json.loads(line)
         raise RuntimeError("the process that saves has ended")
+
+
+def load_in_turn(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Let both libraries load what they have saved, from the page cache; return their results."""
+    libraries = [("accel", sys.executable)]
+    if arguments.reference_python:
+        libraries.append(("accelerate", str(arguments.reference_python)))
+    answers: dict[str, list[dict[str, Any]]] = {}
+    for _ in range(arguments.rounds):
+        for name, python in libraries:
+            target = arguments.folder / f"{name}-benchmark"
+            size, label = arguments.gigabytes, "reference " * (name == "accelerate")
+            server = Server(python, name, size)
+            options = {"flush": False} if name == "accel" else {}
+            server.ask("save", target, **options)
+            for _ in range(2):
+                answers.setdefault(f"{label}load", []).append(server.ask("load", target))
+            server.close()
+            fresh = Server(python, name, size, is_trained=False)
+            answers.setdefault(f"{label}first load", []).append(fresh.ask("load", target))
+            fresh.close()
+            discard(target)
+    return answers
 
 
 def dd(block: Path, target: Path, size: int) -> dict[str, Any]:
@@ -214,6 +261,29 @@ def report(answers: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
     return ratios
 
 
+def report_loads(answers: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Print; return the ratios that are claimed."""
+    size = answers["load"][0]["bytes"]
+    print(f"{size / 1e9:.2f} GB to load")
+    for name in sorted(answers):
+        times = sorted(answer["stall"] for answer in answers[name])
+        print(f"  {name:>20}: {times[0]:6.2f} s, median {statistics.median(times):6.2f} s")
+    ratios: dict[str, float] = {}
+    for name in ("load", "first load"):
+        moments = size * 2 / 3 if name == "first load" else 0
+        taken = {
+            kind: statistics.median(answer["grown"] for answer in answers[kind]) / 1e6
+            for kind in (name, f"reference {name}")
+            if kind in answers
+        }
+        ratios[f"memory of a {name}"] = (taken[name] * 1e6 - moments) / size
+        print(f"  {name}: memory grows, in MB: {', '.join(f'{kind} {mb:.0f}' for kind, mb in taken.items())}")
+        if f"reference {name}" in answers:
+            ratios[name] = ratio(answers, name, f"reference {name}")
+            print(f"  {name}, beside the reference's: {ratios[name]:.2f}")
+    return ratios
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -225,14 +295,20 @@ def main() -> None:
     parser.add_argument(
         "--reference-python", type=Path, help="interpreter of an environment with the reference"
     )
+    parser.add_argument("--only", choices=("saves", "loads"), help="measure only these")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
+    parser.add_argument("--untrained", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
-        serve(arguments.serve, arguments.gigabytes)
+        serve(arguments.serve, arguments.gigabytes, is_trained=not arguments.untrained)
         return
     if arguments.folder is None:
         parser.error("--folder is needed: a folder on the disk that is measured")
-    ratios = report(measure(arguments))
+    ratios: dict[str, float] = {}
+    if arguments.only != "loads":
+        ratios |= report(measure(arguments))
+    if arguments.only != "saves":
+        ratios |= report_loads(load_in_turn(arguments))
     missed = [
         f"{name}: {value:.2f} > {CLAIMS[name]}" for name, value in ratios.items() if value > CLAIMS[name]
     ]

@@ -267,7 +267,9 @@ def test_an_optimizer_goes_on_from_what_its_tensors_were():
     state = shards.optimizer_tensors(optimizer, [model])
     assert {*state["state"]} == {"weight", "bias"}
     room = shards.state_allocator(optimizer, [model])
-    assert room("weight", torch.Size([2, 3]), torch.float64).dtype is torch.float64
+    assert room("weight", "exp_avg", torch.Size([2, 3]), torch.float64).dtype is torch.float64
+    moment = optimizer.state[model.weight]["exp_avg"]
+    assert room("weight", "exp_avg", torch.Size([2, 3]), torch.float32).data_ptr() == moment.data_ptr()
     for values in other.state.values():
         values["exp_avg"].zero_()
     shards.load_optimizer(other, [fresh], state)

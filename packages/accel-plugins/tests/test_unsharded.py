@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from accel_plugins import ddp, unsharded
 from accel_plugins.precision import build_precision
 from accel_plugins.strategy import Bundle
+from accel_plugins.unsharded import load_in_place
 from accel_state.errors import SettingsError
 from accel_state.runtime import Runtime
 
@@ -49,3 +51,65 @@ def test_compiled_models_are_saved_under_their_own_names():
     twin = nn.Linear(2, 1)
     strategy.persister.load_full_state_dict(twin, saved)
     assert torch.equal(twin.weight, model.weight)
+
+
+OPTIMIZERS = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "lbfgs": lambda parameters: torch.optim.LBFGS(parameters, lr=0.1),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+}
+
+
+def trained(make_optimizer: Any, steps: int, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).to(dtype)
+    optimizer = make_optimizer(model.parameters())
+    for _ in range(steps):
+
+        def closure() -> Any:
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 3, dtype=dtype)).float().square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    return optimizer
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_loads_in_place_what_torch_loads(name: str, dtype: torch.dtype, steps: int):
+    make_optimizer = OPTIMIZERS[name]
+    saved = trained(make_optimizer, 2, dtype).state_dict()
+    original = copy.deepcopy(saved)
+    mine, torchs = (trained(make_optimizer, steps, dtype) for _ in range(2))
+    before = {id(p): dict(state) for p, state in mine.state.items()}
+    load_in_place(mine, saved)
+    torchs.load_state_dict(copy.deepcopy(original))
+    torch.testing.assert_close(mine.state_dict(), torchs.state_dict(), rtol=0, atol=0)
+    # Tensors of parameters are where they were, and nothing shares memory with what was loaded.
+    for parameter, state in mine.state.items():
+        for key, value in state.items():
+            old = before.get(id(parameter), {}).get(key)
+            if isinstance(value, torch.Tensor) and isinstance(old, torch.Tensor) and old.dtype == value.dtype:
+                assert value.data_ptr() == old.data_ptr(), key
+    for tensor in tensors_of([dict(state) for state in mine.state.values()]):
+        tensor.zero_()
+    torch.testing.assert_close(saved, original, rtol=0, atol=0)
+
+
+def test_an_optimizer_of_other_groups_is_refused_before_anything_changes():
+    saved = trained(OPTIMIZERS["adamw"], 2).state_dict()
+    other = torch.optim.AdamW(nn.Linear(3, 2, bias=False).parameters())
+    with pytest.raises(ValueError, match="parameter group"):
+        load_in_place(other, saved)
+    assert not other.state

@@ -350,6 +350,8 @@ class ProjectConfiguration:
         iteration: Number of the next checkpoint.
         save_on_each_node: Whether each node's local main process writes the files of the main process, for
             nodes without a shared file system.
+        durable: Whether `save_state` waits until a checkpoint is on disk, so that it survives also a crash of
+            the machine. Without, it counts when the operating system has it, as in other libraries.
 
     Raises:
         SettingsError: A field has another type or is out of its range, or `project_dir` has a scheme.
@@ -365,6 +367,7 @@ class ProjectConfiguration:
     total_limit: int | None = None
     iteration: int = 0
     save_on_each_node: bool = False
+    durable: bool = True
 
     def __post_init__(self) -> None:
         for name in ("project_dir", "logging_dir"):

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
+    from accel_plugins.full_parameters import FullParameters
     from accel_plugins.kwargs import AutocastKwargs
     from accel_plugins.sharding.state import RankPlanners, ShardedStates
     from accel_state.runtime import Runtime
@@ -372,6 +373,19 @@ class Persister(Protocol):
         Args:
             model: Prepared or not.
             keep: As in `full_state_dict`.
+        """
+        ...
+
+    def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
+        """Yield names of the unwrapped model and full parameters, bit for bit those of `full_state_dict`.
+
+        Every rank iterates over all, in the same order; a rank that keeps nothing gets nothing.
+        `ReplicatedPersister` does it where every rank has full parameters, and
+        `accel_plugins.full_parameters.iter_gathered` where it has shards.
+
+        Args:
+            model: Prepared or not.
+            request: Their dtype, the size of buckets, and the ranks that need them.
         """
         ...
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import field, replace
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +17,9 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
+from accel_ops.tree import recursively_apply
+from accel_ops.weights.mapped import release
+from accel_plugins.full_parameters import FullParameters, full_sources, iter_gathered
 from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategy import (
     PLAIN_FEATURES,
@@ -112,8 +117,13 @@ class ReplicatedPersister:
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         yield self.full_state_dict(model, keep=keep)
 
+    def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
+        return iter_gathered(full_sources(_core(model).state_dict(keep_vars=True)), request)
+
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        return _core(model).load_state_dict(state, **options)
+        core = _core(model)
+        with _releasing(core, state):
+            return core.load_state_dict(state, **options)
 
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
@@ -125,7 +135,67 @@ class ReplicatedPersister:
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
         del models
-        optimizer.load_state_dict(dict(state))
+        load_in_place(optimizer, state)
+
+
+@contextmanager
+def _releasing(core: nn.Module, state: Mapping[str, Any]) -> Generator[None]:
+    """Release mapped tensors of a state dict as soon as their module has loaded them, within the block."""
+
+    def after_load(prefix: str, module: nn.Module, _: Any) -> None:
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for name, _ in own:
+            release(state.get(f"{prefix}.{name}" if prefix else name))
+
+    handles = [
+        module.register_load_state_dict_post_hook(partial(after_load, prefix))
+        for prefix, module in core.named_modules()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def load_in_place(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load an optimizer's state dict, tensor by tensor, into the memory that its state has.
+
+    Where it has none, as before the first step, memory is allocated. Nothing of `state` is kept, and mapped
+    tensors are released as soon as they are copied.
+
+    Args:
+        optimizer: Of ordinary tensors.
+        state: As of `Optimizer.state_dict`.
+    """
+    saved = [group["params"] for group in state["param_groups"]]
+    current = [group["params"] for group in optimizer.param_groups]
+    if [*map(len, saved)] != [*map(len, current)]:
+        optimizer.load_state_dict(dict(state))  # raises
+        return
+    parameters = dict(zip(chain.from_iterable(saved), chain.from_iterable(current), strict=True))
+    copies: dict[int, Any] = {}  # by the id of the value: what was one object is one again
+    copied: dict[Any, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        parameter = parameters[index]
+        own = optimizer.state.get(parameter, {})
+        for key, value in values.items():
+            if id(value) not in copies:
+                copies[id(value)] = _copy_to(value, own.get(key), parameter)
+            copied.setdefault(index, {})[key] = copies[id(value)]
+    optimizer.load_state_dict({**state, "state": copied})
+
+
+def _copy_to(value: Any, target: Any, parameter: Tensor) -> Any:
+    """Copy a value of an optimizer's state into a tensor, if it is one of that shape, or into new memory."""
+    if type(value) is not Tensor:
+        return recursively_apply(lambda tensor: tensor.clone(), value)
+    if type(target) is Tensor and target.shape == value.shape and target.dtype == value.dtype:
+        copy = target.detach().copy_(value)
+    else:
+        copy = value.to(parameter.device if value.shape == parameter.shape else value.device, copy=True)
+    release(value)
+    return copy
 
 
 def _core(model: nn.Module) -> nn.Module:

@@ -27,6 +27,7 @@ from accel_ops.weights.tensors import tensor_memory
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.fsdp.blocks import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
+from accel_plugins.full_parameters import FullParameters
 from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.sharding.folder import load_object
 from accel_plugins.sharding.state import StateAllocator, StateForm, TensorShards
@@ -258,7 +259,11 @@ def build_spmd(
         persister=CompilerShardedPersister(),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=PLAIN_FEATURES,
-        shards=TensorShards(form_now=partial(form_of, plugin), allocator_like=partial(_allocator_like, mesh)),
+        shards=TensorShards(
+            form_now=partial(form_of, plugin),
+            allocator_like=partial(_allocator_like, mesh),
+            fills_state=False,
+        ),
         planners=SpmdPlanners(),
         shard_sequences=partial(recursively_apply, partial(_move_sharded, mesh, runtime)),
         after_micro_batch=own.flush,
@@ -398,6 +403,11 @@ class CompilerShardedPersister(ReplicatedPersister):
         state = ReplicatedPersister.full_state_dict(self, model)
         return (part if keep else {} for part in _iter_copies(state))
 
+    def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
+        """Copy the parameters to the CPU one by one."""
+        parameters = ReplicatedPersister.iter_full_parameters(self, model, request)
+        return ((name, parameter.cpu()) for name, parameter in parameters)
+
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
@@ -455,7 +465,8 @@ _INDEXED_BY_LISTS = "Using a non-tuple sequence"  # torch_xla indexes shards so
 def _allocator_like(mesh: Any, parameters: Mapping[str, Tensor]) -> StateAllocator:
     """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
 
-    def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        del key
         parameter = parameters.get(name)
         if parameter is None or parameter.shape != shape or not shape:
             return torch.empty(shape, dtype=dtype)

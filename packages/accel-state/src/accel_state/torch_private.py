@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pkgutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from operator import attrgetter
@@ -423,6 +423,19 @@ def flat_names(flat: Any) -> list[str]:
 def flat_shards(flat: Any) -> zip[tuple[Any, Any, Any]]:
     """Return original parameter, shape and shard of each parameter in a flat one, with `use_orig_params`."""
     return zip(flat._params or (), flat._shapes, flat._shard_param_infos, strict=False)
+
+
+def flat_slices(handle: Any) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
+    """Yield name, full shape, begin and elements of this rank's part of each parameter in a flat one."""
+    flat = handle.flat_param
+    is_sharded = handle.uses_sharded_strategy
+    local = flat._local_shard.detach() if is_sharded else flat.detach()
+    first = handle.rank * local.numel() if is_sharded else 0
+    paddings = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+    spans = [span for span, is_padding in paddings if not is_padding]
+    for name, shape, (begin, last) in zip(flat._fqns, flat._shapes, spans, strict=True):
+        start, stop = max(begin, first), min(last + 1, first + local.numel())
+        yield name, shape, max(start - begin, 0), local[start - first : max(start, stop) - first]
 
 
 def shared_parameters(flat: Any) -> list[tuple[Any, ...]]:

@@ -42,6 +42,7 @@ TITLES = {
     "by_feature/profiler": "Profiling some steps",
     "by_feature/schedule_free": "A schedule-free optimizer",
     "by_feature/tracking": "Tracking an experiment",
+    "by_feature/weights_out": "Weights for an inference engine",
     "inference/distributed_generation": "Distributed generation",
     "inference/pipeline": "A pipeline of processes",
 }

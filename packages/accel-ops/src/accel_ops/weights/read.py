@@ -216,6 +216,22 @@ def load_bin(path: Path) -> dict[str, Tensor]:
     return cast("dict[str, Tensor]", state_dict)
 
 
+def is_mappable(path: Path) -> bool:
+    """Return whether `torch.load(mmap=True)` reads from a file just what its records hold.
+
+    Other files, such as those of torch before 1.6 and damaged ones, have to be read as a whole. The checksum
+    of the pickle is not compared: checkpoints have better ones in their manifest, and none there.
+    """
+    with open_regular(path) as file:
+        if file.read(len(_ZIP)) != _ZIP:
+            return False
+        try:
+            _check_records(file, has_checksum=False)
+        except Exception:  # noqa: BLE001 - a damaged archive or pickle may raise anything
+            return False
+    return True
+
+
 _ZIP = b"PK\x03\x04"
 _LOCAL_HEADER = 30
 _ITEM_SIZES = {
@@ -227,7 +243,7 @@ _ITEM_SIZES = {
 }  # fmt: skip
 
 
-def _check_records(file: BufferedReader) -> None:
+def _check_records(file: BufferedReader, *, has_checksum: bool = True) -> None:
     """Raise a ValueError if a record of an archive is not as long as the storage that its pickle names.
 
     `torch.load` with `mmap` does not compare them: it reads what follows a record that is too short.
@@ -241,7 +257,9 @@ def _check_records(file: BufferedReader) -> None:
             raise ValueError("it is no archive of torch.save")
         if pickled.file_size > JSON_LIMIT:
             raise ValueError(f"its pickle is larger than {JSON_LIMIT} bytes")
-        for key, size in set(_storages(archive.read(pickled))):
+        _stored_bytes(archive, pickled)
+        content = archive.read(pickled) if has_checksum else _raw_content(file, pickled)
+        for key, size in set(_storages(content)):
             record = records.get(f"{top}/data/{key}")
             stored = None if record is None else _stored_bytes(archive, record)
             if stored != size:
@@ -258,6 +276,16 @@ def _stored_bytes(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
     if end > archive.start_dir:
         raise ValueError(f"record {record.filename!r} is not whole")
     return record.file_size
+
+
+def _raw_content(file: BufferedReader, record: zipfile.ZipInfo) -> bytes:
+    """Read an uncompressed record, whose checksum may be absent."""
+    file.seek(record.header_offset)
+    header = file.read(_LOCAL_HEADER)
+    # The lengths of the name and of the padding behind it: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+    lengths = (int.from_bytes(header[begin : begin + 2], "little") for begin in (26, 28))
+    file.seek(record.header_offset + _LOCAL_HEADER + sum(lengths))
+    return file.read(record.file_size)
 
 
 def _storages(pickled: bytes) -> Iterator[tuple[str, int]]:

@@ -98,8 +98,13 @@ class SafetensorsFile:
     def read_ahead(self, names: Iterable[str]) -> None:
         """Read tensors into memory; return when they are read (on older kernels: requested)."""
         for begin, end in self._pages(names):
-            if not self._populate(begin, end - begin):
-                self._advise(getattr(mmap, "MADV_WILLNEED", None), begin, end)
+            self.read_ahead_bytes(begin, end)
+
+    def read_ahead_bytes(self, begin: int, end: int) -> None:
+        """Read bytes of the file, from the begin of a page on, into memory, as `read_ahead` does."""
+        end = min(end, self.size)
+        if not self._populate(begin, end - begin):
+            self._advise(getattr(mmap, "MADV_WILLNEED", None), begin, end)
 
     def contents(self) -> memoryview:
         """Return the bytes of the file, mapped as its tensors are."""
@@ -108,7 +113,11 @@ class SafetensorsFile:
     def evict(self, names: Iterable[str]) -> None:
         """Release the memory of tensors; they are read again when used. Writes to them are lost."""
         for begin, end in self._pages(names):
-            self._advise(getattr(mmap, "MADV_DONTNEED", None), begin, end)
+            self.evict_bytes(begin, end)
+
+    def evict_bytes(self, begin: int, end: int) -> None:
+        """Release the memory of bytes of the file, from the begin of a page on, as `evict` does."""
+        self._advise(getattr(mmap, "MADV_DONTNEED", None), begin, min(end, self.size))
 
     def _mapping(self) -> mmap.mmap:
         if self._map is None:

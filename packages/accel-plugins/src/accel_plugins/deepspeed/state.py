@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -15,10 +16,16 @@ from torch import Tensor, nn
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.deepspeed.folder import engine_folder, load_file, read_folder
 from accel_plugins.deepspeed.library import GatheredParameters, ds_module, is_sharded
+from accel_plugins.full_parameters import (
+    FullParameters,
+    ParameterSource,
+    iter_gathered,
+    named_parameters_of,
+)
 from accel_plugins.sharding.shards import group_tied_names
 from accel_plugins.sharding.state import StateAllocator, StateForm, names_to_indices, state_by_name
 from accel_plugins.strategy import StateDict, Write
-from accel_plugins.unsharded import ReplicatedPersister
+from accel_plugins.unsharded import ReplicatedPersister, load_in_place
 from accel_state.errors import CheckpointError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
@@ -73,6 +80,13 @@ class EngineState:
             full = self._full(value, keep=keep, exact=False, to_host=True)
             yield dict.fromkeys(names, full) if keep else {}
             del full  # It is freed before the next tensor is gathered.
+
+    def sources(self) -> list[ParameterSource]:
+        """Return the parameters of the model for `iter_gathered`."""
+        return [
+            _source(names, parameter)
+            for names, parameter in named_parameters_of(self._module.state_dict(keep_vars=True))
+        ]
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:
@@ -179,7 +193,7 @@ class EngineState:
         """Load an optimizer's full state dict, the same on every rank."""
         outer = self._engine.optimizer
         if not _is_flattened(outer):
-            getattr(outer, "optimizer", outer).load_state_dict(dict(state))
+            load_in_place(getattr(outer, "optimizer", outer), state)
             return
         tensors = [*chain.from_iterable(self._groups)]
         saved: Sequence[Mapping[str, Any]] = state["param_groups"]
@@ -313,6 +327,33 @@ def _local_shard(parameter: Any, full: Tensor) -> Tensor:
     return torch.nn.functional.pad(shard, (0, numel - shard.numel()))
 
 
+def _source(names: Sequence[str], parameter: Any) -> ParameterSource:
+    if not is_sharded(parameter):
+        return ParameterSource(
+            names=names, shape=parameter.shape, dtype=parameter.dtype, full=parameter.detach()
+        )
+    return ParameterSource(
+        names=names,
+        shape=parameter.ds_shape,
+        dtype=parameter.dtype,
+        groups=(parameter.ds_process_group,),
+        write=partial(_write_shard, parameter),
+    )
+
+
+def _write_shard(parameter: Any, full: Tensor) -> None:
+    """Write this rank's flat shard; one that is quantised or on a disk is gathered by the engine."""
+    shard, group = parameter.ds_tensor, parameter.ds_process_group
+    if shard.dtype == parameter.dtype and shard.numel() == shard.ds_numel:
+        begin = shard.numel() * dist.get_rank(group)
+        target = full.view(-1)[begin : begin + shard.numel()]
+        target.copy_(shard[: target.numel()])
+        return
+    with GatheredParameters([parameter]):
+        if dist.get_rank(group) == 0:
+            full.copy_(parameter)
+
+
 _PLAIN = ReplicatedPersister()
 """Persister of models without an engine."""
 
@@ -404,6 +445,12 @@ class DeepSpeedPersister:
         state = self._state_of(model)
         return _PLAIN.iter_full_state_dict(model) if state is None else state.iter_weights(keep=keep)
 
+    def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
+        state = self._state_of(model)
+        if state is None:
+            return _PLAIN.iter_full_parameters(model, request)
+        return iter_gathered(state.sources(), request, self.runtime.device)
+
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         own = self._state_of(model)
         if own is None:
@@ -459,7 +506,7 @@ class DeepSpeedShards:
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Allocate full tensors on every rank."""
         del optimizer, models
-        return lambda _, shape, dtype: torch.empty(shape, dtype=dtype)
+        return lambda _name, _key, shape, dtype: torch.empty(shape, dtype=dtype)
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load a state dict that is keyed by parameter name into the optimizer."""

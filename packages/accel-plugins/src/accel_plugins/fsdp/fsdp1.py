@@ -35,9 +35,10 @@ from accel_plugins.fsdp.blocks import (
     separable_only,
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
+from accel_plugins.full_parameters import ParameterSource, full_sources
 from accel_plugins.parallelism.config import mesh_of
 from accel_plugins.sharding.folder import LocalFiles
-from accel_plugins.sharding.shards import ShardsPersister
+from accel_plugins.sharding.shards import ShardsPersister, sharded_sources
 from accel_plugins.sharding.state import (
     StateAllocator,
     StateForm,
@@ -98,7 +99,9 @@ def build(
             around_backward=partial(hang_monitor.collective_scope, "backward"),
             clip_norm=partial(_clip_norm, roots),
         ),
-        persister=ShardsPersister(shards=shards, device=runtime.device),
+        persister=ShardsPersister(
+            shards=shards, device=runtime.device, sources=partial(fsdp1_sources, roots)
+        ),
         shards=shards,
         native=LocalFiles(shards=shards, topology=topology),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
@@ -461,6 +464,45 @@ class Fsdp1Shards:
         ]
 
 
+def fsdp1_sources(roots: FsdpRoots, model: nn.Module) -> list[ParameterSource]:
+    """Return the parameters of a model, most of them in flat shards, for `iter_gathered`."""
+    root = roots.of_model(model)
+    if root is None:
+        return sharded_sources(model)
+    aliases: dict[str, list[str]] = {}
+    for name, first in tied_names(root).items():
+        aliases.setdefault(first, []).append(name)
+    sources: list[ParameterSource] = []
+    flats: set[int] = set()
+    for prefix, flat, handle in _flat_handles(root):
+        flats.add(id(flat))
+        group: Any = handle.process_group
+        for inner, shape, begin, part in torch_private.flat_slices(handle):
+            name = prefix + inner
+            sources.append(
+                ParameterSource(
+                    names=(name, *aliases.get(name, ())),
+                    shape=shape,
+                    dtype=flat.dtype,
+                    full=None if handle.uses_sharded_strategy else part.view(shape),
+                    groups=(group,),
+                    write=partial(_write_slice, begin, part),
+                )
+            )
+    # Parameters of ignored modules are in no flat one.
+    known = {name for source in sources for name in source.names}
+    ignored = {
+        strip_wrapper_prefixes(name): parameter
+        for name, parameter in root.named_parameters(remove_duplicate=False)
+        if id(parameter) not in flats
+    }
+    return sources + full_sources({name: value for name, value in ignored.items() if name not in known})
+
+
+def _write_slice(begin: int, part: Tensor, full: Tensor) -> None:
+    full.view(-1)[begin : begin + part.numel()].copy_(part)
+
+
 @contextmanager
 def _trained_by(optimizer: Optimizer, root: FullyShardedDataParallel) -> Generator[Optimizer]:
     """Yield an optimizer of the parameters of one model; the model's other parameters are frozen meanwhile.
@@ -542,10 +584,15 @@ def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
 
 def _flat_parameters(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
     """Yield each flat parameter with the name prefix of its module."""
+    return ((prefix, flat) for prefix, flat, _ in _flat_handles(root))
+
+
+def _flat_handles(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each flat parameter with the name prefix of its module, and with its handle."""
     for name, module in root.named_modules():
         handle: Any = getattr(module, "_handle", None)  # only FSDP modules have one
         if isinstance(module, FullyShardedDataParallel) and handle is not None:
-            yield strip_wrapper_prefixes(f"{name}.") if name else "", handle.flat_param
+            yield strip_wrapper_prefixes(f"{name}.") if name else "", handle.flat_param, handle
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:

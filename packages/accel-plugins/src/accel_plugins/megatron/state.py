@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from accel_plugins.full_parameters import FullParameters
 from accel_plugins.megatron.engine import MegatronEngine
 from accel_plugins.megatron.families import Packing, Weight
 from accel_plugins.megatron.library import core
@@ -63,6 +64,21 @@ class MegatronPersister(ReplicatedPersister):
         for part in iter_masters(model):
             if keep:
                 yield {alias: value.cpu() for name, value in part.items() for alias in aliases[name]}
+
+    def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
+        """Gather parameters as the family maps them, one of Megatron's at a time, whatever the bucket."""
+        if not isinstance(model, MegatronEngine):
+            yield from ReplicatedPersister.iter_full_parameters(self, model, request)
+            return
+        check_names(model)
+        aliases = find_aliases(model.source)
+        for part in iter_masters(model):
+            for name, value in part.items() if request.keep else ():
+                yield from (
+                    (alias, value.to(request.dtype_of(value.dtype)))
+                    for alias in aliases[name]
+                    if request.selects(alias)
+                )
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         if not isinstance(model, MegatronEngine):
@@ -143,8 +159,8 @@ class MegatronShards:
         del optimizer, models
         mesh = self._mesh()
 
-        def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            del name
+        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            del name, key
             if not shape:
                 return torch.empty(shape, dtype=dtype)
             return _shard(torch.empty(shape, dtype=dtype, device=self.device_type), mesh)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -13,15 +14,23 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
-from accel_plugins.sharding.shards import gather_full_tensor, shard_like
+from accel_plugins.full_parameters import (
+    FullParameters,
+    ParameterSource,
+    iter_gathered,
+    named_parameters_of,
+)
+from accel_plugins.sharding.shards import gather_full_tensor, shard_like, sharded_sources
 from accel_plugins.sharding.state import (
     TensorShards,
     allocator_like,
+    model_variables,
     parameter_names,
     state_by_index,
     state_by_name,
     strip_wrapper_prefixes,
 )
+from accel_plugins.unsharded import load_in_place
 from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
@@ -141,6 +150,42 @@ class PipelinePersister:
             full = self._collect(tensors.get(first), metas[ranks[0]][first], ranks[0])
             yield dict.fromkeys(group, full.cpu()) if keep else {}
 
+    def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
+        names = self._names(model)
+        return iter_gathered(
+            sharded_sources(model) if names is None else self._sources(names, model), request, self.device
+        )
+
+    def _sources(self, names: ModelNames, model: nn.Module) -> list[ParameterSource]:
+        """Return the parameters of all stages: the first rank of the pipeline that has one writes it."""
+        own: dict[str, Tensor] = {}
+        for tied, parameter in named_parameters_of(model_variables(model)):
+            own |= {names.first.get(name, name): parameter for name in tied}
+        metas = self._described(own)
+        aliases: dict[str, list[str]] = {}
+        for name in names.state:
+            aliases.setdefault(names.first.get(name, name), []).append(name)
+        sources: list[ParameterSource] = []
+        for first, ranks in names.ranks.items():
+            if first not in metas[ranks[0]]:  # a buffer
+                continue
+            shape, dtype = metas[ranks[0]][first]
+            is_writer = dist.get_rank(self.group) == ranks[0]
+            sources.append(
+                ParameterSource(
+                    names=aliases[first],
+                    shape=shape,
+                    dtype=dtype,
+                    groups=(self.group,),
+                    write=partial(self._write, own[first] if is_writer else None),
+                )
+            )
+        return sources
+
+    def _write(self, parameter: Tensor | None, full: Tensor) -> None:
+        if parameter is not None:
+            full.copy_(gather_full_tensor(parameter, self.device))
+
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         names = self._names(model)
         core = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -212,14 +257,14 @@ class PipelinePersister:
     ) -> None:
         names = self._names_of(optimizer)
         if names is None:
-            optimizer.load_state_dict(dict(state))
+            load_in_place(optimizer, state)
             return
         named = state_by_name(state, names.groups[optimizer])
         own = parameter_names(optimizer, models)
         allocate = TensorShards(allocator_like=allocator_like).state_allocator(optimizer, models)
         part = {
             name: {
-                key: _shard(value, allocate(name, value.shape, value.dtype))
+                key: _shard(value, allocate(name, key, value.shape, value.dtype))
                 if isinstance(value, Tensor)
                 else value
                 for key, value in named["state"][names.first.get(name, name)].items()

@@ -483,7 +483,9 @@ class LocalFiles:
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
         allocate = self.shards.state_allocator(optimizer, [model])
         path = self._file(directory, OPTIMIZER, index)
-        state = load_local(path, self.topology.world_size, lambda keys, *what: allocate(keys[1], *what))
+        state = load_local(
+            path, self.topology.world_size, lambda keys, *what: allocate(keys[1], keys[2], *what)
+        )
         self.shards.load_optimizer(optimizer, [model], state)
 
     def _file(self, directory: Path, stem: str, index: int) -> Path:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from accel_plugins.sharding.state import ShardedStates, state_by_index, state_by_name
+from accel_ops.weights.mapped import release
+from accel_plugins.full_parameters import (
+    FullParameters,
+    ParameterSource,
+    iter_gathered,
+    named_parameters_of,
+)
+from accel_plugins.sharding.state import (
+    ShardedStates,
+    model_variables,
+    state_by_index,
+    state_by_name,
+)
 from accel_state.frozen import frozen
 from accel_state.torch_private import (
     DTensorSpec,
@@ -29,11 +42,13 @@ def is_packed(tensor: Any) -> bool:
 
     Such placements are strided along their dimension, without a further shard of it that explains the stride.
     """
-    if not isinstance(tensor, DTensor):
-        return False
+    return isinstance(tensor, DTensor) and bool(_packed_dims(tensor))
+
+
+def _packed_dims(tensor: DTensor) -> set[int]:
     placements: Any = tensor.placements
     strided = {placement.dim for placement in placements if isinstance(placement, StridedShard)}
-    return not strided <= {placement.dim for placement in placements if isinstance(placement, Shard)}
+    return strided - {placement.dim for placement in placements if isinstance(placement, Shard)}
 
 
 def shard_like(
@@ -103,12 +118,69 @@ def gather_full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     return detached.full_tensor()
 
 
+def sharded_sources(model: nn.Module) -> list[ParameterSource]:
+    """Return the parameters of a model, DTensors or not, for `iter_gathered`."""
+    return [_source(names, value) for names, value in named_parameters_of(model_variables(model))]
+
+
+def _source(names: Sequence[str], parameter: Tensor) -> ParameterSource:
+    value: Any = parameter.detach()
+    full, groups = value, ()
+    if isinstance(value, DTensor):
+        mesh, placements = value.device_mesh, value.placements
+        groups = tuple(
+            mesh.get_group(axis)
+            for axis, placement in enumerate(placements)
+            if isinstance(placement, (Shard, StridedShard)) and mesh.size(axis) > 1
+        )
+        full = None if groups else value.to_local()
+    return ParameterSource(
+        names=names,
+        shape=value.shape,
+        dtype=value.dtype,
+        full=full,
+        groups=groups,
+        write=partial(write_shard, value),
+    )
+
+
+def write_shard(shard: DTensor, full: Tensor) -> None:
+    """Write this rank's shard into a full tensor, without communication.
+
+    Args:
+        shard: Sharded along any dims.
+        full: Of the same shape, on any device and of any dtype; other elements are left as they are.
+    """
+    mesh, placements, packed = shard.device_mesh, shard.placements, _packed_dims(shard)
+    local = shard.to_local()
+
+    def only(dims: set[int]) -> list[Any]:
+        return [row if getattr(row, "dim", None) in dims else Replicate() for row in placements]
+
+    others = {*range(shard.dim())} - packed
+    shape, offset = compute_local_shape_and_global_offset(shard.shape, mesh, only(others))
+    region = full[tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))]
+    if not packed:
+        region.copy_(local)
+        return
+    # Number the rows, and shard the numbers as the rows are.
+    [dim] = packed
+    numbers = torch.arange(shard.shape[dim], device=mesh.device_type)
+    numbers = numbers.view([-1 if index == dim else 1 for index in range(shard.dim())])
+    own: Any = distribute_tensor(numbers, mesh, only(packed), src_data_rank=None)
+    region.index_copy_(dim, own.to_local().flatten().to(full.device), local.to(full))
+
+
 @frozen
 class ShardsPersister:
-    """Gather and load full state dicts through any `ShardedStates`."""
+    """Gather and load full state dicts through any `ShardedStates`.
+
+    `sources` returns the parameters of a model for `iter_gathered`.
+    """
 
     shards: ShardedStates
     device: torch.device
+    sources: Callable[[nn.Module], Sequence[ParameterSource]] = sharded_sources
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         state = self.shards.model_tensors(model)
@@ -120,9 +192,17 @@ class ShardsPersister:
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         return self._iter_gathered(self.shards.model_tensors(model), keep=keep)
 
+    def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
+        return iter_gathered(self.sources(model), request, self.device)
+
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         like = self.shards.model_tensors(model)
-        shards = {name: _shard(value, like.get(name)) for name, value in state.items()}
+        shards = {
+            name: _copy_shard(value, like[name])
+            if isinstance(value, Tensor) and isinstance(like.get(name), Tensor)
+            else value
+            for name, value in state.items()
+        }
         return self.shards.load_model(model, shards, **options)
 
     def full_optimizer_state(
@@ -138,13 +218,14 @@ class ShardsPersister:
         groups = self.shards.optimizer_tensors(optimizer, models)["param_groups"]
         named = state_by_name(state, [group["params"] for group in groups])
         allocate = self.shards.state_allocator(optimizer, models)
+
+        def shard(name: str, key: str, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return _copy_shard(value, allocate(name, key, value.shape, value.dtype))
+
         named["state"] = {
-            name: {
-                key: _shard(value, allocate(name, value.shape, value.dtype))
-                if isinstance(value, Tensor)
-                else value
-                for key, value in values.items()
-            }
+            name: {key: shard(name, key, value) for key, value in values.items()}
             for name, values in named["state"].items()
         }
         self.shards.load_optimizer(optimizer, models, named)
@@ -168,7 +249,21 @@ class ShardsPersister:
         return full.cpu() if keep else None
 
 
-def _shard(value: Any, like: Any) -> Any:
-    if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
-        return value
-    return shard_like(value.to(like.dtype), like)
+def _copy_shard(full: Tensor, target: Any) -> Tensor:
+    """Copy this rank's shard of a full tensor into a tensor of the same shape, and return that.
+
+    Mapped memory of the full tensor is released. If the shape is another one, the full tensor is returned,
+    which whoever loads it refuses.
+    """
+    if target.shape != full.shape:
+        return full
+    local, region = target, ()
+    if isinstance(target, DTensor):
+        local: Any = target.to_local()
+        shape, offset = compute_local_shape_and_global_offset(
+            target.shape, target.device_mesh, target.placements
+        )
+        region = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    local.copy_(full[region])
+    release(full)
+    return target

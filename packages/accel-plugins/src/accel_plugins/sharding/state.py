@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     from accel_plugins.strategy import StateDict
 
-StateAllocator: TypeAlias = "Callable[[str, torch.Size, torch.dtype], Tensor]"
+StateAllocator: TypeAlias = "Callable[[str, str, torch.Size, torch.dtype], Tensor]"
+"""Returns the tensor to read a state into, for the names of parameter and state, full shape and dtype."""
 
 
 class StateForm(Enum):
@@ -76,7 +77,8 @@ class ShardedStates(Protocol):
         """Return an allocator for the destination tensors of an optimizer load.
 
         Returns:
-            A function of a parameter's name and of the shape and dtype of the full saved tensor.
+            A function of the names of a parameter and of its state, and of the shape and dtype of the full
+            saved tensor; it may return a tensor of the optimizer's current state.
         """
         ...
 
@@ -114,7 +116,8 @@ class RankPlanners(Protocol):
 def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
     """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
 
-    def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        del key
         parameter = parameters.get(name)
         if parameter is not None and parameter.shape == shape and shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -127,7 +130,8 @@ def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
 class TensorShards:
     """State dicts with the tensors of the model and of the optimizer as they are.
 
-    Those that are packed (see `is_packed`) are full in them, since a shard of DCP has one piece.
+    Those that are packed (see `is_packed`) are full in them, since a shard of DCP has one piece. With
+    `fills_state` the state of an optimizer is read into the tensors that it has.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -138,15 +142,16 @@ class TensorShards:
 
     form_now: Callable[[], StateForm] = lambda: StateForm.FULL
     allocator_like: Callable[[Mapping[str, Tensor]], StateAllocator] = allocator_like
+    fills_state: bool = True
 
     def form(self) -> StateForm:
         return self.form_now()
 
     def model_tensors(self, model: nn.Module) -> StateDict:
         """Return the state dict of the model; tied weights are one object."""
-        state = extract_model_from_parallel(model, keep_torch_compile=False).state_dict(keep_vars=True)
+        state = model_variables(model)
         unpacked = {id(value): _unpack(value) for value in state.values()}
-        return {strip_wrapper_prefixes(name): unpacked[id(value)] for name, value in state.items()}
+        return {name: unpacked[id(value)] for name, value in state.items()}
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
         core = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -168,7 +173,18 @@ class TensorShards:
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         parameters = _parameters_by_name(optimizer, models)
         packed = {name for name, parameter in parameters.items() if sharding.shards.is_packed(parameter)}
-        return self.allocator_like({name: parameters[name] for name in parameters.keys() - packed})
+        plain = {name: parameters[name] for name in parameters.keys() - packed}
+        filled = plain if self.fills_state else {}
+        own = {name: optimizer.state.get(parameter, {}) for name, parameter in filled.items()}
+        allocate_like = self.allocator_like(plain)
+
+        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            current = own.get(name, {}).get(key)
+            if isinstance(current, Tensor) and (current.shape, current.dtype) == (shape, dtype):
+                return current.detach()
+            return allocate_like(name, key, shape, dtype)
+
+        return allocate
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         parameters = _parameters_by_name(optimizer, models)
@@ -199,6 +215,12 @@ def _pack(value: Any, like: Any) -> Any:
     if is_full and sharding.shards.is_packed(like) and value.shape == like.shape:
         return sharding.shards.shard_like(value, like)
     return value
+
+
+def model_variables(model: nn.Module) -> StateDict:
+    """Return the state dict of a model as it is, with parameters, without prefixes of wrappers."""
+    state = extract_model_from_parallel(model, keep_torch_compile=False).state_dict(keep_vars=True)
+    return {strip_wrapper_prefixes(name): value for name, value in state.items()}
 
 
 def state_by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:

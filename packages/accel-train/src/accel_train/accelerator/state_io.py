@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_ops import weights
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE
+from accel_plugins.full_parameters import FullParameters
+from accel_plugins.sharding.adapters import iter_merged
+from accel_state.errors import SettingsError
 from accel_state.files import local_path
 from accel_train import checkpoint
 from accel_train.accelerator.results import resume_runs
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
     from accel_train.data.adapter import PreparedLoader
 
 T = TypeVar("T")
+DEFAULT_BUCKET_BYTES = 256 << 20
 
 
 class StateIoFacet(Facet):
@@ -39,7 +45,7 @@ class StateIoFacet(Facet):
         safe_serialization: bool = True,
         *,
         blocking: Literal[True] = True,
-        flush: bool = True,
+        flush: bool | None = None,
         **save_model_func_kwargs: Any,
     ) -> str: ...
     @overload
@@ -49,7 +55,7 @@ class StateIoFacet(Facet):
         safe_serialization: bool = True,
         *,
         blocking: bool,
-        flush: bool = True,
+        flush: bool | None = None,
         **save_model_func_kwargs: Any,
     ) -> str | Saving: ...
     def save_state(
@@ -58,7 +64,7 @@ class StateIoFacet(Facet):
         safe_serialization: bool = True,
         *,
         blocking: bool = True,
-        flush: bool = True,
+        flush: bool | None = None,
         **save_model_func_kwargs: Any,
     ) -> str | Saving:
         """Save models, optimizers, schedulers, positions of data loaders, random numbers, registered objects.
@@ -76,7 +82,8 @@ class StateIoFacet(Facet):
                 copied to host memory, which is kept for the next time, and write in the background. The next
                 save, `load_state` and the end of the program wait for it, and raise what went wrong.
             flush: Let the checkpoint count only when it is on disk, so that it survives also a crash of the
-                machine. Without, it survives the death of processes only.
+                machine. Without, it survives the death of processes only. If `None`, as
+                `ProjectConfiguration(durable=…)` says, which is true by default.
             **save_model_func_kwargs: Nothing: the strategies of this version have no options for it.
 
         Returns:
@@ -104,7 +111,11 @@ class StateIoFacet(Facet):
                 f"save_state() got {names}: the strategy {self._parts.strategy.name!r} has no use for it"
             )
         saving = checkpoint.save.save(
-            self._parts.checkpoints, output_dir, safe=safe_serialization, blocking=blocking, to_disk=flush
+            self._parts.checkpoints,
+            output_dir,
+            safe=safe_serialization,
+            blocking=blocking,
+            to_disk=self._parts.project.durable if flush is None else flush,
         )
         return saving.path if blocking else saving
 
@@ -253,6 +264,77 @@ class StateIoFacet(Facet):
                 )
         finally:
             deque(tensors, maxlen=0)  # each remaining tensor is a collective that the other ranks wait in
+
+    def named_full_parameters(
+        self,
+        model: nn.Module | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        to_main_only: bool = False,
+        merge_adapters: bool = False,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and full parameters of a model bucket by bucket, as an inference engine wants them.
+
+        Call it on every process, and iterate to the end on each: every bucket is a collective, and the order
+        is the same everywhere. Tensors are on the device of the run, and bit for bit those of
+        `get_state_dict`; tied weights come under all their names. Buffers are not among them. Beyond the
+        shards this takes the memory of a bucket, and of a second one while tensors of the bucket before are
+        held; a larger parameter is a bucket of its own. Where every process has full parameters, there is no
+        collective and no bucket: the parameters themselves are yielded, detached, and change with them.
+        Megatron gathers one of its weights at a time.
+
+        Args:
+            model: Prepared or not; if `None`, the only one that was prepared.
+            dtype: To which floating-point parameters are converted before they are gathered, such as
+                `torch.bfloat16`; their own if `None`.
+            bucket_bytes: Size of a bucket in bytes.
+            to_main_only: Yield tensors on the main process alone; on others the iteration yields nothing. It
+                halves the traffic.
+            merge_adapters: Add LoRA adapters of peft to their weights, and use the names of the base model,
+                as `merge_and_unload` does. The model stays as it is. The matrices of all adapters are
+                gathered first, and buckets have the dtype of the model.
+
+        Returns:
+            An iterator over `(name, tensor)`, with the names of the unwrapped model.
+
+        Raises:
+            SettingsError: `model` is `None`, and not exactly one model is prepared; or an argument is no size
+                or no floating-point dtype.
+            TypeError: `model` is no module.
+            UnsupportedError: There are no adapters that can be merged, or the weights of a Megatron model
+                have no names in transformers.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+            >>> for name, tensor in accelerator.named_full_parameters(dtype=torch.bfloat16):
+            ...     print(name, tuple(tensor.shape), tensor.dtype)
+            weight (1, 2) torch.bfloat16
+            bias (1,) torch.bfloat16
+        """
+        prepared = self._parts.checkpoints.prepared.models
+        if model is None and len(prepared) != 1:
+            raise SettingsError(
+                f"named_full_parameters() needs a model where {len(prepared)} are prepared: pass one of them."
+            )
+        model = prepared[0] if model is None else model
+        _expect_model(model, "named_full_parameters")
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise SettingsError(f"bucket_bytes={bucket_bytes!r} is no number of bytes above 0.")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise SettingsError(f"dtype={dtype!r} is no floating-point dtype, such as torch.bfloat16.")
+        request = FullParameters(
+            bucket_bytes=bucket_bytes,
+            dtype=dtype,
+            keep=not to_main_only or self._parts.process.runtime.topology.is_main,
+            is_reduced=to_main_only,
+        )
+        iterate = partial(self._parts.strategy.persister.iter_full_parameters, model)
+        tensors = iter_merged(model, request, iterate) if merge_adapters else iterate(request)
+        return checkpoint.single_files.iter_with_offloaded_weights(tensors, model)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Gather the full state dict of a model. Call it on every process.

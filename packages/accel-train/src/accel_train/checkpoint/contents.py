@@ -387,7 +387,8 @@ def restore_optimizer_shards(run: CheckpointContext, folder: Path, optimizer: Op
 
     def allocate(entry: TensorMetadata) -> Tensor:
         if len(entry.path) > 3 and entry.path[1] == "state":
-            return make(str(entry.path[2]), entry.shape or torch.Size(), entry.dtype or torch.float32)
+            key = str(entry.path[3]) if len(entry.path) == 4 else ""  # deeper ones are inside of a state
+            return make(str(entry.path[2]), key, entry.shape or torch.Size(), entry.dtype or torch.float32)
         return _full(entry)
 
     state = _unwrap(sharding.folder.read_all(folder, allocate, run.strategy.planners))

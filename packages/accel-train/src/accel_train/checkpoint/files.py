@@ -141,11 +141,18 @@ def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:
     return FileRecord(size=size, checksum=digest.hexdigest())
 
 
+_MAPPED_CHUNK = 16 << 20  # bytes of a mapping that are in memory at once; a multiple of any page
+
+
 def record_of_mapping(file: SafetensorsFile) -> FileRecord:
-    """Hash a file through its mapping, which its tensors share."""
+    """Hash a file through its mapping, which its tensors share, releasing what was hashed."""
+    digest = xxhash.xxh3_64()
     contents = file.contents()
-    file.read_ahead(file.entries)
-    return FileRecord(size=len(contents), checksum=xxhash.xxh3_64(contents).hexdigest())
+    for begin in range(0, len(contents), _MAPPED_CHUNK):
+        file.read_ahead_bytes(begin, begin + _MAPPED_CHUNK)
+        digest.update(contents[begin : begin + _MAPPED_CHUNK])
+        file.evict_bytes(begin, begin + _MAPPED_CHUNK)
+    return FileRecord(size=len(contents), checksum=digest.hexdigest())
 
 
 _STRIPE = 1 << 19  # bytes that are read, then hashed: small enough to be still in the cache

@@ -20,7 +20,10 @@ import xxhash
 from torch import Tensor, nn
 
 from accel_ops.modules import extract_model_from_parallel
-from accel_ops.weights.layout import SAFETENSORS_SUFFIX
+from accel_ops.tree import walk
+from accel_ops.weights.layout import MODEL_NAME, SAFETENSORS_SUFFIX
+from accel_ops.weights.mapped import releasable
+from accel_ops.weights.read import is_mappable
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_ops.weights.tensors import id_tensor_storage
 from accel_plugins.sharding.state import strip_wrapper_prefixes
@@ -70,7 +73,8 @@ def load(
     # 2. Restore the objects of this rank.
     failure: Exception | None = None
     try:
-        _restore(run, source, to_model)
+        with releasable(source.mapped_tensors()):
+            _restore(run, source, to_model)
         if not source.is_open and not source.is_unchanged():
             raise CheckpointError(
                 f"{str(source.folder)!r} was replaced while it was loaded, so that what was loaded may be of "
@@ -257,7 +261,8 @@ class CheckpointReader:
         map_location: The device to which optimizer states are read first.
         opened: The contents of files that were read before they are needed, by name.
         records: Size and checksum of the files that were hashed while they were read.
-        mapped: The files that are mapped.
+        mapped: The safetensors files that are mapped.
+        mappable: Whether other files are mapped, by name.
         is_open: Whether `opened` has all files that are needed.
         stamp: The folder's `identity` when it was verified.
     """
@@ -272,6 +277,7 @@ class CheckpointReader:
     opened: dict[str, Any] = field(default_factory=dict[str, Any])
     records: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
     mapped: dict[str, SafetensorsFile] = field(default_factory=dict[str, SafetensorsFile])
+    mappable: dict[str, bool] = field(default_factory=dict[str, bool])
     is_open: bool = False
     stamp: tuple[int, ...] | None = None
 
@@ -282,10 +288,28 @@ class CheckpointReader:
     def hashes(self, name: str) -> bool:
         """Return whether `open` hashes a file while it reads it; it reads no mapped file and no shard."""
         listed = self.manifest is not None and name in self.manifest.files and "/" not in name
-        return listed and not name.endswith(SAFETENSORS_SUFFIX) and not self.options.get("mmap")
+        is_mapped = name.endswith(SAFETENSORS_SUFFIX) or self.options.get("mmap")
+        return listed and not is_mapped and not self.maps(name)
+
+    def maps(self, name: str) -> bool:
+        """Return whether `open` maps a large file of `torch.save`, to copy its tensors one by one."""
+        if name not in self.mappable:
+            path = self.folder / name
+            self.mappable[name] = (
+                name.startswith((layout.OPTIMIZER_NAME, MODEL_NAME))
+                and not self.options
+                and torch.device(self.map_location).type == "cpu"
+                and path.is_file()
+                and path.stat().st_size >= SMALL
+                and is_mappable(path)
+            )
+        return self.mappable[name]
 
     def open(self, name: str, **options: Any) -> None:
         """Read one file, for `read` to return it later."""
+        if self.maps(name):
+            self.opened[name] = read_object(self._path(name), mmap=True)
+            return
         if self.manifest is None or not self.hashes(name):
             self.opened[name] = self.read(name, **options)
             return
@@ -294,6 +318,11 @@ class CheckpointReader:
         with HashedBytes(path) if is_small else HashedReader(path) as file:
             self.opened[name] = read_object(path, file=file, **{**options, **self.options})
             self.records[name] = file.finish()
+
+    def mapped_tensors(self) -> list[Tensor]:
+        """Return the tensors of all mapped files that are open."""
+        files = [state for name, state in self.opened.items() if name in self.mapped or self.maps(name)]
+        return [leaf for file in files for _, leaf in walk(file) if isinstance(leaf, Tensor)]
 
     def record_of(self, name: str) -> FileRecord:
         """Return the size and the checksum of a file: of its mapping if it is open, else of the file on disk.

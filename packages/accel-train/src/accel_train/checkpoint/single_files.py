@@ -572,6 +572,16 @@ def with_offloaded_weights(state: Mapping[str, Any], model: nn.Module) -> dict[s
     }
 
 
+def iter_with_offloaded_weights(
+    tensors: Iterator[tuple[str, Tensor]], model: nn.Module
+) -> Iterator[tuple[str, Tensor]]:
+    """Replace meta tensors by the offloaded weights, one by one."""
+    for name, tensor in tensors:
+        is_offloaded = tensor.is_meta
+        weight = with_offloaded_weights({name: tensor}, model)[name] if is_offloaded else tensor
+        yield name, weight.to(tensor.dtype)
+
+
 def _offloaded_weight(model: nn.Module, name: str) -> Tensor:
     """Return a weight from the hook that offloads it, at its module or one that contains it."""
     module, path = model, name

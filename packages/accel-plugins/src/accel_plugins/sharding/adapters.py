@@ -1,0 +1,164 @@
+"""Merge LoRA adapters of peft into full weights as they are gathered; the model stays as it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from accel_ops.modules import extract_model_from_parallel
+from accel_plugins.full_parameters import FullParameters
+from accel_plugins.sharding.state import strip_wrapper_prefixes
+from accel_state.errors import UnsupportedError
+
+Iterate: TypeAlias = "Callable[[FullParameters], Iterator[tuple[str, Tensor]]]"
+
+_FACTORS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
+_WEIGHT = ".base_layer.weight"
+_PREFIX = "base_model.model."  # of a PeftModel
+
+
+def iter_merged(model: nn.Module, request: FullParameters, iterate: Iterate) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters that `merge_and_unload` would leave, under the names of the base model.
+
+    The factors of all adapters are gathered first, in a pass of their own, and kept; then everything else, in
+    the dtype of the model, so that the sum is peft's.
+
+    Args:
+        model: Prepared or not.
+        request: What is asked for.
+        iterate: Iterates over the full parameters of the model, as its persister does.
+
+    Raises:
+        UnsupportedError: The model has no LoRA adapters of peft, or adapters that are more than a product of
+            two matrices.
+    """
+    adapters = _find_adapters(extract_model_from_parallel(model, keep_torch_compile=False))
+
+    def merge() -> Iterator[tuple[str, Tensor]]:
+        # 1. Gather the factors.
+        factors = {*adapters.factors}
+        for name, tensor in iterate(replace(request, dtype=None, selects=factors.__contains__)):
+            layer, kind, adapter = adapters.factors[name]
+            layer.factors.setdefault(kind, {})[adapter] = tensor.clone()
+        # 2. Gather the rest, and merge.
+        others = replace(request, dtype=None, selects=lambda name: name not in factors)
+        for name, tensor in iterate(others):
+            if tensor.is_meta:
+                raise UnsupportedError(
+                    f"merge_adapters=True: {name!r} is offloaded; load it to memory, or merge with peft."
+                )
+            bare = adapters.name_of(name)
+            if bare is not None:
+                layer = adapters.layers.get(name.removesuffix(_WEIGHT)) if name.endswith(_WEIGHT) else None
+                merged = tensor if layer is None else layer.merge(tensor)
+                yield bare, merged.to(request.dtype_of(tensor.dtype))
+
+    return merge()
+
+
+@dataclass(slots=True)
+class _Layer:
+    """A LoRA layer of peft, and the full factors of its adapters."""
+
+    module: Any
+    factors: dict[str, dict[str, Any]] = field(default_factory=dict[str, "dict[str, Any]"])
+
+    def merge(self, weight: Tensor) -> Tensor:
+        """Add the products of the active adapters' factors, as peft computes them."""
+        full: Any = _WithFactors(self.module, self.factors)
+        for adapter in self.adapters():
+            weight = (weight + type(self.module).get_delta_weight(full, adapter)).to(weight.dtype)
+        return weight
+
+    def adapters(self) -> list[str]:
+        """Return the active adapters that are in the layer and not merged yet."""
+        known = {*self.module.lora_A, *self.module.lora_embedding_A}
+        return [
+            name for name in self.module.active_adapters if name in known - {*self.module.merged_adapters}
+        ]
+
+
+class _WithFactors:
+    """The attributes of a layer, but full factors in the place of its own."""
+
+    def __init__(self, layer: Any, factors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self._layer = layer
+        for kind, tensors in factors.items():
+            # An embedding has bare parameters; other layers have modules with a weight.
+            is_bare = kind.startswith("lora_embedding")
+            held = {name: value if is_bare else _Weight(value) for name, value in tensors.items()}
+            setattr(self, kind, held)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+@dataclass(slots=True)
+class _Weight:
+    weight: Tensor
+
+
+@dataclass(slots=True)
+class _Adapters:
+    """The adapters of a model: layers by path, factors by name, and copies of modules that are trained."""
+
+    layers: dict[str, _Layer] = field(default_factory=dict[str, _Layer])
+    factors: dict[str, tuple[_Layer, str, str]] = field(default_factory=dict[str, "tuple[_Layer, str, str]"])
+    copies: dict[str, str] = field(default_factory=dict[str, str])
+
+    def name_of(self, name: str) -> str | None:
+        """Return the name of a parameter in the merged base model; `None` if it is not there."""
+        for path, adapter in self.copies.items():
+            if name.startswith(f"{path}."):
+                inner = name.removeprefix(f"{path}.")
+                active = f"modules_to_save.{adapter}."
+                if not inner.startswith(active):
+                    return None
+                name = f"{path}.{inner.removeprefix(active)}"
+        for path in self.layers:
+            if name.startswith(f"{path}.base_layer."):
+                name = f"{path}.{name.removeprefix(f'{path}.base_layer.')}"
+                break
+        return name.removeprefix(_PREFIX)
+
+
+def _find_adapters(core: nn.Module) -> _Adapters:
+    adapters = _Adapters()
+    peft: Any = sys.modules.get("peft")  # nobody has made adapters without importing it
+    if peft is None:
+        raise _no_adapters(core)
+    tuners: Any = sys.modules["peft.tuners.tuners_utils"]
+    layers: Any = sys.modules["peft.tuners.lora.layer"]
+    known = (layers.Linear, layers.Embedding, layers.Conv1d, layers.Conv2d, layers.Conv3d)
+    for wrapped, module in core.named_modules():
+        path = strip_wrapper_prefixes(f"{wrapped}.").removesuffix(".")
+        part: Any = module
+        if isinstance(part, peft.utils.ModulesToSaveWrapper):
+            if part.active_adapters:
+                adapters.copies[path] = part.active_adapters[0]
+        elif isinstance(part, tuners.BaseTunerLayer):
+            layer = adapters.layers[path] = _Layer(part)
+            if not isinstance(part, known) or any(
+                name in part.lora_variant or part.lora_bias.get(name) for name in layer.adapters()
+            ):
+                raise UnsupportedError(
+                    f"merge_adapters=True: {path!r} has an adapter of {type(part).__name__} that is not a "
+                    "plain product of two matrices, as DoRA or a bias is not; take the parameters unmerged."
+                )
+            for kind in _FACTORS:
+                for adapter, value in getattr(part, kind).items():
+                    name = f"{path}.{kind}.{adapter}" + ("" if isinstance(value, nn.Parameter) else ".weight")
+                    adapters.factors[name] = layer, kind, adapter
+    if not adapters.layers:
+        raise _no_adapters(core)
+    return adapters
+
+
+def _no_adapters(core: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
+        f"merge_adapters=True: {type(core).__name__} has no LoRA adapters of peft; leave merge_adapters out."
+    )
