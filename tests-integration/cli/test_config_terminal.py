@@ -44,6 +44,17 @@ BRANCHES = {
         "parallelism.cp_comm_strategy": "alltoall",
         "parallelism.ep_size": "4",
     },
+    "FSDP2 with a pipeline": {
+        "launch.distributed_type": "MULTI_GPU",
+        "launch.num_processes": "4",
+        "fsdp": "true",
+        "fsdp.transformer_cls_names_to_wrap": "Block",
+        "parallelism": "true",
+        "parallelism.dp_shard_size": "2",
+        "parallelism.pp_size": "2",
+        "parallelism.pp_schedule": "GPipe",
+        "parallelism.pp_num_microbatches": "8",
+    },
     "FSDP1": {
         "launch.distributed_type": "MULTI_GPU",
         "launch.num_processes": "4",

@@ -203,6 +203,8 @@ _SUGGESTIONS: Mapping[str, str | Callable[[HostInfo, Answers], str]] = {
     "parallelism.sp_seq_length_is_variable": "true",
     "parallelism.sp_attn_implementation": "sdpa",
     "parallelism.ep_size": "1",
+    "parallelism.pp_size": "1",
+    "parallelism.pp_schedule": "1F1B",
     "megatron.tp_degree": "1",
     "megatron.pp_degree": "1",
     "megatron.num_micro_batches": "1",

@@ -606,7 +606,8 @@ def _ulysses_of_deepspeed(answers: Answers) -> bool:
     return with_deepspeed and (answers("parallelism.sp_size") or 1) > 1
 
 
-_NO_PIPELINES = "Pipelines do not combine with FSDP; write it into the file."
+def _pipeline(answers: Answers) -> bool:
+    return _with_torch(answers) and (answers("parallelism.pp_size") or 1) > 1
 
 
 def _with_torch(answers: Answers) -> bool:
@@ -690,24 +691,29 @@ class ParallelismSettings:
     )
     pp_size: int | None = _parallelism_row(
         "Pipeline-parallel size (PyTorch).",
-        skip_reason=_NO_PIPELINES,
+        question="Pipeline-parallel size?",
+        ask_if=_with_torch,
     )
     pp_schedule: str | None = _parallelism_row(
         "Schedule of the pipeline.",
         choices=_SCHEDULES,
-        skip_reason=_NO_PIPELINES,
+        question="Which pipeline schedule?",
+        ask_if=_pipeline,
     )
     pp_num_microbatches: int | None = _parallelism_row(
         "Micro-batches per batch of a rank.",
-        skip_reason=_NO_PIPELINES,
+        question="Micro-batches per batch of a rank? (empty: as many as stages)",
+        ask_if=_pipeline,
     )
     pp_stages_per_rank: int | None = _parallelism_row(
         "Pipeline stages per rank.",
-        skip_reason=_NO_PIPELINES,
+        skip_reason="It follows from the schedule.",
+        ask_if=None,
     )
     pp_split_points: str | None = _parallelism_row(
         "First module of each stage but the first, separated by commas.",
-        skip_reason=_NO_PIPELINES,
+        skip_reason="By default stages have about as many parameters each.",
+        ask_if=None,
     )
 
 
