@@ -1,4 +1,4 @@
-"""Run `accel check` several times, all forked from one process that has imported torch."""
+"""Run `accel check` or `accel doctor` several times, forked from one process that has imported torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Checked:
 
 
 def run_checks(
-    checks: Mapping[str, Sequence[str]], base: Path, variables: Mapping[str, str]
+    checks: Mapping[str, Sequence[str]], base: Path, variables: Mapping[str, str], command: str = "check"
 ) -> dict[str, Checked]:
     """Run checks, one after the other.
 
@@ -35,11 +35,12 @@ def run_checks(
         checks: The arguments of each, by name.
         base: Has a folder of that name for each, in which it runs.
         variables: Of the environment, besides those of this process.
+        command: The subcommand.
 
     Returns:
         How each ended, by name.
     """
-    jobs = {name: {"folder": str(base / name), "words": [*words]} for name, words in checks.items()}
+    jobs = {name: {"folder": str(base / name), "words": [command, *words]} for name, words in checks.items()}
     (base / "jobs").write_text(json.dumps(jobs))
     done = subprocess.run(
         [sys.executable, PROGRAM, base / "jobs"],

@@ -1,8 +1,8 @@
-"""Run `accel check` several times, all forked from one process: `fork_checks.py JOBS`.
+"""Run `accel check`, or `accel doctor`, several times, all forked from one process: `fork_checks.py JOBS`.
 
-JOBS is a JSON file: `{"NAME": {"folder": ..., "words": [...]}, ...}`. torch is imported once. Each check runs
-in its folder and leaves there what it prints, as `out` and `err`, and its exit code, as `code`; its ranks are
-forked from it, as those of several ranks are from the process that the command starts.
+JOBS is a JSON file: `{"NAME": {"folder": ..., "words": ["check", ...]}, ...}`. torch is imported once. Each
+check runs in its folder and leaves there what it prints, as `out` and `err`, and its exit code, as `code`.
+Its ranks are forked from it, as those of several ranks are from the process that the command starts.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,15 @@ if TYPE_CHECKING:
 
 
 def conduct_forked(
-    orders: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int, at_once: int
+    orders: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int, at_once: int, worker: str
 ) -> str:
     """Fork the ranks from the current process, which has imported torch."""
     os.environ.update(variables)
     rank_worker.import_often_needed(Path(orders[0].script))
-    rank_worker.fork_ranks(orders, timeout=timeout, at_once=at_once)
+    if worker == record.WORKER:
+        rank_worker.fork_ranks(orders, timeout=timeout, at_once=at_once)
+    else:
+        import_module(worker).run_tasks(orders, timeout=timeout, at_once=at_once)
     return "a rank has left no record"
 
 
@@ -46,7 +50,7 @@ def main(jobs: dict[str, dict[str, Any]]) -> None:
                 os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
             code = 1
             try:
-                code = accel(["check", *job["words"]])
+                code = accel(job["words"])
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()

@@ -495,6 +495,30 @@ def check() -> Parser:
     return made
 
 
+def doctor() -> Parser:
+    """Build the parser of `accel doctor`."""
+    made = Parser(
+        "doctor",
+        "Run a script a few optimizer steps long on the ranks and strategy of the settings, and on one"
+        " process with the same global batches, and report where they differ: samples, losses, gradients,"
+        " weights, learning rates, gathered results, and a resumed run. Ranks are processes on this"
+        " machine's CPU. The exit code is 1 if something differs.",
+        "Settings may be given by the flags of `accel launch`, too; without --num_processes there are two.",
+    )
+    text = "optimizer steps of each pass over a training loader (default: %(default)s)"
+    _number(made, "--steps", text, default=3)
+    _switch(made, "--on_device", text="run on the devices of the settings instead of the CPU")
+    _number(made, "--blocks", "keep the first N layers of each list of layers; the others are left out")
+    _switch(made, "--no_resume", text="do not save a checkpoint and resume from it")
+    _number(made, "--timeout", "for each run (default: %(default)s)", "SECONDS", default=600)
+    add_config_file(made, "use")
+    _switch(made, "--json", text="write the report as JSON")
+    _switch(made, "--quiet", "-q", text="show only what differs")
+    made.add_settings(hidden=True)
+    made.add_script("accel doctor [options] script [script_arguments ...]")
+    return made
+
+
 def merge() -> Parser:
     """Build the parser of `accel merge-weights`."""
     made = Parser(

@@ -147,6 +147,11 @@ COMMANDS: Mapping[str, Subcommand] = {
         help="Dry-run a script as ranks of a large job, without devices.",
         parser="check",
     ),
+    "doctor": Subcommand(
+        target="accel_cli.commands.doctor.command",
+        help="Compare a script on many ranks with the same on one process.",
+        parser="doctor",
+    ),
     "merge-weights": Subcommand(
         target="accel_cli.commands.merge",
         help="Merge a sharded checkpoint into full weights.",

@@ -56,7 +56,8 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     _patch_loaders(recorder, task.batches)
 
 
-def _set(path: str, **patches: Any) -> None:
+def replace_names(path: str, **patches: Any) -> None:
+    """Set attributes of a module or class, which must be there."""
     owner = pkgutil.resolve_name(path)
     for name, patch in patches.items():
         if not hasattr(owner, name):
@@ -156,9 +157,9 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
             setattr(DeviceMesh, name, _run_within(recorder.on_real_tensors, vars(DeviceMesh)[name]))
     # The places of shards are the values of tensors of ranks and indices.
     layout_of = _run_within(recorder.on_real_tensors, vars(ShardLayout)["of"])
-    _set("accel_plugins.optimizers.matrices.ShardLayout", of=layout_of)
+    replace_names("accel_plugins.optimizers.matrices.ShardLayout", of=layout_of)
     on_real = _run_within(recorder.on_real_tensors, compute_local_shape_and_global_offset)
-    _set("accel_plugins.sharding.shards", compute_local_shape_and_global_offset=on_real)
+    replace_names("accel_plugins.sharding.shards", compute_local_shape_and_global_offset=on_real)
     propagator: Any = ShardingPropagator
     name = next(name for name in PROPAGATION_METHODS if name in vars(propagator))
     setattr(propagator, name, _run_within(recorder.paused, vars(propagator)[name]))
@@ -176,9 +177,9 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
             for name in names:
                 wrap.put_tensor(model, name, new)
 
-    _set("accel_plugins.sharding.wrap", _move_to_meta=move_to_meta)
+    replace_names("accel_plugins.sharding.wrap", _move_to_meta=move_to_meta)
     # Models that libraries make are not sharded: nothing of DeepSpeed runs here.
-    _set("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
+    replace_names("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
 
 
 def _run_within(context: Callable[[], AbstractContextManager[None]], method: Any) -> Any:
@@ -209,11 +210,11 @@ class Chunks:
 def _patch_communication(recorder: CollectiveRecorder, task: RankTask) -> None:
     """Patch the collectives, and the operations of `accel_ops` that use them."""
     collectives = SingleRankCollectives(recorder, task.rank, task.world)
-    _set("accel_state.runtime", TorchCollectives=lambda _: collectives)
+    replace_names("accel_state.runtime", TorchCollectives=lambda _: collectives)
     operations = fake_operations(recorder, task.world)
-    _set("accel_plugins.parallelism.experts", exchange_counts=_share_experts_evenly)
-    _set("accel_ops.pad", pad_across_processes=operations.pop("pad_across_processes"))
-    _set("accel_ops.collectives", **operations)
+    replace_names("accel_plugins.parallelism.experts", exchange_counts=_share_experts_evenly)
+    replace_names("accel_ops.pad", pad_across_processes=operations.pop("pad_across_processes"))
+    replace_names("accel_ops.collectives", **operations)
     registry: Any = import_module("accel_plugins.registry")
     registry.load = record_strategies(recorder, registry.load)
 
@@ -320,8 +321,8 @@ def _patch_recipes(recorder: CollectiveRecorder) -> None:
         recorder.fp8 = backend.title
         return backend
 
-    _set("accel_plugins.fp8.build", choose_backend=choose_backend)
-    _set(
+    replace_names("accel_plugins.fp8.build", choose_backend=choose_backend)
+    replace_names(
         "accel_plugins.fp8.te",
         make_recipe=lambda _: None,
         convert_model=lambda _: {},
@@ -340,7 +341,7 @@ def _patch_recipes(recorder: CollectiveRecorder) -> None:
             layer.register_forward_pre_hook(_cast_inputs)
         return names
 
-    _set("accel_plugins.fp8.ao", _config=config_without_emulation, _convert=convert_and_cast)
+    replace_names("accel_plugins.fp8.ao", _config=config_without_emulation, _convert=convert_and_cast)
 
 
 def _cast_inputs(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -400,10 +401,12 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
     # 2. Put them in place of the real functions.
     saving.save = save
     if "transformers.modeling_utils" in sys.modules:
-        _set("transformers.modeling_utils.PreTrainedModel", save_pretrained=save_pretrained)
-    _set("safetensors.torch", save_file=lambda tensors, filename, *_, **__: write_object(tensors, filename))
-    _set("accel_train.checkpoint.load", load=load, has_checkpoint=lambda *_: False)
-    _set("accel_ops.weights.write", save_state_parts=write_weights, save=write_object)
+        replace_names("transformers.modeling_utils.PreTrainedModel", save_pretrained=save_pretrained)
+    replace_names(
+        "safetensors.torch", save_file=lambda tensors, filename, *_, **__: write_object(tensors, filename)
+    )
+    replace_names("accel_train.checkpoint.load", load=load, has_checkpoint=lambda *_: False)
+    replace_names("accel_ops.weights.write", save_state_parts=write_weights, save=write_object)
     torch.save = write_object
 
 

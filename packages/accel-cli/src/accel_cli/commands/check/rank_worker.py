@@ -10,14 +10,15 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from accel_cli.commands.check.patches import install
-from accel_cli.commands.check.record import RankRecord, RankTask, exit_reason, timeout_reason
+from accel_cli.commands.check.record import RankRecord, RankTask, exit_reason
 from accel_cli.commands.check.recorder import CollectiveRecorder
 from accel_cli.commands.estimate.memory import ModelSizes
 from accel_cli.commands.estimate.meta_model import sizes_of
@@ -30,7 +31,8 @@ def main(task: RankTask) -> None:
     dist.init_process_group("fake", rank=task.rank, world_size=task.world, store=FakeStore())
     recorder = CollectiveRecorder()
     install(recorder, task)
-    stopped = _run(recorder, task)
+    with recorder.on_fake_tensors():
+        stopped = run_script(task)
     tracker = recorder.tracker
     record = RankRecord(
         rank=task.rank,
@@ -47,16 +49,15 @@ def main(task: RankTask) -> None:
         loaders=tuple(recorder.loaders.values()),
         stopped=stopped,
     )
-    _write(task, record)
+    write_record(task, record)
 
 
-def _run(recorder: CollectiveRecorder, task: RankTask) -> str:
+def run_script(task: RankTask) -> str:
     """Run the script; return the reason if it stopped early."""
     sys.argv = [task.script, *task.arguments]
     sys.path.insert(0, str(Path(task.script).resolve().parent))
     try:
-        with recorder.on_fake_tensors():
-            runpy.run_path(task.script, run_name="__main__")
+        runpy.run_path(task.script, run_name="__main__")
     except SystemExit as exit_request:
         code = exit_request.code
         return "" if code in {None, 0} else f"it exits with {code!r}"
@@ -91,13 +92,28 @@ def _sizes(recorder: CollectiveRecorder) -> ModelSizes | None:
 _POLL_SECONDS = 0.05
 
 
-def fork_ranks(tasks: Sequence[RankTask], *, timeout: int, at_once: int) -> None:
-    """Fork one process for each rank, with the modules that this one has imported."""
+def fork_ranks(
+    tasks: Sequence[RankTask],
+    run: Callable[[Any], None] = main,
+    *,
+    timeout: int,
+    at_once: int,
+    grace: int | None = None,
+) -> None:
+    """Fork one process for each rank, with the modules that this one has imported.
+
+    Args:
+        tasks: The tasks.
+        run: Runs a task, and writes its record.
+        timeout: Seconds that each may take.
+        at_once: The number of processes at a time.
+        grace: Seconds that ranks which wait for each other are left when one has failed; `timeout` if None.
+    """
     waiting, running = [*reversed(tasks)], dict[int, tuple[RankTask, float]]()
     while waiting or running:
         while waiting and len(running) < at_once:
             task = waiting.pop()
-            running[_fork(task)] = (task, time.monotonic() + timeout)
+            running[_fork(task, run)] = (task, time.monotonic() + timeout)
         for pid, (task, until) in list(running.items()):
             is_late = time.monotonic() > until
             if is_late:
@@ -109,11 +125,14 @@ def fork_ranks(tasks: Sequence[RankTask], *, timeout: int, at_once: int) -> None
             code = os.waitstatus_to_exitcode(status)
             if is_late or not Path(task.output).is_file():
                 why = (
-                    timeout_reason(timeout)
+                    task.timeout_reason(timeout)
                     if is_late
                     else exit_reason(code, _log(task).read_text("utf-8", "replace"))
                 )
-                _write(task, RankRecord(rank=task.rank, stopped=why))
+                write_record(task, RankRecord(rank=task.rank, stopped=why))
+                if grace is not None:
+                    end = time.monotonic() + grace
+                    running = {pid: (other, min(until, end)) for pid, (other, until) in running.items()}
         time.sleep(_POLL_SECONDS)
 
 
@@ -125,7 +144,7 @@ def import_often_needed(script: Path) -> None:
             import_module("transformers.modeling_utils")
 
 
-def _fork(task: RankTask) -> int:
+def _fork(task: RankTask, run: Callable[[Any], None]) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -135,7 +154,7 @@ def _fork(task: RankTask) -> int:
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
         environ.publish(task.environment)
-        main(task)
+        run(task)
         code = 0
     except BaseException:  # noqa: BLE001 - the process ends here
         traceback.print_exc()
@@ -149,17 +168,24 @@ def _log(task: RankTask) -> Path:
     return Path(task.output).with_suffix(".log")
 
 
-def _write(task: RankTask, record: RankRecord) -> None:
+def write_record(task: RankTask, record: object) -> None:
+    """Write the record of a task."""
     Path(task.output).write_bytes(pickle.dumps(record))
 
 
-def _run_tasks(path: Path) -> None:
-    tasks, timeout, at_once = pickle.loads(path.read_bytes())  # noqa: S301 - `record` wrote it
+def run_tasks(tasks: Sequence[RankTask], *, timeout: int, at_once: int) -> None:
+    """Run all tasks."""
     import_often_needed(Path(tasks[0].script))
     if len(tasks) == 1:
         main(tasks[0])
     else:
         fork_ranks(tasks, timeout=timeout, at_once=at_once)
+
+
+def run_file(path: Path, run: Callable[..., None]) -> None:
+    """Run the tasks in a file of `record.run_ranks`, and end the process."""
+    tasks, timeout, at_once = pickle.loads(path.read_bytes())  # noqa: S301 - `record` wrote it
+    run(tasks, timeout=timeout, at_once=at_once)
     # The records are written; clearing every module of torch would take a fifth of a short check.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -167,4 +193,4 @@ def _run_tasks(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    _run_tasks(Path(sys.argv[1]))
+    run_file(Path(sys.argv[1]), run_tasks)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from accel_cli.commands.estimate.memory import Buckets, MemoryPeak, ModelSizes
 from accel_state.frozen import frozen
@@ -25,6 +26,7 @@ class RankTask:
         local_world: Ranks of a node.
         batches: Number of batches of every loader.
         output: The file to write the record to.
+        port: The port of rank 0 at which ranks meet.
     """
 
     script: str
@@ -34,6 +36,19 @@ class RankTask:
     local_world: int
     batches: int
     output: str = ""
+    port: int = 29500
+
+    @property
+    def name(self) -> str:
+        """The name of the record."""
+        return str(self.rank)
+
+    def timeout_reason(self, timeout: int) -> str:
+        """Return the reason of a rank that was stopped at the timeout."""
+        return (
+            f"it has not ended after {timeout} s (--timeout); values are made up, so that a loop that waits"
+            " for one may never end"
+        )
 
     @property
     def environment(self) -> dict[str, str]:
@@ -44,7 +59,7 @@ class RankTask:
             "LOCAL_RANK": self.rank % self.local_world,
             "LOCAL_WORLD_SIZE": self.local_world,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": 29500,
+            "MASTER_PORT": self.port,
         }
         return {name: str(value) for name, value in variables.items()}
 
@@ -248,14 +263,34 @@ CAN_FORK = sys.platform == "linux"
 survive a fork, every rank is spawned."""
 
 
-def run_ranks(tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int) -> list[RankRecord]:
-    """Run the script as selected ranks, each in its own process."""
-    at_once = os.cpu_count() or 1
+def run_ranks(
+    tasks: Sequence[RankTask],
+    variables: Mapping[str, str],
+    *,
+    timeout: int,
+    worker: str = WORKER,
+    at_once: int | None = None,
+) -> list[Any]:
+    """Run the script as selected ranks, each in its own process.
+
+    Args:
+        tasks: The tasks, which have different names.
+        variables: The environment of all.
+        timeout: Seconds that each may take.
+        worker: The module that is run with the tasks, and that writes their records.
+        at_once: The number of processes at a time; by default that of the cores.
+
+    Returns:
+        The records, in the order of the tasks; a `RankRecord` for a process that left none.
+    """
+    at_once = at_once or os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="accel-check-") as folder:
-        tasks = [replace(task, output=str(Path(folder) / f"{task.rank}.record")) for task in tasks]
+        tasks = [replace(task, output=str(Path(folder) / f"{task.name}.record")) for task in tasks]
         groups = [tasks] if CAN_FORK else [[task] for task in tasks]
         with ThreadPoolExecutor(at_once) as pool:
-            reasons = pool.map(lambda group: _run(group, variables, timeout=timeout, at_once=at_once), groups)
+            reasons = pool.map(
+                lambda group: _run(group, variables, timeout=timeout, at_once=at_once, worker=worker), groups
+            )
             return [
                 pickle.loads(path.read_bytes())  # noqa: S301 - our worker wrote it
                 if (path := Path(task.output)).is_file()
@@ -265,14 +300,16 @@ def run_ranks(tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeou
             ]
 
 
-def _run(tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int, at_once: int) -> str:
+def _run(
+    tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeout: int, at_once: int, worker: str
+) -> str:
     """Run one process for all ranks; return the reason for ranks without a record."""
     path = Path(tasks[0].output).with_suffix(".tasks")
     path.write_bytes(pickle.dumps((tasks, timeout, at_once)))
     environment = tasks[0].environment if len(tasks) == 1 else {}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", WORKER, str(path)],
+            [sys.executable, "-m", worker, str(path)],
             env={**variables, **environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -281,16 +318,8 @@ def _run(tasks: Sequence[RankTask], variables: Mapping[str, str], *, timeout: in
             timeout=None if len(tasks) > 1 else timeout,
         )
     except subprocess.TimeoutExpired:
-        return timeout_reason(timeout)
+        return tasks[0].timeout_reason(timeout)
     return exit_reason(done.returncode, done.stderr)
-
-
-def timeout_reason(timeout: int) -> str:
-    """Return the reason of a rank that was stopped at the timeout."""
-    return (
-        f"it has not ended after {timeout} s (--timeout); values are made up, so that a loop that waits for"
-        " one may never end"
-    )
 
 
 def exit_reason(code: int, output: str) -> str:

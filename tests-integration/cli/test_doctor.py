@@ -1,0 +1,72 @@
+"""`accel doctor`: every planted mistake is found by its name, and nothing is said against right scripts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from accel_cli.commands.doctor.causes import CAUSES
+from harness.checks import Checked, run_checks
+from harness.doctor_programs import DEFECTS, RIGHT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from harness.doctor_programs import Program
+
+
+def run_all(base: Path, programs: Mapping[str, Program]) -> dict[str, Checked]:
+    """Run the command on scripts, each in its folder."""
+    for name, program in programs.items():
+        (base / name).mkdir()
+        (base / name / "train.py").write_text(program.source)
+    lines = {name: ("--json", *program.words, "train.py") for name, program in programs.items()}
+    return run_checks(lines, base, {"HF_HOME": str(base / "hf"), "OMP_NUM_THREADS": "1"}, "doctor")
+
+
+@pytest.fixture(scope="module")
+def defects(tmp_path_factory):
+    return run_all(tmp_path_factory.mktemp("defects"), DEFECTS)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    return run_all(tmp_path_factory.mktemp("right"), RIGHT)
+
+
+def names(check: Checked, *, differing: bool = True) -> set[str]:
+    """The names of the diagnoses, or of those that say that something differs."""
+    assert check.output, check.errors
+    diagnoses = json.loads(check.output)["diagnoses"]
+    return {diagnosis["name"] for diagnosis in diagnoses if diagnosis["differs"] or not differing}
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_mistake_is_found_by_its_name(defects, name):
+    check = defects[name]
+    assert DEFECTS[name].name in names(check, differing=False), check.errors
+    assert check.code == CAUSES[DEFECTS[name].name].differs
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_said_against_a_right_script(right, name):
+    check = right[name]
+    assert names(check) == set(), check.errors
+    assert check.code == 0
+    assert {"data", "numbers", "clocks", "resume"} <= {
+        diagnosis["check"] for diagnosis in json.loads(check.output)["diagnoses"]
+    }
+
+
+def test_the_page_of_the_command_lists_every_diagnosis():
+    guide = Path(__file__).resolve().parents[2] / "packages/accel-suite/docs/guides/commands.md"
+    rows = [line for line in guide.read_text().splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == [*CAUSES]
+    for row, cause in zip(rows, CAUSES.values(), strict=True):
+        _, kind, advice, link = row.split(" | ")
+        assert kind == ("differs" if cause.differs else "note")
+        assert advice == cause.advice
+        assert f"({cause.page.removeprefix('guides/')}.md)" in link or f"(../{cause.page}.md)" in link
