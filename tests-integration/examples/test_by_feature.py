@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import sys
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -26,10 +27,16 @@ GALLERY = EXAMPLES.parents[1] / "docs/examples"
 # What the first process prints.
 SAYS = {
     "automatic_gradient_accumulation": r"^4 steps of 4 micro-batches of 64\n$",
+    "compile": r"epoch 0: loss [5]\.\d+ in .*epoch 2: loss [5]\.\d+ in \d\.\d s\n$",
     "cross_validation": r"fold 0: 0.9.* of 152 right\n.*together: 0.9\d+ of 114 held-out samples right\n",
     "ddp_comm_hook": r"epoch 0: loss [12]\.\d+\n.*epoch 2: loss 0\.[3-9]\d+\n",
     "distributed_inference": r"'The cat sat on the mat.' is nearest to 'A feline rested upon the rug.'\n",
     "early_stopping": r"^stopped after [1-4]?\d\d steps\n$",
+    "expert_parallel": (
+        r"^each process keeps \d+% of [\d,]+ parameters\n"
+        r"epoch 0: loss .*epoch 3: loss [0-3]\.\d+\n$"
+    ),
+    "fp8": r"^2 of 4 linear layers in FP8\nepoch 0: loss .*epoch 3: loss 0\.\d+\n$",
     "fsdp_with_peak_mem_tracking": r"^weights: 2.01 MiB; prepared: 1.00 MiB .*step: 4.02 MiB\n$",
     "gradient_accumulation": r"epoch 0: 15 steps of 57 .*epoch 3: 15 steps of 57 batches, loss 0\.\d+\n",
     "gradient_accumulation_for_autoregressive_models": (
@@ -38,12 +45,14 @@ SAYS = {
     ),
     "language_model": r"step 0: loss 5.\d\d, learning rate .*loss at the end 2.\d\d\n",
     "local_sgd": r"0.9\d+ of 1797 digits right\n",
+    "long_context": r"epoch 0: loss [34]\.\d+\n.*epoch 4: loss [0-3]\.\d+\n$",
     "megatron_lm_gpt_pretraining": (
         r"^held-out loss (2\.\d+) after 40 steps\n"
         r"held-out loss \1 in transformers\n$"
     ),
     "memory": r"batches of 1024\n.*batches of \d+\ntrained with batches of 1\d\d\n",
     "multi_process_metrics": r"epoch 0: F1 0.\d+ over 357 samples\n.*epoch 3: F1 0.9\d+ over 357 samples\n",
+    "pipeline_training": r"epoch 0: loss [34]\.\d+\n.*epoch 3: loss [0-3]\.\d+\n$",
     "profiler": r"Self CPU time total",
     "weights_out": r"^epoch 0: the engine has 1\d\d\d of 1797 right\n.*epoch 2: the engine has 1[5-7]\d\d of",
     "schedule_free": r"epoch 3: 3[2-5]\d of 357 right\n$",
@@ -60,10 +69,10 @@ def on_the_page(name):
     return re.search(r" prints\n\n```text\n(.*?)```", (GALLERY / f"{name}.md").read_text(), re.DOTALL)[1]
 
 
-def run(name, folder=EXAMPLES):
+def run(name, *arguments, folder=EXAMPLES):
     """Run an example as a script; return what it printed."""
     said = io.StringIO()
-    with redirect_stdout(said):
+    with redirect_stdout(said), patch.object(sys, "argv", [f"{name}.py", *arguments]):
         runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
     return said.getvalue()
 
@@ -83,7 +92,7 @@ def test_an_example_says_what_it_should(name, tmp_path):
 
 @distributed(world_size=2)
 def test_generated_texts_come_in_the_order_of_the_prompts():
-    said = run("distributed_generation", INFERENCE)
+    said = run("distributed_generation", folder=INFERENCE)
     if dist.get_rank() == 0:
         sentence = "the quick brown fox jumps over the lazy dog. " * 2
         pairs = [(eval(a), eval(b)) for a, b in re.findall(r"^(.*) goes on (.*)$", said, re.MULTILINE)]
@@ -95,8 +104,49 @@ def test_generated_texts_come_in_the_order_of_the_prompts():
 
 @distributed(world_size=2)
 def test_a_pipeline_gives_what_one_process_does():
-    said = run("pipeline", INFERENCE)
+    said = run("pipeline", folder=INFERENCE)
     assert said == ("" if dist.get_rank() == 0 else "(8, 12, 32), equal to one process: True\n")
+
+
+@distributed(world_size=2)
+def test_sequences_are_sharded_by_context_parallelism():
+    said = run("long_context", "--axis", "cp")
+    if dist.get_rank() == 0:
+        assert re.search(SAYS["long_context"], said, re.DOTALL), said
+
+
+@distributed(world_size=2)
+def test_bert_learns_which_sentences_mean_the_same():
+    said = run("nlp_example", folder=EXAMPLES.parent)
+    if dist.get_rank() == 0:
+        assert re.search(r"epoch 4: accuracy (0\.[89]\d\d|1\.000)\n$", said), said
+
+
+@distributed(world_size=2)
+def test_the_complete_example_resumes_from_a_checkpoint(tmp_path):
+    with chdir(tmp_path), patch.object(sys, "path", [str(EXAMPLES.parent), *sys.path]):
+        first = run("complete_nlp_example", "--checkpointing_steps", "40", folder=EXAMPLES.parent)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        second = run("complete_nlp_example", "--resume_from_checkpoint", folder=EXAMPLES.parent)
+    if dist.get_rank() == 0:
+        assert re.search(r"epoch 4: accuracy (0\.[89]\d\d|1\.000)\n$", first), first
+        assert second == "resuming in epoch 5\n"
+
+
+@distributed(world_size=2)
+def test_an_image_model_learns_the_digits():
+    said = run("cv_example", folder=EXAMPLES.parent)
+    if dist.get_rank() == 0:
+        assert re.search(r"epoch 1: accuracy 0\.\d+ of 359 images\n$", said), said
+
+
+def test_a_model_larger_than_memory_generates_the_same(tmp_path):
+    with chdir(tmp_path):
+        said = run("big_model", folder=INFERENCE)
+    assert re.search(
+        r"modules on cpu.* modules on disk\n16 new tokens, equal to .* in memory: True\n$", said
+    ), said
 
 
 @distributed(world_size=2)
@@ -138,5 +188,6 @@ def test_deepspeed_trains_as_its_configuration_says():
 
 
 def test_every_example_is_run():
-    others = ["checkpointing", "deepspeed_with_config_support", "tracking"]  # the last in test_tracking.py
+    # `lora` is in tests-integration/clients, `tracking` in test_tracking.py
+    others = ["checkpointing", "deepspeed_with_config_support", "lora", "tracking"]
     assert sorted([*SAYS, *others]) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
