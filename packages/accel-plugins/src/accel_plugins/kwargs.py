@@ -352,9 +352,13 @@ class ProjectConfiguration:
             nodes without a shared file system.
         durable: Whether `save_state` waits until a checkpoint is on disk, so that it survives also a crash of
             the machine. Without, it counts when the operating system has it, as in other libraries.
+        save_on_preemption: Whether SIGTERM or SIGUSR1, with which schedulers announce that they will end a
+            job, saves a checkpoint on all ranks after the same step, within seconds, and exits with code 143
+            (`Accelerator.exit_if_preempted` says what a step is). Needs `automatic_checkpoint_naming`.
 
     Raises:
-        SettingsError: A field has another type or is out of its range, or `project_dir` has a scheme.
+        SettingsError: A field has another type or is out of its range, or `project_dir` has a scheme; or
+            there is no checkpoint to which a preempted run could be saved.
 
     Example:
         >>> ProjectConfiguration(project_dir="runs/7").logging_dir
@@ -368,6 +372,7 @@ class ProjectConfiguration:
     iteration: int = 0
     save_on_each_node: bool = False
     durable: bool = True
+    save_on_preemption: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         for name in ("project_dir", "logging_dir"):
@@ -376,6 +381,11 @@ class ProjectConfiguration:
         wanted = "a whole number above 0, or None"
         expect(self, "total_limit", wanted, lambda value: value is None or is_count(value, least=1))
         expect(self, "iteration", "a whole number of at least 0", lambda value: is_count(value, least=0))
+        if self.save_on_preemption and not self.automatic_checkpoint_naming:
+            raise SettingsError(
+                "ProjectConfiguration(save_on_preemption=True) needs automatic_checkpoint_naming=True: "
+                "checkpoints are numbered, and the next start finds the newest by `has_checkpoint`."
+            )
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:

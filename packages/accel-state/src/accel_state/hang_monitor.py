@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import CodeType, TracebackType
@@ -128,6 +128,9 @@ class HangMonitor:
         limit: Seconds after which the backend gives up on a collective.
         asynchronous: Whether collectives return before they are done, as on GPUs, so that a process that
             waits for them may be anywhere.
+
+    Attributes:
+        polls (list[Callable[[], None]]): What the thread also calls each time; short, and never waiting.
     """
 
     def __init__(
@@ -150,6 +153,7 @@ class HangMonitor:
         self._warns: bool | None = None
         self._claim: str | None = None
         self._warn_after = self._first_warning = min(WARN_AFTER_S, limit / 2)
+        self.polls: list[Callable[[], None]] = []
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accel-hang-monitor", daemon=True)
 
@@ -237,6 +241,8 @@ class HangMonitor:
                     break
                 self._post()
                 self._warn()
+                for poll in self.polls:
+                    poll()
             self._post(exited=True)
             self._store.add("exited", 1)
         except RuntimeError as error:  # the store is gone, with the process that kept it

@@ -45,6 +45,7 @@ from accel_state.runtime import Runtime
 from accel_state.settings import Settings
 from accel_state.settings.model import from_environ
 from accel_trackers.session import OnTrackerError, TrackerSession
+from accel_train import checkpoint
 from accel_train.accelerator.prepare import RecipeApplier
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.profiling import StepMeter
@@ -53,6 +54,8 @@ from accel_train.step import EngineCalls, ItemWindow, Synchronizer, Trigger, bin
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from accel_train.checkpoint.preemption import Preemption
 
 
 logger = get_logger(__name__)
@@ -156,6 +159,7 @@ class Parts:
         items: Counts items, where losses are sums.
         handlers: The kwargs handlers of `Accelerator`, and the plugins, by type.
         meter: Measures the loop, with `log_system_metrics`.
+        preemption: Saves and exits when the job is preempted, with `save_on_preemption`.
         native_amp: What a script has assigned to `native_amp`.
     """
 
@@ -184,6 +188,7 @@ class Parts:
     checkpoints: CheckpointContext
     trackers: TrackerSession
     meter: StepMeter | None
+    preemption: Preemption | None
     native_amp: bool | None = None
 
     @property
@@ -239,7 +244,9 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
     no_sync = None if runtime.topology.world_size == 1 else strategy.stepper.no_sync
     synchronizer = Synchronizer(gradient_state, no_sync)
     engine = None if strategy.train_step is None else EngineCalls(strategy, gradient_state)
-    after_step = _hooks_after_step(strategy, recipe, prepared)
+    checkpoints = CheckpointContext(runtime, project, prepared, synchronizer, strategy, precision, recipe)
+    preemption = _start_preemption(checkpoints, accelerator, variables)
+    after_step = _hooks_after_step(strategy, recipe, prepared, preemption)
     return Parts(
         process=process,
         state=state,
@@ -263,17 +270,22 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
         step_scheduler_with_optimizer=config.step_scheduler_with_optimizer,
         step_scheduler_per=config.step_scheduler_per,
         prepared=prepared,
-        checkpoints=CheckpointContext(runtime, project, prepared, synchronizer, strategy, precision, recipe),
+        checkpoints=checkpoints,
         trackers=trackers,
         meter=meter,
+        preemption=preemption,
     )
 
 
 def _hooks_after_step(
-    strategy: Strategy, recipe: Recipe | None, prepared: PreparedObjects
+    strategy: Strategy, recipe: Recipe | None, prepared: PreparedObjects, preemption: Preemption | None
 ) -> tuple[Callable[[], None] | None, ...]:
     hook = None if recipe is None else recipe.after_step
-    return strategy.after_step, hook and (lambda: hook(prepared.models))
+    return (
+        strategy.after_step,
+        hook and (lambda: hook(prepared.models)),
+        preemption and preemption.count_optimizer_step,
+    )
 
 
 def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
@@ -290,7 +302,7 @@ def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
     recipe = converter and build_recipe(name, from_environ(environ.read()), runtime, handlers)
     if recipe is None:
         return replace(parts, handlers=handlers)
-    after_step = _hooks_after_step(parts.strategy, recipe, parts.prepared)
+    after_step = _hooks_after_step(parts.strategy, recipe, parts.prepared, parts.preemption)
     parts.checkpoints.recipe = recipe
     return replace(
         parts,
@@ -299,6 +311,21 @@ def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
         after_step=after_step,
         step=bind_step(parts.strategy.stepper.step, after_step),
     )
+
+
+def _start_preemption(
+    checkpoints: CheckpointContext, accelerator: Any, variables: Mapping[str, str]
+) -> Preemption | None:
+    """Handle the signals of schedulers from now on, if that was asked for."""
+    if not checkpoints.project.save_on_preemption:
+        return None
+    _ = checkpoints.numbered  # refuses a project without a directory
+    is_restarted = variables.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    preemption = checkpoint.preemption.Preemption(
+        checkpoints.runtime, accelerator.save_state, is_restarted=is_restarted
+    )
+    preemption.install()
+    return preemption
 
 
 def select_strategy(strategy: str | StrategySpec | None, settings: Settings) -> StrategySpec | None:

@@ -742,9 +742,9 @@ def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
         for loader, move in zip(bundle.dataloaders, request.placements["dataloaders"], strict=True)
     )
     for loader in filter(_is_ours, loaders):
-        loader.resume_mid_epoch = config.resume_mid_epoch
-        if parts.meter is not None:
-            loader.meter = parts.meter
+        loader.resume_mid_epoch, loader.meter = config.resume_mid_epoch, parts.meter
+        if parts.preemption is not None:
+            parts.preemption.watch(loader)
         if bundle.models:
             loader.shard_sequences = parts.strategy.shard_sequences
     return replace(bundle, dataloaders=loaders)

@@ -52,13 +52,14 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
     )
     strategy = fsdp.presharded.build(sharded[0], runtime, precision, handlers)
     synchronizer = Synchronizer(parts.gradient_state, strategy.stepper.no_sync)
+    after_step = (parts.preemption and parts.preemption.count_optimizer_step,)
     accelerator._parts = replace(  # pyright: ignore[reportPrivateUsage] - a stage of prepare
         parts,
         strategy=strategy,
         precision=precision,
         backward=bind_backward(strategy, None, None),
-        step=bind_step(strategy.stepper.step, ()),
-        after_step=(),
+        step=bind_step(strategy.stepper.step, after_step),
+        after_step=after_step,
         synchronizer=synchronizer,
         checkpoints=replace(
             parts.checkpoints, strategy=strategy, precision=precision, synchronizer=synchronizer

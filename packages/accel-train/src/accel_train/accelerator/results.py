@@ -381,6 +381,8 @@ class TrackingFacet(Facet):
         Raises:
             Exception: What a tracker raised, with `on_tracker_error="raise"`.
         """
+        if self._parts.preemption is not None:
+            self._parts.preemption.uninstall()
         try:
             self._parts.trackers.finish()
         finally:

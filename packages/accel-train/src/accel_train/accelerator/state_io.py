@@ -161,6 +161,23 @@ class StateIoFacet(Facet):
         """
         return checkpoint.load.has_checkpoint(self._parts.checkpoints)
 
+    def exit_if_preempted(self) -> None:
+        """Save and exit here if the job is preempted; do nothing otherwise. Call it on every rank.
+
+        With `ProjectConfiguration(save_on_preemption=True)`. Loops over prepared loaders need no call: their
+        step ends when the next batch is asked for after an optimizer step, and with the last batch. Where
+        batches come from elsewhere, call it at the end of each step.
+
+        Raises:
+            SystemExit: A checkpoint was saved on all ranks; the exit code is 143.
+
+        Example:
+            >>> from accel_train import Accelerator
+            >>> Accelerator(cpu=True).exit_if_preempted()
+        """
+        if self._parts.preemption is not None:
+            self._parts.preemption.end_step()
+
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Register further objects for `save_state` and `load_state`.
 

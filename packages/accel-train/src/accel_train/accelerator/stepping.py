@@ -103,6 +103,8 @@ class SteppingFacet(Facet):
         """
         parts = self._parts
         fused_backward(parts.prepared.optimizers, parts.precision.scale(loss), learning_rate)
+        if parts.preemption is not None:
+            parts.preemption.count_optimizer_step()
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:

@@ -56,6 +56,7 @@ from accel_train.data.shards import (
 )
 
 if TYPE_CHECKING:
+    from accel_train.checkpoint.preemption import Preemption
     from accel_train.data.loader import BatchTransfer
     from accel_train.profiling import StepMeter
 
@@ -273,6 +274,10 @@ class DataLoaderAdapter(TorchLoader[T_co]):
             order=order_of(state),
             torchdata=state,
         )
+
+    def wrap_worker_init(self, wrap: Callable[[Any], Callable[[int], None]]) -> None:
+        """Replace `worker_init_fn` by what a function makes of it."""
+        self.worker_init_fn = self._options["worker_init_fn"] = wrap(self.worker_init_fn)
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: `state_dict` returns the position of the last yielded batch, whatever was prefetched.
@@ -504,11 +509,13 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
     Attributes:
         shard_sequences (Callable | None): Shards the sequences of a batch; they stay full if `None`.
         meter (StepMeter | None): Measures how long the loop waits for each batch.
+        preemption (Preemption | None): Notices when a step ends.
         resume_mid_epoch (bool): Whether `load_state` resumes it at the next batch, stateful or not.
     """
 
     shard_sequences: Callable[[Any], Any] | None = None
     meter: StepMeter | None = None
+    preemption: Preemption | None = None
     resume_mid_epoch: bool = False
 
     if TYPE_CHECKING:
@@ -533,10 +540,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         self._drop_last = _drop_last
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copy or pickle the loader without the facts about a pass, and without its meter."""
+        """Copy or pickle the loader without the facts about a pass, and without what observes it."""
         make, arguments, state = super().__reduce_ex__(protocol)
         facts = {"end_of_dataloader": False, "remainder": -1, "real_in_batch": None, "_batch": None}
-        return make, arguments, state | facts | {"meter": None}
+        return make, arguments, state | facts | {"meter": None, "preemption": None}
 
     @property
     def batch_size_seen(self) -> int | None:
@@ -586,6 +593,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         """
         skipped = copy(self)
         skipped._progress, skipped.meter = self._progress, self.meter
+        skipped.preemption = self.preemption
         skipped.skip_batches = self.skip_batches + batches
         position, self._resume = self._resume, None
         # Skip batches of the order of the position.
@@ -599,7 +607,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
     ) -> Generator[Any]:
         """Yield the batches of one pass."""
         batches = self._batches(batch_transfer, before)
-        return batches if self.meter is None else self.meter.timed(self, batches)
+        if self.meter is not None:
+            batches = self.meter.timed(self, batches)
+        return batches if self.preemption is None else self.preemption.watched(batches)
 
     def _batches(
         self, batch_transfer: BatchTransfer | None, before: Callable[[], None] | None
