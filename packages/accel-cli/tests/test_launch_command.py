@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.run import parse_args
 
 from accel_cli.arguments import read_arguments
 from accel_cli.launch import command, hosts, launchers
@@ -19,7 +20,7 @@ from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
 from accel_state.settings import from_environ, merge_layers, parse_environ, parse_file
 
-WORKER = ("--module", "accel_cli.launch.worker")
+WORKER = ("--module", "--", "accel_cli.launch.worker")
 NO_GPU = HostDevices(gpus=0, cores=8)
 FOUR_GPUS = HostDevices(gpus=4, cores=8)
 
@@ -40,6 +41,16 @@ def torchrun(made, port=29500):
     end = line.index("train.py")
     own = [word for word in line[:end] if word not in WORKER]
     return dict(word.removeprefix("--").partition("=")[::2] for word in own), line[end:]
+
+
+def test_torch_takes_no_word_of_the_script_for_an_option_of_its_own():
+    made = replace(plan("--num_processes", "2"), script_arguments=("--signal=KILL", "--", "--r"))
+    read = parse_args(launchers.torchrun_arguments(made, 29500))
+    assert read.module
+    assert (read.training_script, read.training_script_args) == (
+        "accel_cli.launch.worker",
+        ["train.py", "--signal=KILL", "--", "--r"],
+    )
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_every_row_can_be_set_somewhere_and_no_name_is_used_twice():
 
 
 def test_every_worker_setting_can_be_handed_over():
-    for_the_command = {"launch", "mpi", "hosts", "tpu", "sagemaker"}
+    for_the_command = {"launch", "mpi", "cluster", "hosts", "tpu", "sagemaker"}
     assert {option.section for option in OPTIONS if not option.variable} == for_the_command
     assert not {option.section for option in OPTIONS if option.variable} & for_the_command
 

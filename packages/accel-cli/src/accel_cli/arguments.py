@@ -254,6 +254,7 @@ def launch() -> Parser:
     made = Parser("launch", " ".join(HELP), format_help=help_text)
     add_config_file(made, "read, in YAML or JSON")
     _switch(made, "--explain", text="show the source of each setting and the command, and run nothing")
+    _switch(made, "--dry_run", text="print what would be submitted or started, and run nothing")
     made.add_settings(hidden=False)
     made.add_script(USAGE)
     return made
@@ -267,6 +268,7 @@ class LaunchArguments:
         sourced: The settings that have a flag in it, by path.
         config_file: The named config file; None for the default one.
         explain: Whether to show what would be run, and run nothing.
+        dry_run: Whether to print what would be submitted, and run nothing.
         script: The script to run.
         script_arguments: The words after it, unchanged.
     """
@@ -274,6 +276,7 @@ class LaunchArguments:
     sourced: Mapping[str, SourcedValue]
     config_file: str | None = None
     explain: bool = False
+    dry_run: bool = False
     script: str
     script_arguments: tuple[str, ...]
 
@@ -284,6 +287,7 @@ class LaunchArguments:
             sourced=options.settings,
             config_file=options.config_file,
             explain=options.explain,
+            dry_run=options.dry_run,
             script=options.script,
             script_arguments=tuple(options.script_arguments),
         )
@@ -306,6 +310,7 @@ def help_text() -> str:
         "the command": [
             _format_entry("--config_file FILE", f"Settings in YAML or JSON; by default {DEFAULT_PATH_HELP}."),
             _format_entry("--explain", "Show the source of each setting and the command, and run nothing."),
+            _format_entry("--dry_run", "Print the batch script to submit, or the command, and run nothing."),
         ]
     }
     for option in OPTIONS:

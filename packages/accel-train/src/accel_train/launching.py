@@ -253,7 +253,8 @@ def launch(
 _COMMAND_ONLY = (
     *(f"launch.{name}" for name in ("compute_environment", "min_machines", "tee", "log_dir", "role")),
     *("launch.no_python", "launch.quiet", "launch.rdzv_conf", "mpi.hostfile", "hosts.hostfile"),
-    *("tpu.use_cluster", "launch.on_tpu"),
+    *("launch.shutdown_timeout", "tpu.use_cluster", "launch.on_tpu"),
+    *("cluster.gpus_per_node", "cluster.time", "cluster.sbatch_args"),
 )
 """The settings that only the command carries out."""
 

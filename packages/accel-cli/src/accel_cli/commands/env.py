@@ -38,7 +38,7 @@ _LIBRARIES = (
 _EXPERIMENTAL = {"megatron-core": "training by Megatron has not run on a GPU yet"}
 """Features that have not run on the hardware that they are for, by the library that they need."""
 
-_PROGRAMS = ("gcloud", "g++", "mpirun", "ninja", "nvcc", "nvidia-smi", "pdsh", "srun")
+_PROGRAMS = ("gcloud", "g++", "mpirun", "ninja", "nvcc", "nvidia-smi", "pdsh", "sbatch", "srun")
 """The programs of launchers and cluster managers, and those that build the kernels of engines."""
 
 _PREFIXES = (

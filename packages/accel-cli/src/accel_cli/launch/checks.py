@@ -16,11 +16,16 @@ from accel_state.topology import detect
 
 @frozen
 class LaunchFacts:
-    """The inputs of the checks."""
+    """The inputs of the checks.
+
+    Args:
+        remote: Whether a launcher was selected whose processes run on other machines.
+    """
 
     merged: Merged
     machine: HostDevices
     environ: Mapping[str, str]
+    remote: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -39,7 +44,7 @@ class LaunchFacts:
     def is_local(self) -> bool:
         """Return whether processes are started on this machine, with its devices."""
         launch = self.settings.launch
-        return launch.compute_environment == "LOCAL_MACHINE" and not launch.on_tpu
+        return launch.compute_environment == "LOCAL_MACHINE" and not launch.on_tpu and not self.remote
 
     @property
     def is_worker(self) -> bool:
@@ -92,6 +97,8 @@ def count_processes(facts: LaunchFacts) -> int:
         return sum(facts.machine.hosts.values())
     if kind.value == "NO":
         return 1
+    if facts.remote:
+        return launch.num_machines * (facts.settings.cluster.gpus_per_node or 1)
     devices = 1 if uses_cpu(facts.merged) else len(launch.device_ids) or max(1, facts.machine.gpus)
     return launch.num_machines * devices
 
@@ -168,6 +175,24 @@ def _check_nodes(facts: LaunchFacts) -> Iterator[str]:
         yield (
             f"{processes // machines} processes on this machine want a device each, but gpu_ids "
             f"is {launch.gpu_ids!r}."
+        )
+
+
+def _check_cluster(facts: LaunchFacts) -> Iterator[str]:
+    number, nodes = facts.source_of("launch.num_processes"), facts.machines
+    if not facts.remote:
+        names = [value.origin for path, value in facts.merged.sourced.items() if path.startswith("cluster.")]
+        if names:
+            is_one = "is" if len(names) == 1 else "are"
+            yield f"{', '.join(names)} {is_one} about a job of a cluster: add --launcher slurm."
+        return
+    processes, gpus = count_processes(facts), facts.settings.cluster.gpus_per_node
+    if processes % nodes:
+        yield f"{number.origin} asks for {processes} processes, which cannot be divided by {nodes} nodes."
+    elif gpus is not None and processes // nodes > gpus and not uses_cpu(facts.merged):
+        yield (
+            f"{number.origin} asks for {processes // nodes} processes on each node, and "
+            f"{facts.origin('cluster.gpus_per_node')} for {gpus} GPUs: each process needs one of its own."
         )
 
 
@@ -388,6 +413,7 @@ CHECKS: tuple[Callable[[LaunchFacts], Iterator[str]], ...] = (
     _check_devices,
     _check_process_count,
     _check_nodes,
+    _check_cluster,
     _check_elasticity,
     _check_unused_engines,
     _check_engines,

@@ -15,7 +15,14 @@ from accel_cli.arguments import LaunchArguments
 from accel_cli.config_file import ConfigFile, read_config
 from accel_cli.launch.checks import LaunchFacts, count_processes, find_launch_problems, uses_cpu
 from accel_cli.launch.hosts import VISIBLE_DEVICES, HostDevices, probe_devices, read_commands, read_hosts
-from accel_cli.launch.launchers import Command, Launcher, choose_launcher, command_of_plan
+from accel_cli.launch.launchers import (
+    Command,
+    Launcher,
+    choose_launcher,
+    command_of_plan,
+    dry_run,
+    selected_launcher,
+)
 from accel_cli.output import Table, redact, show
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -44,6 +51,7 @@ class LaunchPlan:
         environ: The full environment of each worker.
         merged: All settings, with their sources.
         launch: The settings of the launch; the numbers of processes and machines are decided.
+        config_file: The config file that was named; None for the default one.
     """
 
     launcher: Launcher
@@ -53,6 +61,7 @@ class LaunchPlan:
     merged: Merged
     launch: LaunchSettings
     machine: HostDevices
+    config_file: str | None = None
 
     @property
     def runner(self) -> str:
@@ -69,12 +78,15 @@ def run(options: Namespace) -> int:
     """Run `accel launch`.
 
     Returns:
-        0 after explanations. Otherwise this process becomes the script or its launcher.
+        0 after explanations, and after a dry run. Otherwise this process becomes the script or its launcher.
     """
     line = LaunchArguments.from_options(options)
     plan, notes = plan_launch(line)
     if line.explain:
         show(*explain(plan, command_of_plan(plan), read(), notes))
+        return 0
+    if line.dry_run:
+        show(dry_run(plan))
         return 0
     return become(prepare_command(plan, notes))
 
@@ -101,7 +113,8 @@ def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     merged = merge_sources(*sources)
     # 3. Compare them with this host.
     machine = probe_host(merged.settings, environ)
-    return make_plan(merged, line.script, line.script_arguments, environ, machine), file.notes
+    plan = make_plan(merged, line.script, line.script_arguments, environ, machine)
+    return replace(plan, config_file=line.config_file), file.notes
 
 
 def parse_torchrun(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
@@ -156,6 +169,7 @@ _LAUNCH_VARIABLES = (
     "rdzv_conf",
     "max_restarts",
     "monitor_interval",
+    "shutdown_timeout",
     "tee",
     "log_dir",
     "role",
@@ -227,7 +241,9 @@ def make_plan(
     if merged.source_of("fsdp.auto_wrap_policy").value != "SIZE_BASED_WRAP":
         del defaults["fsdp.min_num_params"]  # The plugin warns about it beside another policy.
     conflicts, merged = merged.conflicts, merge_sources(merged.sourced, defaults)
-    facts = LaunchFacts(merged=merged, machine=machine, environ=environ)
+    selected = selected_launcher(merged)
+    remote = selected is not None and selected.remote
+    facts = LaunchFacts(merged=merged, machine=machine, environ=environ, remote=remote)
     if problems := (*conflicts, *find_launch_problems(facts)):
         raise SettingsError(*problems)
     launch = replace(
@@ -260,6 +276,8 @@ def _added_variables(plan: LaunchPlan) -> dict[str, str]:
     """Return variables of workers that are no settings: threads, visible devices, the launcher's own."""
     launch = plan.launch
     added: dict[str, str] = {}
+    if plan.launcher.remote:  # The command that runs there adds them, by the cores and devices of its node.
+        return added
     if launch.num_cpu_threads_per_process is not None:
         added["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
     elif plan.local_processes > 1 and "OMP_NUM_THREADS" not in plan.environ:
@@ -313,7 +331,8 @@ def _settings_table(plan: LaunchPlan) -> list[tuple[str, str, str]]:
     for option in OPTIONS:
         source = plan.merged.source_of(option.path)
         if option.path == "launch.num_processes":
-            origin = source.origin if source.value is not None else "this machine"
+            counted = "the nodes of the job" if plan.launcher.remote else "this machine"
+            origin = source.origin if source.value is not None else counted
             rows.append((option.path, str(plan.launch.num_processes), origin))
         elif source.value is not None:
             value = value_at(plan.merged.settings, option.path)

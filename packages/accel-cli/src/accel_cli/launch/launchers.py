@@ -25,6 +25,7 @@ from accel_state.topology import DEFAULT_PORT, is_port_in_use, reserved_port
 if TYPE_CHECKING:
     from accel_cli.launch.checks import LaunchFacts
     from accel_cli.launch.command import LaunchPlan
+    from accel_state.settings import Merged
 
 
 @frozen
@@ -40,6 +41,8 @@ class Launcher:
         explain: What it does, as a clause for `--explain`.
         check: Raises a `SettingsError` if the job cannot run; not called by `--explain`.
         environ: Returns variables that its workers get besides those of the settings.
+        remote: Whether its processes run on other machines, so that nothing depends on the devices of this.
+        dry_run: Returns what would be submitted, for `--dry_run`; the command line if `None`.
 
     Example:
         >>> row = Launcher(name="mine", applies=lambda *_: False, job="my_package:job", explain="…")
@@ -53,6 +56,8 @@ class Launcher:
     explain: str
     check: Callable[[LaunchPlan], None] | None = None
     environ: Callable[[LaunchPlan], Mapping[str, str]] | None = None
+    remote: bool = False
+    dry_run: Callable[[LaunchPlan], str] | str | None = None
 
 
 @frozen
@@ -71,10 +76,10 @@ def choose_launcher(facts: LaunchFacts, launch: LaunchSettings) -> Launcher:
     """
     rows = LAUNCHERS.available()
     fitting = next(row for row in rows.values() if row.applies(facts, launch))
-    if launch.launcher is None:
+    selected = selected_launcher(facts.merged)
+    if selected is None:
         return fitting
     origin = facts.merged.source_of("launch.launcher").origin
-    selected = LAUNCHERS.find(launch.launcher, source=origin)
     if not selected.applies(facts, launch):
         raise SettingsError(
             f"{origin} selects the launcher {selected.name!r} ({selected.explain}), which cannot start what "
@@ -83,9 +88,29 @@ def choose_launcher(facts: LaunchFacts, launch: LaunchSettings) -> Launcher:
     return selected
 
 
+def selected_launcher(merged: Merged) -> Launcher | None:
+    """Return the launcher that settings select; None for any that applies.
+
+    Raises:
+        SettingsError: There is none of that name.
+    """
+    name = merged.settings.launch.launcher
+    if name in {None, "auto"}:
+        return None
+    return LAUNCHERS.find(str(name), source=merged.source_of("launch.launcher").origin)
+
+
 def command_of_plan(plan: LaunchPlan) -> Command:
     """Make the program that a plan becomes."""
     return LAUNCHERS.resolve(plan.launcher.name, plan.launcher.job)(plan)
+
+
+def dry_run(plan: LaunchPlan) -> str:
+    """Return what a plan would submit, or else run."""
+    row = plan.launcher
+    if row.dry_run is None:
+        return shlex.join(command_of_plan(plan).command)
+    return LAUNCHERS.resolve(row.name, row.dry_run)(plan)
 
 
 def simple_command(plan: LaunchPlan) -> Command:
@@ -167,7 +192,8 @@ def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None =
     aloud = launch.quiet or launch.tee != defaults.tee or launch.log_dir is not None
     return [
         *(f"--{name}={value}" for name, value in arguments.items()),
-        *("--module", WORKER),
+        # After the dashes argparse takes no word of the script for an option of torch.distributed.run.
+        *("--module", "--", WORKER),
         *(["--program"] if launch.no_python else []),
         *worker_line(plan, aloud=aloud),
     ]
@@ -462,6 +488,20 @@ def _own_group_variables(plan: LaunchPlan) -> Mapping[str, str]:
     return ({} if ip is None else {"MASTER_ADDR": ip}) | ({"MASTER_PORT": str(port)} if port else {})
 
 
+def _require_sbatch(plan: LaunchPlan) -> None:
+    if shutil.which("sbatch", path=plan.environ.get("PATH")) is None:
+        raise MissingDependencyError(
+            "--launcher slurm submits a job with sbatch, which is not on the path: run it where Slurm is, or "
+            "print the job with --dry_run."
+        )
+
+
+def _shutdown_variables(plan: LaunchPlan) -> Mapping[str, str]:
+    """Return the variable for what only newer versions of torch.distributed.run have an argument for."""
+    seconds = plan.launch.shutdown_timeout
+    return {} if seconds is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds)}
+
+
 def xla_formats(mixed_precision: str | None, *, downcast: bool) -> dict[str, str]:
     """Return the variables that make torch_xla store floating numbers as bfloat16.
 
@@ -509,6 +549,15 @@ BUILT_IN: Mapping[str, Launcher] = {
             environ=_xla_formats_of,
         ),
         Launcher(
+            name="slurm",
+            applies=lambda _, launch: launch.launcher == "slurm",
+            job="accel_cli.launch.slurm:slurm_command",
+            explain="a job of Slurm runs this command on each of its nodes",
+            check=_require_sbatch,
+            remote=True,
+            dry_run="accel_cli.launch.slurm:batch_script",
+        ),
+        Launcher(
             name="deepspeed",
             applies=lambda facts, _: facts.reaches_hosts and facts.machines > 1 and not facts.is_worker,
             job=deepspeed_command,
@@ -525,6 +574,7 @@ BUILT_IN: Mapping[str, Launcher] = {
             applies=_needs_torchrun,
             job=torchrun_command,
             explain="torch.distributed.run starts the processes of this machine",
+            environ=_shutdown_variables,
         ),
         Launcher(
             name="simple",

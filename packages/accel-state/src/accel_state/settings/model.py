@@ -25,6 +25,7 @@ from accel_state.settings.engines import (
 )
 from accel_state.settings.option import Option
 from accel_state.settings.run import (
+    CLUSTER,
     DYNAMO,
     ENGINE_TYPES,
     LAUNCH,
@@ -33,6 +34,7 @@ from accel_state.settings.run import (
     SAGEMAKER,
     TPU,
     TRAINING,
+    ClusterSettings,
     DynamoSettings,
     LaunchSettings,
     MpiSettings,
@@ -69,6 +71,7 @@ class Settings:
     parallelism: ParallelismSettings | None = None
     fp8: Fp8Settings | None = None
     mpi: MpiSettings = field(default_factory=MpiSettings)
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
     hosts: HostSettings = field(default_factory=HostSettings)
     tpu: TpuSettings = field(default_factory=TpuSettings)
     sagemaker: SageMakerSettings = field(default_factory=SageMakerSettings)
@@ -115,6 +118,7 @@ def value_at(settings: Settings, path: str) -> object:
 OPTIONS: tuple[Option, ...] = (
     *LAUNCH,
     *MPI,
+    *CLUSTER,
     *PROCESS,
     *DEEPSPEED,
     *MEGATRON,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,12 +90,12 @@ class LaunchSettings:
     )
     launcher: str | None = _row(
         "Launcher, by name; auto chooses the first that applies.",
-        parse=optional(str, "auto", ""),
         skip_reason="Follows from the answers.",
     )
     num_machines: int = _row(
         "Number of nodes (machines).",
         default=1,
+        flags=("--num_machines", "--nodes"),
         question="How many nodes (machines) will you use?",
         ask_if=lambda answers: not is_local(answers) or _several_processes(answers),
     )
@@ -161,6 +162,10 @@ class LaunchSettings:
         default=0.1,
         parse=number(0, of="seconds"),
         skip_reason="Only tests need another value.",
+    )
+    shutdown_timeout: int | None = _row(
+        "Seconds that processes have to end after a signal before they are killed; torch's default is 30.",
+        skip_reason="Depends on the run, not on the machine.",
     )
     tee: str = _row(
         "Streams to write to both console and file, as in torch.distributed.run --tee.",
@@ -323,6 +328,42 @@ class MpiSettings:
 
 
 MPI = rows_of("mpi", MpiSettings, topic="MPI")
+
+
+def _slurm_time(text: str) -> str:
+    if not re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}|UNLIMITED|infinite)", text):
+        raise ValueError("expected minutes, hours:minutes:seconds or days-hours:minutes:seconds")
+    return text
+
+
+def _of_cluster(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    return setting(
+        lambda field: {"flags": (f"--{field}",), "key": f"cluster.{field}", "skip_reason": _ONE_JOB},
+        help=help,
+        **more,
+    )
+
+
+_ONE_JOB = "Depends on the job, not on the machine."
+
+
+@documented
+@frozen
+class ClusterSettings:
+    """A job that the scheduler of a cluster starts, with --launcher slurm."""
+
+    gpus_per_node: int | None = _of_cluster("GPUs of each node, each for one process; without, none.")
+    time: str | None = _of_cluster(
+        "The longest time that the job may take, as 90 (minutes), 1:30:00 or 2-00:00:00.", parse=_slurm_time
+    )
+    sbatch_args: tuple[str, ...] = _of_cluster(
+        "More options of sbatch, as '--partition=a --account=b'; may be repeated.",
+        default=(),
+        kind="list",
+    )
+
+
+CLUSTER = rows_of("cluster", ClusterSettings, topic="jobs of a cluster")
 
 
 @documented

@@ -1,0 +1,115 @@
+"""The batch script of a job of Slurm, without Slurm: what it asks for, and that words stay words."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.arguments import read_arguments
+from accel_cli.launch import slurm
+from accel_cli.launch.command import make_plan
+from accel_cli.launch.hosts import HostDevices
+from accel_cli.main import main
+from accel_state.errors import SettingsError
+from accel_state.settings import merge_layers
+
+
+def script_of(*line, script="train.py", words=(), environ=None):
+    read = read_arguments(["--launcher", "slurm", *line, script, *words])
+    merged = merge_layers(read.sourced)
+    plan = make_plan(merged, read.script, read.script_arguments, environ or {}, HostDevices(gpus=0, cores=4))
+    return slurm.batch_script(plan)
+
+
+def directives(text):
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def test_a_job_asks_for_its_nodes_and_runs_one_command_on_each():
+    text = script_of("--nodes", "2", "--gpus_per_node", "8", "--time", "1:00:00", "--mixed_precision", "bf16")
+    assert directives(text) == [
+        "--job-name=train", "--nodes=2", "--ntasks-per-node=1", "--gres=gpu:8", "--time=1:00:00",
+        "--output=slurm-%j.out", "--open-mode=append", "--no-requeue",
+    ]  # fmt: skip
+    step = next(line for line in text.splitlines() if line.startswith("srun "))
+    assert shlex.split(step) == [
+        "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--label",
+        sys.executable, "-m", "accel_cli", "launch", "--mixed_precision=bf16", "--launcher=auto",
+        "--num_machines=2", "--num_processes=16", "--", "train.py",
+    ]  # fmt: skip
+
+
+def test_a_job_that_is_started_again_gets_the_time_to_save():
+    text = script_of("--max_restarts", "3", "--cpu")
+    assert directives(text)[-2:] == ["--requeue", "--signal=TERM@120"]
+    assert '[ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]' in text
+    assert "--cpu --shutdown_timeout=110 --launcher=auto" in text
+
+
+def test_options_of_sbatch_come_last_and_are_checked():
+    text = script_of("--sbatch_args", "--partition=a --comment 'b c'", "--sbatch_args=--no-requeue")
+    assert directives(text)[-2:] == ["--partition=a --comment 'b c'", "--no-requeue"]
+    for bad in ("evil", "--comment 'x", "--comment=x\n#SBATCH --uid=root", " "):
+        with pytest.raises(SettingsError, match="argument --sbatch_args is"):
+            script_of(f"--sbatch_args={bad}")
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8"), min_size=1), max_size=4))
+def test_words_of_the_script_reach_it_unchanged(words):
+    show = "import json, sys; print(json.dumps(sys.argv))"
+    srun = f'srun() {{ {shlex.join([sys.executable, "-c", show])} "$@"; }}\n'
+    text = srun + script_of(words=words, script="a b;$(id).py")
+    environ = {**os.environ, "PYTHONUTF8": "1"}
+    done = subprocess.run(["bash"], input=text.encode(), capture_output=True, check=True, env=environ)
+    assert json.loads(done.stdout)[-len(words) - 2 :] == ["--", "a b;$(id).py", *words]
+
+
+def test_flags_reach_the_nodes_as_they_were_given():
+    line = ["--use_fsdp", "--fsdp_version=2", "--no_debug", "-m", "--tee", "3", "--num_processes", "2"]
+    read = read_arguments(["--launcher", "slurm", *line, "pkg"])
+    step = next(row for row in script_of(*line, script="pkg").splitlines() if row.startswith("srun "))
+    words = shlex.split(step)
+    again = read_arguments(words[words.index("launch") + 1 :])
+    assert {path: value.value for path, value in again.sourced.items()} == {
+        **{path: value.value for path, value in read.sourced.items()},
+        "launch.launcher": "auto", "launch.num_machines": 1,
+    }  # fmt: skip
+    assert again.script == "pkg"
+
+
+def test_jobs_that_cannot_be_are_refused():
+    with pytest.raises(SettingsError, match="3 processes, which cannot be divided by 2 nodes"):
+        script_of("--nodes", "2", "--num_processes", "3")
+    with pytest.raises(SettingsError, match="4 processes on each node, and argument --gpus_per_node for 2"):
+        script_of("--num_processes", "4", "--gpus_per_node", "2")
+    with pytest.raises(SettingsError, match=r"--time is 'soon': expected minutes"):
+        script_of("--time", "soon")
+    read = read_arguments(["--gpus_per_node", "2", "train.py"])
+    with pytest.raises(
+        SettingsError, match="--gpus_per_node is about a job of a cluster: add --launcher slurm"
+    ):
+        make_plan(merge_layers(read.sourced), "train.py", (), {}, HostDevices(gpus=0, cores=4))
+
+
+def test_a_dry_run_prints_the_script_and_needs_no_slurm(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "train.py").write_text("")
+    line = ["--launcher", "slurm", "--nodes", "2", str(tmp_path / "train.py")]
+    assert main(["launch", "--dry_run", *line]) == 0
+    assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n")
+    assert main(["launch", *line]) == 2
+    assert "sbatch, which is not on the path" in capsys.readouterr().err
+
+
+def test_a_dry_run_of_a_local_launch_prints_its_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert main(["launch", "--cpu", "--dry_run", "train.py", "a b"]) == 0
+    assert capsys.readouterr().out == f"{sys.executable} train.py 'a b'\n"
