@@ -119,7 +119,7 @@ def test_sequences_are_sharded_by_context_parallelism():
 def test_bert_learns_which_sentences_mean_the_same():
     said = run("nlp_example", folder=EXAMPLES.parent)
     if dist.get_rank() == 0:
-        assert re.search(r"epoch 4: accuracy (0\.[89]\d\d|1\.000)\n$", said), said
+        assert re.search(r"epoch 2: accuracy (0\.9\d\d|1\.000)\n$", said), said
 
 
 @distributed(world_size=2)
@@ -130,8 +130,8 @@ def test_the_complete_example_resumes_from_a_checkpoint(tmp_path):
         GradientState._reset_state()
         second = run("complete_nlp_example", "--resume_from_checkpoint", folder=EXAMPLES.parent)
     if dist.get_rank() == 0:
-        assert re.search(r"epoch 4: accuracy (0\.[89]\d\d|1\.000)\n$", first), first
-        assert second == "resuming in epoch 5\n"
+        assert re.search(r"epoch 2: accuracy (0\.9\d\d|1\.000)\n$", first), first
+        assert second == "resuming in epoch 3\n"
 
 
 @distributed(world_size=2)

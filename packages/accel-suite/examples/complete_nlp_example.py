@@ -83,7 +83,7 @@ def main():
     parser.add_argument("--with_tracking", action="store_true", help="log to TensorBoard")
     parser.add_argument("--project_dir", default="nlp-run", help="folder of checkpoints and logs")
     args = parser.parse_args()
-    made_up = {"lr": 2e-3, "num_epochs": 5, "seed": 42, "batch_size": 32}
+    made_up = {"lr": 1e-3, "num_epochs": 3, "seed": 42, "batch_size": 32}
     training_function(
         {**made_up, "lr": 2e-5, "num_epochs": 3, "batch_size": 16} if args.real else made_up, args
     )
