@@ -11,8 +11,10 @@ import sys
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 import yaml
 
 from accel_state.accelerator_state import AcceleratorState, GradientState
@@ -85,10 +87,27 @@ def test_a_configuration_of_several_axes_trains_the_model(config: str, tmp_path:
     train_and_go_on(config, tmp_path)
 
 
+@distributed(world_size=2)
+def test_a_model_that_is_sharded_when_it_is_loaded_trains_by_the_same_script(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    if dist.get_rank() == 0:
+        script = runpy.run_path(str(FOLDER / "language_model.py"))
+        script["set_seed"](0)
+        script["make_model"]().save_pretrained(folder)
+    dist.barrier()
+    # Its check whether Accelerate is there guards nothing that this load uses.
+    check = "transformers.integrations.accelerate.is_accelerate_available"
+    with warnings.catch_warnings(), mock.patch(check, return_value=True):
+        warnings.simplefilter("ignore")
+        said = run("ddp", "--steps", "20", "--load", str(folder))
+    if AcceleratorState().is_main_process:
+        assert loss_of(said) == pytest.approx(LOSS, abs=0.02)
+
+
 def test_there_is_a_configuration_for_every_way_of_running() -> None:
     assert {*CONFIGS} == {
         *("single", "ddp", "bf16", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2_tp", "zero1", "zero2", "zero3"),
-        *("megatron_tp", "megatron_pp"),
+        *("sp", "megatron_tp", "megatron_pp"),
     }
 
 

@@ -3,6 +3,7 @@
     accel launch --config_file configs/ddp.yaml language_model.py
     accel launch --config_file configs/fsdp2.yaml language_model.py
     accel launch --config_file configs/megatron_tp.yaml language_model.py
+    accel launch --config_file configs/sp.yaml language_model.py
 
 A run can be stopped and resumed under another strategy and number of processes:
 
@@ -16,6 +17,7 @@ from importlib.resources import files
 import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 
 from accel import Accelerator
 from accel.utils import DataLoaderConfiguration, set_seed
@@ -57,6 +59,7 @@ def main():
     """Train, and print the loss."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=120, help="when to stop")
+    parser.add_argument("--load", help="a folder of a Llama, which transformers shards as it loads it")
     parser.add_argument("--save", help="a folder to save the state to at the end")
     parser.add_argument("--resume", help="a folder to go on from")
     arguments = parser.parse_args()
@@ -65,7 +68,11 @@ def main():
     loading = DataLoaderConfiguration(split_batches=True, resume_mid_epoch=True, **order)
     accelerator = Accelerator(dataloader_config=loading, step_scheduler_per="update")
     set_seed(0)
-    model = make_model()
+    if arguments.load:
+        shards = DistributedConfig(fsdp_size=accelerator.num_processes)
+        model = LlamaForCausalLM.from_pretrained(arguments.load, distributed_config=shards)
+    else:
+        model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     loader = DataLoader(read_data(), batch_size=batch_size, shuffle=True, drop_last=True)
