@@ -11,7 +11,12 @@ from transformers import AutoModelForCausalLM
 from clients import train_sharded_llama
 from harness.programs import TORCHRUN, Ended, Program, run_programs
 
-CASES = {"fsdp": (2, {"fsdp_size": 2}), "tp": (1, {"tp_size": 2}), "fsdp, in chunks": (2, {"fsdp_size": 2})}
+CASES = {
+    "fsdp": (2, {"fsdp_size": 2}),
+    "tp": (1, {"tp_size": 2}),
+    "fsdp, in chunks": (2, {"fsdp_size": 2}),
+    "fsdp x ep": (2, {"fsdp_size": 2, "ep_size": 2}),
+}
 """The number of ranks that read different batches, and the arguments of `DistributedConfig`."""
 CHUNKS = {"ACCELERATE_LOSS_CHUNK_SIZE": "3", "ACCELERATE_MLP_TILE_SIZE": "3"}
 SOURCE = f"""
@@ -40,9 +45,9 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
         return base, run_programs(programs, base, imports, run_by=("-m", "accel_compat"))
 
 
-def plain_loop():
+def plain_loop(*, experts: bool):
     """Do what the Trainer's defaults say: a linear schedule, gradients clipped to a norm of 1."""
-    model = train_sharded_llama.make_model()
+    model = train_sharded_llama.make_model(experts=experts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     rows = torch.stack([sample["input_ids"] for sample in train_sharded_llama.samples()])
     batches = rows.split(train_sharded_llama.BATCH)
@@ -69,7 +74,7 @@ def test_trainer_of_a_sharded_model_equals_a_plain_loop(
         assert end.code == 0, end.errors
     trained = torch.load(base / case / "out.pt")
     assert trained["home"].startswith("accel_train.")
-    losses, norms, weights = plain_loop()
+    losses, norms, weights = plain_loop(experts="ep_size" in CASES[case][1])
     assert trained["losses"] == pytest.approx(losses, abs=1e-4)  # it rounds them
     assert trained["norms"] == pytest.approx(norms, rel=1e-4)
     saved = AutoModelForCausalLM.from_pretrained(base / case / "trained").state_dict()

@@ -1,4 +1,4 @@
-"""Train a Llama that is sharded when it is loaded, by transformers' Trainer; write losses and weights."""
+"""Train a model that is sharded when it is loaded, by transformers' Trainer; write losses and weights."""
 
 from __future__ import annotations
 
@@ -8,17 +8,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import SequentialSampler
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.distributed import DistributedConfig
 
 SAMPLES, LENGTH, VOCABULARY, BATCH = 32, 8, 16, 8
 
 
-def make_model() -> LlamaForCausalLM:
-    """Return the model before training."""
+def make_model(*, experts: bool = False) -> PreTrainedModel:
+    """Return the model before training, a Llama or a Mixtral."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=VOCABULARY))
+    layers = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = layers | {"vocab_size": VOCABULARY, "num_key_value_heads": 2}
+    if not experts:
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+    with torch.no_grad():
+        for parameter in model.parameters():  # experts are left uninitialised by the constructor
+            parameter.normal_(std=0.1)
+    return model
 
 
 def samples() -> list[dict[str, torch.Tensor]]:
@@ -50,7 +66,7 @@ def main(folder: str, ranks_with_data: int, **sizes: Any) -> None:
         use_cpu=True,
     )
     if arguments.process_index == 0:
-        make_model().save_pretrained(f"{folder}/model")
+        make_model(experts="ep_size" in sizes).save_pretrained(f"{folder}/model")
     dist.barrier()
     config = DistributedConfig(**sizes)
     model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", distributed_config=config)
