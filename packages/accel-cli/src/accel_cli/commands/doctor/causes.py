@@ -61,7 +61,7 @@ CAUSES: Mapping[str, Cause] = {
         page="tutorials/troubleshooting",
     ),
     "stream-read-in-full": Cause(
-        advice="Every rank reads the full stream: leave out already_sharded, or let the stream split itself.",
+        advice="Every rank reads the full stream: remove already_sharded, or make the stream split itself.",
         page="guides/data-loading",
     ),
     "epoch-not-set": Cause(
