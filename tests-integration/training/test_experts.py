@@ -245,6 +245,7 @@ FOUR_RANKS = {
     "tp": ("own", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 2}),
     "tp, ep 4": ("own", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 4}),
     "mixtral, tp": ("mixtral", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 2}),
+    "qwen3, inside of experts": ("qwen3", {"dp_shard_size": 2, "tp_size": 2}),
 }
 
 
@@ -272,6 +273,31 @@ def test_twenty_steps_train_as_one_process():
 def test_experts_train_as_one_process_with_recomputed_activations(tmp_path):
     sizes = {"dp_shard_size": 2, "ep_size": 2}
     check_equal_to_one_process("mixtral", sizes, activation_checkpointing=True)
+
+
+@distributed(world_size=2)
+def test_the_ranks_of_a_ring_share_experts():
+    config = ParallelismConfig(cp_size=2, ep_size=2)
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    alone, length = FAMILIES["mixtral"](), 8
+    model = accelerator.prepare(FAMILIES["mixtral"]())
+    tokens = torch.randint(0, VOCABULARY, (BATCH, length), generator=torch.Generator().manual_seed(1))
+    labels, positions = tokens.roll(-1, 1), torch.arange(length).repeat(BATCH, 1)
+
+    def mean_loss(model, tokens, labels, positions):
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return loss / (BATCH * length)
+
+    expected = mean_loss(alone, tokens, labels, positions)
+    expected.backward()
+    parts = [tokens.clone(), labels.clone(), positions.clone()]
+    with accelerator.maybe_context_parallel(parts, [1] * 3, {*parts}):
+        loss = mean_loss(model, *parts)
+        accelerator.backward(2 * loss)  # the mean over two ranks is taken
+    torch.testing.assert_close(accelerator.reduce(loss.detach(), "sum"), expected.detach())
+    for (name, ours), right in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), right.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 @distributed(world_size=2)
@@ -332,6 +358,33 @@ def test_two_ranks_load_under_other_sizes(tmp_path):
 @distributed(world_size=4)
 def test_four_ranks_load_under_other_sizes(tmp_path):
     check_loading_under_other_sizes(tmp_path)
+
+
+@distributed(world_size=2)
+def test_a_plan_shards_experts_without_fsdp_or_says_what_is_missing():
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=WINDOW, parallelism_config=ParallelismConfig(tp_size=2)
+    )
+    model, _, losses, _ = train(accelerator, FAMILIES["mixtral"](), 2)
+    for parameter in experts_of_prepared(model)[0].parameters():
+        assert local(parameter).numel() == parameter.numel() // 2
+    torch.testing.assert_close(losses, train_alone("mixtral", 1, 2)[2], rtol=1e-5, atol=1e-6)
+
+    def refused(text, **changes):
+        model = FAMILIES["mixtral"]()
+        model.tp_plan = {name: style for name, style in (model.tp_plan | changes).items() if style}
+        with pytest.raises(SettingsError, match=text):
+            accelerator.prepare(model)
+
+    experts = "model.layers.*.mlp.experts"
+    refused(r"'model\.layers\.0\.mlp\.experts'; give the module the style 'moe_tp", **{experts: None})
+    refused(
+        r"'model\.layers\.0\.mlp\.experts'.*says nothing of its parameter 'down_proj'",
+        **{f"{experts}.down_proj": None},
+    )
+    odd = make_family(MixtralForCausalLM, MixtralConfig, intermediate_size=7)
+    with pytest.raises(SettingsError, match=r"'gate_up_proj' has the shape \(4, 14, 16\), whose dim 1"):
+        accelerator.prepare(odd)
 
 
 class OfTokens(Experts):

@@ -13,7 +13,7 @@ A module of experts is recognised by its form, that of transformers 5:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -83,7 +83,7 @@ class ExpertParallel:
         setting, kind = f"ParallelismConfig(ep_size={self.size})", type(model).__name__
         experts = experts_of(model)
         for name, module in model.named_modules():
-            problem = _find_problem(module, self.size) if name in experts else _find_other_form(name, module)
+            problem = find_problem(module, self.size) if name in experts else _find_other_form(name, module)
             if problem:
                 raise SettingsError(
                     f"{setting}: the experts in {name!r} ({type(module).__name__}) of {kind} cannot be "
@@ -147,7 +147,7 @@ class ExpertParallel:
             if is_empty:
                 received, experts = received.sum(dim=0, keepdim=True), experts.new_zeros(1)
             experts = experts.unsqueeze(-1)
-            with _local_experts(module, num_local):
+            with local_experts(module, num_local):
                 outputs = forward(module, received, experts, torch.ones_like(experts, dtype=rows.dtype))
             outputs = outputs[:0] if is_empty else outputs
             # 3. Return the outputs, and sum those of each token.
@@ -160,8 +160,8 @@ class ExpertParallel:
         return dispatch
 
 
-def _find_problem(module: nn.Module, size: int) -> str:
-    """Return why experts cannot be sharded over ranks; empty if they can."""
+def find_problem(module: nn.Module, size: int) -> str:
+    """Return why experts cannot be shared by ranks; empty if they can."""
     number = vars(module)["num_experts"]
     named = [*module.named_parameters(recurse=False)]
     nested = [name for name, _ in module.named_parameters() if "." in name]
@@ -189,18 +189,25 @@ def _find_other_form(name: str, module: nn.Module) -> str:
 
 
 @contextmanager
-def _local_experts(module: nn.Module, num_local: int) -> Generator[None]:
-    """Let a module of experts see this rank's experts as if there were no others, within the block."""
-    num_experts = vars(module)["num_experts"]
-    # Attributes of the instance are looked up before parameters.
+def local_experts(module: nn.Module, num_local: int) -> Generator[None]:
+    """Let a module of experts see this rank's parameters as if there were no others, within the block."""
     local = {name: _to_local(parameter) for name, parameter in module.named_parameters(recurse=False)}
-    vars(module).update(local, num_experts=num_local)
+    with replaced_attributes(module, {**local, "num_experts": num_local}):
+        yield
+
+
+@contextmanager
+def replaced_attributes(module: nn.Module, values: Mapping[str, Any]) -> Generator[None]:
+    """Set attributes of a module, which are looked up before its parameters, within the block."""
+    own = vars(module)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
     try:
         yield
     finally:
-        for name in local:
-            del vars(module)[name]
-        vars(module)["num_experts"] = num_experts
+        for name in values:
+            del own[name]
+        own.update(before)
 
 
 def _to_local(parameter: Any) -> Tensor:

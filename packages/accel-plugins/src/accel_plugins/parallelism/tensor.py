@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from types import MappingProxyType
+from functools import wraps
+from types import MappingProxyType, MethodType
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -17,9 +19,14 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from accel_ops.modules import model_has_dtensor
+from accel_ops.modules import model_has_dtensor, unbound_forward
 from accel_plugins.parallelism.config import axes_of, refuse_experts
-from accel_plugins.parallelism.experts import experts_of
+from accel_plugins.parallelism.experts import (
+    experts_of,
+    find_problem,
+    local_experts,
+    replaced_attributes,
+)
 from accel_plugins.sharding.shards import ShardsPersister
 from accel_plugins.sharding.state import TensorShards
 from accel_plugins.sharding.step import sharded_stepper
@@ -29,6 +36,7 @@ from accel_state.errors import SettingsError, did_you_mean
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+from accel_state.torch_private import StridedShard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,6 +68,81 @@ def build(
     )
 
 
+def _with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return a tensor that all ranks have, and of whose gradient each computes a part."""
+    shared = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return shared.to_local(grad_placements=[Partial()])
+
+
+class SummedGradients(ParallelStyle):
+    """Sum the gradients of a replicated module, such as a norm of heads, of which each rank has some."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        forward = unbound_forward(module)
+
+        @wraps(forward)
+        def summed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            parameters = {
+                name: _with_summed_gradient(parameter, device_mesh)
+                for name, parameter in module.named_parameters(recurse=False)
+            }
+            with replaced_attributes(module, parameters):
+                return forward(module, *args, **kwargs)
+
+        vars(module)["forward"] = MethodType(summed, module)
+        return module
+
+
+class ShardedExperts(ParallelStyle):
+    """Shard the matrices inside of all experts of a layer: each rank computes a part of every output.
+
+    Args:
+        placements: How each parameter of the module is sharded, by name.
+    """
+
+    def __init__(self, placements: Mapping[str, Shard]) -> None:
+        super().__init__()
+        self.placements = placements
+
+    def validate(self, name: str, module: nn.Module, size: int) -> None:
+        """Check that ranks can share the experts evenly."""
+        problem = find_problem(module, 1)
+        for leaf, parameter in module.named_parameters(recurse=False):
+            placement = self.placements.get(leaf)
+            if placement is None:
+                problem = problem or f"the plan says nothing of its parameter {leaf!r}"
+            elif parameter.shape[placement.dim] % (size * getattr(placement, "split_factor", 1)):
+                problem = problem or (
+                    f"its parameter {leaf!r} has the shape {tuple(parameter.shape)}, whose dim "
+                    f"{placement.dim} ranks cannot share evenly"
+                )
+        if problem:
+            raise SettingsError(
+                f"ParallelismConfig(tp_size={size}): the experts in {name!r} ({type(module).__name__}) "
+                f"cannot be sharded: {problem}."
+            )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, placement in self.placements.items():
+            parameter = module.get_parameter(name)
+            sharded = distribute_tensor(parameter.detach(), device_mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        forward = unbound_forward(module)
+        names = [*inspect.signature(forward).parameters][1:4]
+
+        @wraps(forward)
+        def sum_parts(module: Any, *args: Any, **kwargs: Any) -> Tensor:
+            hidden, indices, weights = (*args, *(kwargs[name] for name in names[len(args) :]))
+            hidden, weights = (_with_summed_gradient(part, device_mesh) for part in (hidden, weights))
+            with local_experts(module, module.num_experts):
+                part = forward(module, hidden, indices, weights)
+            partial = DTensor.from_local(part, device_mesh, [Partial()], run_check=False)
+            return partial.redistribute(placements=[Replicate()]).to_local()
+
+        vars(module)["forward"] = MethodType(sum_parts, module)
+        return module
+
+
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -69,8 +152,18 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
+    "replicated_with_grad_allreduce": SummedGradients,
 }
 """Parallel styles by the names that a plan may use."""
+
+_EXPERTS = "moe_tp_experts"
+"""The style of a module of experts, whose parameters have entries of their own."""
+_STYLES_OF_EXPERTS: Mapping[str, Shard] = {
+    "colwise": Shard(1),
+    "rowwise": Shard(2),
+    "packed_colwise": StridedShard(1, split_factor=2),  # of two matrices that are one parameter
+    "packed_rowwise": StridedShard(2, split_factor=2),
+}
 
 
 @frozen
@@ -94,7 +187,9 @@ class TensorParallel:
                     "tensor parallelism shards it. Use LoRA (use_dora=False), or FSDP2 with tp_size=1."
                 )
         if not model_has_dtensor(model):
-            self._plan_of(model)
+            for name, style in self._plan_of(model).items():
+                if isinstance(style, ShardedExperts):
+                    style.validate(name, model.get_submodule(name), self.mesh.size())
 
     def _plan_of(self, model: nn.Module) -> dict[str, ParallelStyle]:
         return plan_of(model, without=experts_of(model) if self.ignores_experts else {})
@@ -122,10 +217,27 @@ def plan_of(
         *without,
         *(f"{name}.{leaf}" for name in without for leaf, _ in without[name].named_parameters()),
     }
+    experts = {name: module for name, module in experts_of(model).items() if name not in without}
+    placements: dict[str, dict[str, Shard]] = {name: {} for name in experts}
     plan: dict[str, ParallelStyle] = {}
     for pattern, style in cast("Mapping[str, Any]", tp_plan).items():
         matches = [name for name in names if fnmatchcase(name, pattern) and name not in ignored]
-        if not matches and any(fnmatchcase(name, pattern) for name in ignored):
+        of_experts = [
+            (name, leaf)
+            for name, module in experts.items()
+            for leaf, _ in module.named_parameters(recurse=False)
+            if fnmatchcase(f"{name}.{leaf}", pattern)
+        ]
+        if of_experts and not matches and style in _STYLES_OF_EXPERTS:
+            for name, leaf in of_experts:
+                placements[name][leaf] = _STYLES_OF_EXPERTS[style]
+            continue
+        if style == _EXPERTS and matches and {*matches} <= experts.keys():
+            plan |= {name: ShardedExperts(placements[name]) for name in matches}
+            continue
+        if not matches and (
+            any(fnmatchcase(name, pattern) for name in ignored) or _is_of_family(model, pattern)
+        ):
             continue
         if not matches:
             hint = did_you_mean(pattern, names, f"it has {', '.join(names[:20])}.", cutoff=0.4)
@@ -139,7 +251,19 @@ def plan_of(
             )
         # torch's `*` is within one level of names.
         plan |= dict.fromkeys(matches, style if isinstance(style, ParallelStyle) else STYLES[style]())
+    for name in experts:
+        if placements[name] and name not in plan:
+            raise SettingsError(
+                f"{type(model).__name__}.tp_plan shards parameters of the experts in {name!r}; give the "
+                f"module the style {_EXPERTS!r}, too."
+            )
     return plan
+
+
+def _is_of_family(model: nn.Module, pattern: str) -> bool:
+    """Return whether a pattern is from transformers' plan of a family, not all of whose models match it."""
+    family: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    return any(pattern.endswith(name) for name in family)
 
 
 def size_at_load(model: nn.Module, name: str) -> int | None:

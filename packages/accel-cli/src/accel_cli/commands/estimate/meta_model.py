@@ -22,7 +22,7 @@ from accel_cli.commands.estimate.memory import DeviceShare, ModelSizes
 from accel_ops.weights.read import find_checkpoint_files
 from accel_plugins.parallelism.config import ParallelismConfig, TorchPipelineParallelConfig
 from accel_plugins.parallelism.experts import experts_of
-from accel_plugins.parallelism.tensor import plan_of
+from accel_plugins.parallelism.tensor import ShardedExperts, plan_of
 from accel_plugins.pipeline.stages import lay_out
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
 from accel_state.files import read_json
@@ -332,7 +332,7 @@ def _tensor_parallel_elements(
     elements = {id(parameter): parameter.numel() for parameter in model.parameters()}
     for name, style in plan_of(model, experts).items() if size > 1 else ():
         for leaf, parameter in model.get_submodule(name).named_parameters(recurse=False):
-            if isinstance(style, ColwiseParallel) or (
+            if isinstance(style, (ColwiseParallel, ShardedExperts)) or (
                 isinstance(style, RowwiseParallel) and leaf == "weight"
             ):
                 elements[id(parameter)] = -(-parameter.numel() // size)
