@@ -139,7 +139,7 @@ CAUSES: Mapping[str, Cause] = {
         page="guides/mixed-precision",
     ),
     "numbers-not-compared": Cause(
-        advice="Numbers of other batches are other numbers.", page="guides/commands", differs=False
+        advice="They are others by design, or belong to other batches.", page="guides/commands", differs=False
     ),
     "optimizer-not-prepared": Cause(
         advice="It steps in every micro-batch, ignores loss scaling, and is not saved: give it to prepare().",

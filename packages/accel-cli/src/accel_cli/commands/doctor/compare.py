@@ -39,7 +39,8 @@ def compare(records: Records) -> list[Diagnosis]:
     }
     diagnoses = stopped
     for name, check in checks.items():
-        if name == "resume" and any(diagnosis.differs for diagnosis in diagnoses):
+        is_other = bool(records[RANKS][0].differs_by) or any(item.differs for item in diagnoses)
+        if name == "resume" and is_other:
             records = {run: of_run for run, of_run in records.items() if run != RESCALED}
         of_check = [*check(records)]
         diagnoses += of_check
@@ -264,8 +265,8 @@ def _rates(ranks: Sequence[RunRecord], plain: RunRecord) -> Iterator[Diagnosis]:
     schedules = {schedule.name for step in ranks[0].steps for schedule in step.schedules}
     if ranks[0].clock == "update" or "ReduceLROnPlateau" in schedules or not schedules:
         return
-    expected = {_samples_before([plain], step): step.rates for step in plain.steps if step.optimizer == 0}
-    for number, step in enumerate(step for step in ranks[0].steps if step.optimizer == 0):
+    expected = {_samples_before([plain], step): step.rates for step in _steps_of_first_epoch(plain)}
+    for number, step in enumerate(_steps_of_first_epoch(ranks[0])):
         samples = _samples_before(ranks, step)
         rates = expected.get(samples)
         if rates is None or len(rates) != len(step.rates):
@@ -281,6 +282,14 @@ def _rates(ranks: Sequence[RunRecord], plain: RunRecord) -> Iterator[Diagnosis]:
         name = "schedule-per-process" if is_prepared else "scheduler-not-prepared"
         yield Diagnosis(check="clocks", name=name, text=text)
         return
+
+
+def _steps_of_first_epoch(record: RunRecord) -> Iterator[Step]:
+    """Yield the steps of the first optimizer before passes end early, after which samples and steps part."""
+    for step in record.steps:
+        batch = record.backwards[step.backwards - 1].batch if step.backwards else -1
+        if step.optimizer == 0 and batch >= 0 and record.batches[batch].epoch == 0:
+            yield step
 
 
 def _samples_before(ranks: Sequence[RunRecord], step: Step) -> int:
@@ -390,7 +399,7 @@ def _data_summary(records: Records) -> str:
 
 def _numbers_summary(records: Records) -> str:
     ranks, single = records[RANKS], first_of(records, ONE)
-    if single is None or single.stopped or not ranks[0].steps:
+    if single is None or single.stopped or not ranks[0].steps or ranks[0].differs_by:
         return ""
     what = "losses" if ranks[0].losses else "losses, gradients and weights"
     steps = min(len(ranks[0].steps), len(single.steps))

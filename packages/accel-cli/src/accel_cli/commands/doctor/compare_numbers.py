@@ -42,6 +42,9 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
         lost = [", ".join(names) for names in single.tied if names not in ranks[0].tied]
         text = f"one process has tied {'; '.join(lost) or 'none'}"
         yield Diagnosis(check="numbers", name="weights-untied", text=text)
+    if ranks[0].differs_by:
+        yield Diagnosis(check="numbers", name="numbers-not-compared", text=ranks[0].differs_by)
+        return
     yield from _between_ranks(ranks)
     if single is None or single.stopped:
         return

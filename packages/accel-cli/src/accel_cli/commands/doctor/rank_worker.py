@@ -32,6 +32,7 @@ from accel_plugins.strategy import BatchSharding
 from accel_train import Accelerator
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard
+from accel_train.step import LocalSGD
 
 _SEED = 0
 """The seed of every process: a script that sets none is comparable, too."""
@@ -196,6 +197,13 @@ def _record_steps(recorder: TrainingRecorder) -> None:
         return item(self)
 
     replace_names("torch.Tensor", item=item_recorded)
+    enter = LocalSGD.__enter__
+
+    def enter_recorded(self: LocalSGD) -> LocalSGD:
+        recorder.differs_by = "LocalSGD averages models instead of gradients"
+        return enter(self)
+
+    replace_names("accel_train.step.LocalSGD", __enter__=enter_recorded)
 
 
 def _keep_runs_apart() -> None:

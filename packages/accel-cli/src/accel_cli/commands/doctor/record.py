@@ -216,6 +216,7 @@ class RunRecord:
         events: Names of diagnoses that the recorder itself has found, with file and line.
         waits: By file and line, how often the script's `item()` let the host wait for the device in training.
         nbytes: Bytes of the gradients of all models.
+        differs_by: What makes numbers of ranks other ones by design, such as LocalSGD; empty if nothing does.
         losses: Whether only losses can be compared: the strategy keeps gradients in its own layout.
         seconds: Duration of the script.
         stopped: Why and where the script ended before its end; empty if it did not.
@@ -240,6 +241,7 @@ class RunRecord:
     events: tuple[tuple[str, str], ...] = ()
     waits: Mapping[str, int] = field(default_factory=dict[str, int])
     nbytes: int = 0
+    differs_by: str = ""
     losses: bool = False
     seconds: float = 0.0
     stopped: str = ""

@@ -43,6 +43,7 @@ from accel_cli.commands.doctor.record import (
 )
 from accel_ops.modules import extract_model_from_parallel
 from accel_ops.tree import local_part, walk
+from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_state.accelerator_state import GradientState
 from accel_train import Accelerator
 from accel_train.accelerator.build import PreparedObjects
@@ -79,6 +80,7 @@ class TrainingRecorder:
     strategy: str = ""
     precision: str = "no"
     clock: str | None = None
+    differs_by: str = ""
     accelerator: Any = None
     batches: list[ReadBatch] = field(default_factory=list[ReadBatch])
     backwards: list[Backward] = field(default_factory=list[Backward])
@@ -144,6 +146,7 @@ class TrainingRecorder:
                 for parameter in model.parameters()
                 if parameter.requires_grad
             ),
+            differs_by=self.differs_by,
             losses=self.strategy in LOSSES_ONLY,
             seconds=time.perf_counter() - self._started,
             stopped=stopped,
@@ -168,6 +171,9 @@ class TrainingRecorder:
         parts = accelerator._parts
         self.precision = accelerator.mixed_precision
         self.clock = parts.step_scheduler_per
+        handler = parts.handlers.get(DistributedDataParallelKwargs)
+        if handler is not None and handler.comm_hook.value != "no":
+            self.differs_by = f"the communication hook {handler.comm_hook.value!r} rounds gradients"
         for loader in self._prepared.dataloaders:
             if isinstance(loader, DataLoaderDispatcher) and not parts.dataloading.split_batches:
                 self._per_round[id(_shard_of(loader))] = self.shards
