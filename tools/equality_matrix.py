@@ -39,7 +39,6 @@ from equality.alone import (
     ROWS,
     batches_of,
     factor,
-    fresh,
     is_clipped,
     train_alone,
 )
@@ -228,7 +227,7 @@ def _run(cell: Cell, steps: int, known: dict[Any, Any]) -> float | None:
 
 def trained(accelerator: Any, cell: Cell, rows: Tensor) -> Mapping[str, Tensor]:
     """Train through `Accelerator`; the weights, whole."""
-    model, optimizer = fresh(cell.fault)
+    model, optimizer = TABLE[cell.strategy].fresh(cell.fault)
     samples: Any = [{"input_ids": row[:-1], "shift_labels": row[1:]} for row in rows]
     loader = torch.utils.data.DataLoader(samples, batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -25,8 +25,11 @@ from harness.engines import deepspeed_process
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from equality.alone import Fresh
+
 # Those of a recipe round to eight bits, and are compared by the table of equality.
 ALL = {"fsdp1, flat": None, **{name: row for name, row in STRATEGIES.items() if not row.recipe}}
+FRESH = {name: row.fresh for name, row in STRATEGIES.items()}
 ON_TWO = [name for name, row in ALL.items() if row is None or row.smallest == 2]
 ON_FOUR = [name for name, row in ALL.items() if row is not None and row.smallest == 4]
 TOLERANCE = 1e-6
@@ -56,8 +59,9 @@ class Run:
         self.accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=accumulation, dataloader_config=config, **arguments
         )
-        self.inside, optimizer = made(tied=tied)
-        self.right, self.right_optimizer = made(tied=tied)
+        fresh_of = FRESH.get(strategy, fresh)
+        self.inside, optimizer = made(fresh_of, tied=tied)
+        self.right, self.right_optimizer = made(fresh_of, tied=tied)
         samples = [{"input_ids": row[:-1], "shift_labels": row[1:]} for row in batches_of(2)]
         loader = torch.utils.data.DataLoader(samples, batch_size=ROWS)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(self.inside, optimizer, loader)
@@ -106,8 +110,8 @@ class Run:
             assert_same(found, self.right.state_dict())
 
 
-def made(*, tied: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model, optimizer = fresh()
+def made(begin: Fresh, *, tied: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = begin(None)
     if not tied:
         return model, optimizer
     model.head.weight = model.embedding.weight
@@ -213,10 +217,10 @@ def states_and_samples(strategy: str, folder: Path) -> None:
         assert accelerator.free_memory(1, 2) == [None, None]
         assert not accelerator._models
         assert not accelerator._optimizers
-        again, optimizer = fresh()
+        again, optimizer = FRESH.get(strategy, fresh)(None)
         again, optimizer = accelerator.prepare(again, optimizer)  # the accelerator can be used again
         if state := accelerator.get_state_dict(again):
-            assert_same(state, fresh()[0].state_dict(), 0)
+            assert_same(state, FRESH.get(strategy, fresh)(None)[0].state_dict(), 0)
         accelerator.free_memory()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -155,6 +156,96 @@ ARGUMENTS = {
 def test_two_ranks_train_as_the_plain_model(layout):
     accelerator = Accelerator(cpu=True, kwargs_handlers=[TILING], **ARGUMENTS[layout]())
     check_ranks(accelerator, FAMILIES["llama"](), 1 if layout == "tp" else 2)
+
+
+def sequences():
+    """Rows whose length two ranks can share, as a prepared loader gets them."""
+    return [
+        {"input_ids": tokens[1:], "labels": labels[1:]} for tokens, labels in zip(*token_rows(), strict=True)
+    ]
+
+
+def plain_step_on_sequences():
+    plain = FAMILIES["llama"]()
+    batch = next(iter(DataLoader(sequences(), batch_size=ROWS)))
+    loss = plain(**batch, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in plain.named_parameters()}
+
+
+@distributed(world_size=2)
+def test_shards_of_sequences_train_as_the_plain_model():
+    expected, right = plain_step_on_sequences()
+    config = ParallelismConfig(sp_size=2)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TILING], parallelism_config=config)
+    model, loader = accelerator.prepare(FAMILIES["llama"](), DataLoader(sequences(), batch_size=ROWS))
+    (batch,) = loader
+    outputs = model(**batch)
+    assert outputs.logits is None
+    accelerator.backward(outputs.loss)
+    torch.testing.assert_close(outputs.loss.detach(), expected)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, right[name], rtol=1e-4, atol=1e-6)
+    accelerator.free_memory()
+
+
+@distributed(world_size=2)
+def test_rings_train_as_the_plain_model():
+    expected, right = plain_step_on_sequences()
+    config = ParallelismConfig(cp_size=2)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TILING], parallelism_config=config)
+    model = accelerator.prepare(FAMILIES["llama"]())
+    batch = next(iter(DataLoader(sequences(), batch_size=ROWS)))
+    labels = nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:].contiguous()
+    parts = [batch["input_ids"].clone(), labels, torch.arange(LENGTH - 1).repeat(ROWS, 1)]
+    count = int((labels != -100).sum())
+    with accelerator.maybe_context_parallel(parts, [1] * 3, {*parts}):
+        tokens, labels, positions = parts
+        outputs = model.train()(
+            input_ids=tokens,
+            position_ids=positions,
+            labels=labels,
+            shift_labels=labels,
+            num_items_in_batch=count,
+            use_cache=False,
+        )
+        assert outputs.logits is None
+        accelerator.backward(outputs.loss * 2)  # the mean over two ranks is taken
+    torch.testing.assert_close(accelerator.reduce(outputs.loss.detach(), "sum"), expected)
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, right[name], rtol=1e-4, atol=1e-6)
+
+
+def one_sgd_step(accelerator, model):
+    """Return the full state after a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    sharding = accelerator._parts.strategy.sharding
+    train_step(model, accelerator.backward, sharding.shard_index, sharding.num_shards)
+    optimizer.step()
+    return accelerator.get_state_dict(model)
+
+
+def check_state_after_a_step(state):
+    plain = FAMILIES["llama"]()
+    train_step(plain)
+    torch.optim.SGD(plain.parameters(), lr=0.5).step()
+    assert state.keys() == plain.state_dict().keys()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-6)
+
+
+@distributed(world_size=2)
+def test_flat_shards_train_as_the_plain_model():
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TILING], fsdp_plugin=plugin)
+    state = one_sgd_step(accelerator, FAMILIES["llama"]())
+    if accelerator.is_main_process:
+        check_state_after_a_step(state)
 
 
 @distributed(world_size=4)

@@ -69,10 +69,10 @@ class Arithmetic:
     recipe: str | None = None
 
 
-def fresh(fault: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fresh(fault: str | None = None, *, experts: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and its optimizer, at the beginning."""
     torch.manual_seed(0)
-    model = LanguageModel()
+    model = LanguageModel(experts=experts)
     rate = RATE * 1.1 if fault == "rate" else RATE
     return model, torch.optim.AdamW(model.parameters(), lr=rate, eps=EPSILON, weight_decay=DECAY)
 

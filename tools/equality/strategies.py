@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel.utils import (
@@ -167,6 +168,12 @@ STRATEGIES: Mapping[str, Row] = {
         sharing=2,
         bound=0.01,
     ),
+    "ep": Row(
+        arguments=lambda cell: fsdp(2) | axes(dp_shard_size=cell.world_size, ep_size=2),
+        bf16=SMALL_WEIGHTS,
+        bound=0.05,
+        fresh=partial(fresh, experts=True),
+    ),
     "ddp+fp8": Row(arguments=lambda _: fp8("rowwise"), bf16=AUTOCAST, bound=0.01, recipe="rowwise"),
     "fsdp2+fp8": Row(
         arguments=lambda _: fsdp(2) | fp8("rowwise"), bf16=SMALL_WEIGHTS, bound=0.05, recipe="rowwise"
@@ -176,4 +183,5 @@ STRATEGIES: Mapping[str, Row] = {
     "zero2": Row(arguments=zero(2), bf16=ENGINE_FROM_2, bound=0.01),
     "zero3": Row(arguments=zero(3), bf16=ENGINE_FROM_2, bound=0.01),
 }
-"""By name. `cp` and `sp` shard sequences across two ranks; further ranks shard the model."""
+"""By name. `cp` and `sp` shard sequences across two ranks; further ranks shard the model. `ep` trains a
+mixture of experts, which two ranks share."""
