@@ -54,6 +54,8 @@ def test_replacements_of_functions_and_methods_run_on_two_ranks(tmp_path: Path):
         2,
         [2, 4],
         2,
+        8,
+        4,
     ]
     assert seen["cp_context"] == [["buffer_seq_dims", "buffers", "no_restore_buffers"]]
     assert seen["init_of_accelerator"] == [["cpu"]]

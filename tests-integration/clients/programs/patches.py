@@ -433,6 +433,16 @@ def properties_of_parallelism_config() -> Any:
         ]
         shard = next(model.parameters())
         seen += [shard.device_mesh.size(), [*shard.to_local().shape], config.non_data_parallel_size]
+        seen.append(len(accelerator.prepare(torch.utils.data.DataLoader(range(8)))))
+    reset()
+    with (
+        mock.patch.object(ParallelismConfig, "_get_mesh", return_value=(("dp_shard", "own"), (1, 2))),
+        mock.patch.object(ParallelismConfig, "total_size", own(2)),
+        mock.patch.object(ParallelismConfig, "dp_shard_cp_dim_names", own(["dp_shard", "own"])),
+        mock.patch.object(ParallelismConfig, "data_parallel_size", own(2)),
+    ):
+        accelerator = make_fsdp2(parallelism_config=ParallelismConfig())
+        seen.append(len(accelerator.prepare(torch.utils.data.DataLoader(range(8)))))
     reset()
     assert weights(train(make_fsdp2())[0]) == plain
     return seen
