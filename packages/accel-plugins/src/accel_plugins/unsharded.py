@@ -186,6 +186,7 @@ def load_in_place(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     optimizer.load_state_dict({**state, "state": copied})
 
 
+@torch.no_grad()
 def _copy_to(value: Any, target: Any, parameter: Tensor) -> Any:
     """Copy a value of an optimizer's state into a tensor, if it is one of that shape, or into new memory."""
     if type(value) is not Tensor:

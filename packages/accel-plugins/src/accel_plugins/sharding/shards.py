@@ -249,6 +249,7 @@ class ShardsPersister:
         return full.cpu() if keep else None
 
 
+@torch.no_grad()
 def _copy_shard(full: Tensor, target: Any) -> Tensor:
     """Copy this rank's shard of a full tensor into a tensor of the same shape, and return that.
 
