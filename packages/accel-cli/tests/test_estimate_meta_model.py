@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fsspec
 import pytest
 import torch
 from torch import nn
@@ -27,6 +28,16 @@ def test_weight_files_alone_tell_sizes_and_blocks(folder):
     assert (sizes.parameters, sizes.blocks, sizes.buffers) == (40 + 3 * 20, (20, 20, 20), 80)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert weights_in(model, "float16").total == 2 * 100 + 80
+
+
+def test_weights_in_a_store_tell_the_same(folder):
+    files = fsspec.filesystem("memory")
+    for path in folder.iterdir():
+        files.pipe_file(f"/bucket/weights/{path.name}", path.read_bytes())
+    try:
+        assert sizes_of(meta_model("memory://bucket/weights")) == sizes_of(meta_model(str(folder)))
+    finally:
+        files.store.clear()
 
 
 @pytest.mark.parametrize(

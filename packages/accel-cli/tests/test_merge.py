@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import warnings
 
+import fsspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch.distributed.checkpoint import save
 
 from accel_cli.main import main
@@ -43,14 +44,29 @@ def test_the_other_format_and_the_end_of_the_shards_can_be_asked_for(shards, tmp
     assert capsys.readouterr().out == ""
 
 
-def test_a_path_with_a_scheme_is_refused_by_its_argument(shards, tmp_path, monkeypatch, capsys):
+def test_a_path_with_an_unknown_scheme_is_refused_by_its_argument(shards, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
-    assert main(["merge-weights", "s3://bucket/run", str(tmp_path / "out")]) == 2
-    assert "argument checkpoint_directory='s3://bucket/run'" in capsys.readouterr().err
-    assert main(["merge-weights", str(shards), "memory://out"]) == 2
-    assert "argument output_path='memory://out'" in capsys.readouterr().err
+    assert main(["merge-weights", "nowhere://bucket/run", str(tmp_path / "out")]) == 2
+    assert "argument checkpoint_directory='nowhere://bucket/run'" in capsys.readouterr().err
+    assert main(["merge-weights", str(shards), "nowhere://out"]) == 2
+    assert "argument output_path='nowhere://out'" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_weights_are_merged_from_store_to_store(shards, capsys):
+    files = fsspec.filesystem("memory")
+    try:
+        for path in shards.iterdir():
+            files.pipe_file(f"/bucket/run/{shards.name}/{path.name}", path.read_bytes())
+        assert main(["merge-weights", "memory://bucket/run", "memory://bucket/out"]) == 0
+        assert "wrote 'memory://bucket/out/model.safetensors'" in capsys.readouterr().out
+        merged = load(files.cat_file("/bucket/out/model.safetensors"))
+        assert all(torch.equal(merged[name], weight) for name, weight in WEIGHTS.items())
+        assert main(["merge-weights", "memory://bucket/nothing", "memory://bucket/out"]) == 2
+        assert "'memory://bucket/nothing' does not exist" in capsys.readouterr().err
+    finally:
+        files.store.clear()
 
 
 @pytest.mark.parametrize(("name", "part"), [("nowhere", "nowhere"), ("empty", "empty")])

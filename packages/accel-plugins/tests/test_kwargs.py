@@ -141,8 +141,8 @@ def test_the_documented_fields_and_defaults_are_these_in_this_order(handler: typ
         (lambda: ProjectConfiguration(iteration=-1), "iteration=-1"),
         (lambda: ProjectConfiguration(project_dir=3), "project_dir=3.*path"),  # type: ignore[arg-type]
         (
-            lambda: ProjectConfiguration(project_dir="s3://bucket/a"),
-            "project_dir='s3://bucket/a'.*scheme 's3'",
+            lambda: ProjectConfiguration(project_dir="nowhere://bucket/a"),
+            "project_dir='nowhere://bucket/a'.*scheme 'nowhere'",
         ),
         (lambda: DistributedDataParallelKwargs(bucket_cap_mb=0), "bucket_cap_mb=0"),
         (lambda: DistributedDataParallelKwargs(comm_hook="fp8"), "comm_hook='fp8'.*batched_power_sgd"),  # type: ignore[arg-type]

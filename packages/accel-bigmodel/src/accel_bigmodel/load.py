@@ -29,6 +29,7 @@ from accel_ops.weights.tensors import check_tied_parameters_in_config, find_tied
 from accel_state.errors import CheckpointMismatchError, SettingsError, UnsupportedError, some_of
 from accel_state.frozen import frozen
 from accel_state.html_table import html_table
+from accel_state.remote import AnyPath
 
 if TYPE_CHECKING:
     from accel_bigmodel.offload import Index
@@ -311,7 +312,7 @@ def _sharded(value: Tensor, like: Any, assignment: Assignment) -> Tensor:
 
 
 def _to_disk(source: Source, step: AssignStep, assignment: Assignment, index: Index) -> None:
-    if source.in_place:
+    if source.in_place and isinstance(source.path, Path):
         index[step.name] = {
             "safetensors_file": str(source.path.absolute()),
             "weight_name": step.name,
@@ -390,7 +391,7 @@ class FileReport:
         raw: Bytes per second of a plain read of the same file afterwards, if measured.
     """
 
-    path: Path
+    path: AnyPath
     strategies: dict[str, int]
     seconds: float
     raw: float | None = None
@@ -504,7 +505,8 @@ def load_checkpoint_in_model(
 
     Args:
         model: The model, usually a meta model.
-        checkpoint: A weight file, an index file, a folder with one of them, or the id of a model on the hub.
+        checkpoint: A weight file, an index file, a folder with one of them (each also as an fsspec URL, such
+            as `"s3://bucket/model"`), or the id of a model on the hub.
         device_map: Module or tensor name to device. Without one, tensors go where the model's are (the CPU
             for those on the meta device).
         offload_folder: Where weights for the disk are noted, or written if they come from a `.bin` file.
@@ -582,7 +584,8 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: The model, usually a meta model.
-        checkpoint: A weight file, an index file, a folder with one of them, or the id of a model on the hub.
+        checkpoint: A weight file, an index file, a folder with one of them (each also as an fsspec URL, such
+            as `"s3://bucket/model"`), or the id of a model on the hub.
         device_map: Module or tensor name to device; or `"auto"`, `"balanced"`, `"balanced_low_0"` or
             `"sequential"` to have one made. Without one the weights are loaded and nothing is dispatched.
         max_memory: What each device may take when a map is made.
@@ -693,8 +696,11 @@ def load_weights(
     for source, steps in plan:
         began = time.perf_counter()
         strategies = assign(model, source, steps, assignment, index, meter.sample, parts)
+        source.check_unchanged()
         taken = time.perf_counter() - began
-        raw = raw_rate(source.path) if measure and not source.broadcast else None
+        raw = None
+        if measure and not source.broadcast and isinstance(source.path, Path):
+            raw = raw_rate(source.path)
         files.append(FileReport(path=source.path, strategies=strategies, seconds=taken, raw=raw))
     if parts:
         raise CheckpointMismatchError(

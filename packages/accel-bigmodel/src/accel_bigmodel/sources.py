@@ -25,7 +25,8 @@ from accel_ops.weights.read import find_checkpoint_files, load_state_dict
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state import runtime
 from accel_state.errors import MissingDependencyError, SettingsError
-from accel_state.files import local_path
+from accel_state.files import any_path
+from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import device_streams
 
 _PATTERNS = (
@@ -50,7 +51,7 @@ class Source(Protocol):
         broadcast: Whether asking for a tensor is a collective.
     """
 
-    path: Path
+    path: AnyPath
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
     in_place: bool = False
     mapped: bool = False
@@ -63,6 +64,13 @@ class Source(Protocol):
     def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
         """Return tensors on an accelerator, one by one."""
         return {name: self.get(name).to(device) for name in names}
+
+    def check_unchanged(self) -> None:
+        """Check that the file was not replaced since it was opened, where reading does not show that.
+
+        Raises:
+            CheckpointError: It was.
+        """
 
 
 class Pipelines:
@@ -86,15 +94,14 @@ class Pipelines:
 
 
 class SafetensorsSource(Source):
-    """A safetensors file: mapped; read in large pieces where mapping is slow, on a network file system."""
+    """A safetensors file: mapped; on a network file system read in large pieces, from a store by ranges."""
 
-    in_place = True
-
-    def __init__(self, path: Path, pipelines: Pipelines | None = None) -> None:
+    def __init__(self, path: AnyPath, pipelines: Pipelines | None = None) -> None:
         self.path = path
+        self.in_place = isinstance(path, Path)
         self.file = SafetensorsFile(path)
         self.tensors = {name: (entry.shape, entry.dtype) for name, entry in self.file.entries.items()}
-        self.mapped = not is_network(path)
+        self.mapped = isinstance(path, Path) and not is_network(path)
         self._pipelines = Pipelines() if pipelines is None else pipelines
         self._pipelines.fit(max((entry.nbytes for entry in self.file.entries.values()), default=0))
 
@@ -107,13 +114,16 @@ class SafetensorsSource(Source):
             return {name: self.file.read(name).to(device) for name in names}
         return upload(self.file, names, pipeline)
 
+    def check_unchanged(self) -> None:
+        self.file.check_unchanged()
+
 
 class BinSource(Source):
     """A file that `torch.save` wrote; the zip format is mapped, the older format is read in full."""
 
     mapped = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self.path = path
         self._state = load_state_dict(path)
         self.tensors = {name: (tuple(value.shape), value.dtype) for name, value in self._state.items()}
@@ -162,17 +172,20 @@ def stored_dtypes(checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
     return {name: entry.dtype for entries in tables for name, entry in entries.items()}
 
 
-def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
+def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:
     """Find a checkpoint on this machine, fetching it from the hub if that is where it is.
 
     Args:
-        checkpoint: A path; or the id of a model, looked for in the hub's local cache first.
+        checkpoint: A path, or an fsspec URL, which is returned; or the id of a model, looked for in the hub's
+            local cache first.
 
     Raises:
         FileNotFoundError: It is neither.
         MissingDependencyError: It may be a hub id, and `huggingface_hub` is not installed.
     """
-    path = local_path(checkpoint, "checkpoint")
+    path = any_path(checkpoint, "checkpoint")
+    if isinstance(path, RemotePath):
+        return path
     name = os.fspath(checkpoint)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix:
         return path
@@ -227,7 +240,7 @@ def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
         raise lines[0]
     reading = opened or [None] * len(lines[0])
     return [
-        BroadcastSource(Path(path), tensors, source)
+        BroadcastSource(any_path(path, "checkpoint"), tensors, source)
         for (path, tensors), source in zip(lines[0], reading, strict=True)
     ]
 
@@ -239,7 +252,7 @@ class BroadcastSource(Source):
 
     def __init__(
         self,
-        path: Path,
+        path: AnyPath,
         tensors: dict[str, tuple[tuple[int, ...], torch.dtype]],
         source: Source | None,
     ) -> None:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from accel_state import environ
 from accel_state.errors import SettingsError, did_you_mean
-from accel_state.files import local_path
+from accel_state.files import any_path
 from accel_state.labels import DynamoBackend
 from accel_state.settings.model import parse_environ
 
@@ -357,8 +357,8 @@ class ProjectConfiguration:
             (`Accelerator.exit_if_preempted` says what a step is). Needs `automatic_checkpoint_naming`.
 
     Raises:
-        SettingsError: A field has another type or is out of its range, or `project_dir` has a scheme; or
-            there is no checkpoint to which a preempted run could be saved.
+        SettingsError: A field has another type or is out of its range, or `project_dir` has an unknown
+            scheme; or there is no checkpoint to which a preempted run could be saved.
 
     Example:
         >>> ProjectConfiguration(project_dir="runs/7").logging_dir
@@ -395,13 +395,14 @@ class ProjectConfiguration:
             project_dir: Directory of the project's files.
 
         Raises:
-            SettingsError: It has a scheme, such as `"s3://bucket"`.
+            SettingsError: It is a URL with a scheme that fsspec does not know.
         """
-        if project_dir is not None:
-            local_path(project_dir, "project_dir")
         self.project_dir = project_dir
-        if self.logging_dir is None:
-            self.logging_dir = project_dir
+        if project_dir is None:
+            return
+        location = any_path(project_dir, "project_dir")
+        if self.logging_dir is None and isinstance(location, Path):
+            self.logging_dir = location if "://" in str(project_dir) else project_dir
 
 
 @dataclass

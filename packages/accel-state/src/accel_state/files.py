@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from accel_state.errors import CheckpointError, SettingsError
+from accel_state.remote import AnyPath, RemotePath, check_scheme
 
 JSON_LIMIT = 100_000_000
 """Bytes; the bound of the safetensors format for its header, and generous for every index."""
@@ -38,7 +39,7 @@ _KINDS = {
 
 
 def open_regular(
-    path: str | os.PathLike[str], error: Callable[[str], Exception] = CheckpointError
+    path: str | os.PathLike[str] | RemotePath, error: Callable[[str], Exception] = CheckpointError
 ) -> BufferedReader:
     """Open a file for reading, without blocking; raise `error` if it is a folder, FIFO, device or socket.
 
@@ -47,6 +48,8 @@ def open_regular(
         Traceback (most recent call last):
         accel_state.errors.CheckpointError: '/dev/null' is a device, not a file
     """
+    if isinstance(path, RemotePath):
+        return BufferedReader(path.open())
     kind = stat.S_IFMT(Path(path).stat().st_mode)
     if kind == stat.S_IFREG:
         file = open(path, "rb", opener=_open_without_blocking)  # noqa: SIM115 - it is the caller's; Path has no opener
@@ -58,7 +61,7 @@ def open_regular(
 
 
 def read_regular(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | RemotePath,
     *,
     limit: int = JSON_LIMIT,
     error: Callable[[str], Exception] = CheckpointError,
@@ -67,12 +70,12 @@ def read_regular(
     with open_regular(path, error) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
-        raise error(f"{os.fspath(path)!r} is larger than {limit} bytes, the bound of such files")
+        raise error(f"{str(path)!r} is larger than {limit} bytes, the bound of such files")
     return content
 
 
 def read_json(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | RemotePath,
     *,
     what: str = "JSON",
     limit: int = JSON_LIMIT,
@@ -144,6 +147,38 @@ _LONGEST_NAME = 255
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, as Path drops the other; "C:/" is a drive
 
 
+def any_path(path: str | os.PathLike[str] | RemotePath, argument: str) -> AnyPath:
+    """Return a local path, with `~` expanded, or the path of an fsspec URL; `file://` is local.
+
+    Args:
+        path: As a user gave it.
+        argument: Where it came from, for the message.
+
+    Raises:
+        SettingsError: fsspec does not know the scheme, or a name is too long.
+        MissingDependencyError: The back end of the scheme is not installed.
+
+    Example:
+        >>> any_path("runs/7", "project_dir").name, any_path("file:///tmp/run", "project_dir").name
+        ('7', 'run')
+    """
+    if isinstance(path, RemotePath):
+        return path
+    text = os.fspath(path)
+    scheme = _SCHEME.match(text)
+    if scheme is None:
+        return local_path(path, argument)
+    name, path_in_store = scheme[1].lower(), text[scheme.end() :].lstrip("/")
+    if name in _LOCAL_SCHEMES:
+        return local_path(f"/{path_in_store}", argument)
+    url = f"{name}://{path_in_store}"
+    check_scheme(url, argument)
+    return RemotePath(url)
+
+
+_LOCAL_SCHEMES = {"file", "local"}
+
+
 def local_path(path: str | os.PathLike[str], argument: str) -> Path:
     """Return a path, with `~` expanded.
 
@@ -155,15 +190,15 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
         SettingsError: It has a scheme, such as `"s3://bucket/run"`, or a name that is too long.
 
     Example:
-        >>> local_path("runs/7", "project_dir").name
+        >>> local_path("runs/7", "logging_dir").name
         '7'
     """
     text = os.fspath(path)
     scheme = _SCHEME.match(text)
     if scheme:
         raise SettingsError(
-            f"{argument}={text!r}: paths with the scheme {scheme[1]!r} are not supported yet; give a local "
-            "folder, such as one on which the remote file system is mounted."
+            f"{argument}={text!r}: it has the scheme {scheme[1]!r}, and this needs a local folder, such as "
+            "one on which the remote file system is mounted."
         )
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in Path(text).parts):
         raise SettingsError(

@@ -23,8 +23,9 @@ from accel_ops.weights.layout import (
 )
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError, some_of
-from accel_state.files import JSON_LIMIT, open_regular, read_json
+from accel_state.files import JSON_LIMIT, any_path, open_regular, read_json
 from accel_state.frozen import frozen
+from accel_state.remote import AnyPath, RemotePath
 
 
 @frozen
@@ -36,27 +37,27 @@ class CheckpointFiles:
         weight_map: Tensor name to its file, when there is an index.
     """
 
-    files: tuple[Path, ...]
-    weight_map: dict[str, Path] | None = None
+    files: tuple[AnyPath, ...]
+    weight_map: dict[str, AnyPath] | None = None
 
 
 _SINGLE_FILES = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
 _INDEXED = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 
 
-def find_checkpoint_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles:
+def find_checkpoint_files(checkpoint: str | os.PathLike[str] | RemotePath) -> CheckpointFiles:
     """Find the files of a checkpoint.
 
     Args:
-        checkpoint: A weight file; an index file (`*.json`); or a folder with one of them. In a folder,
-            safetensors before `.bin`, single files before shards.
+        checkpoint: A weight file; an index file (`*.json`); or a folder with one of them, each also as an
+            fsspec URL. In a folder, safetensors before `.bin`, single files before shards.
 
     Raises:
         CheckpointError: The folder has no weights or several indexes, or an index names a file that is
             absent, absolute, or outside its folder.
         FileNotFoundError: Nothing is at that path.
     """
-    path = Path(checkpoint)
+    path = any_path(checkpoint, "checkpoint")
     if path.is_file():
         return _indexed(path) if path.suffix == ".json" else CheckpointFiles(files=(path,))
     if not path.is_dir():
@@ -71,21 +72,23 @@ def find_checkpoint_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles
 
 
 def load_state_dict(
-    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, int | str | torch.device] | None = None
+    checkpoint_file: str | os.PathLike[str] | RemotePath,
+    device_map: Mapping[str, int | str | torch.device] | None = None,
 ) -> dict[str, Tensor]:
     """Read one weight file.
 
     safetensors and zip-format `.bin` files are mapped: tensors on the CPU take no memory until they are used.
+    Those of an object store are read.
 
     Args:
-        checkpoint_file: A `.safetensors` file, or one that `torch.save` wrote.
+        checkpoint_file: A `.safetensors` file, or one that `torch.save` wrote; also as an fsspec URL.
         device_map: Module name to device. Tensors of modules on an accelerator are moved there; `"cpu"`,
             `"disk"` and names that the map lacks stay on the CPU.
 
     Raises:
         CheckpointError: The file is damaged, or holds more than plain tensors.
     """
-    path = Path(checkpoint_file)
+    path = any_path(checkpoint_file, "checkpoint_file")
     if path.suffix == SAFETENSORS_SUFFIX:
         file = SafetensorsFile(path)
         tensors = {name: file.tensor(name) for name in file.entries}
@@ -141,7 +144,7 @@ def entry_of(name: str, entries: Container[str]) -> str | None:
     return name
 
 
-def _indexed(index_file: Path) -> CheckpointFiles:
+def _indexed(index_file: AnyPath) -> CheckpointFiles:
     content = read_json(index_file, what="index of a checkpoint")
     try:
         table = content.get("weight_map", content)  # Legacy indexes are that table alone.
@@ -167,7 +170,7 @@ def _indexed(index_file: Path) -> CheckpointFiles:
     )
 
 
-def _path_of_shard(index_file: Path, shard: str) -> Path:
+def _path_of_shard(index_file: AnyPath, shard: str) -> AnyPath:
     """Return the path of a shard; refuse one outside the folder as unsafe."""
     posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
     if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts or not windows.parts:
@@ -177,11 +180,11 @@ def _path_of_shard(index_file: Path, shard: str) -> Path:
     return index_file.parent / shard
 
 
-def _only_index(folder: Path) -> CheckpointFiles:
-    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+def _only_index(folder: AnyPath) -> CheckpointFiles:
+    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"), key=str)
     if len(indexes) == 1:
         return _indexed(indexes[0])
-    single = sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}")) if not indexes else []
+    single = sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}"), key=str) if not indexes else []
     if len(single) == 1:
         return CheckpointFiles(files=(single[0],))
     present = some_of(path.name for path in indexes or single) or "none"
@@ -189,7 +192,7 @@ def _only_index(folder: Path) -> CheckpointFiles:
     raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {present}")
 
 
-def load_bin(path: Path) -> dict[str, Tensor]:
+def load_bin(path: AnyPath) -> dict[str, Tensor]:
     """Read a state dict; the zip format is mapped, the format from before torch 1.6 is read.
 
     Raises:
@@ -200,7 +203,11 @@ def load_bin(path: Path) -> dict[str, Tensor]:
             is_zip = file.read(len(_ZIP)) == _ZIP
             if is_zip:
                 _check_records(file)
-        state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            if isinstance(path, RemotePath):
+                file.seek(0)
+                state_dict = torch.load(file, map_location="cpu", weights_only=True)
+            else:
+                state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except (OSError, CheckpointError):
         raise
     except Exception as error:

@@ -15,6 +15,7 @@ import math
 import mmap
 import os
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from io import BufferedReader, FileIO
 from pathlib import Path
@@ -26,8 +27,9 @@ from torch import Tensor
 
 from accel_ops.weights.tensors import tensor_memory
 from accel_state.errors import CheckpointError, some_of
-from accel_state.files import libc, open_regular, parse_json
+from accel_state.files import JSON_LIMIT, libc, open_regular, parse_json
 from accel_state.frozen import frozen
+from accel_state.remote import AnyPath, RemoteFile, RemotePath
 
 _log = logging.getLogger(__name__)
 
@@ -50,13 +52,13 @@ class SafetensorsFile:
 
     Tensors are private, copy-on-write views: writing to one never changes the file. They stay valid after the
     object is deleted, as long as nobody truncates the file; replacing the file (`os.replace`, as accel's own
-    writers do) does not change them.
+    writers do) does not change them. Those of a file on an object store have memory of their own.
 
     Args:
         path: The file.
 
     Attributes:
-        path: The same, as a `Path`.
+        path: The same, as a path object.
         entries: Tensor name to its bytes in the file.
         metadata: The header's `__metadata__`.
 
@@ -65,19 +67,27 @@ class SafetensorsFile:
         FileNotFoundError: There is no such file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str] | RemotePath) -> None:
+        self.path = path if isinstance(path, RemotePath) else Path(path)
+        self._map: mmap.mmap | None = None
+        if isinstance(self.path, RemotePath):
+            self._version = self.path.version()
+            self._remote = self.path.open()
+            self.size = self._remote.size
+            self.entries, self.metadata = _read_remote_header(self._remote, self.path)
+            return
         with open_regular(self.path) as file:
             self._identity = _identity(os.fstat(file.fileno()))
             self.size = self._identity[-1]
-            self.entries, self.metadata = _read_header(file, self.path, self.size)
-        self._map: mmap.mmap | None = None
+            self.entries, self.metadata = _read_header(file, self.path, self.size, str(self.path))
 
     def tensor(self, name: str) -> Tensor:
         """Map one tensor: no bytes are read until they are used."""
         entry = self.entries[name]
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=entry.dtype)
+        if isinstance(self.path, RemotePath):
+            return self.read(name)
         count = math.prod(entry.shape)
         flat = torch.frombuffer(self._mapping(), dtype=entry.dtype, count=count, offset=entry.begin)
         return flat.view(entry.shape)
@@ -92,8 +102,20 @@ class SafetensorsFile:
 
     def read_into(self, target: Tensor, begin: int) -> None:
         """Fill a flat tensor of bytes with the file's bytes from `begin` on."""
+        if isinstance(self.path, RemotePath):
+            self._remote.read_at(_memory_of(target), begin)
+            return
         with self._open() as file:
             fill_from(file, target, begin, self.path)
+
+    def check_unchanged(self) -> None:
+        """Check that a file on an object store was not replaced since its header was read.
+
+        Raises:
+            CheckpointError: It was.
+        """
+        if isinstance(self.path, RemotePath) and self.path.version() != self._version:
+            raise CheckpointError(f"{str(self.path)!r} was replaced while it was read; load it again")
 
     def read_ahead(self, names: Iterable[str]) -> None:
         """Read tensors into memory; return when they are read (on older kernels: requested)."""
@@ -175,7 +197,27 @@ _INT64_MAX = 2**63 - 1
 _MAX_DIMS = 64  # No operation of torch takes more.
 
 
-def _read_header(file: BinaryIO, path: Path, size: int) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+def _read_remote_header(file: RemoteFile, path: RemotePath) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
+    """Read a header through a local file with the same header and size, whose other bytes are holes.
+
+    Raises:
+        CheckpointError: As `_read_header`.
+    """
+    length = int.from_bytes(file.read(8) or b"", "little")
+    if length > min(JSON_LIMIT, file.size):
+        raise CheckpointError(f"{str(path)!r} is no safetensors file, or is truncated or damaged")
+    file.seek(0)
+    with tempfile.TemporaryDirectory(prefix="accel-header-") as folder:
+        local = Path(folder) / "header.safetensors"
+        local.write_bytes(file.read(8 + length) or b"")
+        os.truncate(local, file.size)
+        with local.open("rb") as copy:
+            return _read_header(copy, local, file.size, str(path))
+
+
+def _read_header(
+    file: BinaryIO, path: Path, size: int, name: str
+) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
     """Read which bytes of a file each tensor fills, in the header's order, and the header's `__metadata__`.
 
     Raises:
@@ -189,19 +231,19 @@ def _read_header(file: BinaryIO, path: Path, size: int) -> tuple[dict[str, Heade
     except SafetensorError as error:
         reason = some_of([str(error).removeprefix("Error while deserializing header: ")], width=300)
         raise CheckpointError(
-            f"{str(path)!r}, of {size} bytes, is no safetensors file, or is truncated or damaged: {reason}; "
+            f"{name!r}, of {size} bytes, is no safetensors file, or is truncated or damaged: {reason}; "
             "fetch or save it again"
         ) from error
     _check_identity(path.stat(), _identity(os.fstat(file.fileno())), path)
     # 2. The offsets are read here, since the library does not return them.
     length = int.from_bytes(file.read(8), "little")
     raw = file.read(length)
-    header = parse_json(raw, path, what="safetensors file", object_pairs_hook=_refuse_repeated)
+    header = parse_json(raw, name, what="safetensors file", object_pairs_hook=_refuse_repeated)
     if not raw.startswith(b"{"):
-        raise CheckpointError(f"{str(path)!r} has a safetensors header that is no table of tensors")
+        raise CheckpointError(f"{name!r} has a safetensors header that is no table of tensors")
     metadata = header.pop(_METADATA, None) or {}
     start = 8 + length
-    return {name: _header_entry(path, name, row, start) for name, row in header.items()}, metadata
+    return {tensor: _header_entry(name, tensor, row, start) for tensor, row in header.items()}, metadata
 
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -214,18 +256,17 @@ def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _header_entry(path: Path, name: str, row: dict[str, Any], start: int) -> HeaderEntry:
+def _header_entry(path: str, name: str, row: dict[str, Any], start: int) -> HeaderEntry:
     shape, dtype = tuple[int, ...](row["shape"]), DTYPES.get(row["dtype"])
     if dtype is None:
         raise CheckpointError(
-            f"{str(path)!r}: tensor {some_of([name])!r} has element type {row['dtype']!r}, unknown to this "
-            "torch"
+            f"{path!r}: tensor {some_of([name])!r} has element type {row['dtype']!r}, unknown to this torch"
         )
     # An empty tensor may have any other length, as far as torch can count.
     count = math.prod(max(length, 1) for length in shape)
     if row.keys() != _FIELDS or len(shape) > _MAX_DIMS or count * 16 > _INT64_MAX:
         raise CheckpointError(
-            f"{str(path)!r}: the entry of tensor {some_of([name])!r} is damaged: {some_of([str(row)])!r}; "
+            f"{path!r}: the entry of tensor {some_of([name])!r} is damaged: {some_of([str(row)])!r}; "
             "fetch or save it again"
         )
     begin, end = row["data_offsets"]
@@ -236,7 +277,7 @@ def _identity(facts: os.stat_result) -> tuple[int, int, int]:
     return facts.st_dev, facts.st_ino, facts.st_size
 
 
-def _check_identity(facts: os.stat_result, identity: tuple[int, int, int], path: Path) -> None:
+def _check_identity(facts: os.stat_result, identity: tuple[int, int, int], path: AnyPath) -> None:
     if _identity(facts) != identity:
         raise CheckpointError(f"{str(path)!r} was replaced or resized while it was read; load it again")
 
@@ -295,20 +336,25 @@ def _is_present(address: int, length: int) -> bool:
 _READ_SIZE = 16 << 20
 
 
-def fill_from(file: BufferedReader | FileIO, target: Tensor, begin: int, path: Path) -> None:
+def fill_from(file: BufferedReader | FileIO, target: Tensor, begin: int, path: AnyPath) -> None:
     """Fill a flat uint8 tensor on the CPU with the bytes of an open file from `begin` on.
 
     Raises:
         CheckpointError: The file ends before the tensor is full.
     """
     count, done = target.numel(), 0
-    view = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
+    view = _memory_of(target)
     file.seek(begin)
     while done < count:
         got = file.readinto(view[done : done + _READ_SIZE])
         if not got:
             raise CheckpointError(f"{str(path)!r} ends at byte {begin + done}; fetch it again")
         done += got
+
+
+def _memory_of(target: Tensor) -> memoryview:
+    """View the memory of a flat uint8 tensor on the CPU."""
+    return memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:

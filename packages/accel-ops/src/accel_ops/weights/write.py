@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,7 +35,8 @@ from accel_ops.weights.safetensors_io import clean_state_dict_for_safetensors, w
 from accel_ops.weights.tensors import tensor_memory
 from accel_state import runtime
 from accel_state.device_kinds import WITHOUT_STORAGE, runtime_module
-from accel_state.files import local_path
+from accel_state.files import any_path
+from accel_state.remote import AnyPath, RemotePath, RemoteWriter
 
 
 def save(
@@ -49,7 +51,8 @@ def save(
 
     Args:
         obj: What to save; with `safe_serialization`, a dictionary from name to tensor.
-        f: A path, replaced at once when complete; or an open binary file (not with `safe_serialization`).
+        f: A path or an fsspec URL, replaced at once when complete; or an open binary file (not with
+            `safe_serialization`).
         save_on_each_node: Let the first process of every host save, for hosts that share no file system.
         safe_serialization: Write safetensors rather than torch's zip format.
 
@@ -66,10 +69,9 @@ def save(
             raise TypeError("safetensors are written to a path, not into an open file: pass the path")
         torch.save(obj, f)
     elif safe_serialization:
-        tensors = clean_state_dict_for_safetensors(obj)
-        _replace(local_path(f, "f"), lambda temporary: _save_file(tensors, temporary))
+        _replace(any_path(f, "f"), partial(_save_file, clean_state_dict_for_safetensors(obj)))
     else:
-        _replace(local_path(f, "f"), lambda temporary: torch.save(obj, temporary))
+        _replace(any_path(f, "f"), partial(_save_bin, obj))
 
 
 def save_state_dict(
@@ -96,7 +98,7 @@ def save_state_dict(
 
 def save_state_parts(
     parts: Iterable[Mapping[str, Tensor]],
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | RemotePath,
     *,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     safe_serialization: bool = True,
@@ -112,8 +114,9 @@ def save_state_parts(
         ...     sorted(save_state_parts(halves, folder, max_shard_size=16).weight_map.items())
         [('a', 'model-00001-of-00002.safetensors'), ('b', 'model-00002-of-00002.safetensors')]
     """
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
+    target = any_path(folder, "folder")
+    if isinstance(target, Path):
+        target.mkdir(parents=True, exist_ok=True)
     limit = convert_file_size_to_int(max_shard_size)
     pattern, index_name = (
         (SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME)
@@ -121,12 +124,12 @@ def save_state_parts(
         else (WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
     )
     clean = clean_state_dict_for_safetensors if safe_serialization else dict
-    write = _save_file if safe_serialization else torch.save
+    write = _save_file if safe_serialization else _save_bin
     shards: list[list[str]] = []
     total = 0
     # 1. Write the shards under temporary names.
     with contextlib.ExitStack() as staged:
-        files: list[Path] = []
+        files: list[AnyPath] = []
         for groups, size in fill_shards((group for part in parts for group in groups_of(clean(part))), limit):
             tensors = _with_storages({name: tensor for group in groups for name, tensor in group.items()})
             shards.append([*tensors])
@@ -138,10 +141,10 @@ def save_state_parts(
         # 2. Rename them, now that their number is known, and write the index.
         plan = numbered(shards, total_size=total, pattern=pattern)
         for temporary, file in zip(files, plan.files, strict=True):
-            temporary.replace(target / file)
+            _rename(temporary, target / file)
     if plan.index is not None:
         text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
-        _replace(target / index_name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+        _replace(target / index_name, lambda file: file.write_bytes(text.encode()))
     # 3. Remove shards of an earlier save.
     _remove_previous(target, pattern, index_name, plan)
     return plan
@@ -173,8 +176,8 @@ def _lacks_storage(data: Any) -> bool:
     return isinstance(data, torch.Tensor) and data.device.type in WITHOUT_STORAGE
 
 
-def _remove_previous(folder: Path, pattern: str, index_name: str, plan: WeightShards) -> None:
-    stale = {*folder.glob(pattern.format(suffix="-*-of-*")), folder / pattern.format(suffix="")}
+def _remove_previous(folder: AnyPath, pattern: str, index_name: str, plan: WeightShards) -> None:
+    stale: set[AnyPath] = {*folder.glob(pattern.format(suffix="-*-of-*")), folder / pattern.format(suffix="")}
     if plan.index is None:
         stale.add(folder / index_name)
     for path in stale - {folder / file for file in plan.files}:
@@ -182,20 +185,58 @@ def _remove_previous(folder: Path, pattern: str, index_name: str, plan: WeightSh
             path.unlink(missing_ok=True)
 
 
-def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
-    with path.open("xb") as file:
+def _save_file(tensors: Mapping[str, Tensor], path: AnyPath) -> None:
+    with _new_file(path) as file:
         write_safetensors(tensors, file)
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside the target and rename: readers see the old file or the new one, mappings stay valid."""
-    with _temporary_file(path) as temporary:
-        write(temporary)
-        temporary.replace(path)
+def _save_bin(obj: Any, path: AnyPath) -> None:
+    if isinstance(path, Path):
+        torch.save(obj, path)
+        return
+    with _new_file(path) as file:
+        torch.save(obj, file)
 
 
 @contextlib.contextmanager
-def _temporary_file(path: Path) -> Generator[Path]:
+def _new_file(path: AnyPath) -> Generator[Any]:
+    """Open a new file for writing; a store has it once all of it is written."""
+    if isinstance(path, Path):
+        with path.open("xb") as file:
+            yield file
+        return
+    upload = RemoteWriter(path)
+    try:
+        yield upload
+        upload.finish()
+    except BaseException:
+        upload.abandon()
+        raise
+
+
+def _rename(source: AnyPath, target: AnyPath) -> None:
+    """Rename a file; on an object store, which cannot do that, copy it within the store."""
+    if isinstance(source, RemotePath):
+        source.copy_to(target)
+    else:
+        source.replace(str(target))
+
+
+def _replace(path: AnyPath, write: Callable[[AnyPath], object]) -> None:
+    """Write beside the target and rename: readers see the old file or the new one, mappings stay valid.
+
+    An object store replaces a file when its upload is complete.
+    """
+    if isinstance(path, RemotePath):
+        write(path)
+        return
+    with _temporary_file(path) as temporary:
+        write(temporary)
+        _rename(temporary, path)
+
+
+@contextlib.contextmanager
+def _temporary_file(path: AnyPath) -> Generator[AnyPath]:
     """Give a name for a file that is removed in the end, unless it was renamed by then."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -22,6 +22,7 @@ from accel_plugins.deepspeed.library import ds_module
 from accel_state.errors import CheckpointError
 from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen
+from accel_state.remote import AnyPath
 from accel_state.torch_private import rebuild_parameter, rebuild_tensor, rebuild_tensor_v2
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -46,12 +47,12 @@ def read_folder(folder: Path) -> EngineFolder:
     return EngineFolder(folder=folder, models=[load_file(path) for path in models], optimizers=states)
 
 
-def is_engine_folder(folder: Path) -> bool:
+def is_engine_folder(folder: AnyPath) -> bool:
     """Return whether a folder has files of DeepSpeed's engine."""
     return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
 
 
-def engine_folder(directory: Path, name: str, index: int) -> Path:
+def engine_folder(directory: AnyPath, name: str, index: int) -> AnyPath:
     """Return a model's folder in a checkpoint: by its name, else the one that the file `latest` names."""
     latest = directory / LATEST
     if not index and not is_engine_folder(directory / name) and latest.is_file():

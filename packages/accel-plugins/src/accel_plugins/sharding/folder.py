@@ -43,6 +43,7 @@ from accel_plugins.sharding.state import (
 from accel_state.errors import CheckpointError, did_you_mean
 from accel_state.files import RestrictedUnpickler, open_regular
 from accel_state.frozen import frozen
+from accel_state.remote import AnyPath, RemoteFile, RemotePath
 from accel_state.topology import Topology
 from accel_state.torch_private import StorageInfo, flatten_state_dict, get_layout
 
@@ -192,7 +193,7 @@ def put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
     container[last] = value
 
 
-def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
+def write_index(folder: AnyPath, ranks: Iterable[int]) -> list[str]:
     """Merge the metadata files of all ranks into the index of a DCP folder; remove and name them."""
     metadata_files = [folder / local_metadata_file(rank) for rank in ranks]
     plans_and_results = [unpickle(file) for file in metadata_files]
@@ -214,7 +215,7 @@ def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
 
 
 def read_into(
-    folder: Path,
+    folder: AnyPath,
     state: dict[str, Any],
     *,
     strict: bool = True,
@@ -247,9 +248,11 @@ def read_into(
                 f"{str(folder)!r} has {key!r} with shape {tuple(entry.shape)}, but this run's has shape "
                 f"{tuple(value.shape)}: build the model as in the run that was saved."
             )
-    reader = FileSystemReader(folder)
     try:
+        reader = _reader(folder)
         planner, plan = (planners or TorchPlanners()).plan_load(state, index, strict=strict, flat=flat)
+        if isinstance(folder, RemotePath):  # in the order of the files, so that blocks are fetched once
+            plan = replace(plan, items=sorted(plan.items, key=lambda item: _location_of(index, item)))
         reader.set_up_storage_reader(index, is_coordinator=False)
         reader.read_data(reader.prepare_local_plan(plan), planner).wait()
     except (OSError, *DAMAGE) as error:
@@ -257,8 +260,31 @@ def read_into(
         raise CheckpointError(f"{str(folder)!r} cannot be read: {reason}.") from error
 
 
+def _location_of(index: Metadata, item: ReadItem) -> tuple[str, int]:
+    stored: Any = (index.storage_data or {})[item.storage_index]
+    return stored.relative_path, stored.offset
+
+
+def _reader(folder: AnyPath) -> FileSystemReader:
+    if isinstance(folder, Path):
+        return FileSystemReader(folder)
+    reader: Any = FileSystemReader(".")
+    reader.fs, reader.path = _StoreFiles(), folder
+    return reader
+
+
+class _StoreFiles:
+    """What `FileSystemReader` asks of a file system, for an object store."""
+
+    def create_stream(self, path: RemotePath, mode: str) -> RemoteFile:
+        return path.open(mode)
+
+    def concat_path(self, path: RemotePath, suffix: str) -> RemotePath:
+        return path / suffix
+
+
 def read_all(
-    folder: Path, allocate: Callable[[TensorMetadata], Any], planners: RankPlanners | None = None
+    folder: AnyPath, allocate: Callable[[TensorMetadata], Any], planners: RankPlanners | None = None
 ) -> dict[str, Any]:
     """Read every value of a DCP folder into nested dictionaries and lists, as they were saved.
 
@@ -284,7 +310,7 @@ class TensorMetadata:
     dtype: torch.dtype | None = None
 
 
-def read_index(folder: Path) -> Metadata:
+def read_index(folder: AnyPath) -> Metadata:
     """Read the index of a DCP folder."""
     path = folder / INDEX_NAME
     if not path.is_file():
@@ -318,7 +344,7 @@ def entries(index: Metadata) -> list[TensorMetadata]:
     ]
 
 
-def unpickle(path: Path) -> Any:
+def unpickle(path: AnyPath) -> Any:
     """Unpickle an index or a rank's metadata file.
 
     Raises:

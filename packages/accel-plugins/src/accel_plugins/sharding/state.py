@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
@@ -16,6 +15,7 @@ from accel_ops.tree import is_dtensor
 from accel_plugins import sharding
 from accel_state.errors import CheckpointError
 from accel_state.frozen import frozen
+from accel_state.remote import AnyPath
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
@@ -337,7 +337,7 @@ def parameter_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[l
 INDEX_NAME = ".metadata"
 
 
-def is_sharded_folder(folder: Path) -> bool:
+def is_sharded_folder(folder: AnyPath) -> bool:
     """Return whether a folder has a DCP index."""
     return (folder / INDEX_NAME).is_file()
 

@@ -14,6 +14,7 @@ from accel_ops import collectives, pad
 from accel_ops.tree import recursively_apply
 from accel_state import runtime
 from accel_state.errors import CheckpointError, DistributedOperationException
+from accel_state.remote import AnyPath
 from accel_train.accelerator.run import Facet
 from accel_train.checkpoint import layout
 
@@ -389,7 +390,7 @@ class TrackingFacet(Facet):
             self._parts.process.destroy_process_group()
 
 
-def resume_runs(trackers: TrackerSession, folder: Path) -> None:
+def resume_runs(trackers: TrackerSession, folder: AnyPath) -> None:
     """Resume the runs whose ids are in a checkpoint, on the main process."""
     file = folder / layout.TRACKERS_NAME
     if not (trackers.log_with and runtime.current_topology().is_main and file.exists()):

@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
@@ -17,7 +18,7 @@ from accel_ops.weights.layout import DEFAULT_SHARD_SIZE
 from accel_plugins.full_parameters import FullParameters
 from accel_plugins.sharding.adapters import iter_merged
 from accel_state.errors import SettingsError
-from accel_state.files import local_path
+from accel_state.files import any_path
 from accel_train import checkpoint
 from accel_train.accelerator.results import resume_runs
 from accel_train.accelerator.run import Facet
@@ -74,9 +75,9 @@ class StateIoFacet(Facet):
         has, with a warning, once it knows that the other ranks are elsewhere.
 
         Args:
-            output_dir: The folder. Files of a checkpoint that is there already are replaced, all at once;
-                other files stay. Not used where checkpoints are numbered
-                (`ProjectConfiguration(automatic_checkpoint_naming=True)`).
+            output_dir: The folder, or its fsspec URL, such as `"s3://bucket/run"`. Files of a checkpoint that
+                is there already are replaced, all at once; other files stay. Not used where checkpoints are
+                numbered (`ProjectConfiguration(automatic_checkpoint_naming=True)`).
             safe_serialization: Write weights as safetensors; else as `torch.save` does.
             blocking: Return when the checkpoint is committed. Otherwise return as soon as everything is
                 copied to host memory, which is kept for the next time, and write in the background. The next
@@ -131,7 +132,7 @@ class StateIoFacet(Facet):
         of `torch.save` files, only tensors, arrays of numbers and plain containers are read.
 
         Args:
-            input_dir: The folder; if `None`, the newest complete one of the numbered ones.
+            input_dir: The folder or its fsspec URL; if `None`, the newest complete one of the numbered ones.
             load_kwargs: More arguments of `torch.load`.
             **load_model_func_kwargs: More arguments of `Module.load_state_dict`, such as `strict=False`; and
                 `map_location`, where the states of optimizers are read to first: `"cpu"`, `"on_device"` or a
@@ -245,14 +246,14 @@ class StateIoFacet(Facet):
 
         Args:
             model: Prepared or not.
-            save_directory: The folder; made if absent.
+            save_directory: The folder, made if absent; or its fsspec URL.
             max_shard_size: The largest size of a file, in bytes or as `"5GB"`; a larger model gets several
                 files and an index. A tensor larger than that has a file of its own.
             safe_serialization: Write safetensors; else as `torch.save` does.
 
         Raises:
             TypeError: `model` is no module.
-            SettingsError: `save_directory` has a scheme, such as `"s3://bucket"`.
+            SettingsError: `save_directory` is a URL with a scheme that fsspec does not know.
             FileExistsError: `save_directory` is a file; raised on every process.
 
         Example:
@@ -264,8 +265,9 @@ class StateIoFacet(Facet):
             ['model.safetensors']
         """
         _expect_model(model, "save_model")
-        folder = local_path(save_directory, "save_model(save_directory)")
-        folder.mkdir(parents=True, exist_ok=True)  # on every rank, so that each can list it at once
+        folder = any_path(save_directory, "save_model(save_directory)")
+        if isinstance(folder, Path):
+            folder.mkdir(parents=True, exist_ok=True)  # on every rank, so that each can list it at once
         parts = self._parts
         commits = parts.checkpoints.commits
         tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)

@@ -27,6 +27,7 @@ from accel_plugins.sharding.state import (
 from accel_state.device_kinds import KINDS, DeviceKind
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.frozen import frozen
+from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.staging import write_object, write_weights
@@ -56,6 +57,16 @@ class CheckpointFile:
     def write_to(self, sink: Any) -> None:
         """Write the current state."""
         self.write(self.read(), sink)
+
+
+def copy_file(path: str, sink: Any) -> None:
+    """Write the contents of a file of this machine."""
+    with Path(path).open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            sink.write(chunk)
+
+
+_CHUNK = 16 << 20
 
 
 @frozen
@@ -223,6 +234,19 @@ def check_shared(run: CheckpointContext) -> None:
         )
 
 
+def check_remote(run: CheckpointContext, target: RemotePath) -> None:
+    """Refuse what an object store cannot hold."""
+    if run.project.save_on_each_node:
+        raise SettingsError(
+            f"ProjectConfiguration(save_on_each_node=True): all hosts share {str(target)!r}; leave it out."
+        )
+    if form_of_run(run) is StateForm.NATIVE:
+        raise SettingsError(
+            f"The strategy {run.strategy.name!r} reads its files from a local folder, and {str(target)!r} "
+            "is on an object store: save to a folder, or with state_dict_type='SHARDED_STATE_DICT'."
+        )
+
+
 def folders_of(run: CheckpointContext) -> list[str]:
     """Return the folders to which all ranks write."""
     if form_of_run(run) is not StateForm.SHARDED:
@@ -294,11 +318,13 @@ def model_loader(
         sharding.folder.read_index(folder)
         return partial(restore_model_shards, run, folder)
     if form_of_run(run) is StateForm.NATIVE and not _is_full(source, index):
-        return lambda model, **_: _native(run).load_model(model, source.folder, index)
+        local = _local(source.folder)
+        return lambda model, **_: _native(run).load_model(model, local, index)
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
+        saved = _local(engine)
         return lambda model, **options: run.strategy.persister.load_full_state_dict(
-            model, read_folder(engine).weights(), **options
+            model, read_folder(saved).weights(), **options
         )
     return None
 
@@ -313,12 +339,13 @@ def optimizer_loader(
         sharding.folder.read_index(folder)
         return partial(restore_optimizer_shards, run, folder)
     if form_of_run(run) is StateForm.NATIVE and not source.has(layout.optimizer_name(index)):
+        local = _local(source.folder)
         return lambda optimizer: _native(run).load_optimizer(
-            optimizer, owner_of(optimizer, models), source.folder, index
+            optimizer, owner_of(optimizer, models), local, index
         )
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
-        return partial(_restore_engine_optimizer, run, engine)
+        return partial(_restore_engine_optimizer, run, _local(engine))
     return None
 
 
@@ -328,6 +355,12 @@ def _restore_engine_optimizer(run: CheckpointContext, engine: Path, optimizer: O
     if state is None:
         state = state_by_index(saved.optimizer(), parameter_names(optimizer, models))
     run.strategy.persister.load_full_optimizer_state(optimizer, models, state)
+
+
+def _local(folder: AnyPath) -> Path:
+    if isinstance(folder, RemotePath):
+        raise CheckpointError(f"{str(folder)!r} has files of an engine, which reads local ones: download it.")
+    return folder
 
 
 def _native(run: CheckpointContext) -> NativeFiles:
@@ -349,7 +382,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def restore_model_shards(
-    run: CheckpointContext, folder: Path, model: nn.Module, *, strict: bool = True, **options: Any
+    run: CheckpointContext, folder: AnyPath, model: nn.Module, *, strict: bool = True, **options: Any
 ) -> None:
     """Load a model from shards, whatever its sharding is now."""
     if run.strategy.shards is None:
@@ -374,7 +407,7 @@ def restore_model_shards(
     run.strategy.shards.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
 
 
-def restore_optimizer_shards(run: CheckpointContext, folder: Path, optimizer: Optimizer) -> None:
+def restore_optimizer_shards(run: CheckpointContext, folder: AnyPath, optimizer: Optimizer) -> None:
     """Load an optimizer from shards, whatever its sharding is now."""
     models = run.prepared.models
     if run.strategy.shards is None:

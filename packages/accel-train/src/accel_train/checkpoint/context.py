@@ -6,13 +6,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.errors import SettingsError
+from accel_state.files import any_path
+from accel_state.remote import AnyPath
 from accel_state.runtime import Runtime
 from accel_train import checkpoint
 
@@ -59,14 +60,14 @@ class CheckpointContext:
         return self.project.automatic_checkpoint_naming
 
     @property
-    def numbered(self) -> Path:
+    def numbered(self) -> AnyPath:
         """The folder of numbered checkpoints."""
         if self.project.project_dir is None:
             raise SettingsError(
                 "ProjectConfiguration(automatic_checkpoint_naming=True) needs a project_dir: checkpoints go "
                 "to <project_dir>/checkpoints."
             )
-        return checkpoint.layout.numbered_folders(self.project.project_dir)
+        return checkpoint.layout.numbered_folders(any_path(self.project.project_dir, "project_dir"))
 
     @property
     def committer(self) -> int:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ import xxhash
 
 from accel_state.errors import CheckpointWriteError
 from accel_state.files import libc
+from accel_state.remote import BLOCK_BYTES, READS, AnyPath, RemoteFile, RemotePath, RemoteWriter
 from accel_train.checkpoint.layout import FileRecord
 
 if TYPE_CHECKING:
@@ -41,9 +43,10 @@ except ImportError:  # Windows: nothing is locked
 logger = logging.getLogger(__name__)
 
 
-def write_file(path: Path, write: Callable[[FileWriter], object], *, to_disk: bool) -> FileRecord:
-    """Write a new file: `write` is called with the `FileWriter`; return its size and checksum."""
-    writer = FileWriter(path, to_disk=to_disk)
+def write_file(path: AnyPath, write: Callable[[Any], object], *, to_disk: bool) -> FileRecord:
+    """Write a new file: `write` is called with the writer; return its size and checksum."""
+    is_remote = isinstance(path, RemotePath)
+    writer = HashingSink(RemoteWriter(path)) if is_remote else FileWriter(path, to_disk=to_disk)
     try:
         write(writer)
     except BaseException as error:
@@ -128,9 +131,64 @@ class FileWriter:
             self._begun = self._size
 
 
-def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:
+class HashingSink:
+    """A sink that hashes what is written to it, and to a file of an object store, if there is one.
+
+    Attributes:
+        failure: The error that `write` has raised, if any.
+    """
+
+    def __init__(self, writer: RemoteWriter | None = None) -> None:
+        self._writer = writer
+        self._hash = xxhash.xxh3_64()
+        self._size = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Append bytes."""
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._size += len(view)
+        if self._writer is not None:
+            try:
+                self._writer.write(view)
+            except OSError as error:
+                self.failure = error
+                raise
+        return len(view)
+
+    def flush(self) -> None:
+        """Do nothing; `torch.save` calls it."""
+
+    def finish(self) -> FileRecord:
+        """Complete the file."""
+        if self._writer is not None:
+            try:
+                self._writer.finish()
+            except BaseException:
+                self._writer.abandon()
+                raise
+        return FileRecord(size=self._size, checksum=self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Leave the file incomplete: the store does not have it."""
+        if self._writer is not None:
+            self._writer.abandon()
+
+
+_REMOTE_CHUNK = READS * BLOCK_BYTES
+
+
+def record_of(path: AnyPath, *, to_disk: bool = False) -> FileRecord:
     """Read a file and hash it."""
     digest, size = xxhash.xxh3_64(), 0
+    if isinstance(path, RemotePath):
+        with path.open() as remote:
+            buffer = memoryview(bytearray(min(_REMOTE_CHUNK, remote.size)))
+            while count := remote.readinto(buffer):
+                digest.update(buffer[:count])
+                size += count
+        return FileRecord(size=size, checksum=digest.hexdigest())
     buffer = memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -181,12 +239,16 @@ class HashedReader(io.RawIOBase):
         (b'45', 10)
     """
 
-    def __init__(self, path: Path, *, positioned: bool = hasattr(os, "preadv")) -> None:
+    def __init__(self, path: AnyPath, *, positioned: bool = hasattr(os, "preadv")) -> None:
         self._positioned = positioned
         self._resources = ExitStack()
         self._helper: ThreadPoolExecutor | None = None
-        self._file = self._resources.enter_context(path.open("rb", buffering=0))
-        self._size = os.fstat(self._file.fileno()).st_size
+        if isinstance(path, RemotePath):
+            self._file: RemoteFile | FileIO = self._resources.enter_context(path.open())
+            self._size = self._file.size
+        else:
+            self._file = self._resources.enter_context(path.open("rb", buffering=0))
+            self._size = os.fstat(self._file.fileno()).st_size
         self._position = 0
         self._hash = xxhash.xxh3_64()
         self._hashed = 0  # bytes from the beginning on
@@ -207,7 +269,7 @@ class HashedReader(io.RawIOBase):
         view = memoryview(buffer).cast("B")[: max(0, self._size - begin)]
         if 0 < begin - self._hashed <= _STRIPE:
             self._hash_up_to(min(begin, self._size))
-        if len(view) > _STRIPE:
+        if len(view) > _STRIPE and not isinstance(self._file, RemoteFile):
             unread, in_memory = deque(range(0, len(view), _STRIPE)), set[int]()
             read = partial(self._read_and_hash, view, begin, unread, in_memory)
             is_shared = self._positioned and len(view) >= _LONG
@@ -270,6 +332,9 @@ class HashedReader(io.RawIOBase):
 
     def _read_at(self, view: memoryview, position: int) -> None:
         """Fill a view with the bytes at a position of the file."""
+        if isinstance(self._file, RemoteFile):  # it reads large views with several threads
+            self._file.read_at(view, position)
+            return
         done = 0
         while done < len(view):
             if self._positioned:
@@ -286,7 +351,7 @@ class HashedReader(io.RawIOBase):
 class HashedBytes(io.BytesIO):
     """A small file, read into memory and hashed at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: AnyPath) -> None:
         content = path.read_bytes()
         super().__init__(content)
         self._record = FileRecord(size=len(content), checksum=xxhash.xxh3_64(content).hexdigest())
@@ -296,8 +361,10 @@ class HashedBytes(io.BytesIO):
         return self._record
 
 
-def sizes_in(folder: Path) -> dict[str, int]:
+def sizes_in(folder: AnyPath) -> dict[str, int]:
     """Return the size of every file below a folder, by path with `/` between folders."""
+    if isinstance(folder, RemotePath):
+        return folder.sizes()
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -320,8 +387,10 @@ def flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder with its parents, if absent."""
+def make_folder(folder: AnyPath) -> None:
+    """Make a folder with its parents, if absent; object stores have none."""
+    if isinstance(folder, RemotePath):
+        return
     os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - through `os`, like all that changes the disk here
 
 

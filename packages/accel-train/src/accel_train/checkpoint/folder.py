@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, cast
 
 from accel_ops.weights.layout import SAFETENSORS_SUFFIX
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_plugins.deepspeed.folder import is_engine_folder
 from accel_plugins.sharding.state import INDEX_NAME, is_sharded_folder
 from accel_state.errors import CheckpointError
-from accel_train.checkpoint import layout
+from accel_state.remote import AnyPath, RemotePath
+from accel_train.checkpoint import layout, stores
 from accel_train.checkpoint.files import (
     FolderLock,
     flush_folder,
@@ -42,16 +44,18 @@ _LOCK_TIMEOUT = 10.0  # seconds that a save waits for the save of another job
 class Staging:
     """The folder in which a checkpoint is written."""
 
-    path: Path
-    lock: FolderLock
+    path: AnyPath
+    lock: FolderLock | None = None
 
     def discard(self) -> None:
-        """Remove the folder and release the lock."""
-        remove(self.path)
-        self.lock.release()
+        """Remove the folder and release the lock; what was uploaded to a store stays for the next attempt."""
+        if isinstance(self.path, Path):
+            remove(self.path)
+        if self.lock is not None:
+            self.lock.release()
 
 
-def make_staging(target: Path) -> Staging:
+def make_staging(target: AnyPath) -> Staging:
     """Make the staging folder of a checkpoint, and remove stale files of processes that died.
 
     Args:
@@ -62,6 +66,8 @@ def make_staging(target: Path) -> Staging:
         CheckpointWriteError: Another job saves to this folder.
         OSError: The folder cannot be made.
     """
+    if isinstance(target, RemotePath):
+        return Staging(stores.make_staging(target))
     held = _lock_target(target)
     try:
         recover(target)
@@ -112,8 +118,12 @@ def _is_trash(entry: Path, target: Path) -> bool:
     return entry.parent == target.parent and (numbered or owner == target.name)
 
 
-def commit(staging: Path, target: Path, manifest: Manifest, *, to_disk: bool) -> None:
+def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bool) -> None:
     """Commit a complete checkpoint: afterwards it is in its folder; after an error, it is not."""
+    if isinstance(target, RemotePath):
+        stores.commit(RemotePath(str(staging)), target, manifest)
+        return
+    staging = Path(str(staging))
     # 1. Complete the staging folder.
     content = manifest.to_text().encode()
     write_file(staging / layout.MANIFEST_NAME, lambda sink: sink.write(content), to_disk=to_disk)
@@ -173,7 +183,7 @@ def _checkpoint_files(folder: Path) -> set[str]:
 _REPLACE_TIMEOUT = 60.0  # seconds that a load waits for a living process to replace a checkpoint
 
 
-def wait_until_replaced(target: Path, *, repair: bool = True, timeout: float = _REPLACE_TIMEOUT) -> None:
+def wait_until_replaced(target: AnyPath, *, repair: bool = True, timeout: float = _REPLACE_TIMEOUT) -> None:
     """Wait until no process is replacing the checkpoint in a folder.
 
     Raises:
@@ -182,6 +192,14 @@ def wait_until_replaced(target: Path, *, repair: bool = True, timeout: float = _
     """
     deadline = time.monotonic() + timeout
     while is_being_replaced(target):
+        if isinstance(target, RemotePath):
+            if repair:
+                stores.recover(target)
+            elif time.monotonic() > deadline:
+                raise CheckpointError(f"The checkpoint {str(target)!r} is being replaced: try again.")
+            else:
+                time.sleep(_POLL)
+            continue
         path = layout.lock_inside(target)
         held = try_lock(path) if repair else None
         if held is not None:
@@ -195,21 +213,28 @@ def wait_until_replaced(target: Path, *, repair: bool = True, timeout: float = _
             time.sleep(_POLL)
 
 
-def is_being_replaced(target: Path) -> bool:
+def is_taken(target: AnyPath) -> bool:
+    """Return whether there is something where a new checkpoint is to go; an interrupted upload is resumed."""
+    return stores.has_checkpoint(target) if isinstance(target, RemotePath) else target.exists()
+
+
+def is_being_replaced(target: AnyPath) -> bool:
     """Return whether the files of a new checkpoint are replacing those of an older one."""
     return (target / layout.COMMIT_NAME / layout.MANIFEST_NAME).is_file()
 
 
-def identity(target: Path) -> tuple[int, ...] | None:
+def identity(target: AnyPath) -> tuple[int, ...] | None:
     """Return an id of the checkpoint in a folder, which changes with it; `None` without a manifest."""
     try:
+        if isinstance(target, RemotePath):
+            return ((target / layout.MANIFEST_NAME).version(),)
         status = os.stat(target / layout.MANIFEST_NAME)  # noqa: PTH116 - one call gives all three
     except OSError:
         return None
     return (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
-def read_manifest(folder: Path) -> Manifest | None:
+def read_manifest(folder: AnyPath) -> Manifest | None:
     """Read the manifest of a checkpoint; `None` for one that another library wrote."""
     path = folder / layout.MANIFEST_NAME
     try:
@@ -223,13 +248,15 @@ def read_manifest(folder: Path) -> Manifest | None:
     raise CheckpointError(f"{str(path)!r} cannot be read ({reason}): load another checkpoint.")
 
 
-def check(folder: Path) -> Manifest | None:
+def check(folder: AnyPath) -> Manifest | None:
     """Check by the sizes of its files that a checkpoint is complete; return its manifest, if it has one."""
     manifest = read_manifest(folder)
     if manifest is None:
         _check_foreign(folder)
         return None
     complaints = manifest.complaints(sizes_in(folder))
+    if complaints and isinstance(folder, RemotePath):
+        complaints = stores.absent_files(folder, manifest.files)  # a listing may be late
     if complaints:
         raise CheckpointError(
             f"The checkpoint {str(folder)!r} is damaged: {', '.join(complaints)}. Load another one."
@@ -237,8 +264,12 @@ def check(folder: Path) -> Manifest | None:
     return manifest
 
 
-def _check_foreign(folder: Path) -> None:
+def _check_foreign(folder: AnyPath) -> None:
     """Check a checkpoint of another library, which has no manifest, for truncated files."""
+    if isinstance(folder, RemotePath) and stores.is_interrupted(folder):
+        raise CheckpointError(
+            f"{str(folder)!r} is incomplete: its upload was interrupted. Save it again, or load another one."
+        )
     names = sorted(entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name))
     folders = [
         entry for entry in folder.iterdir() if entry.is_dir() and layout.is_folder_of_checkpoint(entry.name)
@@ -265,12 +296,13 @@ def _check_foreign(folder: Path) -> None:
 _ZIP = b"PK\x03\x04"
 
 
-def _check_saved(path: Path) -> None:
+def _check_saved(path: AnyPath) -> None:
     """Refuse a file of `torch.save` that was cut off."""
     with path.open("rb") as file:
-        has_zip_header = file.read(len(_ZIP)) == _ZIP
-    # Files of torch before version 1.6 are no zip files: only reading them shows whether they are complete.
-    if path.stat().st_size == 0 or (has_zip_header and not zipfile.is_zipfile(path)):
+        start = file.read(len(_ZIP))
+        # Files of torch before 1.6 are no zip files: only reading them shows whether they are complete.
+        is_cut_off = not start or (start == _ZIP and not zipfile.is_zipfile(cast("IO[bytes]", file)))
+    if is_cut_off:
         raise CheckpointError(f"{str(path)!r} is incomplete: it was cut off while it was written.")
 
 
@@ -280,7 +312,7 @@ _READERS = 4  # files that are hashed at the same time
 
 
 def verify(
-    folder: Path,
+    folder: AnyPath,
     manifest: Manifest,
     names: Iterable[str],
     records: Mapping[str, FileRecord],
@@ -312,7 +344,7 @@ def verify(
             )
 
 
-def list_complete(project: Path) -> list[int]:
+def list_complete(project: AnyPath) -> list[int]:
     """Return the numbers of the complete checkpoints of a project; complete interrupted replacements."""
     complete: list[int] = []
     for iteration in numbers(project):
@@ -337,10 +369,17 @@ def complete_everywhere(nodes: Sequence[Iterable[int]]) -> list[int]:
     return sorted(set[int](nodes[0]).intersection(*nodes[1:])) if nodes else []
 
 
-def numbers(project: Path) -> list[int]:
-    """Return the numbers of all checkpoints of a project, complete or not."""
+def numbers(project: AnyPath) -> list[int]:
+    """Return the numbers of all checkpoints of a project, complete or not, without interrupted uploads."""
     if not project.is_dir():
         return []
+    if isinstance(project, RemotePath):
+        entries = ((layout.iteration_of(entry.name), entry) for entry in project.iterdir())
+        return sorted(
+            iteration
+            for iteration, entry in entries
+            if iteration is not None and not stores.is_interrupted(entry)
+        )
     iterations = (layout.iteration_of(entry.name) for entry in project.iterdir() if entry.is_dir())
     return sorted(iteration for iteration in iterations if iteration is not None)
 
@@ -358,8 +397,11 @@ def to_prune(complete: Iterable[int], *, newest: int, limit: int | None) -> list
     return older[: max(0, len(older) + 1 - max(1, limit))]
 
 
-def delete(folder: Path) -> None:
+def delete(folder: AnyPath) -> None:
     """Rename a checkpoint, then delete it: an incomplete one is never loaded."""
+    if isinstance(folder, RemotePath):
+        stores.delete(folder)
+        return
     trash_path = layout.trash_path(folder, secrets.token_hex(4))
     move(folder, trash_path)
     remove(trash_path)

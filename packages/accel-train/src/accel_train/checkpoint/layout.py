@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from accel_ops.weights.layout import MODEL_NAME, SAFE_MODEL_NAME, SAFETENSORS_SUFFIX
 from accel_state.errors import CheckpointError
 from accel_state.frozen import frozen
+from accel_state.remote import AnyPath
 
 FSDP_MODEL_NAME = f"{MODEL_NAME}_fsdp"
 """The folder or file of a model that FSDP shards, before its number."""
@@ -34,6 +35,8 @@ MANIFEST_NAME = "accel_manifest.json"
 TRACKERS_NAME = "trackers.json"
 COMMIT_NAME = ".accel-commit"
 """In a folder that is overwritten: a complete checkpoint whose files have yet to replace the old ones."""
+UPLOAD_NAME = ".accel-upload"
+"""In a folder of an object store: what was uploaded of a checkpoint that is not complete yet."""
 LOCK_NAME = ".accel-lock"
 """Locked by the process that saves into its folder; deleted when the save is done."""
 _SAVING = "saving-"
@@ -134,9 +137,9 @@ def is_folder_of_checkpoint(name: str) -> bool:
     return _OUR_FOLDERS.fullmatch(name) is not None
 
 
-def numbered_folders(project_dir: str | Path) -> Path:
+def numbered_folders(project_dir: AnyPath) -> AnyPath:
     """Return the folder of numbered checkpoints."""
-    return Path(project_dir) / "checkpoints"
+    return project_dir / "checkpoints"
 
 
 def numbered_name(iteration: int) -> str:

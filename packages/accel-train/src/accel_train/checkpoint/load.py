@@ -6,10 +6,13 @@ Nothing changes in the run before all ranks have opened the same checkpoint and 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,11 +31,12 @@ from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_ops.weights.tensors import id_tensor_storage
 from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
-from accel_state.files import local_path
+from accel_state.files import any_path
 from accel_state.frozen import frozen
+from accel_state.remote import AnyPath, RemotePath
 from accel_state.torch_private import is_traceable_wrapper_subclass, non_persistent_names
 from accel_train.checkpoint import folder as folders
-from accel_train.checkpoint import layout
+from accel_train.checkpoint import layout, stores
 from accel_train.checkpoint.contents import (
     ENGINE_KEY,
     model_loader,
@@ -61,7 +65,7 @@ def load(
     *,
     options: Mapping[str, Any],
     model_options: Mapping[str, Any],
-) -> Path:
+) -> AnyPath:
     """Load the state of a run, as `Accelerator.load_state`; return the folder of the checkpoint."""
     run.finish()
     # 1. Open and verify the newest complete checkpoint.
@@ -119,14 +123,14 @@ class LoadProposal:
     problem: str = ""
 
 
-def _candidates(run: CheckpointContext, input_dir: str | os.PathLike[str] | None) -> list[Path]:
+def _candidates(run: CheckpointContext, input_dir: str | os.PathLike[str] | None) -> list[AnyPath]:
     """Return the requested folder, or the numbered checkpoints that look complete, newest first."""
     if input_dir is None and not run.is_automatic:
         raise SettingsError(
             "load_state() needs an input_dir, unless the Accelerator has a "
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
-    requested = None if input_dir is None else local_path(input_dir, "load_state(input_dir)")
+    requested = None if input_dir is None else any_path(input_dir, "load_state(input_dir)")
     proposals = _gather_proposals(run, None if input_dir is None else str(input_dir), WHAT)
     if run.is_automatic:
         run.project.iteration = max(proposal.following for proposal in proposals)
@@ -166,7 +170,7 @@ def _find_candidates(run: CheckpointContext, asked: str | None) -> LoadProposal:
             if asked is None:
                 complete = folders.list_complete(run.numbered)
             following = max(folders.numbers(run.numbered), default=-1) + 1
-        if asked is not None and not Path(asked).expanduser().is_dir():
+        if asked is not None and not any_path(asked, "load_state(input_dir)").is_dir():
             return LoadProposal(asked=asked, problem=f"there is no folder {asked!r}")
         return LoadProposal(asked=asked, complete=complete, following=following)
     except (OSError, CheckpointError) as error:
@@ -180,7 +184,7 @@ def _complete_on_all(proposals: Iterable[LoadProposal]) -> list[int]:
 
 
 def open_newest_complete(
-    run: CheckpointContext, candidates: Sequence[Path], options: Mapping[str, Any]
+    run: CheckpointContext, candidates: Sequence[AnyPath], options: Mapping[str, Any]
 ) -> CheckpointReader:
     """Open the newest complete checkpoint, the same on every rank.
 
@@ -211,7 +215,7 @@ def first_problem(problems: Iterable[str]) -> str:
 
 
 def _attempt(
-    run: CheckpointContext, folder: Path, options: Mapping[str, Any], deadline: float
+    run: CheckpointContext, folder: AnyPath, options: Mapping[str, Any], deadline: float
 ) -> CheckpointReader | str | None:
     """Open a checkpoint; return its problem, or `None` if it was replaced meanwhile."""
     # 1. Find the checkpoint, and map the weights.
@@ -267,7 +271,7 @@ class CheckpointReader:
         stamp: The folder's `identity` when it was verified.
     """
 
-    folder: Path
+    folder: AnyPath
     manifest: Manifest | None
     rank: int
     world_size: int
@@ -283,13 +287,16 @@ class CheckpointReader:
 
     def is_unchanged(self) -> bool:
         """Return whether the folder has held the same checkpoint since it was verified."""
-        return self.stamp == identity(self.folder) and not is_being_replaced(self.folder)
+        try:
+            return self.stamp == identity(self.folder) and not is_being_replaced(self.folder)
+        except OSError:  # a store that cannot be reached any more; the digests have been compared
+            return True
 
     def hashes(self, name: str) -> bool:
         """Return whether `open` hashes a file while it reads it; it reads no mapped file and no shard."""
         listed = self.manifest is not None and name in self.manifest.files and "/" not in name
-        is_mapped = name.endswith(SAFETENSORS_SUFFIX) or self.options.get("mmap")
-        return listed and not is_mapped and not self.maps(name)
+        is_mapped = name.endswith(SAFETENSORS_SUFFIX) and isinstance(self.folder, Path)
+        return listed and not is_mapped and not self.options.get("mmap") and not self.maps(name)
 
     def maps(self, name: str) -> bool:
         """Return whether `open` maps a large file of `torch.save`, to copy its tensors one by one."""
@@ -299,6 +306,7 @@ class CheckpointReader:
                 name.startswith((layout.OPTIMIZER_NAME, MODEL_NAME))
                 and not self.options
                 and torch.device(self.map_location).type == "cpu"
+                and isinstance(path, Path)
                 and path.is_file()
                 and path.stat().st_size >= SMALL
                 and is_mappable(path)
@@ -314,9 +322,13 @@ class CheckpointReader:
             self.opened[name] = self.read(name, **options)
             return
         path = self._path(name)
-        is_small = self.manifest.files[name].size < SMALL
+        is_weights = name.endswith(SAFETENSORS_SUFFIX)
+        is_small = self.manifest.files[name].size < SMALL and not is_weights
         with HashedBytes(path) if is_small else HashedReader(path) as file:
-            self.opened[name] = read_object(path, file=file, **{**options, **self.options})
+            if is_weights:
+                self.opened[name] = _read_weights(path, file)
+            else:
+                self.opened[name] = read_object(path, file=file, **{**options, **self.options})
             self.records[name] = file.finish()
 
     def mapped_tensors(self) -> list[Tensor]:
@@ -343,13 +355,15 @@ class CheckpointReader:
             return self.opened.pop(name)
         path = self._path(name)
         if name.endswith(SAFETENSORS_SUFFIX):
-            file = self.mapped[name] = SafetensorsFile(path)
+            file = SafetensorsFile(path)
+            if isinstance(path, Path):
+                self.mapped[name] = file
             return {key: file.tensor(key) for key in file.entries}
         return read_object(path, **{**options, **self.options})
 
-    def _path(self, name: str) -> Path:
+    def _path(self, name: str) -> AnyPath:
         path = self.folder / name
-        if not path.is_file():
+        if not self.has(name):
             raise CheckpointError(
                 f"The checkpoint {str(self.folder)!r} has no {name!r}. Prepare and register the same "
                 "objects, in the same order, as in the run that was saved."
@@ -358,6 +372,8 @@ class CheckpointReader:
 
     def has(self, name: str) -> bool:
         """Return whether the checkpoint has a file."""
+        if self.manifest is not None and isinstance(self.folder, RemotePath):  # without a request
+            return name in self.manifest.files
         return (self.folder / name).is_file()
 
     def weights_name(self, index: int) -> str:
@@ -390,12 +406,27 @@ class CheckpointReader:
         return [rank for rank in range(count) if self.has(layout.rng_name(rank))]
 
 
+def _read_weights(path: AnyPath, file: HashedReader | HashedBytes) -> dict[str, Tensor]:
+    """Read the tensors of a safetensors file at once, since each request to a store takes its time."""
+    header = SafetensorsFile(path)
+    content = bytearray(header.size)
+    file.readinto(content)
+    return {
+        name: torch.frombuffer(
+            content, dtype=entry.dtype, count=math.prod(entry.shape), offset=entry.begin
+        ).view(entry.shape)
+        if entry.nbytes
+        else torch.empty(entry.shape, dtype=entry.dtype)
+        for name, entry in header.entries.items()
+    }
+
+
 def _locate(
-    run: CheckpointContext, folder: Path, options: Mapping[str, Any]
+    run: CheckpointContext, folder: AnyPath, options: Mapping[str, Any]
 ) -> tuple[CheckpointReader, str, bool]:
     """Return a checkpoint, the problem of its folder, and whether it is being replaced."""
     manifest, problem, blocked = None, "", True
-    stamp = folders.identity(folder)
+    stamp = None
     try:
         folders.wait_until_replaced(folder, repair=run.commits)
         blocked = False
@@ -499,8 +530,9 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
     prepared = run.prepared
     models = run.bare_models
     wrapped = dict(zip(map(id, models), prepared.models, strict=True))
-    for hook in tuple(run.load_hooks.values()):
-        hook(models, str(source.folder))
+    with hook_folder(source.folder, used=bool(run.load_hooks)) as folder:
+        for hook in tuple(run.load_hooks.values()):
+            hook(models, str(folder))
     for index, model in enumerate(wrapped.get(id(bare), bare) for bare in models):
         load_shards = model_loader(run, source, index)
         if load_shards is not None:
@@ -531,6 +563,17 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
     restore_states(source, layout.custom_name, [registered.load_state_dict for registered in run.custom])
     run.synchronizer.step = step_of(source)
     restore_rng(source, run.strategy.generators)
+
+
+@contextmanager
+def hook_folder(folder: AnyPath, *, used: bool) -> Generator[AnyPath]:
+    """Give the folder for hooks: of a checkpoint on a store, one with the files that hooks have added."""
+    if not used or isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory(prefix="accel-hooks-") as local:
+        stores.download_others(folder, Path(local))
+        yield Path(local)
 
 
 def restore_model(

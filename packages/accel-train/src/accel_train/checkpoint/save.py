@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accel_plugins import sharding
-from accel_plugins.sharding.state import StateForm
+from accel_plugins.sharding.state import INDEX_NAME, StateForm
 from accel_state.errors import (
     CheckpointError,
     CheckpointWriteError,
     DistributedOperationException,
     SettingsError,
 )
-from accel_state.files import local_path
+from accel_state.files import any_path
 from accel_state.frozen import frozen
+from accel_state.remote import AnyPath, RemotePath
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleProcess
 from accel_train.checkpoint.contents import (
     CheckpointFile,
     Contents,
+    check_remote,
     check_shared,
+    copy_file,
     folders_of,
     form_of_run,
     native_parts,
@@ -41,6 +46,7 @@ from accel_train.checkpoint.files import FolderLock, make_folder, record_of, rem
 from accel_train.checkpoint.folder import Staging, commit, delete, list_complete, to_prune
 from accel_train.checkpoint.layout import FileRecord, Manifest
 from accel_train.checkpoint.staging import HostStaging
+from accel_train.checkpoint.stores import UploadJournal
 
 logger = logging.getLogger(__name__)
 WHAT = "save_state()"
@@ -58,6 +64,8 @@ def save(
     run.finish()
     check_shared(run)
     target = target_of(run, output_dir)
+    if isinstance(target, RemotePath):
+        check_remote(run, target)
     request = SaveRequest(
         folder=str(target),
         iteration=run.project.iteration if run.is_automatic else None,
@@ -115,7 +123,7 @@ class SaveProposal:
     exists: bool = False
 
 
-def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None) -> Path:
+def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None) -> AnyPath:
     """Return the folder of the next checkpoint."""
     if run.is_automatic:
         target = run.numbered / layout.numbered_name(run.project.iteration)
@@ -131,12 +139,12 @@ def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None)
             "save_state() needs an output_dir, unless the Accelerator has a "
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
-    return local_path(output_dir, "save_state(output_dir)")
+    return any_path(output_dir, "save_state(output_dir)")
 
 
 def _agree(
-    run: CheckpointContext, request: SaveRequest, target: Path, agreement: Agreement
-) -> tuple[Path, Staging | None]:
+    run: CheckpointContext, request: SaveRequest, target: AnyPath, agreement: Agreement
+) -> tuple[AnyPath, Staging | None]:
     """Agree with all ranks on the request; return the path to write to, and the staging folder made here."""
     staging, proposal = (
         _make_staging(request, target) if run.commits else (None, SaveProposal(request=request))
@@ -159,14 +167,14 @@ def _agree(
         if staging is not None:
             staging.discard()
         raise
-    return Path(proposals[run.committer].staging), staging
+    return any_path(proposals[run.committer].staging, "the staging folder"), staging
 
 
-def _make_staging(request: SaveRequest, target: Path) -> tuple[Staging | None, SaveProposal]:
+def _make_staging(request: SaveRequest, target: AnyPath) -> tuple[Staging | None, SaveProposal]:
     """Make the staging folder; return it, and what this rank proposes."""
-    if request.iteration is not None and target.exists():
-        return None, _refuse_existing(request, target)
     try:
+        if request.iteration is not None and folder.is_taken(target):
+            return None, _refuse_existing(request, target)
         staging = folder.make_staging(target)
     except CheckpointWriteError as error:
         return None, SaveProposal(request=request, problem=str(error))
@@ -174,13 +182,13 @@ def _make_staging(request: SaveRequest, target: Path) -> tuple[Staging | None, S
         name = getattr(error, "filename", None) or target
         reason = getattr(error, "strerror", None) or str(error)
         return None, SaveProposal(request=request, problem=f"{str(name)!r} could not be made: {reason}")
-    if request.iteration is not None and target.exists():  # another job was faster
+    if request.iteration is not None and folder.is_taken(target):  # another job was faster
         staging.discard()
         return None, _refuse_existing(request, target)
     return staging, SaveProposal(request=request, staging=str(staging.path))
 
 
-def _refuse_existing(request: SaveRequest, target: Path) -> SaveProposal:
+def _refuse_existing(request: SaveRequest, target: AnyPath) -> SaveProposal:
     number = max(folder.numbers(target.parent)) + 1
     problem = (
         f"{str(target)!r} exists already, from an earlier run. Resume from it with load_state(), or set "
@@ -192,8 +200,8 @@ def _refuse_existing(request: SaveRequest, target: Path) -> SaveProposal:
 def _write_task(
     run: CheckpointContext,
     request: SaveRequest,
-    target: Path,
-    path: Path,
+    target: AnyPath,
+    path: AnyPath,
     staging: Staging | None,
     *,
     world_size: int,
@@ -215,6 +223,7 @@ def _write_task(
         manifest=Manifest(world_size=world_size, step=step, iteration=request.iteration),
         folders=tuple(folders_of(run)),
         lock=None if staging is None else staging.lock,
+        hook_folder=path if isinstance(path, Path) else Path(tempfile.mkdtemp(prefix="accel-hooks-")),
     )
 
 
@@ -227,7 +236,7 @@ def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[Checkp
         run.strategy.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if full
     ]
     for hook in tuple(run.save_hooks.values()):
-        hook(run.bare_models, weights, str(job.staging))
+        hook(run.bare_models, weights, str(job.hook_folder))
     # 2. Collect the state of all other objects.
     contents = Contents(
         weights=weights,
@@ -250,7 +259,15 @@ def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[Checkp
     if form is StateForm.SHARDED:
         shared += sharded_parts(run)
     elif form is StateForm.NATIVE:
-        shared += native_parts(run, job.staging)
+        shared += native_parts(run, job.hook_folder)
+    if job.hook_folder != job.staging:
+        shared += [
+            CheckpointFile(
+                name=path.relative_to(job.hook_folder).as_posix(), read=partial(str, path), write=copy_file
+            )
+            for path in sorted(job.hook_folder.rglob("*"))
+            if path.is_file()
+        ]
     return [*shared, *rank_files(contents, rank=job.rank, device=run.runtime.device)]
 
 
@@ -303,10 +320,12 @@ class WriteTask:
         manifest: The manifest, still without files.
         folders: The folders to which all ranks write; each needs an index.
         lock: On the committer, the lock that other writers respect until the checkpoint is committed.
+        hook_folder: Where hooks write: `staging`, or a folder of this machine where that is on a store.
     """
 
-    target: Path
-    staging: Path
+    target: AnyPath
+    staging: AnyPath
+    hook_folder: Path
     rank: int
     committer: int
     limit: int | None
@@ -338,16 +357,25 @@ def write_parts(job: WriteTask, parts: Sequence[CheckpointFile]) -> WriteResult:
         What was written. An error is a part of it, so that all ranks get it.
     """
     report = WriteResult(job.committer)
-    for part in parts:
-        try:
-            path = job.staging / part.name
-            make_folder(path.parent)
-            report.files[part.name] = write_file(path, part.write_to, to_disk=job.to_disk)
-        except Exception as error:
-            report.error = _describe_error(job.rank, part.name, error)
-            logger.debug("%s", report.error, exc_info=error)
-            break
+    name = str(job.staging)
+    try:
+        journal = UploadJournal(job.staging, job.rank) if isinstance(job.staging, RemotePath) else None
+        for part in parts:
+            name = part.name
+            if journal is None:
+                path = job.staging / name
+                make_folder(path.parent)
+                report.files[name] = write_file(path, part.write_to, to_disk=job.to_disk)
+            else:
+                report.files[name] = journal.write(name, partial(_write_state, part, part.read()))
+    except Exception as error:
+        report.error = _describe_error(job.rank, name, error)
+        logger.debug("%s", report.error, exc_info=error)
     return report
+
+
+def _write_state(part: CheckpointFile, state: Any, sink: Any) -> None:
+    part.write(state, sink)
 
 
 def staged_parts(parts: Sequence[CheckpointFile], staging: HostStaging) -> list[CheckpointFile]:
@@ -365,6 +393,8 @@ def commit_when_written(job: WriteTask, report: WriteResult, agreement: Agreemen
         CheckpointWriteError: A rank has failed. Nothing is left of the checkpoint; older ones are unchanged.
     """
     # 1. All-gather what was written.
+    if job.hook_folder != job.staging:
+        remove(job.hook_folder)
     reports = [WriteResult.from_dict(row) for row in agreement.exchange(WHAT, asdict(report))]
     errors = [report.error for report in reports if report.error is not None]
     # 2. Commit it, or remove it.
@@ -374,8 +404,8 @@ def commit_when_written(job: WriteTask, report: WriteResult, agreement: Agreemen
         problem = _commit(
             job, {rank: report for rank, report in enumerate(reports) if report.committer == job.rank}
         )
-    if commits and (errors or problem):
-        remove(job.staging)
+    if commits and (errors or problem) and isinstance(job.staging, Path):
+        remove(job.staging)  # what was uploaded stays, for the next attempt
     if job.lock is not None:
         job.lock.release()  # before another rank may return
     # 3. Return on every rank when it is committed.
@@ -391,19 +421,22 @@ def _commit(job: WriteTask, reports: Mapping[int, WriteResult]) -> str:
     """Commit the checkpoint; return the problem, if any."""
     try:
         files = {name: record for report in reports.values() for name, record in report.files.items()}
-        sizes = sizes_in(job.staging)
-        absent = sorted(set(files) - set(sizes))
+        is_remote = isinstance(job.staging, RemotePath)
+        absent = [] if is_remote else sorted(set(files) - set(sizes_in(job.staging)))
         if absent:
             return (
                 f"rank {job.rank} does not see {absent[0]!r}, which another rank has written to "
                 f"{str(job.staging)!r}: hosts do not share this folder. Choose a folder that they share, or "
                 "pass ProjectConfiguration(save_on_each_node=True)"
             )
+        unhashed: set[str] = set()
         for folder in job.folders:
+            unhashed.add(f"{folder}/{INDEX_NAME}")
             for name in sharding.folder.write_index(job.staging / folder, reports):
                 del files[f"{folder}/{name}"]
-        sizes = sizes_in(job.staging)
-        for name in sorted(set(sizes) - set(files)):  # written by hooks, or by the lines above
+        if not is_remote:  # a listing of a store may be late, and has files of an interrupted upload
+            unhashed = set(sizes_in(job.staging)) - set(files)  # those of hooks, too
+        for name in sorted(unhashed):
             files[name] = record_of(job.staging / name, to_disk=job.to_disk)
         commit(job.staging, job.target, replace(job.manifest, files=files), to_disk=job.to_disk)
     except (OSError, CheckpointError) as error:
@@ -418,7 +451,12 @@ def _prune(job: WriteTask) -> None:
     if newest is None or job.limit is None:
         return
     project = job.target.parent
-    for iteration in to_prune(list_complete(project), newest=newest, limit=job.limit):
+    try:
+        complete = list_complete(project)
+    except OSError as error:
+        logger.warning("No older checkpoint is deleted, since %s cannot be listed: %s", project, error)
+        return
+    for iteration in to_prune(complete, newest=newest, limit=job.limit):
         try:
             delete(project / layout.numbered_name(iteration))
         except OSError as error:
@@ -473,6 +511,7 @@ class Saving:
 
     def start(self) -> None:
         """Start the writer thread; called once."""
+        _running.add(self._thread)
         self._thread.start()
 
     def finish(self) -> None:
@@ -494,3 +533,18 @@ class Saving:
         except BaseException as error:  # noqa: BLE001 - the main thread raises it, whatever it is
             self._error = error
             logger.error("%s", error)
+        _running.discard(threading.current_thread())
+
+
+_running: set[threading.Thread] = set()
+
+
+def _join_running() -> None:
+    for thread in [*_running]:
+        thread.join()
+
+
+# At its end the interpreter forbids new work in thread pools, which uploads need, and then waits for threads.
+# `concurrent.futures` registers itself in the same list, whose last entry is called first.
+_register: Any = vars(threading)["_register_atexit"]
+_register(_join_running)

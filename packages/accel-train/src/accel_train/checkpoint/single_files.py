@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -28,14 +30,16 @@ from accel_plugins.sharding.folder import LocalFiles, TensorMetadata
 from accel_plugins.sharding.state import ShardedStates, StateForm, is_sharded_folder, strip_wrapper_prefixes
 from accel_state import runtime
 from accel_state.errors import CheckpointError, SettingsError
-from accel_state.files import local_path
+from accel_state.files import any_path
 from accel_state.partial_state import PartialState
+from accel_state.remote import AnyPath, RemotePath
 from accel_state.topology import Topology
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import (
     MODEL_KEY,
     OPTIMIZER_KEY,
     Contents,
+    copy_file,
     parts_of_folder,
     rank_files,
     restore_model_shards,
@@ -440,8 +444,9 @@ def merge_fsdp_weights(
     processes, the main process merges, and all wait.
 
     Args:
-        checkpoint_dir: The folder `pytorch_model_fsdp_0`, or the checkpoint that contains it.
-        output_path: The folder of the new file, which is named `model.safetensors` or `pytorch_model.bin`.
+        checkpoint_dir: The folder `pytorch_model_fsdp_0`, or the checkpoint that contains it; or its URL.
+        output_path: The folder of the new file, which is named `model.safetensors` or `pytorch_model.bin`; or
+            its URL, to which the file is uploaded when it is merged on the disk.
         safe_serialization: Write safetensors; else as `torch.save` does.
         remove_checkpoint_dir: Whether to delete the shards when the file is complete.
 
@@ -451,28 +456,36 @@ def merge_fsdp_weights(
     """
     state = PartialState() if torch.distributed.is_initialized() else None
     if state is None or state.is_main_process:
-        merge_folder(checkpoint_dir, local_path(output_path, "output_path"), safe_serialization)
+        merge_folder(checkpoint_dir, output_path, safe_serialization)
         if remove_checkpoint_dir:
-            remove(_folder_of_model(local_path(checkpoint_dir, "checkpoint_dir")))
+            folder = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
+            folder.remove_tree() if isinstance(folder, RemotePath) else remove(folder)
     if state is not None:
         state.wait_for_everyone()
 
 
 def merge_folder(
     checkpoint_dir: str | os.PathLike[str], save_path: str | os.PathLike[str], safe_serialization: bool = True
-) -> Path:
+) -> AnyPath:
     """Merge shards into one weight file on the rank that calls it, as `merge_fsdp_weights` does.
 
     Returns:
         The file.
     """
     name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
-    target = local_path(save_path, "save_path") / name
-    _merge(_folder_of_model(local_path(checkpoint_dir, "checkpoint_dir")), target, safe=safe_serialization)
+    target = any_path(save_path, "output_path") / name
+    source = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
+    if isinstance(target, Path):
+        _merge(source, target, safe=safe_serialization)
+        return target
+    with tempfile.TemporaryDirectory(prefix="accel-merge-") as folder:
+        merged = Path(folder) / name
+        _merge(source, merged, safe=safe_serialization)
+        write_file(target, partial(copy_file, str(merged)), to_disk=False)
     return target
 
 
-def _merge(folder: Path, target: Path, *, safe: bool) -> None:
+def _merge(folder: AnyPath, target: Path, *, safe: bool) -> None:
     tensors = {
         name: entry
         for entry in sharding.folder.entries(sharding.folder.read_index(folder))
@@ -501,11 +514,12 @@ def _merge(folder: Path, target: Path, *, safe: bool) -> None:
         remove(temporary)
 
 
-def _folder_of_model(source: Path) -> Path:
+def _folder_of_model(source: AnyPath) -> AnyPath:
     """Find the folder with the shards of the only model."""
     if is_sharded_folder(source):
         return source
-    inside = [path for path in sorted(source.glob(f"{layout.FSDP_MODEL_NAME}_*")) if is_sharded_folder(path)]
+    paths = sorted(source.glob(f"{layout.FSDP_MODEL_NAME}_*"), key=str)
+    inside = [path for path in paths if is_sharded_folder(path)]
     if len(inside) == 1:
         return inside[0]
     if not inside:

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,9 @@ from torch import Tensor, UntypedStorage
 
 from accel_ops.weights.safetensors_io import ByteSink, clean_state_dict_for_safetensors, write_safetensors
 from accel_state.device_kinds import WITHOUT_STORAGE
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointError, SettingsError
 from accel_state.libraries import is_torch_version
+from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
 from accel_state.torch_private import storage_address
 
@@ -229,7 +229,7 @@ SAFE: list[Any] = [
 """What `read_object` may build besides tensors and plain containers: arrays of numbers."""
 
 
-def read_object(path: Path, *, file: Any = None, **kwargs: Any) -> Any:
+def read_object(path: AnyPath, *, file: Any = None, **kwargs: Any) -> Any:
     """Read a file of `torch.save`: tensors, arrays of numbers and plain containers.
 
     Args:
@@ -242,9 +242,14 @@ def read_object(path: Path, *, file: Any = None, **kwargs: Any) -> Any:
         CheckpointError: The file holds other objects, or is damaged.
     """
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, **kwargs}
+    if file is None and isinstance(path, RemotePath):
+        if options.get("mmap"):
+            raise SettingsError(f"mmap=True needs a local file, and {str(path)!r} is on a store.")
+        with path.open() as remote:
+            return read_object(path, file=remote, **kwargs)
     try:
         with torch.serialization.safe_globals(SAFE):
-            return torch.load(path if file is None else file, **options)
+            return torch.load(str(path) if file is None else file, **options)
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()
         raise CheckpointError(

@@ -25,10 +25,11 @@ from accel_plugins.parallelism.experts import experts_of
 from accel_plugins.parallelism.tensor import ShardedExperts, plan_of
 from accel_plugins.pipeline.stages import lay_out
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
-from accel_state.files import read_json
+from accel_state.files import any_path, read_json
 from accel_state.frozen import frozen
 from accel_state.labels import CustomDtype
 from accel_state.libraries import is_timm_available, is_transformers_available
+from accel_state.remote import RemotePath
 
 if TYPE_CHECKING:
     from accel_bigmodel.sizes import ElementType
@@ -41,7 +42,8 @@ def meta_model(name: str, *, library: str | None = None, trust_remote_code: bool
     """Make the meta model, or modules with the same tensors if there are only weight files.
 
     Args:
-        name: A configuration file, a folder or file with weights, or the id of a model on the hub.
+        name: A configuration file, a folder or file with weights (or its fsspec URL), or the id of a model on
+            the hub.
         library: `"transformers"` or `"timm"`; None to find out.
         trust_remote_code: Whether code that comes with the model may run.
 
@@ -49,7 +51,9 @@ def meta_model(name: str, *, library: str | None = None, trust_remote_code: bool
         SettingsError: There is no such model, or neither a configuration nor weight files.
         MissingDependencyError: The library that defines it is not installed.
     """
-    path = Path(name).expanduser()
+    path = any_path(name, "model")
+    if isinstance(path, RemotePath):
+        return meta_model_of_weights(name)
     if path.exists():
         return _from_path(path, library, trust_remote_code)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -85,11 +89,11 @@ def _has_weights(path: Path) -> bool:
         return False
 
 
-def meta_model_of_weights(path: Path) -> nn.Module:
+def meta_model_of_weights(path: str | Path) -> nn.Module:
     """Make modules on the meta device with the names and shapes of the tensors of weight files.
 
     Args:
-        path: A file, or a folder of files. Only names and shapes are read of safetensors.
+        path: A file, a folder of files, or its fsspec URL. Of safetensors only names and shapes are read.
 
     Example:
         >>> model = _tree({"layers.0.weight": ((2, 3), torch.float32)})

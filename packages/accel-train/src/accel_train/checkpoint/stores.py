@@ -1,0 +1,225 @@
+"""Checkpoints on object stores: stage, commit, replace, and delete them without renames and locks.
+
+A new checkpoint is uploaded under its final names, one that replaces another into `.accel-commit`, from which
+`recover` copies it within the store. The manifest, written last, makes it complete. Until then a mark and a
+journal of each rank's files are in `.accel-upload`: without a manifest, they say that the upload was
+interrupted, and the next save to this folder uploads only the files that differ.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from accel_state.errors import CheckpointError
+from accel_state.remote import RemotePath
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.files import HashingSink, make_folder, write_file
+from accel_train.checkpoint.layout import FileRecord, Manifest
+
+logger = logging.getLogger(__name__)
+_REQUESTS = 8  # at the same time
+
+
+def make_staging(target: RemotePath) -> RemotePath:
+    """Choose the folder to upload to, and mark it; delete interrupted uploads of other numbered checkpoints.
+
+    Raises:
+        OSError: The store cannot be written.
+    """
+    recover(target)
+    staging = target / layout.COMMIT_NAME if has_checkpoint(target) else target
+    _mark(staging)
+    if layout.iteration_of(target.name) is not None:
+        for folder in target.parent.iterdir():
+            numbered = folder != target and layout.iteration_of(folder.name) is not None
+            if numbered and is_interrupted(folder):
+                delete(folder)
+    return staging
+
+
+def has_checkpoint(folder: RemotePath) -> bool:
+    """Return whether a folder has a checkpoint, complete or of another library."""
+    if (folder / layout.MANIFEST_NAME).is_file():
+        return True
+    if not folder.is_dir():
+        return False
+    names = [entry.name for entry in folder.iterdir()]
+    ours = any(layout.is_of_checkpoint(name) or layout.is_folder_of_checkpoint(name) for name in names)
+    return ours and layout.UPLOAD_NAME not in names
+
+
+def is_interrupted(folder: RemotePath) -> bool:
+    """Return whether a folder has an upload, or a deletion, that was not completed."""
+    return (folder / layout.UPLOAD_NAME / _MARK).is_file() and not (folder / layout.MANIFEST_NAME).is_file()
+
+
+_MARK = "begun"
+
+
+def _mark(folder: RemotePath) -> None:
+    (folder / layout.UPLOAD_NAME / _MARK).write_bytes(b"")
+
+
+class UploadJournal:
+    """The files that a rank has uploaded to a checkpoint that is not committed yet; kept in the store.
+
+    Args:
+        staging: The folder to which all ranks upload.
+        rank: This rank.
+    """
+
+    def __init__(self, staging: RemotePath, rank: int) -> None:
+        self._staging = staging
+        self._path = staging / layout.UPLOAD_NAME / f"rank_{rank}.json"
+        self._records: dict[str, FileRecord] = {}
+        try:
+            rows: dict[str, Any] = json.loads(self._path.read_bytes())
+            self._records = {name: FileRecord(**row) for name, row in rows.items()}
+        except FileNotFoundError:
+            pass
+        except (ValueError, TypeError, AttributeError) as error:
+            logger.warning("%s is damaged (%s): all files are uploaded again.", self._path, error)
+
+    def write(self, name: str, write: Callable[[Any], object]) -> FileRecord:
+        """Upload a file, unless an interrupted save has uploaded the same bytes."""
+        before = self._records.get(name)
+        if before is not None and _size_of(self._staging / name) == before.size:
+            sink = HashingSink()
+            write(sink)
+            if sink.finish() == before:
+                logger.info("%s is there already, from an interrupted save.", self._staging / name)
+                return before
+        record = write_file(self._staging / name, write, to_disk=False)
+        self._records[name] = record
+        rows = {name: {"size": row.size, "checksum": row.checksum} for name, row in self._records.items()}
+        self._path.write_bytes(json.dumps(rows).encode())
+        return record
+
+
+def _size_of(path: RemotePath) -> int | None:
+    try:
+        return path.size()
+    except FileNotFoundError:
+        return None
+
+
+def absent_files(folder: RemotePath, files: Mapping[str, FileRecord]) -> list[str]:
+    """Return one phrase for each file that the store lacks, or has with another size.
+
+    Each file is asked for: a listing may lack the newest.
+    """
+    with ThreadPoolExecutor(_REQUESTS, "accel-store") as threads:
+        sizes = [*threads.map(lambda name: _size_of(folder / name), files)]
+    known = {name: size for name, size in zip(files, sizes, strict=True) if size is not None}
+    return Manifest(world_size=1, step=0, files=files).complaints(known)
+
+
+def commit(staging: RemotePath, target: RemotePath, manifest: Manifest) -> None:
+    """Commit a checkpoint whose files are uploaded: afterwards it is in its folder.
+
+    Raises:
+        CheckpointError: The store lacks a file.
+        OSError: The store cannot be written. The checkpoint before is unchanged.
+    """
+    absent = absent_files(staging, manifest.files)
+    if absent:
+        raise CheckpointError(f"{str(staging)!r} does not have what was uploaded: {', '.join(absent[:5])}")
+    if staging == target:
+        _delete_files(target, _stale_files(target, manifest))
+    (staging / layout.MANIFEST_NAME).write_bytes(manifest.to_text().encode())
+    try:
+        recover(target)
+        (target / layout.UPLOAD_NAME).remove_tree()
+    except OSError as error:  # it is complete, and what is left is completed by the next save
+        logger.warning("Cleaning up after the save to %s failed: %s.", target, error)
+
+
+def is_being_replaced(target: RemotePath) -> bool:
+    """Return whether a complete checkpoint in the folder has yet to replace the one before."""
+    return (target / layout.COMMIT_NAME / layout.MANIFEST_NAME).is_file()
+
+
+def recover(target: RemotePath) -> None:
+    """Replace the checkpoint in a folder by that in `.accel-commit`, if that is complete.
+
+    Every step can be repeated, also by several processes. The manifest is replaced last.
+    """
+    source = target / layout.COMMIT_NAME
+    marker = source / layout.MANIFEST_NAME
+    try:
+        text = marker.read_bytes()
+    except FileNotFoundError:
+        return
+    manifest = Manifest.from_text(text, marker)
+    _delete_files(target, _stale_files(target, manifest))
+    try:
+        _for_each(lambda name: (source / name).copy_to(target / name), manifest.files)
+    except FileNotFoundError:
+        if is_being_replaced(target):
+            raise
+        return  # another process has completed it
+    (target / layout.MANIFEST_NAME).write_bytes(text)
+    marker.unlink(missing_ok=True)
+    source.remove_tree()
+
+
+def _stale_files(folder: RemotePath, manifest: Manifest) -> list[str]:
+    """Return the files of another checkpoint in a folder."""
+    try:
+        before = Manifest.from_text((folder / layout.MANIFEST_NAME).read_bytes(), folder).files
+    except (FileNotFoundError, CheckpointError):
+        before = {}
+    return [
+        name
+        for name in folder.sizes()
+        if name not in manifest.files
+        and name != layout.MANIFEST_NAME
+        and (
+            name in before
+            or layout.is_of_checkpoint(name)
+            or ("/" in name and layout.is_folder_of_checkpoint(name.partition("/")[0]))
+        )
+    ]
+
+
+def _delete_files(folder: RemotePath, names: Iterable[str]) -> None:
+    _for_each(lambda name: (folder / name).unlink(missing_ok=True), names)
+
+
+def _for_each(action: Callable[[str], None], names: Iterable[str]) -> None:
+    with ThreadPoolExecutor(_REQUESTS, "accel-store") as threads:
+        for _ in threads.map(action, names):
+            pass
+
+
+def delete(folder: RemotePath) -> None:
+    """Delete a checkpoint: from the first step on it is not complete, whatever ends the process."""
+    _mark(folder)
+    (folder / layout.MANIFEST_NAME).unlink(missing_ok=True)
+    _delete_files(folder, [name for name in folder.sizes() if not name.startswith(layout.UPLOAD_NAME)])
+    folder.remove_tree()
+
+
+def download_others(folder: RemotePath, target: Path) -> None:
+    """Download the files that hooks have added to a checkpoint, for the hooks that load them."""
+    for name in folder.sizes():
+        top = name.partition("/")[0]
+        ours = layout.is_of_checkpoint(top) or layout.is_folder_of_checkpoint(top)
+        if not ours and top not in {layout.UPLOAD_NAME, layout.COMMIT_NAME}:
+            make_folder((target / name).parent)
+            download(folder / name, target / name)
+
+
+def download(source: RemotePath, target: Path) -> None:
+    """Copy a file of a store to the disk, in chunks."""
+    with source.open() as file, target.open("xb") as copy:
+        while chunk := file.read(_CHUNK):
+            copy.write(chunk)
+
+
+_CHUNK = 64 << 20
