@@ -13,6 +13,7 @@ from accel_plugins.deepspeed.config import HfDeepSpeedConfig
 from accel_plugins.deepspeed.strategy import check_request
 from accel_plugins.optimizers.host_adamw import HostAdamW
 from accel_plugins.optimizers.muon import Muon
+from accel_plugins.precision import LossScaling
 from accel_plugins.strategy import Bundle
 from accel_state.errors import SettingsError
 
@@ -98,6 +99,25 @@ def test_a_model_is_split_by_what_its_parameters_are():
             "head.bias",
         ],
     }
+
+
+def test_scaled_losses_give_the_updates_of_plain_ones_and_an_overflow_gives_none():
+    scaling = LossScaling(torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    model, other = make_model(), make_model()
+    optimizer, plain = Muon(model), Muon(other)
+    tokens = torch.arange(7)
+    for step in range(3):
+        scaling.scale(model(tokens).square().mean() * (float("inf") if step == 1 else 1)).backward()
+        assert bool(scaling.step(optimizer)) == (step != 1)
+        optimizer.zero_grad()
+        if step != 1:
+            other(tokens).square().mean().backward()
+            plain.step()
+            plain.zero_grad()
+    for one, right in zip(model.parameters(), other.parameters(), strict=True):
+        # The updates do not depend on the size of gradients; the moments do.
+        key = "momentum_buffer" if "momentum_buffer" in plain.state[right] else "exp_avg"
+        torch.testing.assert_close(optimizer.state[one][key], plain.state[right][key], rtol=1e-2, atol=1e-6)
 
 
 def test_groups_are_split_by_dims_and_keep_their_options():
