@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_plugins.optimizers.host_adamw import HostAdamW
+from accel_plugins.precision import LossScaling
 from accel_state.accelerator_state import GradientState
 from accel_state.streams import device_streams
 from accel_state.testing import late_device
@@ -53,10 +54,9 @@ class Reference:
 
 def check_equal(model, optimizer, reference):
     for parameter, master in zip(model.parameters(), reference.masters, strict=True):
-        torch.testing.assert_close(
-            optimizer.state[parameter]["master"], master.detach(), rtol=1e-6, atol=1e-7
-        )
-        assert torch.equal(parameter, master.to(parameter.dtype))
+        kept = optimizer.state[parameter]["master"]
+        torch.testing.assert_close(kept, master.detach(), rtol=1e-6, atol=1e-7)
+        assert torch.equal(parameter, kept.to(parameter.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -88,6 +88,22 @@ def eventually(condition):
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)
     return condition()
+
+
+def test_scaled_losses_give_the_updates_of_plain_ones_and_an_overflow_gives_none():
+    scaling = LossScaling(torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    model, other = make_model(torch.float32), make_model(torch.float32)
+    optimizer, reference = HostAdamW(model.parameters(), **OPTIONS), Reference(other, **OPTIONS)
+    for seed in range(5):
+        loss = model(inputs(seed)).square().mean()
+        scaling.scale(loss * (float("inf") if seed == 2 else 1)).backward()
+        assert bool(scaling.step(optimizer)) == (seed != 2)
+        optimizer.zero_grad()
+        if seed != 2:
+            backward(other, seed)
+            reference.step()
+            other.zero_grad()
+        check_equal(model, optimizer, reference)
 
 
 def test_from_the_second_step_on_the_backward_pass_steps():

@@ -88,7 +88,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _begin_anew(self) -> None:
         self._overlaps: bool | None = None  # None: the first step finds out
-        self._seen: dict[Tensor, int] = {}  # versions of gradients in the first backward pass
+        self._seen: dict[Tensor, tuple[int, Tensor]] = {}  # of gradients in the first backward pass
         self._begun: dict[Tensor, _Step] = {}
         self._options: dict[Tensor, tuple[Any, ...]] = {}
         self._versions: dict[Tensor, int] = {}  # of parameters, as the last step has left them
@@ -146,8 +146,8 @@ class HostAdamW(torch.optim.Optimizer):
             self._versions[parameter] = version_of(value)
         if self._overlaps is None:
             self._overlaps = bool(self._seen) and all(
-                parameter.grad is not None and version_of(local_part(parameter.grad)) == version
-                for parameter, version in self._seen.items()
+                parameter.grad is not None and _is_unchanged(parameter.grad, *seen)
+                for parameter, seen in self._seen.items()
             )
         self._begun.clear()
         self._seen.clear()
@@ -213,7 +213,8 @@ class HostAdamW(torch.optim.Optimizer):
             return
         version = version_of(local_part(gradient))
         if self._overlaps is None:
-            self._seen[parameter] = -1 if parameter in self._seen else version
+            seen = -1 if parameter in self._seen else version
+            self._seen[parameter] = (seen, _sample(gradient))
             return
         if parameter in self._begun:
             raise RuntimeError("backward() was called twice before step()" + _LATE)
@@ -289,6 +290,15 @@ class HostAdamW(torch.optim.Optimizer):
         master = local_part(state["master"])
         changed = master.to(value.dtype) != value
         master.copy_(torch.where(changed, value.float(), master))
+
+
+def _is_unchanged(gradient: Tensor, version: int, sample: Tensor) -> bool:
+    """Return whether a gradient is what it was; loss scaling divides it without a new version."""
+    return version_of(local_part(gradient)) == version and torch.equal(_sample(gradient), sample)
+
+
+def _sample(gradient: Tensor) -> Tensor:
+    return local_part(gradient).detach().reshape(-1)[:8].clone()
 
 
 def _options_of(group: Mapping[str, Any]) -> tuple[Any, ...]:
