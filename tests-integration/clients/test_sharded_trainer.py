@@ -1,4 +1,4 @@
-"""transformers' Trainer, unchanged, on accel, with a model that is sharded when it is loaded."""
+"""transformers' Trainer, unchanged, on accel, with models and sequences that are sharded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ CASES = {
     "tp": (1, {"tp_size": 2}),
     "fsdp, in chunks": (2, {"fsdp_size": 2}),
     "fsdp x ep": (2, {"fsdp_size": 2, "ep_size": 2}),
+    "sp": (1, {"sp_size": 2}),
 }
-"""The number of ranks that read different batches, and the arguments of `DistributedConfig`."""
+"""The number of ranks that read different batches, and further arguments of `train_sharded_llama.main`."""
 CHUNKS = {"ACCELERATE_LOSS_CHUNK_SIZE": "3", "ACCELERATE_MLP_TILE_SIZE": "3"}
 SOURCE = f"""
 import sys
@@ -45,14 +46,16 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list
         return base, run_programs(programs, base, imports, run_by=("-m", "accel_compat"))
 
 
-def plain_loop(*, experts: bool):
-    """Do what the Trainer's defaults say: a linear schedule, gradients clipped to a norm of 1."""
+def plain_loop(*, experts: bool, constant: bool):
+    """Do what the Trainer's defaults say: a linear schedule, or none; gradients clipped to a norm of 1."""
     model = train_sharded_llama.make_model(experts=experts)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     rows = torch.stack([sample["input_ids"] for sample in train_sharded_llama.samples()])
     batches = rows.split(train_sharded_llama.BATCH)
     steps = 2 * len(batches)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (steps - step) / steps)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: 1 if constant else (steps - step) / steps
+    )
     losses, norms = [], []
     for tokens in 2 * batches:
         loss = model(input_ids=tokens, labels=tokens).loss
@@ -74,7 +77,8 @@ def test_trainer_of_a_sharded_model_equals_a_plain_loop(
         assert end.code == 0, end.errors
     trained = torch.load(base / case / "out.pt")
     assert trained["home"].startswith("accel_train.")
-    losses, norms, weights = plain_loop(experts="ep_size" in CASES[case][1])
+    options = CASES[case][1]
+    losses, norms, weights = plain_loop(experts="ep_size" in options, constant="sp_size" in options)
     assert trained["losses"] == pytest.approx(losses, abs=1e-4)  # it rounds them
     assert trained["norms"] == pytest.approx(norms, rel=1e-4)
     saved = AutoModelForCausalLM.from_pretrained(base / case / "trained").state_dict()

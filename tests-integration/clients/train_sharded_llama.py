@@ -1,7 +1,8 @@
-"""Train a model that is sharded when it is loaded, by transformers' Trainer; write losses and weights."""
+"""Train a model that is sharded, when it is loaded or by `ParallelismConfig`, by transformers' Trainer."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,28 @@ class InOrder(Trainer):
         return SequentialSampler(self.train_dataset)
 
 
-def main(folder: str, ranks_with_data: int, **sizes: Any) -> None:
-    """Train two epochs, then save the weights."""
+def main(folder: str, ranks_with_data: int, *, sp_size: int = 1, **sizes: Any) -> None:
+    """Train two epochs, then write losses and weights.
+
+    Args:
+        folder: Where to.
+        ranks_with_data: Number of ranks that read different batches.
+        sp_size: Of a `ParallelismConfig`, if not 1.
+        sizes: Arguments of `DistributedConfig`, with which the model is loaded otherwise.
+    """
+    options: dict[str, Any] = {}
+    if sp_size > 1:
+        accelerate: Any = import_module("accelerate")  # which is accel here
+        options["parallelism_config"] = accelerate.ParallelismConfig(sp_size=sp_size)
+        options["lr_scheduler_type"] = "constant"  # the Trainer plans `sp_size` times the steps
+        options["fsdp"] = "full_shard auto_wrap"  # it saves shards as such only then
+        options["fsdp_config"] = {
+            "fsdp_version": 2,
+            "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+            "state_dict_type": "FULL_STATE_DICT",
+        }
     arguments = TrainingArguments(
+        **options,
         output_dir=folder,
         num_train_epochs=2,
         optim="sgd",
@@ -68,8 +88,8 @@ def main(folder: str, ranks_with_data: int, **sizes: Any) -> None:
     if arguments.process_index == 0:
         make_model(experts="ep_size" in sizes).save_pretrained(f"{folder}/model")
     dist.barrier()
-    config = DistributedConfig(**sizes)
-    model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", distributed_config=config)
+    at_load = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
+    model = AutoModelForCausalLM.from_pretrained(f"{folder}/model", **at_load)
     trainer = InOrder(model=model, args=arguments, train_dataset=samples())
     trainer.train()
     trainer.save_model(f"{folder}/trained")

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.optimizers.muon import Muon
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.parallelism.experts import experts_of
 from accel_state.accelerator_state import AcceleratorState
@@ -149,7 +150,11 @@ def make_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def train(accelerator, model, steps):
+def make_muon(model):
+    return Muon(model, lr=0.02, momentum=0.9, adamw={"lr": 0.01, "eps": 1e-3})
+
+
+def train(accelerator, model, steps, make_optimizer=make_optimizer):
     """Train by micro-batches; return what was prepared, and the losses and norms of each step."""
     shards = accelerator._parts.strategy.sharding.num_shards
     rows = torch.cat(batches(steps * WINDOW * shards))
@@ -168,7 +173,7 @@ def train(accelerator, model, steps):
     return model, optimizer, losses, norms
 
 
-def train_alone(family, shards, steps):
+def train_alone(family, shards, steps, make_optimizer=make_optimizer):
     """The same in one process, by plain PyTorch; the batch of each rank has an auxiliary loss of its own."""
     model = FAMILIES[family]()
     optimizer = make_optimizer(model)
@@ -189,24 +194,25 @@ def train_alone(family, shards, steps):
     return model, optimizer, losses, norms
 
 
-def check_equal_to_one_process(family, sizes, folder=None, steps=2, **plugin):
+def check_equal_to_one_process(family, sizes, folder=None, steps=2, make_optimizer=make_optimizer, **plugin):
+    fsdp = FullyShardedDataParallelPlugin(fsdp_version=2, **plugin)
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=WINDOW,
         parallelism_config=ParallelismConfig(**sizes),
-        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **plugin),
+        **({"fsdp_plugin": fsdp} if sizes.keys() != {"tp_size"} else {}),
     )
     sharded = FAMILIES[family]()
     names = [name for name, _ in sharded.named_parameters()]
     # torch's, of a layer whose output is gathered over the ranks of tensor parallelism
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-    model, optimizer, losses, norms = train(accelerator, sharded, steps)
+    model, optimizer, losses, norms = train(accelerator, sharded, steps, make_optimizer)
     for experts in experts_of_prepared(model):
         ranks = dist.get_world_size() // sizes.get("dp_replicate_size", 1)
         for parameter in experts.parameters():
             assert local(parameter).numel() == parameter.numel() // ranks
     shards = accelerator._parts.strategy.sharding.num_shards
-    alone, _, expected, expected_norms = train_alone(family, shards, steps)
+    alone, _, expected, expected_norms = train_alone(family, shards, steps, make_optimizer)
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
     if family in {"own", "uneven"}:
         close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
@@ -236,6 +242,9 @@ TWO_RANKS = {
     "qwen3": ("qwen3", {"dp_shard_size": 2, "ep_size": 2}),
     "deepseek": ("deepseek", {"dp_shard_size": 2, "ep_size": 2}),
     "gpt_oss": ("gpt_oss", {"dp_shard_size": 2, "ep_size": 2}),
+    "mixtral, inside of experts": ("mixtral", {"tp_size": 2}),
+    "qwen3, inside of experts": ("qwen3", {"tp_size": 2}),
+    "deepseek, inside of experts": ("deepseek", {"tp_size": 2}),
 }
 FOUR_RANKS = {
     "ep 2": ("own", {"dp_shard_size": 4, "ep_size": 2}),
@@ -259,6 +268,20 @@ def test_two_ranks_train_as_one_process(case, tmp_path):
 @distributed(world_size=4)
 def test_four_ranks_train_as_one_process(case, tmp_path):
     check_equal_to_one_process(*FOUR_RANKS[case], tmp_path)
+
+
+@distributed(world_size=4)
+def test_muon_trains_shards_of_experts_as_one_process(tmp_path):
+    for index, sizes in enumerate(
+        (
+            {"dp_shard_size": 4, "ep_size": 2},  # dim 0 of experts is sharded twice
+            {"dp_shard_size": 4, "ep_size": 4},
+            {"dp_shard_size": 2, "tp_size": 2, "ep_size": 2},
+        )
+    ):
+        AcceleratorState._reset_state()
+        folder = tmp_path / str(index)
+        check_equal_to_one_process("own", sizes, folder, make_optimizer=make_muon)
 
 
 @pytest.mark.thorough
