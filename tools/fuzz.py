@@ -169,10 +169,11 @@ def read_index(path: Path) -> None:
     """Every file is in the folder, and the table is that of the index."""
     files = find_checkpoint_files(path)
     table = json.loads(path.read_text())["weight_map"]
-    assert {name: str(file.relative_to(path.parent)) for name, file in (files.weight_map or {}).items()} == {
+    weight_map = {name: Path(str(file)) for name, file in (files.weight_map or {}).items()}
+    assert {name: str(file.relative_to(path.parent)) for name, file in weight_map.items()} == {
         name: str(Path(str(shard))) for name, shard in table.items()
     }
-    assert all(file.resolve().parent == path.parent.resolve() for file in files.files)
+    assert all(Path(str(file)).resolve().parent == path.parent.resolve() for file in files.files)
 
 
 def read_offloaded(path: Path) -> None:

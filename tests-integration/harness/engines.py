@@ -30,7 +30,8 @@ def deepspeed_process() -> Generator[None]:
             yield
         finally:
             for group in {*_groups()} - known:
-                dist.destroy_process_group(group)
+                if group in _groups():  # The end of the default group is that of all others.
+                    dist.destroy_process_group(group)
             ds_module("utils.groups")._WORLD_GROUP = None
             for name in {*os.environ} - {*before}:
                 del os.environ[name]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +20,13 @@ from accel_train import Accelerator
 pytestmark = pytest.mark.gpu
 
 TOKENS, STEPS = 128, 10
+
+
+@pytest.fixture(autouse=True)
+def restored_variables():
+    """Megatron chooses the kernels of attention by variables, NVTE_*, which stay with a process."""
+    with patch.dict(os.environ):
+        yield
 
 
 def make_llama():

@@ -12,12 +12,12 @@ import torch
 PROGRAM = Path(__file__).with_name("group_program.py")
 LEFT_TO_THE_END = """\
 import torch
-from accel_state import PartialState, environ, runtime
+from accel_state import PartialState, environ, process_group, runtime
 
 state = PartialState()
 if not torch.distributed.is_initialized():
     torch.distributed.init_process_group(**runtime._group_options(state.runtime, environ.read(), {}))
-    runtime.group_end.joined()
+    process_group.joined()
 torch.distributed.all_reduce(torch.ones(1, device=state.device))
 """
 

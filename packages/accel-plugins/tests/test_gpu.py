@@ -42,7 +42,8 @@ def test_one_process_conforms_on_the_accelerator(tmp_path: Path):
 def test_ddp_conforms_on_the_accelerator(tmp_path: Path):
     runtime = make_runtime()
     store = dist.HashStore()
-    dist.init_process_group(store=store, rank=0, world_size=1, device_id=runtime.device)
+    backend = f"cpu:gloo,{runtime.device.type}:{dist.get_default_backend_for_device(runtime.device)}"
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=runtime.device)
     try:
         joined = replace(runtime, collectives=TorchCollectives(runtime.device))
         check_strategy(subject(tmp_path, ddp, joined))

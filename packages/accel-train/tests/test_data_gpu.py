@@ -41,7 +41,11 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("late_copies")
-@pytest.mark.parametrize("options", [{}, {"pin_memory": True}, {"pin_memory": True, "num_workers": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pin_memory": True}, {"pin_memory": True, "num_workers": 1}],
+    ids=["pageable", "pinned", "data-worker"],
+)
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_a_batch_is_used_only_when_it_is_there(options: dict[str, Any], dispatch: bool) -> None:
     loader = prepare_data_loader(

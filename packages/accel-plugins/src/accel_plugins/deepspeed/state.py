@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 import torch.distributed as dist
@@ -388,7 +388,9 @@ class DeepSpeedPersister:
             _PLAIN.load_full_state_dict(model, torch.load(path, map_location="cpu", weights_only=True))
             return
         engine, state = owner.engine, EngineState(owner.engine, owner.groups)
-        folder = engine_folder(directory, folder_name(index), index)
+        folder = cast(
+            "Path", engine_folder(directory, folder_name(index), index)
+        )  # It is local, as `directory`.
         saved = read_folder(folder)
         # 1. Let the engine load a checkpoint of the same world size and ZeRO stage.
         stage = int(engine.zero_optimization_stage())

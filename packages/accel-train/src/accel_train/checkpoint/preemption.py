@@ -96,7 +96,7 @@ class Preemption:
         """Note that an optimizer has stepped."""
         self._has_stepped = True
 
-    def watch(self, loader: PreparedLoader) -> None:
+    def watch(self, loader: PreparedLoader[Any]) -> None:
         """Learn from a loader when steps end, and let its data workers outlive notices."""
         loader.preemption = self
         loader.wrap_worker_init(OutlivingWorker)
