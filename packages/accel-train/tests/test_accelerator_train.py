@@ -18,6 +18,7 @@ from accel_ops.modules import has_compiled_regions
 from accel_plugins.kwargs import AutocastKwargs, GradientAccumulationPlugin, GradScalerKwargs
 from accel_state.errors import SettingsError
 from accel_train import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
+from accel_train.accelerator import build
 
 
 def make_data(samples=20):
@@ -413,7 +414,8 @@ def test_a_model_in_half_precision_trains_as_it_is(dtype):
     assert torch.equal(model.weight, before - 0.5)
 
 
-def test_float16_on_the_cpu_is_float32_unless_a_scaler_is_asked_for(caplog):
+def test_float16_on_the_cpu_is_float32_unless_a_scaler_is_asked_for(caplog, monkeypatch):
+    monkeypatch.setattr(build.logger, "_logged", set())  # It is logged once in a process.
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     model = torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))

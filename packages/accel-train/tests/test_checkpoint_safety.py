@@ -153,7 +153,8 @@ def test_weights_are_hashed_where_they_are_mapped_and_read_no_second_time(tmp_pa
     run.set(9.0)
     run.accelerator.load_state(tmp_path / "c")
     assert run.values() == {1.0}
-    assert (mapped, read) == (["model.safetensors"], [])
+    # A long optimizer's file is hashed before anything changes, and mapped after that.
+    assert (mapped, read) == (["model.safetensors"], ["optimizer.bin"] if size == 600 else [])
 
 
 def test_without_any_whole_checkpoint_the_damage_of_the_newest_is_said(tmp_path):
