@@ -78,7 +78,7 @@ def run(name, *arguments, folder=EXAMPLES):
     return said.getvalue()
 
 
-@pytest.mark.parametrize("name", sorted(SAYS.keys() - {"megatron_lm_gpt_pretraining"}))
+@pytest.mark.parametrize("name", sorted(SAYS.keys() - {"compile", "megatron_lm_gpt_pretraining"}))
 @distributed(world_size=2)
 def test_an_example_says_what_it_should(name, tmp_path):
     with chdir(tmp_path):
@@ -117,14 +117,20 @@ def test_sequences_are_sharded_by_context_parallelism():
 
 
 def launch(name, *arguments, folder):
-    """Launch an example that leaves its process group at its end; return what it printed."""
+    """Launch an example that wants processes of its own; return what it printed."""
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2"]
-    script = str(EXAMPLES.with_name(f"{name}.py"))
+    script = str(EXAMPLES.parent / f"{name}.py")
     done = subprocess.run(
         [*command, script, *arguments], cwd=folder, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_regions_are_compiled(tmp_path):  # in processes where warnings of the compiler are no errors
+    said = launch("by_feature/compile", folder=tmp_path)
+    assert re.search(SAYS["compile"], said, re.DOTALL), said
+    assert last_line(said) == last_line(on_the_page("compile"))
 
 
 def test_bert_learns_which_sentences_mean_the_same(tmp_path):

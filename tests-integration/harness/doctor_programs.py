@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.utils import DataLoaderConfiguration, set_seed
+from accel.utils import DataLoaderConfiguration, GradScalerKwargs, set_seed
 
 set_seed(0)
 accelerator = Accelerator({accelerator})
@@ -353,7 +353,7 @@ DEFECTS = {
     "clip before unscale": Program(
         name="clip-before-unscale",
         parts={
-            "accelerator": "mixed_precision='fp16'",
+            "accelerator": "mixed_precision='fp16', kwargs_handlers=[GradScalerKwargs()]",
             "clip": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
         },
     ),
@@ -363,6 +363,7 @@ DEFECTS = {
     ),
     "gradients averaged in every micro-batch": Program(
         name="reduced-too-often",
+        words=("--no_resume",),
         parts={
             "epoch": "count = 0",
             "prepare": lines(PARTS["prepare"], "real = optimizer.step"),

@@ -437,9 +437,9 @@ def check_changed_config(name):
     again.finish()
     params = again._client.get_run(tracker.run_id).data.params
     assert params == {"lr": "0.1", "depth": "2", "width": "8"}, params
-    assert lines == [
-        "MLflow keeps the parameter 'lr' at '0.1': a run that goes on cannot change it to '0.2'."
-    ], lines
+    assert lines == ["MLflow keeps the parameter 'lr' at '0.1': a resumed run cannot change it to '0.2'."], (
+        lines
+    )
 
 
 def check_conformance(name):
