@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from functools import partial
@@ -62,8 +63,7 @@ class CheckpointFile:
 def copy_file(path: str, sink: Any) -> None:
     """Write the contents of a file of this machine."""
     with Path(path).open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            sink.write(chunk)
+        shutil.copyfileobj(file, sink, _CHUNK)
 
 
 _CHUNK = 16 << 20

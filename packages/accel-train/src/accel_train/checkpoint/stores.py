@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -218,8 +219,7 @@ def download_others(folder: RemotePath, target: Path) -> None:
 def download(source: RemotePath, target: Path) -> None:
     """Copy a file of a store to the disk, in chunks."""
     with source.open() as file, target.open("xb") as copy:
-        while chunk := file.read(_CHUNK):
-            copy.write(chunk)
+        shutil.copyfileobj(file, copy, _CHUNK)
 
 
 _CHUNK = 64 << 20

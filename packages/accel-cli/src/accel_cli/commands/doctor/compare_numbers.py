@@ -49,7 +49,7 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
     if single is None or single.stopped:
         return
     tolerance = tolerance_of(ranks[0], single)
-    for number, (step, expected) in enumerate(zip(ranks[0].steps, single.steps, strict=False)):
+    for number, step in enumerate(ranks[0].steps[: len(single.steps)]):
         start = ranks[0].steps[number - 1].backwards if number else 0
         comparable = _same_data(shards, single, start, step.backwards)
         if not comparable:
@@ -60,7 +60,6 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
         if difference is not None:
             yield difference
             return
-        del expected
 
 
 def _compare_step(

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from types import CodeType
@@ -295,16 +295,9 @@ class TrainingRecorder:
     def _set_plan(self, position: int, loader: Any, plan: Sequence[tuple[int, ...]] | None) -> None:
         if plan is None:
             return
-        known = self.passes[position]
         resolve = _original_indices(loader.dataset)
-        self.passes[position] = LoaderPass(
-            loader=known.loader,
-            epoch=known.epoch,
-            where=known.where,
-            is_prepared=known.is_prepared,
-            shuffles=known.shuffles,
-            plan=tuple(tuple(map(resolve, batch)) for batch in plan),
-            states=known.states,
+        self.passes[position] = replace(
+            self.passes[position], plan=tuple(tuple(map(resolve, batch)) for batch in plan)
         )
 
     def _record_batch(self, loader: Any, number: int, epoch: int, batch: Any, indices: Sequence[int]) -> None:
