@@ -86,6 +86,12 @@ def test_tensor_parallel_layers_conform(tmp_path):
         check_strategy(subject(tmp_path, tensor.build, sizes={"tp_size": 2}))
 
 
+@distributed(world_size=2)
+def test_tensor_parallel_layers_of_one_shard_conform(tmp_path):
+    with planned():
+        check_strategy(subject(tmp_path, fsdp2.build, sizes={"tp_size": 2}, plugin={}))
+
+
 @pytest.mark.parametrize("data", ["dp_shard_size", "dp_replicate_size"])
 @distributed(world_size=4)
 def test_tensor_parallel_layers_of_shards_and_of_copies_conform(data, tmp_path):

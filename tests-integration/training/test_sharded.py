@@ -194,6 +194,13 @@ def test_two_processes_train_as_one(layout, clip, accumulation):
     check_equal(layout, accumulation=accumulation, clip=clip)
 
 
+@distributed(world_size=2)
+def test_a_plugin_of_fsdp2_beside_tensor_parallelism_alone_has_one_shard():
+    check_equal("layers", accumulation=3, clip=0.5, fsdp_plugin=plugin())
+    mesh = make_accelerator("layers", fsdp_plugin=plugin()).torch_device_mesh
+    assert dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) == {"dp_shard": 1, "tp": 2}
+
+
 @pytest.mark.parametrize("layout", ["copies of shards", "shards of layers", "copies of layers"])
 @distributed(world_size=4)
 def test_four_processes_train_as_one(layout):

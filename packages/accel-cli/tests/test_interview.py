@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 from hypothesis import given
@@ -16,6 +18,7 @@ from accel_cli.interview import (
 )
 from accel_cli.output import as_text
 from accel_state.settings import OPTIONS, Settings, merge_layers, parse_file, to_content
+from accel_state.settings.engines import ParallelismSettings
 from accel_state.settings.model import value_at
 
 LAPTOP = HostInfo(cores=8)
@@ -207,6 +210,20 @@ def test_parallelism_is_asked_with_fsdp2():
     assert find_conflicts(settings, SERVER) == []
     wrong, _ = answered(SERVER, fsdp="true", parallelism="true", parallelism__tp_size="3")
     assert "cannot be divided" in find_conflicts(wrong, SERVER)[0]
+
+
+def test_axes_that_cannot_be_combined_are_refused_before_a_process_starts():
+    for first, second, reason in (
+        ("cp", "sp", "context and sequence parallelism cannot be combined"),
+        ("pp", "cp", "pipelines combine with dp_replicate, dp_shard, tp"),
+        ("pp", "sp", "pipelines combine with dp_replicate, dp_shard, tp"),
+        ("ep", "pp", "expert parallelism combines with dp_replicate, dp_shard, cp, sp, tp"),
+    ):
+        sizes = {f"{axis}_size": 2 for axis in (first, second)}
+        settings = Settings(parallelism=ParallelismSettings(dp_shard_size=2, **sizes))
+        (problem,) = find_conflicts(settings, SERVER)
+        assert re.search(rf"parallelism_config_{first}_size.* is 2, and .*_{second}_size.* is 2: ", problem)
+        assert problem.endswith(f": {reason}; set one of the two to 1.")
 
 
 def test_sagemaker_is_asked_for():

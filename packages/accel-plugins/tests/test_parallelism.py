@@ -89,7 +89,6 @@ def test_sizes_come_from_the_environment():
     [
         ({"tp_size": 0}, r"tp_size=0\): expected a whole number"),
         ({"dp_shard_size": True}, "dp_shard_size=True"),
-        ({"cp_size": 2, "sp_size": 2}, "cannot be combined"),
         ({"tp_size": 2, "tp_handler": "fast"}, "expected a TorchTensorParallelConfig"),
         ({"cp_size": 2, "cp_backend": "ring"}, "cp_backend='ring'"),
         ({"ep_size": 0}, r"ep_size=0\): expected a whole number"),
@@ -100,6 +99,23 @@ def test_sizes_come_from_the_environment():
 def test_sizes_that_make_no_sense_are_refused(fields: dict[str, Any], text: str):
     with pytest.raises(SettingsError, match=text):
         ParallelismConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ("cp", "sp", "context and sequence parallelism cannot be combined"),
+        ("pp", "cp", "pipelines combine with dp_replicate, dp_shard, tp"),
+        ("pp", "sp", "pipelines combine with dp_replicate, dp_shard, tp"),
+        ("ep", "pp", "expert parallelism combines with dp_replicate, dp_shard, cp, sp, tp"),
+    ],
+)
+def test_axes_that_cannot_be_combined_are_refused_in_one_sentence(first: str, second: str, reason: str):
+    sizes: dict[str, Any] = {f"{first}_size": 2, f"{second}_size": 2}
+    with pytest.raises(SettingsError) as refused:
+        ParallelismConfig(dp_shard_size=2, **sizes)
+    text = f"ParallelismConfig({first}_size=2, {second}_size=2): {reason}; set one of the two to 1."
+    assert str(refused.value) == text
 
 
 def test_experts_share_ranks_that_other_axes_have():

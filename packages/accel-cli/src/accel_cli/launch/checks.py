@@ -10,6 +10,7 @@ from accel_state.errors import AccelError
 from accel_state.frozen import frozen
 from accel_state.libraries import Fp8Device, choose_backend
 from accel_state.settings import Layer, Merged, Settings, SourcedValue
+from accel_state.settings.engines import find_axes_conflict
 from accel_state.settings.model import TITLES, value_at
 from accel_state.topology import detect
 
@@ -354,7 +355,15 @@ _FP8_BACKENDS = {
 
 def _check_parallel_sizes(facts: LaunchFacts) -> Iterator[str]:
     sizes, launch = facts.settings.parallelism, facts.settings.launch
-    if sizes is None or launch.num_processes is None:
+    if sizes is None:
+        return
+    by_axis = {axis: getattr(sizes, f"{axis}_size") for axis in ("cp", "sp", "ep", "pp")}
+    conflict = find_axes_conflict(by_axis)
+    if conflict is not None:
+        *axes, reason = conflict
+        both = [f"{facts.origin(f'parallelism.{axis}_size')} is {by_axis[axis]}" for axis in axes]
+        yield f"{', and '.join(both)}: {reason}; set one of the two to 1."
+    if launch.num_processes is None:
         return
     names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "pp_size")
     product = math.prod(getattr(sizes, name) or 1 for name in names)

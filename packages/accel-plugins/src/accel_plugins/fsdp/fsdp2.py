@@ -67,7 +67,8 @@ def build(
         )
     # 1. Build the mesh, and the stages that shard models over its axes.
     plugin.set_mixed_precision(precision.name)
-    axes = axes_of(runtime, handlers, sharded=FullyShardedDataParallelPlugin in handlers)
+    sharded = FullyShardedDataParallelPlugin in handlers
+    axes = axes_of(runtime, handlers, sharded=sharded, fully_shard=True)
     mesh, experts_mesh = axes.fully_sharded(runtime), axes.experts(runtime)
     experts = None
     if experts_mesh is not None:

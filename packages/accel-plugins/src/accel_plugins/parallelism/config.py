@@ -18,7 +18,7 @@ from accel_state import process_group, torch_private
 from accel_state.collectives import group_timeout, set_group_timeout
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
-from accel_state.settings.engines import ParallelismSettings
+from accel_state.settings.engines import ParallelismSettings, find_axes_conflict
 from accel_state.settings.model import Settings
 
 if TYPE_CHECKING:
@@ -225,8 +225,6 @@ AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}
 """The backends of each axis, the default first."""
-_EP_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-_PP_AXES = ("dp_replicate", "dp_shard", "tp")
 _HANDLERS: dict[str, type[Any]] = {
     "tp": TorchTensorParallelConfig,
     "cp": TorchContextParallelConfig,
@@ -289,6 +287,7 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         resolve_fields(self, "parallelism", {f"{axis}_size": 1 for axis in (*AXES, "ep")})
         self._chosen_backend = self.sp_backend
+        self._is_fully_sharded = False
         for name, (default, *_) in _BACKENDS.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
@@ -307,27 +306,11 @@ class ParallelismConfig:
                 setattr(self, name, kind())
             elif handler is not None and not isinstance(handler, kind):
                 raise SettingsError(f"ParallelismConfig({name}={handler!r}): expected a {kind.__name__}.")
-        if self.cp_enabled and self.sp_enabled:
-            raise SettingsError(
-                f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): context and "
-                "sequence parallelism cannot be combined; set one of the two to 1."
-            )
-        other = next((axis for axis in self._active(*AXES[1:]) if axis not in _PP_AXES), None)
-        if other is not None and self.pp_enabled:
-            raise SettingsError(
-                f"ParallelismConfig(pp_size={self.pp_size!r}, {other}_size={self.sizes[other]!r}): pipelines "
-                f"combine with {', '.join(_PP_AXES)}; set one of the two to 1."
-            )
-        if self.ep_enabled:
-            self._check_experts()
-
-    def _check_experts(self) -> None:
-        for axis in self._active(*AXES):
-            if axis not in _EP_AXES:
-                raise SettingsError(
-                    f"ParallelismConfig(ep_size={self.ep_size!r}, {axis}_size={self.sizes[axis]!r}): expert "
-                    f"parallelism combines with {', '.join(_EP_AXES)}; set one of the two to 1."
-                )
+        conflict = find_axes_conflict({**self.sizes, "ep": self.ep_size})
+        if conflict is not None:
+            *axes, reason = conflict
+            sizes = ", ".join(f"{axis}_size={getattr(self, f'{axis}_size')!r}" for axis in axes)
+            raise SettingsError(f"ParallelismConfig({sizes}): {reason}; set one of the two to 1.")
         inside = self.total_size // self.sizes["dp_replicate"]
         if inside % (self.ep_size or 1):
             raise SettingsError(
@@ -504,6 +487,12 @@ class ParallelismConfig:
             )
         self.sp_backend, self.sp_handler = "torch", None
 
+    def use_fully_shard(self) -> None:
+        """Give the mesh a shard axis, also one of size 1, as FSDP2 shards the models of the run."""
+        self._is_fully_sharded = True
+        if self.device_mesh is not None and self.device_mesh.mesh_dim_names == ("tp",):
+            self.device_mesh = None  # to be built again
+
     def check_world(self, world_size: int) -> None:
         """Check that the product of all sizes is the world size.
 
@@ -543,7 +532,7 @@ class ParallelismConfig:
     def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
         """Return the axes of the mesh and their sizes, outermost first; nothing for one rank."""
         # `fully_shard` needs a shard axis, even of size 1, beside the replicate axis and for a stage.
-        is_fully_sharded = self.dp_replicate_enabled or self.ep_enabled
+        is_fully_sharded = self._is_fully_sharded or self.dp_replicate_enabled or self.ep_enabled
         is_part = self.pp_enabled or (self.tp_enabled and is_fully_sharded)
         lone = is_part and not self.dp_shard_cp_dim_names
         sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or (lone and axis == "dp_shard")}
@@ -703,12 +692,23 @@ class Axes:
         return torch_private.concatenate_meshes([self.mesh["dp_replicate"], flat])
 
 
-def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) -> Axes:
-    """Build the mesh of a run."""
+def axes_of(
+    runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool = False, fully_shard: bool = False
+) -> Axes:
+    """Build the mesh of a run.
+
+    Args:
+        runtime: Devices and ranks of the run.
+        handlers: Type to plugin; a `ParallelismConfig` has the sizes.
+        sharded: Whether ranks are shards if there is no `ParallelismConfig`; else they are replicas.
+        fully_shard: Whether FSDP2 shards the models.
+    """
     world = runtime.topology.world_size
     process_group.join_single(runtime.kind.group_backend, runtime.device)  # a mesh needs a group
     config = _config(handlers, world, sharded=sharded)
     config.check_world(world)
+    if fully_shard:
+        config.use_fully_shard()
     mesh = config.get_device_mesh(runtime.device.type)
     if mesh is None:  # one process
         mesh = mesh_of(runtime.device.type, {"dp_shard": 1})

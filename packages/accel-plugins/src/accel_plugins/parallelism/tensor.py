@@ -47,7 +47,7 @@ def build(
 ) -> Strategy:
     """Make the strategy of a tensor-parallel run."""
     del settings
-    axes = axes_of(runtime, handlers, sharded=False)
+    axes = axes_of(runtime, handlers)
     refuse_experts(axes.config)
     if axes.tensor is None:
         raise SettingsError(

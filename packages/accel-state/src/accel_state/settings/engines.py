@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from accel_state.frozen import frozen
@@ -591,6 +592,28 @@ FP8 = rows_of("fp8", Fp8Settings, topic="FP8")
 _COMMUNICATION = ("allgather", "alltoall")
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
 _SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+
+
+_CONFLICTS = (
+    ("cp", ("sp",), "context and sequence parallelism cannot be combined"),
+    ("pp", ("cp", "sp"), "pipelines combine with dp_replicate, dp_shard, tp"),
+    ("ep", ("pp",), "expert parallelism combines with dp_replicate, dp_shard, cp, sp, tp"),
+)
+
+
+def find_axes_conflict(sizes: Mapping[str, int | None]) -> tuple[str, str, str] | None:
+    """Return two axes that cannot be combined, and why; `None` if all can.
+
+    Example:
+        >>> find_axes_conflict({"dp_shard": 2, "cp": 2, "sp": 2})
+        ('cp', 'sp', 'context and sequence parallelism cannot be combined')
+    """
+    active = [axis for axis, size in sizes.items() if (size or 1) > 1]
+    for axis, others, reason in _CONFLICTS:
+        other = next((other for other in others if other in active), None)
+        if axis in active and other is not None:
+            return axis, other, reason
+    return None
 
 
 def _parallelism_on(answers: Answers) -> bool:
