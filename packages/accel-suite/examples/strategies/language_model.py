@@ -4,6 +4,7 @@
     accel launch --config_file configs/fsdp2.yaml language_model.py
     accel launch --config_file configs/megatron_tp.yaml language_model.py
     accel launch --config_file configs/sp.yaml language_model.py
+    accel launch --config_file configs/ep.yaml language_model.py --experts 4
 
 A run can be stopped and resumed under another strategy and number of processes:
 
@@ -16,7 +17,7 @@ from importlib.resources import files
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 
 from accel import Accelerator
@@ -49,16 +50,21 @@ def read_data():
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def make_model():
-    """Build a Llama with random weights that predicts the next byte."""
-    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
-    return LlamaForCausalLM(LlamaConfig(**layers, vocab_size=256, max_position_embeddings=length))
+def make_model(experts=0):
+    """Build a Llama, or a Mixtral with some experts, with random weights that predicts the next byte."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    sizes |= {"vocab_size": 256, "max_position_embeddings": length}
+    if experts:
+        mixture = {"num_local_experts": experts, "num_key_value_heads": 4}
+        return MixtralForCausalLM(MixtralConfig(**sizes, **mixture))
+    return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
 def main():
     """Train, and print the loss."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=120, help="when to stop")
+    parser.add_argument("--experts", type=int, default=0, help="experts of a layer, instead of one MLP")
     parser.add_argument("--load", help="a folder of a Llama, which transformers shards as it loads it")
     parser.add_argument("--save", help="a folder to save the state to at the end")
     parser.add_argument("--resume", help="a folder to go on from")
@@ -72,7 +78,7 @@ def main():
         shards = DistributedConfig(fsdp_size=accelerator.num_processes)
         model = LlamaForCausalLM.from_pretrained(arguments.load, distributed_config=shards)
     else:
-        model = make_model()
+        model = make_model(arguments.experts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     loader = DataLoader(read_data(), batch_size=batch_size, shuffle=True, drop_last=True)
