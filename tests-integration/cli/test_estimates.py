@@ -32,6 +32,8 @@ from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.main import main
 from accel_ops.tree import local_part
 from accel_plugins import TilingKwargs
+from accel_plugins.optimizers.host_adamw import HostAdamW
+from accel_plugins.optimizers.muon import Muon
 from harness import distributed
 from harness.engines import deepspeed_process
 
@@ -154,6 +156,61 @@ def test_a_device_has_the_parameters_that_the_row_of_its_axes_says(axis):
     elements = torch.tensor(sum(local_part(parameter).numel() for parameter in model.parameters()))
     dist.all_reduce(elements, dist.ReduceOp.MAX)
     assert estimated.parts["parameters"] - share.sizes.buffers == 4 * elements.item()
+
+
+OWN_OPTIMIZERS = {"adam": torch.optim.AdamW, "muon": Muon, "host_adamw": HostAdamW}
+
+
+def state_after_a_step(name, model, accelerator):
+    """Bytes of the state of an optimizer on this rank, but for the counts of steps."""
+    made = OWN_OPTIMIZERS[name](model if name == "muon" else model.parameters())
+    model, optimizer = accelerator.prepare(model, made)
+    tokens = torch.ones(2, 8, dtype=torch.int64)
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(local_part(value).nbytes for value in states if value.dim())
+
+
+def check_state(estimated, name, measured, gradients):
+    """Without the host's copies of gradients, which no CPU needs."""
+    assert estimated.parts["optimizer"] == pytest.approx(0 if name == "host_adamw" else measured, rel=1e-3)
+    on_host = measured + gradients if name == "host_adamw" else 0
+    assert estimated.host == pytest.approx(on_host, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", OWN_OPTIMIZERS)
+def test_the_state_of_an_optimizer_is_what_the_row_of_one_device_says(name):
+    model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    setup = TrainingSetup(sizes=sizes_of(model), optimizer=name)
+    measured = state_after_a_step(name, model, Accelerator(cpu=True))
+    check_state(estimate("one device", setup), name, measured, 4 * setup.sizes.trainable)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("name", OWN_OPTIMIZERS)
+def test_the_state_of_an_optimizer_is_what_the_row_of_sharded_experts_says(name):
+    kind, sizes = AXES["ep"]
+    model = kind(kind.config_class(**LLAMA, num_local_experts=4))
+    config = ParallelismConfig(**sizes)
+    (share,) = shares_of(model, config)
+    setup = TrainingSetup(sizes=sizes_of(model), devices=2, optimizer=name)
+    own = state_after_a_step(name, model, Accelerator(cpu=True, parallelism_config=config))
+    total = torch.tensor(own)
+    dist.all_reduce(total)
+    check_state(estimate_axes(setup, share), name, total.item() / 2, 2 * setup.sizes.trainable)
+
+
+def test_the_command_leaves_out_what_has_an_optimizer_of_its_own(described, capsys):
+    path, _ = described
+    line = ["estimate-memory", str(path), "--optimizer", "muon", "--num_devices", "2"]
+    assert main(line) == 0
+    shown = capsys.readouterr().out
+    assert "training with Muon on 2 device(s)" in shown
+    assert "FSDP2" in shown
+    assert "ZeRO" not in shown
+    assert main([*line, "--megatron_lm_tp_degree", "2"]) != 0
+    assert "'muon': Megatron has an Adam of its own" in capsys.readouterr().err
 
 
 def test_sizes_that_do_not_make_the_devices_are_refused(described, capsys):

@@ -450,6 +450,8 @@ def _add_training(made: Parser) -> None:
     _number(training, "--devices_per_machine", "default: %(default)s", default=8)
     text = "precision of forward and backward passes; fp8 stores what bf16 does (default: %(default)s)"
     training.add_argument("--mixed_precision", choices=_PRECISIONS, default="bf16", help=text)
+    text = "optimizer of the script; DeepSpeed and Megatron have their own (default: %(default)s)"
+    training.add_argument("--optimizer", choices=("adam", "muon", "host_adamw"), default="adam", help=text)
     _number(training, "--batch_size", "samples per device and micro-batch; adds the activations")
     _number(training, "--sequence_length", "tokens (default: %(default)s)", default=512)
     sizes = {"tp_degree": "tensor", "pp_degree": "pipeline", "context_parallel_size": "context"}

@@ -16,9 +16,9 @@ from accel_bigmodel.device_map import infer_auto_device_map
 from accel_bigmodel.explanation import Explanation, draw_device_map, explain, label_bytes
 from accel_cli.arguments import AXIS_NAMES
 from accel_cli.commands.estimate.memory import (
-    ADAM,
     MASTER,
     MEGATRON,
+    OPTIMIZERS,
     STRATEGIES,
     Estimate,
     MemoryPeak,
@@ -63,6 +63,8 @@ def run(options: Namespace) -> int:
         names = tuple(STRATEGIES)[1:]
         if setup.devices == 1:
             names = ("one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
+        if setup.optimizer != "adam":  # which those of DeepSpeed are
+            names = tuple(name for name in names if not name.startswith("ZeRO"))
         estimates = [estimate(name, shown) for name in names + (MEGATRON if setup.on_rank else ())]
         if shown.share is not None:
             estimates.append(estimate_axes(shown, shown.share))
@@ -103,6 +105,10 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
     )
     tensor, pipeline, context = (size or 1 for size in sizes_of_megatron)
     on_rank = 0
+    if any(sizes_of_megatron) and options.optimizer != "adam":
+        raise SettingsError(
+            f"argument --optimizer is {options.optimizer!r}: Megatron has an Adam of its own."
+        )
     if any(sizes_of_megatron):
         data_parallel_size(tensor, pipeline, context, devices)
         on_rank = max(stage_elements(model, tensor, pipeline, context))
@@ -123,6 +129,7 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
             context=context,
             on_rank=on_rank,
             share=share,
+            optimizer=options.optimizer,
         )
 
     tiles = {name: getattr(options, name) for name in ("loss_chunk_size", "mlp_tile_size")}
@@ -279,7 +286,8 @@ def _training_table(
     if options.batch_size is not None:
         batch = f", {options.batch_size} x {options.sequence_length} tokens each"
     return Table(
-        title=f"training with Adam on {setup.devices} device(s), precision {options.mixed_precision}{batch}",
+        title=f"training with {OPTIMIZERS[setup.optimizer]} on {setup.devices} device(s), precision "
+        f"{options.mixed_precision}{batch}",
         head=("strategy", "device", *KINDS, "host", *(() if memory is None else ("verdict",))),
         rows=tuple(map(row, estimates)),
     )
@@ -419,7 +427,7 @@ def _draw_passes(axes: Axes, setup: TrainingSetup) -> None:
     constant = MASTER * setup.sizes.parameters
     layers = {
         "parameters": [constant for _ in done],
-        "optimizer": [ADAM * setup.sizes.trainable for _ in done],
+        "optimizer": [setup.state()[0] for _ in done],
         "gradients": [MASTER * elements for elements in done],
         "working": [sum(peaks[elements]) for elements in done],
     }

@@ -1,7 +1,8 @@
 """Memory of training by strategy, in closed form; suggest the fastest configuration that fits.
 
-Training is with Adam, whose two moments are float32, as are its master weights. Each strategy names the
-source of its numbers; the tests measure the memory of one process, DDP, FSDP2 and ZeRO, also offloaded, on
+Training is with Adam, whose two moments are float32, as are its master weights; or with an optimizer of
+`accel.optimizers`, under strategies whose optimizer is the script's. Each strategy names the source of its
+numbers; the tests measure the memory of one process, DDP, FSDP2 and ZeRO, also offloaded, on
 the CPU, where device and host are one memory. What only accelerators have is not measured: pinned memory,
 which drivers round up, and shards that are on the device temporarily before they are gathered or copied to
 the host.
@@ -21,6 +22,12 @@ MASTER = 4
 
 ADAM = 8
 """Bytes of Adam's two moments per element."""
+
+MOMENTUM = 4
+"""Bytes of Muon's momentum per element of a matrix."""
+
+OPTIMIZERS: Mapping[str, str] = {"adam": "Adam", "muon": "Muon", "host_adamw": "HostAdamW"}
+"""The optimizers by the value of `--optimizer`."""
 
 
 @frozen
@@ -50,6 +57,8 @@ class ModelSizes:
         blocks: Elements of each block that FSDP gathers on its own.
         largest: Elements of the largest parameter with a gradient.
         buffers: Bytes of the buffers.
+        matrices: Elements of the trainable parameters that Muon does not leave to AdamW.
+        matrix: Elements of the largest matrix among those.
     """
 
     parameters: int
@@ -57,6 +66,8 @@ class ModelSizes:
     blocks: tuple[int, ...] = ()
     largest: int = 0
     buffers: int = 0
+    matrices: int = 0
+    matrix: int = 0
 
     @property
     def outside(self) -> int:
@@ -115,6 +126,7 @@ class TrainingSetup:
             weights. PyTorch does so on accelerators.
         on_rank: Elements of parameters on the rank of Megatron that has most; 0 for an even part.
         share: What a device has along the axes of a `ParallelismConfig`, if they were asked for.
+        optimizer: One of `OPTIMIZERS`; DeepSpeed and Megatron have Adam.
     """
 
     sizes: ModelSizes
@@ -128,21 +140,45 @@ class TrainingSetup:
     context: int = 1
     on_rank: int = 0
     share: DeviceShare | None = None
+    optimizer: str = "adam"
 
     @property
     def passes(self) -> tuple[MemoryPeak, ...]:
         """The moments, at least one."""
         return self.moments or (MemoryPeak(gradients=self.sizes.trainable),)
 
+    def state(self, shards: int = 1, experts: int = 0) -> tuple[int, int]:
+        """Return the bytes of the optimizer's state of a shard, on the device and on the host.
+
+        HostAdamW has master weights and moments there, and a page-locked buffer for each gradient.
+
+        Args:
+            shards: Number of shards.
+            experts: Elements of experts of other devices among those that are sharded.
+        """
+        trained, matrices = self.sizes.trainable + experts, self.sizes.matrices + experts
+        if self.optimizer == "host_adamw":
+            return 0, (MASTER + ADAM + MASTER) * _ceil(trained, shards)
+        if self.optimizer == "muon":
+            return ADAM * _ceil(trained - matrices, shards) + MOMENTUM * _ceil(matrices, shards), 0
+        return ADAM * _ceil(trained, shards), 0
+
     def step(self, shards: int = 1, *, flat: bool = False) -> int:
         """Return the bytes of temporaries of an optimizer step.
 
         Adam divides by the root of its second moment: one copy of all weights (`torch.optim.adamw`, foreach)
-        or two of the largest.
+        or two of the largest. Muon does so for what it leaves to AdamW, and then has five copies of a whole
+        matrix in bfloat16.
         """
-        if self.at_once:
-            return MASTER * _ceil(self.sizes.trainable, shards)
-        return 2 * MASTER * _ceil(self.sizes.trainable if flat else self.sizes.largest, shards)
+        if self.optimizer == "host_adamw":
+            return 0
+        trained, largest = self.sizes.trainable, self.sizes.largest
+        if self.optimizer == "muon":
+            trained -= self.sizes.matrices
+        copies = MASTER * _ceil(trained, shards)
+        if not self.at_once:
+            copies = 2 * MASTER * _ceil(trained if flat else min(largest, trained), shards)
+        return max(copies, 5 * 2 * self.sizes.matrix) if self.optimizer == "muon" else copies
 
 
 @frozen
@@ -190,13 +226,14 @@ def _replicated(setup: TrainingSetup, *, buckets: int) -> Parts:
         if in_passes >= in_step
         else (MASTER * sizes.trainable, setup.step())
     )
+    optimizer, host = setup.state()
     return {
         "parameters": MASTER * sizes.parameters + sizes.buffers,
         "gradients": gradients,
-        "optimizer": ADAM * sizes.trainable,
+        "optimizer": optimizer,
         "communication": buckets * MASTER * sizes.trainable,
         "working": working,
-    }, 0
+    }, host
 
 
 def estimate_axes(setup: TrainingSetup, share: DeviceShare) -> Estimate:
@@ -233,7 +270,7 @@ def _fsdp2(setup: TrainingSetup, *, keep: bool, offload: bool, experts: int = 0)
     sizes, width = setup.sizes, setup.width
     shard = _ceil(sizes.trainable + experts, setup.devices)
     parameters = MASTER * _ceil(sizes.parameters + experts, setup.devices)
-    optimizer = ADAM * shard
+    optimizer, host = setup.state(setup.devices, experts)
     blocks = sum(sizes.blocks)
 
     def at(moment: MemoryPeak) -> tuple[int, int, int]:
@@ -250,7 +287,7 @@ def _fsdp2(setup: TrainingSetup, *, keep: bool, offload: bool, experts: int = 0)
     stepping = (0, 0, 0) if offload else (MASTER * shard, 0, setup.step(setup.devices))
     gradients, communication, working = max(top, stepping, key=sum)
     resident = {"parameters": parameters, "optimizer": optimizer}
-    host = sum(resident.values()) + MASTER * shard if offload else 0
+    host += sum(resident.values()) + MASTER * shard if offload else 0
     return {
         "parameters": (0 if offload else parameters) + sizes.buffers,
         "gradients": gradients,

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from accel_bigmodel.empty import init_empty_weights
@@ -20,6 +20,7 @@ from accel_bigmodel.sizes import class_names, compute_module_sizes, get_max_laye
 from accel_bigmodel.sources import open_checkpoint
 from accel_cli.commands.estimate.memory import DeviceShare, ModelSizes
 from accel_ops.weights.read import find_checkpoint_files
+from accel_plugins.optimizers.muon import Muon
 from accel_plugins.parallelism.config import ParallelismConfig, TorchPipelineParallelConfig
 from accel_plugins.parallelism.experts import experts_of
 from accel_plugins.parallelism.tensor import ShardedExperts, plan_of
@@ -262,9 +263,10 @@ def sizes_of(model: nn.Module) -> ModelSizes:
 
     Example:
         >>> sizes_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-        ModelSizes(parameters=40, trainable=40, blocks=(), largest=16, buffers=0)
+        ModelSizes(parameters=40, trainable=40, blocks=(), largest=16, buffers=0, matrices=32, matrix=16)
     """
     trainable = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
+    matrices = _matrices_of(model)
     return ModelSizes(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         trainable=sum(trainable),
@@ -273,7 +275,22 @@ def sizes_of(model: nn.Module) -> ModelSizes:
         ),
         largest=max(trainable, default=0),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
+        matrices=sum(parameter.numel() for parameter in matrices),
+        matrix=max(map(_matrix_elements, matrices), default=0),
     )
+
+
+def _matrices_of(model: nn.Module) -> list[Tensor]:
+    """Return the parameters that Muon does not leave to AdamW."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return []
+    groups = Muon(model).param_groups
+    return [p for group in groups if group["algorithm"] == "muon" for p in group["params"]]
+
+
+def _matrix_elements(parameter: Tensor) -> int:
+    """Return the elements of a matrix, or of each in a stack of them."""
+    return parameter.shape[-2] * parameter.shape[-1]
 
 
 def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
@@ -290,6 +307,7 @@ def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
     experts = experts_of(model) if config.ep_enabled else {}
     of_experts = {id(p) for module in experts.values() for p in module.parameters()}
     own = _tensor_parallel_elements(model, sizes["tp"], experts)
+    for_muon = {id(parameter) for parameter in _matrices_of(model)}
     blocks, stages = blocks_of(model), [model.parameters()]
     if config.pp_enabled:
         layout = lay_out(model, config.pp_handler or TorchPipelineParallelConfig(), sizes["pp"])
@@ -310,6 +328,7 @@ def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
         parameters = list({id(parameter): parameter for parameter in stage}.values())
         known = {id(parameter) for parameter in parameters}
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        matrices = [parameter for parameter in trainable if id(parameter) in for_muon]
         in_stage = [block for block in blocks if all(id(p) in known for p in block.parameters())]
         shares.append(
             DeviceShare(
@@ -320,6 +339,8 @@ def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
                     blocks=tuple(count(block.parameters()) for block in in_stage),
                     largest=max((count([parameter]) for parameter in trainable), default=0),
                     buffers=sum(buffer.nbytes for buffer in model.buffers()),
+                    matrices=count(matrices),
+                    matrix=max(map(_matrix_elements, matrices), default=0),
                 ),
                 shards=shards,
                 experts=sum(own[id(p)] - count([p]) for p in parameters if id(p) in of_experts),
