@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from accel_plugins import sequence_parallel_loss
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_train import Accelerator
 from accel_train.checkpoint import files
@@ -50,7 +51,8 @@ def run(folder: str | None, arguments: dict, moment: int | None = None) -> tuple
     accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=config, **arguments)
     model, optimizer = fresh()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    loader = torch.utils.data.DataLoader(batches_of(STEPS + 2), batch_size=ROWS, shuffle=True)
+    samples = [{"input_ids": row[:-1], "shift_labels": row[1:]} for row in batches_of(STEPS + 2)]
+    loader = torch.utils.data.DataLoader(samples, batch_size=ROWS, shuffle=True)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
@@ -58,11 +60,13 @@ def run(folder: str | None, arguments: dict, moment: int | None = None) -> tuple
         accelerator.load_state()
     begun = progress.step
     for batch in loader:
-        inputs, labels = batch[:, :-1].clone(), batch[:, 1:].clone()
-        parts = [inputs, labels, torch.arange(LENGTH).repeat(len(batch), 1)]
+        inputs, labels = batch["input_ids"], batch["shift_labels"]
+        # A loader that shards sequences says where in them the tokens are.
+        positions = batch.get("position_ids", torch.arange(LENGTH).repeat(len(inputs), 1))
+        parts = [inputs, labels, positions]
         with accelerator.maybe_context_parallel(parts, [1, 1, 1], {*parts}):
-            logits = model(inputs, parts[2])
-            accelerator.backward(cross_entropy(logits.flatten(0, 1), labels.flatten()))
+            loss = cross_entropy(model(inputs, positions).flatten(0, 1), labels.flatten(), reduction="sum")
+            accelerator.backward(sequence_parallel_loss(loss, labels.numel()))
         optimizer.step()
         schedule.scheduler.step()
         optimizer.zero_grad()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 
+from accel_plugins.fp8.recipe import AORecipeKwargs
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState
@@ -159,7 +160,7 @@ def test_four_ranks_train_as_one_process(case, tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", range(2))
+@pytest.mark.parametrize("case", [0, 1, 3, 5])  # FSDP and TP of a Llama; a Mixtral without and with ep
 @distributed(world_size=2)
 def test_twenty_steps_are_those_of_one_process(case, tmp_path):
     check_equal_to_one_process(*CASES[2][case], tmp_path, steps=20, tolerance=1e-4)
@@ -241,6 +242,11 @@ def test_contradictions_name_both(tmp_path):
             r"its experts over 1 ranks, and ParallelismConfig\(.*ep_size=2",
         ),
         ({"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=1)}, UnsupportedError, "'fsdp1' shards"),
+        (
+            {"mixed_precision": "fp8", "kwargs_handlers": [AORecipeKwargs()]},
+            UnsupportedError,
+            "sharded already, and mixed_precision='fp8' replaces layers, which must come first. Use 'bf16'.$",
+        ),
     ):
         AcceleratorState._reset_state()
         accelerator = Accelerator(cpu=True, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -355,6 +356,27 @@ def test_evaluation_and_generation_see_full_sequences_and_all_is_restored():
     accelerator.free_memory()
     assert ALL_ATTENTION_FUNCTIONS["sdpa"] is core
     assert modeling_mistral.create_sliding_window_causal_mask is create
+
+
+@pytest.mark.thorough  # it is compiled
+@pytest.mark.parametrize("kind", ["plain", "packed"])
+@distributed(world_size=2)
+def test_flex_attention_sees_full_sequences_and_torch_trains_it_on_gpus_only(kind):
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # torch's compiler asks for it
+    accelerator, rows = accelerate(2, accumulation=1), text(kind)[:2]
+    wide = {"hidden_size": 64, "num_attention_heads": 4}
+    alone = make_llama(**wide).eval()
+    model, loader = accelerator.prepare(
+        make_llama(**wide, attn_implementation="flex_attention"), DataLoader(rows, batch_size=2)
+    )
+    full = next(iter(DataLoader(rows, batch_size=2)))
+    for batch in loader:
+        with torch.no_grad():
+            loss = model.eval()(**batch).loss
+        torch.testing.assert_close(loss, alone(**full, use_cache=False).loss, rtol=0, atol=1e-5)
+        with pytest.raises(NotImplementedError, match="FlexAttention does not support backward on CPU"):
+            model.train()(**batch)
+    accelerator.free_memory()
 
 
 @distributed(world_size=2)

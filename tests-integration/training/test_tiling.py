@@ -29,6 +29,7 @@ from transformers.distributed import DistributedConfig
 
 from accel_plugins import TilingKwargs
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.environ import patch_environment
 from accel_state.errors import UnsupportedError
@@ -82,6 +83,23 @@ def test_one_process_trains_as_the_plain_model(family):
     for inputs, train in (({}, True), ({}, False), ({"labels": labels}, False)):
         logits, right = (m.train(train)(input_ids=tokens, **inputs).logits for m in (model, plain))
         torch.testing.assert_close(logits, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler
+@pytest.mark.parametrize("regional", [False, True])
+def test_a_compiled_model_trains_as_the_plain_model(regional):
+    plain = FAMILIES["llama"]()
+    compiler = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TILING], dynamo_plugin=compiler)
+    model = accelerator.prepare(copy.deepcopy(plain))
+    for _ in range(2):
+        expected = train_step(plain)
+        outputs = train_step(model, accelerator.backward)
+        assert outputs.logits is None
+        torch.testing.assert_close(outputs.loss, expected.loss)
+    for parameter, right in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, right.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_items_of_the_batch_and_shifted_labels_count_as_for_the_plain_model():
