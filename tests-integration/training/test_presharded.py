@@ -262,6 +262,13 @@ def test_contradictions_name_both(tmp_path):
         accelerator.prepare(sharded)
 
 
+@distributed(world_size=2)
+def test_stages_that_pass_no_gradients_are_refused(tmp_path):
+    stage = load("llama", tmp_path / "model", pp_size=2)
+    with pytest.raises(UnsupportedError, match=r"loaded with pp_size=2.* ParallelismConfig\(pp_size=2\)\.$"):
+        Accelerator(cpu=True).prepare(stage)
+
+
 @distributed(world_size=4)
 def test_copies_that_nothing_would_average_are_refused():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "tp"))

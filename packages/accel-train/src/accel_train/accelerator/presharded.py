@@ -11,6 +11,7 @@ from torch import nn
 from accel_ops.modules import model_has_dtensor
 from accel_plugins import fsdp
 from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
+from accel_plugins.parallelism.tensor import size_at_load
 from accel_plugins.precision import build_precision
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train.accelerator.run import Facet
@@ -31,6 +32,13 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
         raise UnsupportedError(
             f"{name} is sharded already, as by from_pretrained(distributed_config=...), and the strategy "
             f"{parts.strategy.name!r} shards models itself. Load it without these arguments."
+        )
+    stages = size_at_load(sharded[0], "pp_size") or 1
+    if stages > 1:
+        raise UnsupportedError(
+            f"{name} was loaded with pp_size={stages}, as stages of transformers' own pipeline, which "
+            "returns no gradients from one stage to the one before. Load it without these arguments, and "
+            f"pass ParallelismConfig(pp_size={stages})."
         )
     if parts.converter is not None:
         raise UnsupportedError(
