@@ -6,7 +6,7 @@
 
 A: facts and limits of the machine, the packages' tests, NCCL. B: strategies, FP8, Megatron. C: offloaded
 models, beside a pinned copy and the reference. D: speed of FP8, checkpoints, `accel test`, the example, and
-CUDA's sanitizer of streams. E: bitsandbytes.
+CUDA's sanitizer of streams. E: bitsandbytes, optimizers that know shards, losses in chunks, axes.
 
 The machine needs Python 3.12 with torch 2.11 or newer, transformers, accelerate, scikit-learn, pytest and
 hypothesis. What else is needed is packed by `--prepare` (for Linux on x86-64; `WHEELS` names it; at most 64
@@ -142,6 +142,7 @@ STEPS: dict[str, tuple[Check, ...]] = {
     "E": (
         gpu_tests("bits", "packages/accel-quant/tests", seconds=150, marker="not thorough"),
         gpu_tests("bits-gpu", "tests-integration/bigmodel/test_quantized_gpu.py", seconds=150),
+        gpu_tests("axes", "tests-integration/training/test_axes_gpu.py", seconds=240),
     ),
 }
 
