@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -203,6 +203,9 @@ def test_a_model_that_the_script_shards_is_taken_as_it_is():
     rows = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
+    check_mesh(accelerator, {"dp_shard": 2, "tp": 2})
+    assert accelerator.data_parallel_shard_rank == dist.get_rank() // 2
+    assert accelerator.tensor_parallel_rank == dist.get_rank() % 2
     seen = []
     for batch in loader:
         seen.append(accelerator.gather_for_metrics(batch))
@@ -224,6 +227,31 @@ def test_a_model_that_the_script_shards_is_taken_as_it_is():
     if accelerator.is_main_process:
         for value, expected in zip(state.values(), alone.state_dict().values(), strict=True):
             torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+
+
+def check_mesh(accelerator, sizes):
+    mesh = accelerator.torch_device_mesh
+    assert dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) == sizes
+    assert accelerator.state.device_mesh is mesh
+
+
+@pytest.mark.parametrize("axis", ["tp", "dp_shard"])
+@distributed(world_size=2)
+def test_streams_are_sent_to_ranks_as_the_axes_of_the_model_say(axis, tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(8))
+
+    accelerator = Accelerator(cpu=True)
+    model = load("llama", tmp_path / "model", **{"fsdp_size" if axis == "dp_shard" else "tp_size": 2})
+    _, loader = accelerator.prepare(model, DataLoader(Stream(), batch_size=2))
+    check_mesh(accelerator, {axis: 2})
+    found = [batch.tolist() for batch in loader]
+    rank = dist.get_rank()
+    batches = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert found == (batches if axis == "tp" else batches[rank::2])
+    everything = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+    assert everything.tolist() == [*range(8)]
 
 
 @distributed(world_size=2)

@@ -6,19 +6,22 @@ read different batches, those along all other axes (tensor and expert parallelis
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_ops.modules import without_compiler
 from accel_plugins.fsdp.fsdp2 import MonitoredAllGather
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin
+from accel_plugins.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin, mesh_of
 from accel_plugins.parallelism.tensor import size_at_load
 from accel_plugins.sharding.shards import ShardsPersister
 from accel_plugins.sharding.state import StateForm, TensorShards
@@ -30,9 +33,6 @@ from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.torch_private import fully_sharded_mesh
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def build(
@@ -51,7 +51,7 @@ def build(
     """
     mesh = data_mesh(model)
     world = runtime.topology.world_size
-    sharding = _sharding(model, mesh, runtime)
+    indices, sharding = _sharding(model, mesh, runtime)
     _check_plugins(model, handlers, num_shards=sharding.num_shards, world_size=world)
     shards = TensorShards(form_now=lambda: StateForm.SHARDED)
     return Strategy(
@@ -62,6 +62,7 @@ def build(
         persister=ShardsPersister(shards=shards, device=runtime.device),
         sharding=sharding,
         features=SHARDED_FEATURES,
+        mesh=_named_mesh(mesh, indices, runtime.device.type),
         shards=shards,
     )
 
@@ -79,8 +80,23 @@ def data_mesh(model: nn.Module) -> DeviceMesh | None:
     return None
 
 
-def _sharding(model: nn.Module, mesh: DeviceMesh | None, runtime: Runtime) -> BatchSharding:
-    """Return how batches are sharded: over the axes of FSDP2, in the order of their ranks."""
+def _named_mesh(mesh: DeviceMesh | None, indices: list[int], device_type: str) -> DeviceMesh:
+    """Return a mesh of all ranks whose axes have the names of `ParallelismConfig`, given their data shards.
+
+    Ranks with the same batches are along `"tp"`, whatever else they are. A collective over all ranks.
+    """
+    *replicas, shards = (1,) if mesh is None else mesh.shape
+    copies = math.prod(replicas)
+    sizes = {"dp_replicate": copies, "dp_shard": shards, "tp": len(indices) // (copies * shards)}
+    sizes = {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": 1}
+    ranks = sorted(range(len(indices)), key=indices.__getitem__)
+    if ranks == [*range(len(ranks))]:
+        return mesh_of(device_type, sizes)
+    return DeviceMesh(device_type, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def _sharding(model: nn.Module, mesh: DeviceMesh | None, runtime: Runtime) -> tuple[list[int], BatchSharding]:
+    """Return the data shard of every rank, in the order of FSDP2's mesh, and how batches are sharded."""
     rank, world = runtime.topology.rank, runtime.topology.world_size
     if mesh is None:
         meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
@@ -95,7 +111,7 @@ def _sharding(model: nn.Module, mesh: DeviceMesh | None, runtime: Runtime) -> Ba
     else:
         num_shards, shard_index = mesh.size(), [*mesh.mesh.flatten().tolist()].index(rank)
     indices = runtime.collectives.all_gather_object(shard_index)
-    return BatchSharding(
+    return indices, BatchSharding(
         num_shards=num_shards, shard_index=shard_index, repeats=shard_index in indices[:rank]
     )
 

@@ -59,6 +59,7 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
         shared=True,
     )
     strategy = fsdp.presharded.build(sharded[0], runtime, precision, handlers)
+    parts.state.device_mesh = strategy.mesh
     synchronizer = Synchronizer(parts.gradient_state, strategy.stepper.no_sync)
     after_step = (parts.preemption and parts.preemption.count_optimizer_step,)
     accelerator._parts = replace(  # pyright: ignore[reportPrivateUsage] - a stage of prepare
