@@ -113,7 +113,7 @@ class Program:
     Args:
         parts: The parts that differ from those of `PARTS`, or of `TOKEN_PARTS`.
         name: The diagnosis that is to be found; empty for a right script.
-        words: The arguments of the command before the script.
+        words: Settings of the command.
         base: The text of the script.
     """
 
@@ -121,6 +121,12 @@ class Program:
     name: str = ""
     words: tuple[str, ...] = ()
     base: str = BASE
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The arguments of the command before the script; without a resumed run where that shows nothing."""
+        is_resumed = not self.name or self.name.startswith("resume")
+        return self.words if is_resumed else ("--no_resume", *self.words)
 
     @property
     def source(self) -> str:
@@ -143,6 +149,8 @@ EVALUATE = lines(
     "        gathered = accelerator.{}((model(batch), wanted))",
 )
 
+FSDP = ("--use_fsdp", "--fsdp_version", "2", "--num_processes", "2")
+
 RIGHT = {
     "plain": Program(),
     "accumulation": Program(parts={"accelerator": "gradient_accumulation_steps=2"}),
@@ -161,6 +169,51 @@ RIGHT = {
     "split batches": Program(
         parts={"accelerator": "dataloader_config=DataLoaderConfiguration(split_batches=True)"}
     ),
+    "noise in the loop": Program(
+        parts={"loss": "nn.functional.mse_loss(model(batch + 0.1 * torch.randn_like(batch)), wanted)"}
+    ),
+    "augmentation": Program(
+        parts={
+            "loader": lines(
+                "shuffle=True)",
+                "class Noisy(torch.utils.data.Dataset):",
+                "    def __len__(self):",
+                "        return 45",
+                "    def __getitem__(self, index):",
+                "        return inputs[index] + torch.randn(6), targets[index]",
+                "loader = DataLoader(Noisy(), batch_size=4, shuffle=True",
+            )
+        }
+    ),
+    "resumes where it stopped": Program(
+        parts={
+            "accelerator": "dataloader_config=DataLoaderConfiguration(resume_mid_epoch=True)",
+            "after": "if accelerator.has_checkpoint:\n    accelerator.load_state('saved')",
+            "step": lines("scheduler.step()", "accelerator.save_state('saved')", indent=12),
+        }
+    ),
+    "saves at the end of an epoch": Program(
+        parts={
+            "after": "if accelerator.has_checkpoint:\n    accelerator.load_state('saved')",
+            "end": "    accelerator.save_state('saved')\naccelerator.load_state('saved')",
+        }
+    ),
+    "a schedule per update": Program(
+        parts={"accelerator": "gradient_accumulation_steps=2, step_scheduler_per='update'"}
+    ),
+    "a sampler with weights": Program(
+        parts={"loader": "sampler=torch.utils.data.WeightedRandomSampler(torch.ones(45), 45)"}
+    ),
+    "batches from workers": Program(parts={"loader": "shuffle=True, num_workers=2"}),
+    "last batch left out": Program(parts={"loader": "shuffle=True, drop_last=True"}),
+    "float64": Program(
+        parts={
+            "model": "nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()",
+            "loss": "nn.functional.mse_loss(model(batch.double()), wanted.double())",
+        }
+    ),
+    "bf16": Program(parts={"accelerator": "mixed_precision='bf16'"}),
+    "FSDP": Program(words=FSDP),
 }
 """Scripts that are right."""
 
@@ -170,7 +223,6 @@ TWO_MODELS = lines(
     "model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)",
     "other = accelerator.prepare(other)",
 )
-FSDP = ("--use_fsdp", "--fsdp_version", "2", "--num_processes", "2")
 BRANCHES = lines(
     "None",
     "class Branches(nn.Module):",
@@ -357,13 +409,19 @@ DEFECTS = {
             "clip": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
         },
     ),
+    "resume without skipping": Program(
+        name="resume-other-samples",
+        parts={
+            "after": "if accelerator.has_checkpoint:\n    accelerator.load_state('saved')",
+            "step": lines("scheduler.step()", "accelerator.save_state('saved')", indent=12),
+        },
+    ),
     "a rank that is slower": Program(
         name="rank-slower",
         parts={"before": "import time; time.sleep(0.2 * rank)"},
     ),
     "gradients averaged in every micro-batch": Program(
         name="reduced-too-often",
-        words=("--no_resume",),
         parts={
             "epoch": "count = 0",
             "prepare": lines(PARTS["prepare"], "real = optimizer.step"),

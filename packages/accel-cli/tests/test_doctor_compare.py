@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from accel_cli.commands.doctor.causes import CAUSES, Diagnosis
@@ -228,3 +230,27 @@ def test_a_diagnosis_is_one_line_with_its_cause():
 def test_a_command_line_that_cannot_be_used_is_reported(words, part, capsys):
     assert main(["doctor", *words]) == 2
     assert part in capsys.readouterr().err
+
+
+def test_random_numbers_in_the_loop_are_reported_instead_of_compared():
+    parts = {"batches": (make_batch(0, 1),), "backwards": (make_backward(1.0),)}
+    ranks = [
+        {**parts, "batches": (make_batch(rank),), "steps": (make_step(2.0),), "draws": "train.py:8"}
+        for rank in range(2)
+    ]
+    runs = make_runs(ranks, {**parts, "steps": (make_step(1.0),)})
+    assert [(item.name, item.where) for item in numbers(runs)] == [("numbers-not-compared", "train.py:8")]
+    quiet = make_runs([{**part, "draws": ""} for part in ranks], {**parts, "steps": (make_step(1.0),)})
+    assert [item.differs for item in numbers(quiet)] == [True]
+
+
+def test_samples_that_are_drawn_anew_are_reported_by_their_index():
+    parts = {"backwards": (make_backward(1.0),)}
+    ranks = [{**parts, "batches": (make_batch(rank),), "steps": (make_step(2.0),)} for rank in range(2)]
+    drawn = replace(make_batch(0, 1), rows=("0", "other"))
+    runs = make_runs(ranks, {**parts, "batches": (drawn,), "steps": (make_step(1.0),)})
+    (found,) = numbers(runs)
+    assert (found.name, "sample 1" in found.text) == ("numbers-not-compared", True)
+    padded = replace(drawn, shape=((3,),))  # padded to another width, the same samples
+    runs = make_runs(ranks, {**parts, "batches": (padded,), "steps": (make_step(1.0),)})
+    assert [item.differs for item in numbers(runs)] == [True]

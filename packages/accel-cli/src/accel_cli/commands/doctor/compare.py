@@ -7,7 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_cli.commands.doctor.causes import Diagnosis
-from accel_cli.commands.doctor.compare_numbers import first_difference, numbers, relative, tolerance_of
+from accel_cli.commands.doctor.compare_numbers import (
+    first_difference,
+    numbers,
+    random_numbers,
+    random_samples,
+    relative,
+    tolerance_of,
+)
 from accel_cli.commands.doctor.record import (
     ONE,
     PLAIN,
@@ -39,7 +46,9 @@ def compare(records: Records) -> list[Diagnosis]:
     }
     diagnoses = stopped
     for name, check in checks.items():
-        is_other = bool(records[RANKS][0].differs_by) or any(item.differs for item in diagnoses)
+        is_other = bool(records[RANKS][0].differs_by or random_numbers(records)) or any(
+            item.differs for item in diagnoses
+        )
         if name == "resume" and is_other:
             records = {run: of_run for run, of_run in records.items() if run != RESCALED}
         of_check = [*check(records)]
@@ -371,6 +380,8 @@ def resume(records: Records) -> Iterator[Diagnosis]:
                 text = f"{title}, the learning rate of step {number + 2} is {rates}"
                 yield Diagnosis(check="resume", name="resume-other-rate", text=text)
                 break
+            if random_samples(records):
+                continue
             name = first_difference(step, expected, ranks[0].modules, 5 * tolerance_of(ranks[0]))
             if name is not None:
                 text = f"{title}, the gradient of {name} differs in step {number + 2}"
@@ -399,7 +410,8 @@ def _data_summary(records: Records) -> str:
 
 def _numbers_summary(records: Records) -> str:
     ranks, single = records[RANKS], first_of(records, ONE)
-    if single is None or single.stopped or not ranks[0].steps or ranks[0].differs_by:
+    is_other = ranks[0].differs_by or random_numbers(records)
+    if single is None or single.stopped or not ranks[0].steps or is_other:
         return ""
     what = "losses" if ranks[0].losses else "losses, gradients and weights"
     steps = min(len(ranks[0].steps), len(single.steps))

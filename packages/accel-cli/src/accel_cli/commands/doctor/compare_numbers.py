@@ -48,6 +48,9 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
     yield from _between_ranks(ranks)
     if single is None or single.stopped:
         return
+    if len(shards) > 1 and (reason := random_numbers(records)):
+        yield Diagnosis(check="numbers", name="numbers-not-compared", text=reason, where=ranks[0].draws)
+        return
     tolerance = tolerance_of(ranks[0], single)
     for number, step in enumerate(ranks[0].steps[: len(single.steps)]):
         start = ranks[0].steps[number - 1].backwards if number else 0
@@ -60,6 +63,33 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
         if difference is not None:
             yield difference
             return
+
+
+def random_numbers(records: Records) -> str:
+    """Describe random numbers that are others on ranks than on one process; empty if there are none."""
+    if records[RANKS][0].draws:
+        return "the script draws random numbers in its training loop, which are others on one process"
+    return random_samples(records)
+
+
+def random_samples(records: Records) -> str:
+    """Describe a sample that is another one each time it is read; empty if none is."""
+    single = first_of(records, ONE)
+    rows = {} if single is None else _rows_by_sample(single)
+    for record in records[RANKS]:
+        for sample, row in _rows_by_sample(record).items():
+            if rows.get(sample, row) != row:
+                return f"the data set returned another value for sample {sample[2]} than on one process"
+    return ""
+
+
+def _rows_by_sample(record: RunRecord) -> dict[tuple[Any, ...], str]:
+    """Return digests of samples by loader, pass, index and shape."""
+    return {
+        (batch.loader, batch.epoch, index, batch.shape): row
+        for batch in record.batches
+        for index, row in zip(batch.indices, batch.rows, strict=False)
+    }
 
 
 def _compare_step(

@@ -63,7 +63,7 @@ def install(recorder: TrainingRecorder) -> None:
     _record_prepare(recorder)
     _record_loaders(recorder)
     _record_steps(recorder)
-    _keep_runs_apart()
+    _keep_runs_apart(recorder)
     _switch_dropout_off()
     _record_batch_norms(recorder)
 
@@ -206,15 +206,32 @@ def _record_steps(recorder: TrainingRecorder) -> None:
     replace_names("accel_train.step.LocalSGD", __enter__=enter_recorded)
 
 
-def _keep_runs_apart() -> None:
-    """Write no checkpoints of the script: the next run would resume from them."""
+def _keep_runs_apart(recorder: TrainingRecorder) -> None:
+    """Write no checkpoints of the script, from which the next run would resume.
+
+    In a resumed run the checkpoint of the first run takes the place of the script's own.
+    """
+    load_state = Accelerator.load_state
 
     def save_state(self: Any, output_dir: Any = None, **options: Any) -> str:
         del options
+        recorder.record_save()
         self.wait_for_everyone()
         return str(output_dir or self.project_dir)
 
-    replace_names("accel_train.Accelerator", save_state=save_state, has_checkpoint=property(lambda _: False))
+    @functools.wraps(load_state)
+    def load_recorded(self: Any, *args: Any, **kwargs: Any) -> None:
+        if recorder.resumes:
+            recorder.resume_by_script()
+        elif not recorder.has_saved:  # what the script saved in this run is not there
+            load_state(self, *args, **kwargs)
+
+    replace_names(
+        "accel_train.Accelerator",
+        save_state=save_state,
+        load_state=load_recorded,
+        has_checkpoint=property(lambda _: recorder.resumes),
+    )
 
 
 _DROPOUTS = (

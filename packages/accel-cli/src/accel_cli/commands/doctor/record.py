@@ -140,7 +140,7 @@ class Step:
         gradients: Digests by name of the parameter; None for a parameter without a gradient.
         before: Digests of the parameters before the step.
         weights: Digests of the parameters after the step.
-        random: Digest of the state of torch's default generator.
+        random: Digest of the state of the default generators.
         schedules: The schedules of the run.
         seconds: When it ended, since the beginning of the script.
     """
@@ -215,6 +215,7 @@ class RunRecord:
         norms: By name of a BatchNorm, the smallest number of values that it has normalised with.
         events: Names of diagnoses that the recorder itself has found, with file and line.
         waits: By file and line, how often the script's `item()` let the host wait for the device in training.
+        draws: File and line of a backward pass before which the script has drawn random numbers, if it has.
         nbytes: Bytes of the gradients of all models.
         differs_by: What makes numbers of ranks other ones by design, such as LocalSGD; empty if nothing does.
         losses: Whether only losses can be compared: the strategy keeps gradients in its own layout.
@@ -240,6 +241,7 @@ class RunRecord:
     norms: Mapping[str, int] = field(default_factory=dict[str, int])
     events: tuple[tuple[str, str], ...] = ()
     waits: Mapping[str, int] = field(default_factory=dict[str, int])
+    draws: str = ""
     nbytes: int = 0
     differs_by: str = ""
     losses: bool = False

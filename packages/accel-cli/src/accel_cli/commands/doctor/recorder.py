@@ -7,6 +7,7 @@ import gc
 import hashlib
 import math
 import random
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from copy import copy
@@ -75,6 +76,7 @@ class TrainingRecorder:
 
     task: DoctorTask
     save_state: Callable[..., Any] = Accelerator.save_state
+    load_state: Callable[..., Any] = Accelerator.load_state
     shards: int = 1
     shard: int = 0
     strategy: str = ""
@@ -93,6 +95,10 @@ class TrainingRecorder:
     waits: dict[str, int] = field(default_factory=dict[str, int])
     is_reading: bool = False
     """Whether a prepared loader reads, so that the loaders of torch within are its own."""
+    has_saved: bool = False
+    """Whether the script has called `save_state`."""
+    draws: str = ""
+    """Where a backward pass begins before which the script has drawn random numbers, if there is one."""
     _loaders: list[Any] = field(default_factory=list[Any])
     _optimizers: list[Optimizer] = field(default_factory=list[Optimizer])
     _training: set[int] = field(default_factory=set[int])
@@ -103,6 +109,8 @@ class TrainingRecorder:
     _idle_since: float = field(default_factory=time.perf_counter)
     _schedulers: list[LRScheduler] | None = None
     _per_round: dict[int, int] = field(default_factory=dict[int, int])
+    _open_passes: int = 0
+    _random: str = ""
 
     @property
     def joins(self) -> bool:
@@ -140,6 +148,7 @@ class TrainingRecorder:
             norms=self.norms,
             events=tuple(self.events),
             waits=self.waits,
+            draws=self.draws,
             nbytes=sum(
                 parameter.numel() * parameter.element_size()
                 for model in self._prepared.models
@@ -265,6 +274,7 @@ class TrainingRecorder:
             )
         )
         count = 0
+        self._open_passes += 1
         try:
             inner = self._reading(make)
             while (batch := self._reading(lambda: next(inner, _END))) is not _END:
@@ -277,11 +287,13 @@ class TrainingRecorder:
                 is_cut = retained is None and count == limit
                 if is_cut and is_prepared:
                     vars(loader).update(end_of_dataloader=True, remainder=0)
+                self._random = _digest_of_generators()
                 yield batch
                 self._save()
                 if is_cut:
                     break
         finally:
+            self._open_passes -= 1
             if hasattr(inner, "close"):
                 inner.close()
 
@@ -327,19 +339,45 @@ class TrainingRecorder:
             loader.resume_mid_epoch = True
         self.save_state(self.accelerator, str(Path(self.task.folder) / "checkpoint"))
 
-    def _resume(self) -> None:
-        """Load the checkpoint of the run on the ranks, before the first pass of a resumed run."""
-        if self.task.run not in {RESUMED, RESCALED} or self._is_saved or self.accelerator is None:
+    @property
+    def resumes(self) -> bool:
+        """Whether this is a resumed run."""
+        return self.task.run in {RESUMED, RESCALED}
+
+    @property
+    def _save_within_epoch(self) -> Path:
+        """The file that is there if the script itself saves within an epoch."""
+        return Path(self.task.folder) / "saves-within-epoch"
+
+    def record_save(self) -> None:
+        """Record that the script calls `save_state`."""
+        self.has_saved = True
+        if self._open_passes and self.task.run == RANKS:
+            self._save_within_epoch.touch()
+
+    def resume_by_script(self) -> None:
+        """Load the checkpoint of the run on the ranks where a resumed script loads its own.
+
+        The position in the epoch is restored as the script does it, if it saves within an epoch.
+        """
+        self._resume(restores_position=not self._save_within_epoch.exists())
+
+    def _resume(self, *, restores_position: bool = True) -> None:
+        """Load the checkpoint of the run on the ranks before the first pass of a resumed run."""
+        if not self.resumes or self._is_saved or self.accelerator is None:
             return
         self._is_saved = True
-        for loader in self._prepared.dataloaders:
+        for loader in self._prepared.dataloaders if restores_position else ():
             loader.resume_mid_epoch = True
-        self.accelerator.load_state(str(Path(self.task.folder) / "checkpoint"))
+        self.load_state(self.accelerator, str(Path(self.task.folder) / "checkpoint"))
 
     # 3. What is computed.
 
     def record_backward(self, loss: Any, items: Any) -> None:
         """Record a backward pass."""
+        if self._random and self._random != _digest_of_generators():
+            self.draws = self.draws or source_line()
+        self._random = ""
         if self.batches:
             self._training.add(self.batches[-1].loader)
         self.backwards.append(
@@ -362,6 +400,7 @@ class TrainingRecorder:
 
     def end_backward(self) -> None:
         """Begin to measure what the rank does until the next backward pass."""
+        self._random = _digest_of_generators()
         self._idle_since = time.perf_counter()
 
     def record_wait(self, code: CodeType) -> None:
@@ -393,7 +432,7 @@ class TrainingRecorder:
                 gradients=gradients,
                 before=before,
                 weights={},
-                random=hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest(),
+                random=_digest_of_generators(),
                 schedules=self._schedules(),
                 seconds=time.perf_counter() - self._started,
             )
@@ -510,6 +549,17 @@ def digest(tensor: Tensor) -> Digest:
     return Digest(
         norm=float(flat.norm()), values=(float(flat.sum()), *flat[::stride][:256].tolist()), dtype=dtype
     )
+
+
+def _digest_of_generators() -> str:
+    """Return a digest of the state of the default generators that a script draws from."""
+    digest_of_all = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    digest_of_all.update(repr(random.getstate()).encode())
+    if "numpy" in sys.modules:
+        digest_of_all.update(repr(sys.modules["numpy"].random.get_state()).encode())
+    for state in torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ():
+        digest_of_all.update(state.numpy().tobytes())
+    return digest_of_all.hexdigest()
 
 
 def _shard_of(loader: Any) -> Any:
