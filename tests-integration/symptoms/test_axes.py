@@ -145,6 +145,14 @@ def test_row_1_context_parallelism_refuses_what_is_not_full_attention_by_its_lay
     refused(gemma(4), r"'model\.layers\.0\.self_attn' is 'sliding_attention' of 4")
     refused(qwen3_next(), r"'model\.layers\.1\.linear_attn' is 'linear_attention'")
     refused(mamba(), r"'backbone\.layers\.0\.mixer' is 'linear_attention'")
+    AcceleratorState._reset_state()
+    ulysses = Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
+    for model, layer in (
+        (qwen3_next(), r"model\.layers\.1\.linear_attn"),
+        (mamba(), r"backbone\.layers\.0\.mixer"),
+    ):
+        with pytest.raises(SettingsError, match=rf"sp_size=2.*'{layer}' is 'linear_attention'"):
+            ulysses.prepare(model)
     refused(make_llama(attn_implementation="eager"), r"'eager'.*attn_implementation='sdpa'")
 
 

@@ -431,6 +431,15 @@ def test_the_command_and_what_differs_in_the_environment_are_shown(explained, tm
     assert "HOME" not in " ".join(differs)
 
 
+@pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "tp", "cp", "sp", "pp", "ep"])
+def test_the_size_of_an_axis_is_explained_and_handed_over(explained, axis):
+    flag = f"--parallelism_config_{axis}_size"
+    beside = ["--parallelism_config_dp_shard_size", "2"] if axis == "ep" else []
+    text = explained("--cpu", "--num_processes", "2", "--use_parallelism_config", *beside, flag, "2")
+    assert row(text, f"parallelism.{axis}_size") == ("2", f"argument {flag}")
+    assert f"PARALLELISM_CONFIG_{axis.upper()}_SIZE=2" in text
+
+
 def test_the_number_of_processes_that_nobody_gave_is_reported(explained):
     assert row(explained(), "launch.num_processes") == ("1", "this machine")
 

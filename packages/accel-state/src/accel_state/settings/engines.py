@@ -744,12 +744,14 @@ PARALLELISM = (
     switch(
         "parallelism",
         "parallelism_config",
-        help="Use tensor, context or sequence parallelism, with the sizes of the axes below.",
-        topic="tensor, context and sequence parallelism",
-        question="Do you want to use tensor, context or sequence parallelism?",
+        help="Use tensor, context, sequence, expert or pipeline parallelism, with the sizes below.",
+        topic="tensor, context, sequence, expert and pipeline parallelism",
+        question="Do you want to use tensor, context, sequence, expert or pipeline parallelism?",
         ask_if=lambda answers: (
             is_local(answers) and (bool(answers("deepspeed")) or answers("fsdp.fsdp_version") == 2)
         ),
     ),
-    *rows_of("parallelism", ParallelismSettings, topic="tensor, context and sequence parallelism"),
+    *rows_of(
+        "parallelism", ParallelismSettings, topic="tensor, context, sequence, expert and pipeline parallelism"
+    ),
 )

@@ -172,7 +172,7 @@ TITLES = {
     "deepspeed": "DeepSpeed",
     "megatron": "Megatron-LM",
     "fsdp": "FSDP",
-    "parallelism": "tensor, context or sequence parallelism",
+    "parallelism": "tensor, context, sequence, expert or pipeline parallelism",
 }
 """The names of the optional sections in messages."""
 
