@@ -101,8 +101,11 @@ def test_a_model_in_the_cache_needs_no_hub(cache: Path) -> None:
 
 @pytest.mark.usefixtures("cache")
 def test_a_model_that_is_nowhere_is_reported() -> None:
-    with pytest.raises(SettingsError, match=r"'someone/absent': neither a file here nor in the hub's cache"):
+    with pytest.raises(
+        SettingsError, match=r"'someone/absent': neither a file here nor in the hub's cache"
+    ) as caught:
         meta_model("someone/absent")
+    assert isinstance(caught.value, OSError), "programs that handle the hub's errors handle it"
 
 
 @pytest.mark.parametrize("place", ["folder", "cache"])

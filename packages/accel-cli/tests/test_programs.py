@@ -156,7 +156,8 @@ def test_the_parser_imports_no_torch():
 def test_the_help_shows_each_flag_in_one_spelling():
     text = launch_command_parser().format_help()
     assert "--num_processes" in text
-    assert "--num-processes" not in text
+    assert text.count("--num-processes") == 1, "in the description only"
+    assert "--main-process-port" not in text
     assert "--config-file" not in text
 
 
@@ -230,6 +231,8 @@ def test_several_processes_get_what_torchs_launcher_reads_also_without_a_script(
         taken = Namespace(cpu=True, num_processes=2, main_process_port=server.getsockname()[1])
         prepare_multi_gpu_env(taken)
         assert taken.main_process_port not in {0, server.getsockname()[1]}
+    values = Namespace(cpu=True, num_processes=2, megatron_lm_tp_degree=1, megatron_lm_gradient_clipping=1.0)
+    assert not [name for name in prepare_multi_gpu_env(values) if name.startswith("MEGATRON")]
     nodes = Namespace(
         cpu=True, num_processes=4, num_machines=2, main_process_ip="127.0.0.1", main_process_port=29700
     )

@@ -199,7 +199,7 @@ def test_sizes_are_validated_against_a_run():
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda: TorchContextParallelConfig("ring"), SettingsError, "'ring'"),
+        (lambda: TorchContextParallelConfig("ring"), SettingsError, "Invalid cp_comm_strategy: ring"),
         (lambda: TorchTensorParallelConfig(enable_async_tp=True), UnsupportedError, "enable_async_tp"),
         (lambda: TorchTensorParallelPlugin(), SettingsError, "2 or more"),
         (lambda: DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager"), SettingsError, "'sdpa'"),

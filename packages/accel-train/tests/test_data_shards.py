@@ -223,12 +223,10 @@ def test_batches_without_a_size_are_made_even_with_the_first_ones(
     assert {len(shard) for shard in shards} == {len(shares[0])}
 
 
-def test_batches_without_a_size_are_split_evenly() -> None:
-    batches = [[0, 1, 2, 3], [4], [5, 6, 7]]
-    shards = [BatchSamplerShard(Batches(batches), 2, rank, split_batches=True) for rank in range(2)]
-    assert [list(shard) for shard in shards] == [[[0, 1], [4], [5, 6]], [[2, 3], [0], [7, 0]]]
-    assert [shard.padded for shard in shards] == [{}, {1: 0, 2: 1}]
-    assert shards[1].padded_rows == 0, "several sizes: the batch itself must be asked"
+@pytest.mark.parametrize("world", [1, 2])
+def test_batches_without_a_size_cannot_be_split(world: int) -> None:
+    with pytest.raises(ValueError, match="batch_size=None is not a round multiple"):
+        BatchSamplerShard(Batches([[0, 1, 2, 3], [4]]), world, 0, split_batches=True)
 
 
 def test_a_shard_of_a_seeded_order_goes_on_to_the_next_epoch() -> None:

@@ -481,17 +481,22 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     for name, device in device_map.items():
         _check_device(name, device)
     known = known_entries(model, device_map)
-    unknown = [repr(name) for name in device_map if name not in known]
+    unknown = [name for name in device_map if name not in known]
     names = [name for name, _ in named_module_tensors(model, recurse=True)]
     unplaced = [name for name in names if device_of(name, device_map) is None]
-    stray = f"names no part of {type(model).__name__}: {some_of(unknown)}" if unknown else ""
+    stray = some_of([repr(name) for name in unknown])
     if unplaced:
-        also = f"{stray}, and " if stray else ""
+        also = f"names no part of {type(model).__name__}: {stray}, and " if stray else ""
         raise SettingsError(
             f"the device_map {also}gives no device to {some_of(unplaced)}. Add them, or '' for the rest"
         )
     if stray:
-        warnings.warn(f"The device_map {stray}. These entries have no effect.", stacklevel=3)
+        # The words that programs of others filter.
+        warnings.warn(
+            "The following device_map keys do not match any submodules in the model: "
+            f"[{stray}]. These entries have no effect.",
+            stacklevel=3,
+        )
 
 
 def known_entries(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:

@@ -333,9 +333,9 @@ def help_text() -> str:
 
 HELP = textwrap.wrap(
     "Run a Python script in one process, like `python script`, or in several. A flag overrides an"
-    " environment variable, which overrides the config file, which overrides the default. Flags may use"
-    " dashes instead of underscores; `--no_NAME` turns off a switch of the config file. Arguments after the"
-    " script are passed to the script.",
+    " environment variable, which overrides the config file, which overrides the default. Flags may have"
+    " hyphens (`--num-processes 2`) or underscores (`--num_processes 2`); `--no_NAME` turns off a switch of"
+    " the config file. Arguments after the script are passed to the script.",
     width=100,
 )
 """The description of `accel launch`, in lines."""

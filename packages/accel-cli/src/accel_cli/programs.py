@@ -485,12 +485,14 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
 
     Args:
         args: The flags; see the module. It gets `nproc_per_node`, `main_process_port` and either
-            `master_port` or, with several nodes, `nnodes` and `rdzv_endpoint`. A script is not needed.
+            `master_port` or, with several nodes, `nnodes` and `rdzv_endpoint`. A script is not needed;
+            values for Megatron-LM without `use_megatron_lm` are not used, as launchers give all of them.
 
     Raises:
         SettingsError: The flags contradict each other.
     """
-    plan = plan_of(args)
+    megatron = [] if getattr(args, "use_megatron_lm", False) else [*vars(args)]
+    plan = plan_of(args, {name: None for name in megatron if name.startswith("megatron_lm_")})
     launch = plan.launch
     port = DEFAULT_PORT if launch.main_process_port is None else launch.main_process_port
     if launch.num_machines > 1:

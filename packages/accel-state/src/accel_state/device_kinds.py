@@ -239,10 +239,9 @@ def check_os_kernel() -> None:
     except InvalidVersion:
         return
     if old:
-        logger.warning(
-            "The kernel of this machine is %s. Processes may hang with kernels before %s: upgrade it.",
-            release,
-            _KERNEL,
+        logger.warning(  # programs read `record.msg`
+            f"The kernel of this machine is {release}. Processes may hang with kernels before {_KERNEL}: "  # noqa: G004
+            "upgrade it."
         )
 
 

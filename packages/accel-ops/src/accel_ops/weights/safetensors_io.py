@@ -390,7 +390,11 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         storages.add(storage)
         cleaned[name] = apart.contiguous()
     if dropped:
-        _log.warning("Weights under a second name are saved once: %s.", ", ".join(dropped))
+        # The first words are those for which programs of others look.
+        _log.warning(
+            "Removed shared tensor %s while saving: weights under a second name are saved once.",
+            ", ".join(dropped),
+        )
     return cleaned
 
 

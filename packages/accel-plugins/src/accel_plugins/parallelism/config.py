@@ -49,7 +49,11 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         resolve_fields(self, "parallelism", {"cp_comm_strategy": "allgather"})
-        expect(self, "cp_comm_strategy", f"one of {[*_ROTATIONS]}", lambda value: value in _ROTATIONS)
+        if self.cp_comm_strategy not in _ROTATIONS:
+            raise SettingsError(
+                f"Invalid cp_comm_strategy: {self.cp_comm_strategy!s}. TorchContextParallelConfig "
+                f"expects one of {[*_ROTATIONS]}."
+            )
 
 
 @dataclass

@@ -63,7 +63,7 @@ class BatchPlan:
                 f"process_index={self.process_index!r} is not one of the "
                 f"num_processes={self.num_processes!r} processes, which count from 0."
             )
-        if self.split and (self.batch_size or 0) % self.num_processes:
+        if self.split and (self.batch_size is None or self.batch_size % self.num_processes):
             raise ValueError(
                 "split_batches=True shards every batch across the processes, but "
                 f"batch_size={self.batch_size!r} is not a round multiple of "
@@ -157,7 +157,7 @@ class BatchPlan:
 
     def _rows_of(self, batch: Sequence[int]) -> int:
         """Return how many samples of a split batch each rank gets; custom samplers may exceed their size."""
-        return max(-(-len(batch) // self.num_processes), 0 if self.batch_size is None else self.rows)
+        return max(-(-len(batch) // self.num_processes), self.rows)
 
     def _padding(
         self, step_batches: list[Sequence[int]], local: list[int], seen: list[Sequence[int]]

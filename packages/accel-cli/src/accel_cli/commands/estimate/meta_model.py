@@ -149,10 +149,14 @@ def _config_on_hub(name: str) -> Path:
     except (OSError, ValueError) as error:  # The hub's errors are these: not found, gated, no network, no id.
         text = str(error).strip()
         reason = text.splitlines()[0] if text else type(error).__name__
-        raise SettingsError(
+        raise ModelNotFoundError(
             f"model {name!r}: neither a file here nor in the hub's cache, and the hub does not give its "
             f"{CONFIG} ({reason})."
         ) from None
+
+
+class ModelNotFoundError(SettingsError, OSError):
+    """A model is neither here nor on the hub, or the hub cannot be asked; an OSError like the hub's."""
 
 
 _PORTS: Mapping[str, int] = {"http": 80, "https": 443}
