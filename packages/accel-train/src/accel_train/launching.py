@@ -6,6 +6,7 @@ import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import fields
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -21,6 +22,7 @@ from accel_state.labels import DistributedType
 from accel_state.partial_state import PartialState
 from accel_state.settings import Settings, from_environ, merge_layers, parse_file, worker_environ
 from accel_state.settings.model import Precision, value_at
+from accel_state.settings.run import ClusterSettings
 from accel_state.topology import DEFAULT_PORT
 from accel_train.forking import (
     launch_config,
@@ -254,7 +256,7 @@ _COMMAND_ONLY = (
     *(f"launch.{name}" for name in ("compute_environment", "min_machines", "tee", "log_dir", "role")),
     *("launch.no_python", "launch.quiet", "launch.rdzv_conf", "mpi.hostfile", "hosts.hostfile"),
     *("launch.shutdown_timeout", "tpu.use_cluster", "launch.on_tpu"),
-    *("cluster.gpus_per_node", "cluster.time", "cluster.sbatch_args"),
+    *(f"cluster.{field.name}" for field in fields(ClusterSettings)),
 )
 """The settings that only the command carries out."""
 

@@ -181,11 +181,11 @@ def _check_nodes(facts: LaunchFacts) -> Iterator[str]:
 
 def _check_cluster(facts: LaunchFacts) -> Iterator[str]:
     number, nodes = facts.source_of("launch.num_processes"), facts.machines
+    for path, value in facts.merged.sourced.items():
+        readers = _CLUSTER_READERS.get(path.partition("cluster.")[2], ())
+        if readers and facts.settings.launch.launcher not in readers:
+            yield f"{value.origin} is about a job of a cluster: add --launcher {' or '.join(readers)}."
     if not facts.remote:
-        names = [value.origin for path, value in facts.merged.sourced.items() if path.startswith("cluster.")]
-        if names:
-            is_one = "is" if len(names) == 1 else "are"
-            yield f"{', '.join(names)} {is_one} about a job of a cluster: add --launcher slurm."
         return
     processes, gpus = count_processes(facts), facts.settings.cluster.gpus_per_node
     if processes % nodes:
@@ -195,6 +195,20 @@ def _check_cluster(facts: LaunchFacts) -> Iterator[str]:
             f"{number.origin} asks for {processes // nodes} processes on each node, and "
             f"{facts.origin('cluster.gpus_per_node')} for {gpus} GPUs: each process needs one of its own."
         )
+
+
+_CLUSTER_READERS: Mapping[str, tuple[str, ...]] = {
+    "gpus_per_node": ("slurm", "ray", "kubeflow"),
+    "time": ("slurm",),
+    "sbatch_args": ("slurm",),
+    "ray_address": ("ray",),
+    "ray_strategy": ("ray",),
+    "image": ("kubeflow",),
+    "namespace": ("kubeflow",),
+    "queue": ("kubeflow",),
+    "format": ("kubeflow",),
+}
+"""The launchers that read a setting of a job of a cluster."""
 
 
 def _check_elasticity(facts: LaunchFacts) -> Iterator[str]:

@@ -496,6 +496,13 @@ def _require_sbatch(plan: LaunchPlan) -> None:
         )
 
 
+def _require_library(name: str, module: str, title: str, _: LaunchPlan) -> None:
+    if find_spec(module) is None:
+        raise MissingDependencyError(
+            f"--launcher {name} needs {title}, which is not installed: `pip install 'accel-cli[{name}]'`."
+        )
+
+
 def _shutdown_variables(plan: LaunchPlan) -> Mapping[str, str]:
     """Return the variable for what only newer versions of torch.distributed.run have an argument for."""
     seconds = plan.launch.shutdown_timeout
@@ -556,6 +563,24 @@ BUILT_IN: Mapping[str, Launcher] = {
             check=_require_sbatch,
             remote=True,
             dry_run="accel_cli.launch.slurm:batch_script",
+        ),
+        Launcher(
+            name="ray",
+            applies=lambda _, launch: launch.launcher == "ray",
+            job="accel_cli.launch.ray:ray_command",
+            explain="an actor of Ray runs each process, in a placement group",
+            check=partial(_require_library, "ray", "ray", "Ray"),
+            remote=True,
+            dry_run="accel_cli.launch.ray:dry_run",
+        ),
+        Launcher(
+            name="kubeflow",
+            applies=lambda _, launch: launch.launcher == "kubeflow",
+            job="accel_cli.launch.kubeflow:kubeflow_command",
+            explain="pods of a job of Kubernetes run this command",
+            check=partial(_require_library, "kubeflow", "kubernetes", "the client of Kubernetes"),
+            remote=True,
+            dry_run="accel_cli.launch.kubeflow:dry_run",
         ),
         Launcher(
             name="deepspeed",

@@ -7,7 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,10 +103,7 @@ def _split_options(text: str, origin: str) -> list[str]:
 
 def _node_command(plan: LaunchPlan) -> list[str]:
     """Return the command of each node: that of the user, less what is about the job."""
-    words = [] if plan.config_file is None else ["--config_file", str(Path(plan.config_file).absolute())]
-    for path, source in plan.merged.sourced.items():
-        if source.layer is Layer.ARGUMENT and path not in _OF_JOB and not path.startswith("cluster."):
-            words += _flags(path, source.value)
+    words = pass_on_flags(plan, _OF_JOB)
     if plan.launch.shutdown_timeout is None and plan.launch.max_restarts:
         words.append(f"--shutdown_timeout={_GRACE - 10}")
     words += ["--launcher=auto", f"--num_machines={plan.launch.num_machines}"]
@@ -115,6 +112,15 @@ def _node_command(plan: LaunchPlan) -> list[str]:
 
 
 _OF_JOB = ("launch.launcher", "launch.num_machines", "launch.num_processes", "launch.max_restarts")
+
+
+def pass_on_flags(plan: LaunchPlan, others: Collection[str]) -> list[str]:
+    """Return the config file and the arguments of the user as flags, but for paths that are about the job."""
+    words = [] if plan.config_file is None else ["--config_file", str(Path(plan.config_file).absolute())]
+    for path, source in plan.merged.sourced.items():
+        if source.layer is Layer.ARGUMENT and path not in others and not path.startswith("cluster."):
+            words += _flags(path, source.value)
+    return words
 
 
 def _flags(path: str, value: object) -> list[str]:

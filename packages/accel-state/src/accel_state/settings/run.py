@@ -350,16 +350,38 @@ _ONE_JOB = "Depends on the job, not on the machine."
 @documented
 @frozen
 class ClusterSettings:
-    """A job that the scheduler of a cluster starts, with --launcher slurm."""
+    """A job that the scheduler of a cluster starts, with --launcher slurm, ray or kubeflow."""
 
     gpus_per_node: int | None = _of_cluster("GPUs of each node, each for one process; without, none.")
     time: str | None = _of_cluster(
-        "The longest time that the job may take, as 90 (minutes), 1:30:00 or 2-00:00:00.", parse=_slurm_time
+        "Slurm: the longest time that the job may take, as 90 (minutes), 1:30:00 or 2-00:00:00.",
+        parse=_slurm_time,
     )
     sbatch_args: tuple[str, ...] = _of_cluster(
-        "More options of sbatch, as '--partition=a --account=b'; may be repeated.",
+        "Slurm: more options of sbatch, as '--partition=a --account=b'; may be repeated.",
         default=(),
         kind="list",
+    )
+    ray_address: str = _of_cluster(
+        "Ray: the cluster, as HOST:PORT or ray://HOST:PORT; auto finds that of this machine or RAY_ADDRESS,"
+        " local starts one.",
+        default="auto",
+    )
+    ray_strategy: str = _of_cluster(
+        "Ray: how the nodes' bundles are placed: PACK on few nodes, SPREAD on many, STRICT_PACK on one,"
+        " STRICT_SPREAD each on its own.",
+        default="PACK",
+        choices=("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
+    )
+    image: str | None = _of_cluster("Kubernetes: the container's image, which has accel and the script.")
+    namespace: str | None = _of_cluster(
+        "Kubernetes: the namespace of the job; that of the context by default."
+    )
+    queue: str | None = _of_cluster("Kubernetes: the local queue of Kueue that admits the job.")
+    format: str = _of_cluster(
+        "Kubernetes: what to submit, a trainjob of Kubeflow's Trainer or a jobset.",
+        default="trainjob",
+        choices=("trainjob", "jobset"),
     )
 
 

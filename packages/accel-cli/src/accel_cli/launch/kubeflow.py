@@ -1,0 +1,292 @@
+"""Run a job on Kubernetes: a TrainJob of Kubeflow, or a JobSet, whose pods run this very command.
+
+This is the only importer of the client of Kubernetes in the command.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import re
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from accel_cli.launch.launchers import Command
+from accel_cli.launch.slurm import pass_on_flags
+from accel_cli.main import ERROR
+from accel_state.errors import SettingsError
+from accel_state.topology import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from accel_cli.launch.command import LaunchPlan
+
+
+def kubeflow_command(plan: LaunchPlan) -> Command:
+    """Return this module, with the job as JSON, as the program."""
+    job = manifest(plan, f"{_job_name(plan)}-{uuid.uuid4().hex[:5]}")
+    namespace = plan.merged.settings.cluster.namespace or ""
+    line = (sys.executable, "-m", "accel_cli.launch.kubeflow", json.dumps(job), namespace)
+    return Command(command=line, environ=plan.environ)
+
+
+def dry_run(plan: LaunchPlan) -> str:
+    """Return the job as YAML; a submitted one has a name of its own."""
+    return yaml.safe_dump(manifest(plan, _job_name(plan)), sort_keys=False, width=100).rstrip()
+
+
+def _job_name(plan: LaunchPlan) -> str:
+    """Return a name that a service may have, from the script's: at most 40 of a-z, 0-9 and dashes."""
+    stem = Path(plan.script).stem if not plan.launch.module else plan.script
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    return (name if name[:1].isalpha() else f"job-{name}")[:40].strip("-")
+
+
+def manifest(plan: LaunchPlan, name: str) -> dict[str, Any]:
+    """Return what is submitted.
+
+    Raises:
+        SettingsError: There is no image.
+    """
+    cluster = plan.merged.settings.cluster
+    if cluster.image is None:
+        raise SettingsError(
+            "--launcher kubeflow runs a container: give its --image, which has accel and the script."
+        )
+    labels = {} if cluster.queue is None else {"labels": {"kueue.x-k8s.io/queue-name": cluster.queue}}
+    namespace = {} if cluster.namespace is None else {"namespace": cluster.namespace}
+    build, version, kind = _FORMATS[cluster.format]
+    metadata = {"name": name, **namespace, **labels}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": build(plan, name)}
+
+
+def _train_job(plan: LaunchPlan, name: str) -> dict[str, Any]:
+    """Return the specification of a TrainJob; its runtime sets the variables of `torch.distributed.run`."""
+    del name
+    resources = _resources(plan)
+    return {
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": {
+            "image": plan.merged.settings.cluster.image,
+            "numNodes": plan.launch.num_machines,
+            "numProcPerNode": plan.local_processes,
+            "command": _pod_command(plan),
+            **({"resourcesPerNode": resources} if resources else {}),
+        },
+    }
+
+
+def _job_set(plan: LaunchPlan, name: str) -> dict[str, Any]:
+    """Return the specification of a JobSet, with the variables that a TrainJob would set."""
+    launch, resources = plan.launch, _resources(plan)
+    rank = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+    variables = {
+        "PET_NNODES": launch.num_machines,
+        "PET_NPROC_PER_NODE": plan.local_processes,
+        "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+        "PET_MASTER_PORT": DEFAULT_PORT,
+    }
+    container = {
+        "name": "node",
+        "image": plan.merged.settings.cluster.image,
+        "command": _pod_command(plan),
+        "env": [
+            *({"name": variable, "value": str(value)} for variable, value in variables.items()),
+            {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": rank}},
+        ],
+        **({"resources": resources} if resources else {}),
+    }
+    job = {
+        "completionMode": "Indexed",
+        "completions": launch.num_machines,
+        "parallelism": launch.num_machines,
+        "backoffLimit": 0,
+        "template": {"spec": {"restartPolicy": "Never", "containers": [container]}},
+    }
+    return {
+        "failurePolicy": {"maxRestarts": launch.max_restarts},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": job}}],
+    }
+
+
+_FORMATS = {
+    "trainjob": (_train_job, "trainer.kubeflow.org/v1alpha1", "TrainJob"),
+    "jobset": (_job_set, "jobset.x-k8s.io/v1alpha2", "JobSet"),
+}
+"""What builds the specification of a format, its version and its kind."""
+
+
+def _resources(plan: LaunchPlan) -> dict[str, Any]:
+    gpus = plan.merged.settings.cluster.gpus_per_node
+    return {} if gpus is None else {"limits": {"nvidia.com/gpu": str(gpus)}}
+
+
+def _pod_command(plan: LaunchPlan) -> list[str]:
+    """Return the command of each pod: that of the user, less what is about the job and in variables."""
+    is_restarted = plan.merged.settings.cluster.format == "jobset"  # by Kubernetes, all pods together
+    others = {*_OF_JOB, *(["launch.max_restarts"] if is_restarted else [])}
+    words = ["accel", "launch", *pass_on_flags(plan, others)]
+    # $(NAME) would be replaced by a variable of the container.
+    return [word.replace("$(", "$$(") for word in [*words, "--", plan.script, *plan.script_arguments]]
+
+
+_OF_JOB = ("launch.launcher", "launch.num_machines", "launch.num_processes")
+
+
+class KubernetesJob:
+    """A job of Kubernetes, from its submission to its exit code.
+
+    Args:
+        job: The manifest.
+        namespace: Where it belongs.
+        client: The module `kubernetes.client`, which is configured.
+    """
+
+    def __init__(self, job: Mapping[str, Any], namespace: str, client: Any) -> None:
+        group, _, version = str(job["apiVersion"]).partition("/")
+        self._job, self._name = job, str(job["metadata"]["name"])
+        self._kind = (group, version, namespace, f"{str(job['kind']).lower()}s")
+        self._namespace = namespace
+        self._client = client
+        self._jobs, self._core = client.CustomObjectsApi(), client.CoreV1Api()
+        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._followers: dict[str, threading.Thread] = {}
+
+    def run(self) -> int:
+        """Return the exit code: 0, that of a container that failed, 1, or 128 plus the signal's number."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _: self._signals.put(number))
+        self._jobs.create_namespaced_custom_object(*self._kind, self._job)
+        _say(f"job {self._name} is submitted; Ctrl-C deletes it")
+        while True:
+            code = self._code()
+            if code is None:
+                self._follow_pods()
+            if code is not None:
+                self._follow_pods()
+                for follower in self._followers.values():
+                    follower.join(_LAST_OUTPUT)
+                if code:
+                    _say(f"job {self._name} has failed: a container has ended with {code}")
+                return code
+            try:
+                number = self._signals.get(timeout=_PAUSE)
+            except queue.Empty:
+                continue
+            self._jobs.delete_namespaced_custom_object(*self._kind, self._name)
+            _say(f"job {self._name} is deleted")
+            return 128 + number
+
+    def _code(self) -> int | None:
+        """Return the exit code of the job; None while it runs."""
+        job = self._jobs.get_namespaced_custom_object(*self._kind, self._name)
+        conditions = job.get("status", {}).get("conditions", [])
+        states = {item["type"] for item in conditions if item.get("status") == "True"}
+        if states & {"Complete", "Completed"}:
+            return 0
+        if "Failed" in states:
+            return next(filter(None, self._container_codes()), 1)
+        return None
+
+    def _container_codes(self) -> Iterator[int]:
+        """Yield the exit codes of the containers that have ended, those that ended first at the front."""
+        ended = [
+            state.state.terminated
+            for pod in self._pods()
+            for state in pod.status.container_statuses or ()
+            if state.state and state.state.terminated
+        ]
+        for state in sorted(ended, key=lambda state: str(state.finished_at)):
+            yield state.exit_code
+
+    def _pods(self) -> list[Any]:
+        label = f"jobset.sigs.k8s.io/jobset-name={self._name}"
+        return self._core.list_namespaced_pod(self._namespace, label_selector=label).items
+
+    def _follow_pods(self) -> None:
+        """Follow the output of each pod that has begun, in a thread."""
+        for pod in self._pods():
+            name = pod.metadata.name
+            if name not in self._followers and pod.status.phase != "Pending":
+                follower = threading.Thread(target=self._show, args=(name,), daemon=True)
+                self._followers[name] = follower
+                follower.start()
+
+    def _show(self, pod: str) -> None:
+        # The index of a pod is before what makes it unique, if there is such a part.
+        node = re.search(r"-node-0-(\d+)", pod)
+        prefix = f"node {node[1]}: " if node and self._is_several else ""
+        log = self._core.read_namespaced_pod_log(
+            pod, self._namespace, follow=True, container="node", _preload_content=False
+        )
+        for line in log:
+            sys.stdout.write(prefix + line.decode(errors="replace"))
+            sys.stdout.flush()
+
+    @property
+    def _is_several(self) -> bool:
+        spec = self._job["spec"]
+        if "trainer" in spec:
+            return spec["trainer"]["numNodes"] > 1
+        return spec["replicatedJobs"][0]["template"]["spec"]["completions"] > 1
+
+
+_PAUSE = 1.0
+"""Seconds between two requests to the API server, which many share."""
+
+_LAST_OUTPUT = 10.0
+"""Seconds to wait for the end of a pod's output after the end of the job."""
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"accel launch: {text}\n")
+    sys.stderr.flush()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Submit a job and follow it.
+
+    Args:
+        arguments: The manifest as JSON, and the namespace; if that is empty, the one of the current context.
+
+    Returns:
+        The exit code of the job, or 2 if it was not accepted.
+    """
+    job, namespace = json.loads(arguments[0]), arguments[1]
+    config: Any = import_module("kubernetes.config")
+    client: Any = import_module("kubernetes.client")
+    try:
+        config.load_config()
+        namespace = namespace or _current_namespace(config)
+        return KubernetesJob(job, namespace, client).run()
+    except config.ConfigException as error:
+        _say(f"error: no cluster of Kubernetes is configured: {error}")
+    except client.ApiException as error:
+        _say(f"error: Kubernetes refuses the job: {_reason(error)}")
+    return ERROR
+
+
+def _current_namespace(config: Any) -> str:
+    """Return the namespace of this pod, or of the current context."""
+    of_pod = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+    if of_pod.is_file():
+        return of_pod.read_text(encoding="utf-8").strip()
+    return config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
+
+
+def _reason(error: Any) -> str:
+    try:
+        return json.loads(error.body)["message"]
+    except (TypeError, ValueError, KeyError):
+        return f"{error.status} {error.reason}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

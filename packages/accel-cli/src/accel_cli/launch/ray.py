@@ -1,0 +1,496 @@
+"""Run a job on a cluster of Ray: an actor for each rank, in a placement group with a bundle for each node.
+
+This is the only importer of Ray in the command. The actors start the script in processes of their own, whose
+output they hand to the launcher. It prints that, passes signals on, and starts all ranks again if one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import yaml
+
+from accel_cli.launch.hosts import VISIBLE_DEVICES
+from accel_cli.launch.launchers import WORKER, Command, require_script, worker_line
+from accel_cli.main import ERROR
+from accel_state.environ import read
+from accel_state.errors import SettingsError
+from accel_state.frozen import frozen
+from accel_state.settings import to_environ
+
+if TYPE_CHECKING:
+    from accel_cli.launch.command import LaunchPlan
+
+
+def ray_command(plan: LaunchPlan) -> Command:
+    """Return this module, with the job as JSON, as the program."""
+    require_script(plan)
+    line = (sys.executable, "-m", "accel_cli.launch.ray", json.dumps(job_of(plan)))
+    return Command(command=line, environ={**plan.environ, **_alias(plan)})
+
+
+def dry_run(plan: LaunchPlan) -> str:
+    """Return the job as YAML, with the variables that the settings become."""
+    shown = {**job_of(plan), "environment": {**to_environ(plan.merged.settings), **_alias(plan)}}
+    return yaml.safe_dump(shown, sort_keys=False, width=100).rstrip()
+
+
+def job_of(plan: LaunchPlan) -> dict[str, Any]:
+    """Return what the launcher of Ray needs to know of a plan.
+
+    Raises:
+        SettingsError: Arguments are about other launchers.
+    """
+    sourced = [plan.merged.source_of(f"launch.{name}") for name in _OF_OTHERS]
+    if names := [source.origin for source in sourced if source.value is not None]:
+        is_one = "is" if len(names) == 1 else "are"
+        raise SettingsError(f"{', '.join(names)} {is_one} of no use with --launcher ray: leave that out.")
+    launch, cluster, local = plan.launch, plan.merged.settings.cluster, plan.local_processes
+    gpus = {} if cluster.gpus_per_node is None else {"GPU": cluster.gpus_per_node}
+    threads = launch.num_cpu_threads_per_process
+    return {
+        "address": cluster.ray_address,
+        "strategy": cluster.ray_strategy,
+        "bundles": [{"CPU": local, **gpus} for _ in range(launch.num_machines)],
+        "ranks_per_bundle": local,
+        "max_restarts": launch.max_restarts,
+        "grace": _GRACE if launch.shutdown_timeout is None else launch.shutdown_timeout,
+        "threads": threads,
+        "command": [WORKER, *(["--program"] if launch.no_python else []), *worker_line(plan, aloud=True)],
+    }
+
+
+_GRACE = 30
+"""Seconds that processes have to end after a signal, as under torch.distributed.run."""
+
+_OF_OTHERS = (
+    "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "min_machines",
+    "gpu_ids", "monitor_interval", "tee", "log_dir", "role",
+)  # fmt: skip
+"""Settings of the launch that mean something to torch.distributed.run alone."""
+
+
+def _alias(plan: LaunchPlan) -> dict[str, str]:
+    """Return the path by which `import accelerate` is ours, if that was asked for."""
+    if not plan.merged.settings.process.as_accelerate or plan.machine.alias is None:
+        return {}
+    paths = [plan.machine.alias, *plan.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
+
+
+@frozen
+class Location:
+    """Where an actor runs.
+
+    Args:
+        node: The id of its node.
+        address: The IP address of its node.
+        port: A free TCP port there.
+        cores: How many CPU cores it may use.
+        gpus: The GPUs that Ray gave it.
+    """
+
+    node: str
+    address: str
+    port: int
+    cores: int
+    gpus: tuple[str, ...] = ()
+
+
+def order_ranks(locations: Sequence[Location]) -> list[int]:
+    """Return the order of actors by rank: the ranks of a node follow each other.
+
+    Example:
+        >>> order_ranks([Location(node=node, address="", port=0, cores=1) for node in "aba"])
+        [0, 2, 1]
+    """
+    nodes = list(dict.fromkeys(location.node for location in locations))
+    return sorted(range(len(locations)), key=lambda index: nodes.index(locations[index].node))
+
+
+def rank_environs(locations: Sequence[Location], attempt: int) -> list[dict[str, str]]:
+    """Return the variables of each rank, as torch.distributed.run sets them.
+
+    Args:
+        locations: The locations of the actors in the order of their ranks.
+        attempt: How often the ranks were started before.
+
+    Example:
+        >>> first, second = [Location(node=name, address="10.0.0.1", port=29400, cores=8) for name in "ab"]
+        >>> environ = rank_environs([first, second], 0)[1]
+        >>> environ["RANK"], environ["LOCAL_RANK"], environ["GROUP_RANK"], environ["MASTER_ADDR"]
+        ('1', '0', '1', '10.0.0.1')
+    """
+    nodes = list(dict.fromkeys(location.node for location in locations))
+    environs: list[dict[str, str]] = []
+    for rank, location in enumerate(locations):
+        local = [index for index, other in enumerate(locations) if other.node == location.node]
+        gpus = [gpu for index in local for gpu in locations[index].gpus]
+        environs.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(locations)),
+                "LOCAL_RANK": str(local.index(rank)),
+                "LOCAL_WORLD_SIZE": str(len(local)),
+                "GROUP_RANK": str(nodes.index(location.node)),
+                "GROUP_WORLD_SIZE": str(len(nodes)),
+                "MASTER_ADDR": locations[0].address,
+                "MASTER_PORT": str(locations[0].port),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "OMP_NUM_THREADS": str(max(1, location.cores // len(local))),
+                # The local rank is the number of a device: a rank sees those of its neighbours, too.
+                **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
+            }
+        )
+    return environs
+
+
+class Rank:
+    """An actor of Ray that runs the script in a process of its own, which ends with it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: queue.Queue[tuple[int, bytes] | int] = queue.Queue(maxsize=1000)
+
+    def where(self) -> Location:
+        """Return where this actor runs."""
+        ray: Any = import_module("ray")
+        context = ray.get_runtime_context()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return Location(
+            node=context.get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            port=port,
+            cores=cores,
+            gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
+        )
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str], folder: str | None) -> None:
+        """Start the script.
+
+        Args:
+            command: The module that every rank runs, and its arguments.
+            environ: Variables besides those of this process.
+            folder: Where to run it; None for where this process runs.
+        """
+        ready = threading.Event()
+        # On Linux a process ends with the thread that has started it: not with one of Ray's.
+        arguments = (command, {**read(), **environ}, folder, ready)
+        threading.Thread(target=self._run, args=arguments, daemon=True).start()
+        ready.wait()
+
+    def read(self) -> tuple[list[tuple[int, bytes]], int | None]:
+        """Wait for output, or the end.
+
+        Returns:
+            Lines with the number of their stream, 1 or 2; and the exit code, None while the script runs.
+        """
+        lines: list[tuple[int, bytes]] = []
+        item = self._output.get()
+        while not isinstance(item, int):
+            lines.append(item)
+            try:
+                item = self._output.get_nowait()
+            except queue.Empty:
+                return lines, None
+        return lines, item
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the script and its own processes."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+
+    def _run(
+        self, command: Sequence[str], environ: dict[str, str], folder: str | None, ready: threading.Event
+    ) -> None:
+        module, *words = command
+        if hasattr(signal, "pthread_sigmask"):  # Ray blocks it, and a process inherits that from its thread.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        line = [sys.executable, "-m", module, f"--launcher={os.getpid()}", *words]
+        try:
+            self._process = process = subprocess.Popen(
+                line, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            self._output.put((2, f"accel launch: error: {error}\n".encode()))
+            self._output.put(ERROR)
+            return
+        finally:
+            ready.set()
+        streams = [(1, process.stdout), (2, process.stderr)]
+        readers = [threading.Thread(target=self._pass_on, args=item, daemon=True) for item in streams]
+        for reader in readers:
+            reader.start()
+        code = process.wait()
+        for reader in readers:  # A program that the script has left behind may keep them open.
+            reader.join(_LAST_OUTPUT)
+        self._output.put(code)
+
+    def _pass_on(self, number: int, stream: IO[bytes]) -> None:
+        """Put what a stream has, by whole lines."""
+        unfinished = b""
+        with stream:
+            while text := os.read(stream.fileno(), 1 << 16):
+                unfinished += text
+                if end := max(unfinished.rfind(b"\n"), unfinished.rfind(b"\r")) + 1:
+                    self._output.put((number, unfinished[:end]))
+                    unfinished = unfinished[end:]
+        if unfinished:
+            self._output.put((number, unfinished + b"\n"))
+
+
+_LAST_OUTPUT = 2.0
+"""Seconds to wait for the end of the streams after the end of the process."""
+
+LOST = 128 + 9
+"""The exit code of a rank whose actor or node has died: that of a shell whose command SIGKILL has ended."""
+
+
+class Job:
+    """A job, from its placement group to its exit code.
+
+    Args:
+        job: What `job_of` returns.
+        ray: The module, which is connected to a cluster.
+    """
+
+    def __init__(self, job: Mapping[str, Any], ray: Any) -> None:
+        self._job = job
+        self._ray = ray
+        self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._ended_by = 0
+
+    def run(self) -> int:
+        """Return the exit code: 0, that of the rank that failed first, or 128 plus the signal's number."""
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+            number = signal.Signals[name]
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda number, _: self._signals.put(number))
+        group = self._reserve()
+        code = 0
+        for attempt in range(self._job["max_restarts"] + 1):
+            if group is None or self._ended_by:
+                break
+            if attempt:
+                _say(f"all ranks start again: restart {attempt} of {self._job['max_restarts']}")
+            code = self._attempt(group, attempt)
+            if not code:
+                break
+        return 128 + self._ended_by if self._ended_by else code
+
+    def _reserve(self) -> Any:
+        """Return the placement group once it is there; None after a signal."""
+        strategy, bundles = self._job["strategy"], self._job["bundles"]
+        group = self._ray.util.placement_group(bundles, strategy=strategy)
+        since, is_reported = time.monotonic(), False
+        while not group.wait(_PAUSE):
+            if self._take_signal():
+                return None
+            if not is_reported and time.monotonic() - since > _NOTICE_TIMEOUT:
+                is_reported = True
+                has = {name: int(n) for name, n in self._ray.cluster_resources().items() if name in _SHOWN}
+                _say(f"waits for {len(bundles)} bundles of {bundles[0]} ({strategy}); the cluster has {has}")
+        return group
+
+    def _attempt(self, group: Any, attempt: int) -> int:
+        """Start all ranks and follow them to their end; return the first exit code that is not 0."""
+        ray, size = self._ray, self._job["ranks_per_bundle"]
+        strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        # The class of the module, not of the program: nodes import it.
+        actor = ray.remote(import_module("accel_cli.launch.ray").Rank)
+        gpus = min(1, self._job["bundles"][0].get("GPU", 0) // size)
+        actors = [
+            actor.options(
+                num_cpus=1, num_gpus=gpus, max_concurrency=4,
+                scheduling_strategy=strategy(group, placement_group_bundle_index=index // size),
+            ).remote()
+            for index in range(size * len(self._job["bundles"]))
+        ]  # fmt: skip
+        try:
+            locations = self._until([rank.where.remote() for rank in actors])
+            if locations is None:
+                return 0
+            order = order_ranks(locations)
+            actors, locations = [actors[index] for index in order], [locations[index] for index in order]
+            self._start(actors, locations, attempt)
+            nodes = list(dict.fromkeys(location.node for location in locations))
+            return self._follow(
+                [
+                    (actor, nodes.index(location.node))
+                    for actor, location in zip(actors, locations, strict=True)
+                ]
+            )
+        except ray.exceptions.RayError as error:
+            _say(f"the ranks could not be started: {_first_line(error)}")
+            return LOST
+        finally:
+            for rank in actors:
+                ray.kill(rank)
+
+    def _start(self, actors: Sequence[Any], locations: Sequence[Location], attempt: int) -> None:
+        context = self._ray.get_runtime_context()
+        # Ray runs the actors of a job that has a working directory in their node's copy of it.
+        folder = None if context.runtime_env.get("working_dir") else str(Path.cwd())
+        ours = {name: value for name, value in read().items() if not _is_of_node(name)}
+        threads = self._job["threads"] or ours.get("OMP_NUM_THREADS")
+        fixed = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+        self._ray.get(
+            [
+                actor.start.remote(
+                    self._job["command"], {"PYTHONUNBUFFERED": "1", **ours, **environ, **fixed}, folder
+                )
+                for actor, environ in zip(actors, rank_environs(locations, attempt), strict=True)
+            ]
+        )
+
+    def _until(self, references: Sequence[Any]) -> list[Any] | None:
+        """Return the results when all are there; None after a signal that ends the job."""
+        while len(self._ray.wait(references, num_returns=len(references), timeout=_PAUSE)[0]) < len(
+            references
+        ):
+            if self._take_signal():
+                return None
+        return self._ray.get(references)
+
+    def _follow(self, ranks: Sequence[tuple[Any, int]]) -> int:
+        """Print what the ranks write until all have ended; end the others when one has failed."""
+        ray, is_several = self._ray, len(ranks) > 1
+        first, deadline = 0, float("inf")
+        waiting = {actor.read.remote(): rank for rank, (actor, _) in enumerate(ranks)}
+        while waiting and time.monotonic() < deadline:
+            for reference in ray.wait(list(waiting), timeout=_PAUSE)[0]:
+                rank = waiting.pop(reference)
+                actor, node = ranks[rank]
+                name = f"node {node} rank {rank}"
+                try:
+                    lines, code = ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    lines, code = [], LOST
+                    _say(f"{name} is lost: {_first_line(error)}")
+                _write(lines, f"{name}: " if is_several else "")
+                if code is None:
+                    waiting[actor.read.remote()] = rank
+                elif code and not first and not self._ended_by:
+                    first = 128 - code if code < 0 else code
+                    _say(f"{name} has ended with {first}")
+                    deadline = self._end(ranks, waiting.values(), signal.SIGTERM)
+            is_second = bool(self._ended_by)
+            for number in self._received():
+                if number == signal.SIGINT and is_second:  # Ctrl-C again
+                    return first
+                if number in _STOP_SIGNALS:
+                    deadline = self._end(ranks, waiting.values(), number)
+                else:
+                    self._send(ranks, waiting.values(), number)
+        return first
+
+    def _end(self, ranks: Sequence[tuple[Any, int]], running: Iterable[int], number: int) -> float:
+        """Send a signal that ends ranks; return the time until which they are waited for."""
+        self._send(ranks, running, number)
+        return time.monotonic() + self._job["grace"]
+
+    def _send(self, ranks: Sequence[tuple[Any, int]], running: Iterable[int], number: int) -> None:
+        for rank in running:
+            ranks[rank][0].signal.remote(int(number))
+
+    def _received(self) -> list[int]:
+        """Return the signals that came; the first that ends the job is noted."""
+        numbers: list[int] = []
+        with suppress(queue.Empty):
+            while True:
+                numbers.append(self._signals.get_nowait())
+        for number in numbers:
+            if number in _STOP_SIGNALS and not self._ended_by:
+                self._ended_by = number
+        return numbers
+
+    def _take_signal(self) -> bool:
+        """Return whether a signal has ended the job before it began."""
+        self._received()
+        return bool(self._ended_by)
+
+
+_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+
+_PAUSE = 0.2
+"""Seconds between two looks at the signals that came."""
+
+_NOTICE_TIMEOUT = 10.0
+"""Seconds after which the launcher says what it waits for."""
+
+_SHOWN = ("CPU", "GPU")
+
+
+def _is_of_node(name: str) -> bool:
+    """Return whether a variable describes a node or its Ray, and must not come from another."""
+    return name.startswith("RAY_") or name in {"HOSTNAME", *VISIBLE_DEVICES.values()}
+
+
+def _write(lines: Iterable[tuple[int, bytes]], prefix: str) -> None:
+    """Write output of a rank to the same stream of this process, each line after a prefix."""
+    for number, text in lines:
+        with os.fdopen(number, "wb", closefd=False) as stream:
+            stream.write(b"".join(prefix.encode() + line for line in text.splitlines(keepends=True)))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"accel launch: {text}\n")
+    sys.stderr.flush()
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Connect to the cluster and run a job.
+
+    Args:
+        arguments: The job as JSON.
+
+    Returns:
+        The exit code of the job, or 2 if there is no cluster.
+    """
+    job = json.loads(arguments[0])
+    ray: Any = import_module("ray")
+    sys.stdout = sys.stderr  # What Ray says, such as that a worker has died, is no output of the script.
+    try:
+        _require_listener(job["address"])
+        ray.init(address=job["address"], log_to_driver=False, logging_level="WARNING")
+    except (OSError, ValueError, RuntimeError) as error:
+        _say(f"error: there is no cluster of Ray at {job['address']!r}: {_first_line(error)}")
+        return ERROR
+    try:
+        return Job(job, ray).run()
+    finally:
+        ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raise an `OSError` if nothing listens at an address; Ray would end this process."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon and port.isdecimal():
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_NOTICE_TIMEOUT):
+            pass
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
