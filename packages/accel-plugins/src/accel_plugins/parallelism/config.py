@@ -493,7 +493,7 @@ class ParallelismConfig:
 
     def use_fully_shard(self) -> None:
         """Give the mesh a shard axis, also one of size 1, as FSDP2 shards the models of the run."""
-        self._is_fully_sharded = True
+        self._is_fully_sharded = not self.sp_enabled  # whose axis is one
         if self.device_mesh is not None and self.device_mesh.mesh_dim_names == ("tp",):
             self.device_mesh = None  # to be built again
 
