@@ -17,7 +17,7 @@ def test_the_report_is_text_or_json_of_the_same_facts(capsys):
     assert facts["python"] == sys.version.split()[0]
     assert facts["torch"]["version"] == torch.__version__
     has_megatron = "megatron-core" in facts["libraries"]
-    assert facts["experimental"] == ["training by Megatron has not run on a GPU yet"] * has_megatron
+    assert facts["experimental"] == ["training by Megatron has not run on several GPUs yet"] * has_megatron
     assert main(["env"]) == 0
     assert capsys.readouterr().out == env.as_text(facts)
 

@@ -35,7 +35,7 @@ _LIBRARIES = (
     "torchvision", "transformer-engine", "transformers", "triton",
 )  # fmt: skip
 
-_EXPERIMENTAL = {"megatron-core": "training by Megatron has not run on a GPU yet"}
+_EXPERIMENTAL = {"megatron-core": "training by Megatron has not run on several GPUs yet"}
 """Features that have not run on the hardware that they are for, by the library that they need."""
 
 _PROGRAMS = ("gcloud", "g++", "mpirun", "ninja", "nvcc", "nvidia-smi", "pdsh", "sbatch", "srun")
