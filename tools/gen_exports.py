@@ -101,6 +101,9 @@ COMMANDS = {
 
 SCRIPTS = {
     "accel.test_utils.scripts.test_cli": "accel_train.testing.processes.print_devices",
+    "accel.test_utils.scripts.test_ops": "accel_cli.commands.selftest_checks.check_operations",
+    "accel.test_utils.scripts.test_script": "accel_cli.commands.selftest_checks.check_script",
+    "accel.test_utils.scripts.test_sync": "accel_cli.commands.selftest_checks.check_gradient_sync",
 }
 """The scripts that tests start by their path, and the function that each calls."""
 
@@ -339,6 +342,8 @@ def script_text(function: str) -> str:
         '"""A script that tests start by its path. Written by tools/gen_exports.py."""',
         "",
         f"from {module} import {name} as main",
+        "",
+        '__all__ = ["main"]',
         "",
         'if __name__ == "__main__":',
         "    main()",

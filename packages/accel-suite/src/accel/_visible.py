@@ -408,7 +408,9 @@ NAMES = {
         "weakref": "weakref:",
     },
     "accel.test_utils": {
-        "test_ops test_script test_sync": "absent: `accel test` runs the checks of a machine.",
+        "test_ops": "accel.test_utils.scripts.test_ops:",
+        "test_script": "accel.test_utils.scripts.test_script:",
+        "test_sync": "accel.test_utils.scripts.test_sync:",
         "DEFAULT_LAUNCH_COMMAND are_the_same_tensors assert_exception capture_call_output execute_subprocess_async get_launch_command get_torch_dist_unique_port path_in_accelerate_package pytest_xdist_worker_id": "accel_train.testing.processes",
         "RegressionDataset RegressionModel": "accel_train.testing.regression",
         "device_count memory_allocated_func require_bnb require_cpu require_cuda require_cuda_or_hpu require_cuda_or_xpu require_fp16 require_fp8 require_huggingface_suite require_mlu require_mps require_multi_device require_multi_gpu require_multi_gpu_or_xpu require_multi_xpu require_musa require_non_cpu require_non_hpu require_non_torch_xla require_non_xpu require_npu require_pippy require_sdaa require_single_device require_single_gpu require_single_xpu require_torch_min_version require_torchao require_torchvision require_tpu require_transformer_engine require_transformer_engine_mxfp8 require_xpu run_first skip slow torch_device": "accel_train.testing.requirements",
@@ -420,7 +422,10 @@ NAMES = {
         "Optional": "typing",
     },
     "accel.test_utils.scripts": {
-        "external_deps test_ops test_script test_sync": "absent: `accel test` runs the checks of a machine.",
+        "external_deps": "absent: `accel test` runs the checks of a machine.",
+        "test_ops": "accel.test_utils.scripts.test_ops:",
+        "test_script": "accel.test_utils.scripts.test_script:",
+        "test_sync": "accel.test_utils.scripts.test_sync:",
     },
     "accel.test_utils.testing": {
         "accelerate": "accel:",

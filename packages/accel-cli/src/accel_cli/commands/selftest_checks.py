@@ -7,6 +7,7 @@ import logging
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_cli.commands.selftest import FAILED, PASSED, RUNNING, SKIPPED, Outcome, RankReport
-from accel_ops.collectives import broadcast, gather, gather_object, reduce
+from accel_ops.collectives import broadcast, broadcast_object_list, gather, gather_object, reduce
 from accel_ops.pad import pad_across_processes
 from accel_plugins.fp8.ao import has_ao_layers
 from accel_plugins.fp8.te import has_transformer_engine_layers
@@ -180,6 +181,68 @@ CHECKS: Mapping[str, Callable[[Session], str]] = {
     "checkpoint": checkpoint,
 }
 """The checks in their order. One that returns nothing has nothing to check."""
+
+
+def check_script() -> None:
+    """Run the checks of `accel test` on this rank of a program that is launched already.
+
+    Raises:
+        AssertionError: A result is not what plain PyTorch or arithmetic gives.
+    """
+    session = _current_session()
+    for check in CHECKS.values():
+        check(session)
+
+
+def check_operations() -> None:
+    """Check the ranks and the collectives on this rank of a program that is launched already.
+
+    Raises:
+        AssertionError: A result is not what arithmetic gives.
+    """
+    session = _current_session()
+    processes(session)
+    collectives(session)
+
+
+def check_gradient_sync() -> None:
+    """Check when gradients are synchronised, on this rank of a program that is launched already.
+
+    Raises:
+        AssertionError: Gradients or steps are not those of plain PyTorch.
+    """
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
+    rows = torch.arange(1.0, 2 * size + 1).reshape(size, 2)  # The gradients of a weight, by rank and batch.
+    layer = nn.Linear(1, 1, bias=False).to(device)
+    model, optimizer = accelerator.prepare(layer, torch.optim.SGD(layer.parameters(), lr=0.5))
+    start = layer.weight.item()
+    own, mean = rows[rank].tolist(), rows.mean(dim=0).tolist()
+    with accelerator.no_sync(model):
+        accelerator.backward(model(rows[rank, :1, None].to(device)).sum())
+    _expect_close([layer.weight.grad.item()], [own[0] / 2], 1e-6, "the gradient without synchronisation")  # pyright: ignore[reportOptionalMemberAccess]
+    accelerator.backward(model(rows[rank, 1:, None].to(device)).sum())
+    _expect_close([layer.weight.grad.item()], [sum(mean) / 2], 1e-6, "the synchronised gradient")  # pyright: ignore[reportOptionalMemberAccess]
+    optimizer.zero_grad()
+    synchronised: list[bool] = []
+    weights: list[float] = []
+    for batch in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows[rank, batch : batch + 1, None].to(device)).sum())
+            synchronised.append(accelerator.sync_gradients)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(layer.weight.item())
+    _expect(synchronised, [False, True], "the batches after which gradients are synchronised")
+    _expect_close(weights, [start, start - 0.5 * sum(mean) / 2], 1e-6, "the weight after each batch")
+
+
+def _current_session() -> Session:
+    """Return the context of the checks in a program that is launched already."""
+    accelerator = Accelerator()
+    folder: list[Any] = [tempfile.mkdtemp() if accelerator.is_main_process else None]
+    broadcast_object_list(folder)
+    return Session(accelerator=accelerator, precision=accelerator.mixed_precision, folder=Path(folder[0]))
 
 
 _STEPS = 4

@@ -2,5 +2,7 @@
 
 from accel_train.testing.processes import print_devices as main
 
+__all__ = ["main"]
+
 if __name__ == "__main__":
     main()
