@@ -227,7 +227,7 @@ def test_what_kubernetes_refuses_is_said(launched):
     with launched("", "--queue", "none") as process:
         _, problems = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "accel launch: error: Kubernetes refuses the job: there is no queue" in problems
+    assert "accel launch: error: Kubernetes refuses the request: there is no queue" in problems
 
 
 @pytest.mark.thorough

@@ -167,14 +167,10 @@ class KubernetesJob:
         _say(f"job {self._name} is submitted; Ctrl-C deletes it")
         while True:
             code = self._code()
-            if code is None:
-                self._follow_pods()
+            self._follow_pods()
             if code is not None:
-                self._follow_pods()
                 for follower in self._followers.values():
                     follower.join(_LAST_OUTPUT)
-                if code:
-                    _say(f"job {self._name} has failed: a container has ended with {code}")
                 return code
             try:
                 number = self._signals.get(timeout=_PAUSE)
@@ -186,13 +182,23 @@ class KubernetesJob:
 
     def _code(self) -> int | None:
         """Return the exit code of the job; None while it runs."""
-        job = self._jobs.get_namespaced_custom_object(*self._kind, self._name)
+        try:
+            job = self._jobs.get_namespaced_custom_object(*self._kind, self._name)
+        except self._client.ApiException as error:
+            if error.status == 404:
+                _say(f"job {self._name} was deleted")
+                return 1
+            if not _is_busy(error):
+                raise
+            return None  # The server is asked again.
         conditions = job.get("status", {}).get("conditions", [])
         states = {item["type"] for item in conditions if item.get("status") == "True"}
         if states & {"Complete", "Completed"}:
             return 0
         if "Failed" in states:
-            return next(filter(None, self._container_codes()), 1)
+            code = next(filter(None, self._container_codes()), 1)
+            _say(f"job {self._name} has failed: a container has ended with {code}")
+            return code
         return None
 
     def _container_codes(self) -> Iterator[int]:
@@ -212,7 +218,13 @@ class KubernetesJob:
 
     def _follow_pods(self) -> None:
         """Follow the output of each pod that has begun, in a thread."""
-        for pod in self._pods():
+        try:
+            pods = self._pods()
+        except self._client.ApiException as error:
+            if not _is_busy(error):
+                raise
+            return
+        for pod in pods:
             name = pod.metadata.name
             if name not in self._followers and pod.status.phase != "Pending":
                 follower = threading.Thread(target=self._show, args=(name,), daemon=True)
@@ -269,7 +281,7 @@ def main(arguments: Sequence[str]) -> int:
     except config.ConfigException as error:
         _say(f"error: no cluster of Kubernetes is configured: {error}")
     except client.ApiException as error:
-        _say(f"error: Kubernetes refuses the job: {_reason(error)}")
+        _say(f"error: Kubernetes refuses the request: {_reason(error)}")
     return ERROR
 
 
@@ -279,6 +291,10 @@ def _current_namespace(config: Any) -> str:
     if of_pod.is_file():
         return of_pod.read_text(encoding="utf-8").strip()
     return config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
+
+
+def _is_busy(error: Any) -> bool:
+    return error.status == 429 or error.status >= 500
 
 
 def _reason(error: Any) -> str:

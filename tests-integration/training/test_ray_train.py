@@ -1,0 +1,44 @@
+"""`Accelerator` inside Ray Train's `TorchTrainer`: reported checkpoints survive, rows are read once."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel import Accelerator
+from accel_state.errors import SettingsError
+from accel_train.ray import report
+from harness.ray_cluster import ENVIRON, SKIP
+
+pytestmark = pytest.mark.skipif(bool(SKIP), reason=SKIP)
+
+
+@pytest.mark.thorough
+def test_a_worker_that_dies_right_after_its_report_resumes_from_it(tmp_path):
+    program = Path(__file__).parents[1] / "harness" / "ray_train.py"
+    done = subprocess.run(
+        [sys.executable, program, tmp_path], env={**os.environ, **ENVIRON}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    read: list[int] = []
+    for rank in range(2):
+        first, second = (tmp_path / f"rank-{rank}.txt").read_text().splitlines()
+        assert first == f"rank {rank}/2 True from 2"  # of the four steps, those of the second epoch are left
+        read += map(int, re.findall(r"\d+", second.partition("rows")[2]))
+    assert sorted(read) == list(range(0, 64, 4))
+    result = re.search(r"result (.*)", done.stdout)[1]
+    assert "'step': 4" in result
+    assert "model.safetensors" in result
+
+
+@pytest.mark.thorough
+def test_outside_of_ray_train_a_sentence_says_so(monkeypatch):
+    monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported.
+    with pytest.raises(SettingsError, match="for the train_loop_per_worker of a TorchTrainer"):
+        report(Accelerator(cpu=True), {})
