@@ -34,14 +34,13 @@ EPOCHS, PREEMPTED = 3, 143
 def train(folder: str, workers: int) -> None:
     """Train from wherever the last run was; note every batch, the end, and the exit code of this run."""
     torch.set_num_threads(1)
+    hang_monitor.INTERVAL_S = 0.05  # of this process, which ends with the run
     project = ProjectConfiguration(
         folder, automatic_checkpoint_naming=True, total_limit=2, save_on_preemption=True
     )
     accelerator = Accelerator(
         cpu=True, project_config=project, dataloader_config=DataLoaderConfiguration(resume_mid_epoch=True)
     )
-    if (monitor := hang_monitor.active()) is not None:
-        monitor.interval = 0.05
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -69,7 +68,7 @@ def train(folder: str, workers: int) -> None:
                 step += 1
                 if step % 4 == 0:
                     assert len([*evaluation]) == 4 / accelerator.num_processes
-                time.sleep(0.004)
+                time.sleep(0.01)
                 with log.open("a") as file:
                     file.write(f"{loader.iteration} {(batch * 48).int().flatten().tolist()}\n")
                 Path(folder, f"ready{rank}").touch()
@@ -117,9 +116,18 @@ def test_notices_of_preemption_cost_no_step_and_change_nothing(
     undisturbed.mkdir()
     assert run(nursery, world_size, undisturbed, workers) == [0] * world_size
 
+    def steps_of(folder: Path) -> int:
+        return len((folder / "batches0").read_text().splitlines())
+
+    num_steps = steps_of(undisturbed)
+
     def give_notice(pids: list[int]) -> None:
         """Send a signal at any moment: to one rank, or to all processes of the job, data workers included."""
-        time.sleep(chance.random() * 0.3)
+        left = num_steps - steps_of(folder)
+        stop = num_steps - left + chance.randrange(1 + left * 3 // 4)
+        while steps_of(folder) < stop and not [*folder.glob("code*")]:
+            time.sleep(0.002)
+        time.sleep(chance.random() * 0.01)
         chosen = [psutil.Process(pid) for pid in chance.choice([pids, pids[-1:]])]
         number = chance.choice([signal.SIGTERM, signal.SIGUSR1])
         for process in chosen:

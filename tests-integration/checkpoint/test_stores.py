@@ -351,8 +351,10 @@ def die_at(moment: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "kills"),
+    [(2, 3), *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((1, 60), (2, 60)))],
+)
 def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     endpoint: str, tmp_path: Path, world_size: int, kills: int
 ) -> None:

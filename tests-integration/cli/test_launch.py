@@ -183,6 +183,7 @@ def test_a_signal_reaches_the_processes_and_decides_the_exit_code(here):
     assert all((here / f"left{rank}").exists() for rank in range(2))
 
 
+@pytest.mark.thorough
 def test_two_launches_at_the_same_time_do_not_meet_at_one_port(here):
     (here / "starts.py").write_text("import os; open('port' + os.environ['MASTER_PORT'], 'w')")
     line = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes=2", "starts.py"]
@@ -256,6 +257,7 @@ def test_the_report_of_this_machine_is_complete(here):
     assert "wrap" in facts["stages of prepare"]
 
 
+@pytest.mark.thorough
 def test_what_torchao_logs_when_it_is_imported_is_not_shown(here):
     pytest.importorskip("torchao")
     (here / "imports.py").write_text("import torchao\nprint('done')")

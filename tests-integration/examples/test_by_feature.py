@@ -20,6 +20,7 @@ from accel_state.accelerator_state import AcceleratorState, GradientState
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
 from harness.engines import deepspeed_process
+from harness.programs import TORCHRUN, Program, run_programs
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/by_feature"
 INFERENCE = EXAMPLES.with_name("inference")
@@ -133,21 +134,56 @@ def test_regions_are_compiled(tmp_path):  # in processes where warnings of the c
     assert last_line(said) == last_line(on_the_page("compile"))
 
 
-def test_bert_learns_which_sentences_mean_the_same(tmp_path):
-    said = launch("nlp_example", folder=tmp_path)
-    assert re.search(r"epoch 2: accuracy (0\.9\d\d|1\.000)\n$", said), said
+SCRIPT = """
+import sys
+from pathlib import Path
+from accel.state import AcceleratorState, GradientState
+source, runs = Path({file!r}).read_text(), {runs!r}
+sys.path.insert(0, str(Path({file!r}).parent))
+for number, arguments in enumerate(runs, 1):
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    sys.argv = [{file!r}, *arguments]
+    text = source if number == len(runs) else source.replace("accelerator.end_training()", "")
+    exec(compile(text, {file!r}, "exec"), {{"__name__": "__main__"}})
+"""
+FULL_SCRIPTS = {
+    "nlp_example": [()],
+    "complete_nlp_example": [("--checkpointing_steps", "40"), ("--resume_from_checkpoint",)],
+    "cv_example": [()],
+}
+"""The arguments of each run."""
 
 
-def test_the_complete_example_resumes_from_a_checkpoint(tmp_path):
-    first = launch("complete_nlp_example", "--checkpointing_steps", "40", folder=tmp_path)
-    assert re.search(r"epoch 2: accuracy (0\.9\d\d|1\.000)\n$", first), first
-    second = launch("complete_nlp_example", "--resume_from_checkpoint", folder=tmp_path)
-    assert second == "resuming in epoch 3\n"
+@pytest.fixture(scope="module")
+def full_scripts(tmp_path_factory):
+    """What the main process of each script printed."""
+    programs = {
+        name: Program(
+            SCRIPT.format(file=str(EXAMPLES.parent / f"{name}.py"), runs=runs),
+            variables={**TORCHRUN, "ACCELERATE_USE_CPU": "true"},
+        )
+        for name, runs in FULL_SCRIPTS.items()
+    }
+    imports = ("accel", "transformers.models.bert.modeling_bert", "timm", "sklearn.datasets")
+    ends = run_programs(programs, tmp_path_factory.mktemp("scripts"), imports)
+    errors = [end.errors for ranks in ends.values() for end in ranks if end.code]
+    assert not errors, errors[0]
+    return {name: ranks[0].output for name, ranks in ends.items()}
 
 
-def test_an_image_model_learns_the_digits(tmp_path):
-    said = launch("cv_example", folder=tmp_path)
-    assert re.search(r"epoch 1: accuracy 0\.\d+ of 359 images\n$", said), said
+def test_bert_learns_which_sentences_mean_the_same(full_scripts):
+    assert re.search(r"epoch 2: accuracy (0\.9\d\d|1\.000)\n$", full_scripts["nlp_example"])
+
+
+def test_the_complete_example_resumes_from_a_checkpoint(full_scripts):
+    assert re.search(
+        r"epoch 2: accuracy (0\.9\d\d|1\.000)\nresuming in epoch 3\n$", full_scripts["complete_nlp_example"]
+    )
+
+
+def test_an_image_model_learns_the_digits(full_scripts):
+    assert re.search(r"epoch 1: accuracy 0\.\d+ of 359 images\n$", full_scripts["cv_example"])
 
 
 def test_a_model_larger_than_memory_generates_the_same(tmp_path):

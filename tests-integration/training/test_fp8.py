@@ -212,6 +212,7 @@ def final_loss(seed, name=None):
         return loss_of(model, make_batches(1, 64, 9)[0]).item()
 
 
+@pytest.mark.thorough
 def test_a_small_language_model_learns_as_it_does_in_bf16():
     """The final loss is within 5 % of that in bfloat16, and below that of a model that knows nothing."""
     for seed in (1, 2, 3):

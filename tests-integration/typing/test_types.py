@@ -15,6 +15,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 
 
+@pytest.mark.thorough
 def test_mypy_finds_the_types_that_are_asserted() -> None:
     sources = os.pathsep.join(str(path) for path in sorted(ROOT.glob("packages/*/src")))
     done = subprocess.run(

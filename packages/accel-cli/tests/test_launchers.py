@@ -419,6 +419,7 @@ SUGGESTED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(find_spec("sagemaker") is None, reason="the SageMaker SDK is not installed")
 def test_the_sdk_of_sagemaker_accepts_the_arguments(script):
     role = {"iam_role_name": "arn:aws:iam::123456789012:role/trainer"}

@@ -256,6 +256,7 @@ print(subprocess.run([sys.executable, "-c", child], check=True, capture_output=T
     assert run(program) == "True True"
 
 
+@pytest.mark.thorough
 def test_ranks_that_a_notebook_starts_inherit_the_alias() -> None:
     program = """
 from accel import notebook_launcher
@@ -272,6 +273,7 @@ print(notebook_launcher(train, num_processes=2, use_port=0))
     assert run(INSTALL + program).splitlines()[-1] == str({0: rank, 1: rank})
 
 
+@pytest.mark.thorough
 def test_ranks_that_are_spawned_inherit_the_alias(tmp_path: Path) -> None:
     (tmp_path / "work.py").write_text(
         "import accelerate, accel\n"

@@ -33,6 +33,7 @@ from accel_state.rank_status import RankStatus, call_site, format_statuses, main
 _RING = 16  # collectives of this rank that are remembered
 WARN_AFTER_S = 60.0  # seconds after which a wait is worth a warning
 LAST_WARNING = 0.9  # of the limit: NCCL's watchdog then ends the process, and nothing else is said
+INTERVAL_S = 1.0  # between two polls of the store, where neither the world nor the limit asks for another
 MIN_POLL_S = 1.0  # seconds in which a rank that is alive says something, on a busy machine too
 SHUTDOWN_GRACE_S = 5.0  # seconds that rank 0 waits for the others to hear why it ends
 
@@ -142,7 +143,7 @@ class HangMonitor:
         self.diagnosis: str | None = None
         self.ring: deque[_Slot] = deque(maxlen=_RING)
         # About once a second, less often where a thousand ranks share one store, more often for short limits.
-        self.interval = min(max(1.0, world_size / 200), max(0.05, limit / 5))
+        self.interval = min(max(INTERVAL_S, world_size / 200), max(0.05, limit / 5))
         self._store = PrefixStore("accel/hang_monitor", store)
         self._rank = rank
         self._world_size = world_size
