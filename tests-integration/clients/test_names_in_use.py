@@ -32,7 +32,6 @@ SHARDED = {
 }
 """What FSDP2 calls on two ranks; the reference does not shard on the CPU, and cannot tell."""
 OPEN = {
-    "accelerate.accelerator.ParallelismConfig.dp_shard_cp_dim_names",
     "accelerate.accelerator.ParallelismConfig.non_dp_dim_names",
 }
 """Properties that the reference reads in these runs and accel does not; this table only shrinks."""
