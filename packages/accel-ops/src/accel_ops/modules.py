@@ -109,6 +109,12 @@ def has_compiled_regions(module: nn.Module) -> bool:
     return any(is_compiled_module(part) or is_compiled_in_place(part) for part in module.modules())
 
 
+def size_at_load(model: nn.Module, name: str) -> int | None:
+    """Return a size of the `distributed_config` by which transformers has sharded a model, if any."""
+    at_load: Any = getattr(getattr(model, "config", None), "distributed_config", None)
+    return at_load.get(name) if isinstance(at_load, dict) else getattr(at_load, name, None)
+
+
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether any parameter of a model is a `DTensor`, that is, sharded or replicated across ranks."""
     return any(map(is_dtensor, model.parameters()))

@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from accel_ops.modules import without_compiler
+from accel_ops.modules import size_at_load, without_compiler
 from accel_plugins.fsdp.fsdp2 import MonitoredAllGather
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig, TorchTensorParallelPlugin, mesh_of
-from accel_plugins.parallelism.tensor import size_at_load
 from accel_plugins.sharding.shards import ShardsPersister
 from accel_plugins.sharding.state import StateForm, TensorShards
 from accel_plugins.sharding.step import sharded_stepper

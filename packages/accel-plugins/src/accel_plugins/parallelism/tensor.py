@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from accel_ops.modules import model_has_dtensor, unbound_forward
+from accel_ops.modules import model_has_dtensor, size_at_load, unbound_forward
 from accel_plugins.parallelism.config import axes_of, refuse_experts
 from accel_plugins.parallelism.experts import (
     experts_of,
@@ -264,12 +264,6 @@ def _is_of_family(model: nn.Module, pattern: str) -> bool:
     """Return whether a pattern is from transformers' plan of a family, not all of whose models match it."""
     family: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     return any(pattern.endswith(name) for name in family)
-
-
-def size_at_load(model: nn.Module, name: str) -> int | None:
-    """Return a size of the `distributed_config` by which transformers has sharded a model, if any."""
-    at_load: Any = getattr(getattr(model, "config", None), "distributed_config", None)
-    return at_load.get(name) if isinstance(at_load, dict) else getattr(at_load, name, None)
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:

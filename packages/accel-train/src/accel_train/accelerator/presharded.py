@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from accel_ops.modules import model_has_dtensor
+from accel_ops.modules import model_has_dtensor, size_at_load
 from accel_plugins import fsdp
 from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
-from accel_plugins.parallelism.tensor import size_at_load
 from accel_plugins.precision import build_precision
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train.accelerator.run import Facet
