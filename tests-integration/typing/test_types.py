@@ -25,7 +25,7 @@ def test_mypy_finds_the_types_that_are_asserted() -> None:
             "mypy",
             f"--config-file={FOLDER / 'mypy.ini'}",
             f"--cache-dir={ROOT / 'build' / 'mypy'}",
-            str(FOLDER / "assert_types.py"),
+            *(str(path) for path in sorted(FOLDER.glob("assert_*.py"))),
         ],
         cwd=ROOT,
         env={**os.environ, "MYPYPATH": sources},

@@ -22,6 +22,7 @@ from accel_bigmodel.device_map import check_device_map, check_tied_parameters_on
 from accel_bigmodel.device_plan import flatten_map
 from accel_bigmodel.hooks import (
     CpuOffload,
+    M,
     UserCpuOffloadHook,
     add_hook_to_module,
     attach_layerwise_casting_hooks,
@@ -56,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 def dispatch_model(
-    model: nn.Module,
+    model: M,
     device_map: Mapping[str, Device],
     main_device: Device | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
@@ -68,7 +69,7 @@ def dispatch_model(
     force_hooks: bool = False,
     *,
     memory_limit: int | None = None,
-) -> nn.Module:
+) -> M:
     """Place a model's blocks on their devices, and let it run across them.
 
     Blocks on the CPU (when there is an accelerator in the map) and on the disk are brought to the main device
@@ -171,12 +172,12 @@ def dispatch_model(
 
 
 def cpu_offload(
-    model: nn.Module,
+    model: M,
     execution_device: torch.device | int | str | None = None,
     offload_buffers: bool = False,
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
-) -> nn.Module:
+) -> M:
     """Keep the weights of a model on the CPU, and stream each block's to a device for its forward.
 
     The next block is copied while the present one computes. Parameters of modules above blocks stay on the
@@ -197,12 +198,12 @@ def cpu_offload(
 
 
 def disk_offload(
-    model: nn.Module,
+    model: M,
     offload_dir: str | os.PathLike[str],
     execution_device: torch.device | int | str | None = None,
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
-) -> nn.Module:
+) -> M:
     """Keep the weights of a model on the disk, and stream each block's to a device for its forward.
 
     The next block is read and copied while the present one computes. Parameters of modules above blocks stay
@@ -223,10 +224,10 @@ def disk_offload(
 
 
 def cpu_offload_with_hook(
-    model: nn.Module,
+    model: M,
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
-) -> tuple[nn.Module, UserCpuOffloadHook]:
+) -> tuple[M, UserCpuOffloadHook]:
     """Keep a whole model on the CPU until its forward; it then stays on the device until it is offloaded.
 
     Args:
@@ -248,12 +249,12 @@ def cpu_offload_with_hook(
 
 
 def _offloaded(
-    model: nn.Module,
+    model: M,
     device: Device,
     weights: OffloadedWeightsLoader,
     offload_buffers: bool,
     preload: Sequence[str] | None,
-) -> nn.Module:
+) -> M:
     add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True, only=()), append=True)
     attach_align_device_hook(
         model,

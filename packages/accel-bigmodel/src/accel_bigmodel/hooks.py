@@ -6,13 +6,15 @@ import functools
 import re
 import threading
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from accel_ops.tree import send_to_device
 from accel_state.torch_private import version_of
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class ModelHook:
@@ -87,7 +89,7 @@ class SequentialHook(ModelHook):
         return module
 
 
-def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
     """Wrap a module's forward in a hook.
 
     Args:
@@ -107,15 +109,15 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         # Not a new chain of prepared hooks: the present one keeps what it has prepared.
         prepared = hook.init_hook(module)
         _wrap(prepared, SequentialHook(present, hook))
-        return prepared
+        return cast("M", prepared)
     if present is not None:
         remove_hook_from_module(module)
     prepared = hook.init_hook(module)
     _wrap(prepared, hook)
-    return prepared
+    return cast("M", prepared)
 
 
-def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+def remove_hook_from_module(module: M, recurse: bool = False) -> M:
     """Restore a module's own forward."""
     hook = hook_of(module)
     if hook is not None:

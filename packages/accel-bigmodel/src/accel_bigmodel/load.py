@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from accel_bigmodel.device_map import automatic_device_map, check_device_map
 from accel_bigmodel.dispatch import dispatch_model
+from accel_bigmodel.hooks import M
 from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_offload_index
 from accel_bigmodel.placement import TensorOwner, set_module_tensor_to_device, sites_of, torch_dtype
 from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint, stored_dtypes
@@ -561,7 +562,7 @@ def load_checkpoint_in_model(
 
 
 def load_checkpoint_and_dispatch(
-    model: nn.Module,
+    model: M,
     checkpoint: str | os.PathLike[str],
     device_map: str | Mapping[str, Device] | None = None,
     max_memory: Mapping[int | str, float | str] | None = None,
@@ -579,7 +580,7 @@ def load_checkpoint_and_dispatch(
     *,
     report: bool = False,
     memory_limit: int | str | None = None,
-) -> nn.Module:
+) -> M:
     """Load a checkpoint into a model and let it run across its devices.
 
     Args:

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 from torch.func import functional_call
 
 from accel_bigmodel.device_map import generate_device_map, split_points_of
+from accel_bigmodel.hooks import M
 from accel_ops.collectives import broadcast, broadcast_object_list
 from accel_ops.tree import (
     concatenate,
@@ -30,14 +31,14 @@ from accel_state.torch_private import tree_leaves, tree_structure, tree_unflatte
 
 
 def prepare_pippy(
-    model: nn.Module,
+    model: M,
     split_points: Literal["auto"] | Sequence[str] = "auto",
     no_split_module_classes: str | Sequence[str] | None = None,
     example_args: tuple[Any, ...] = (),
     example_kwargs: Mapping[str, Any] | None = None,
     num_chunks: int | None = None,
     gather_output: bool = False,
-) -> nn.Module:
+) -> M:
     """Let every process run some of a model's layers, in a pipeline. For inference only.
 
     Afterwards every process calls the model alike. What the first one gives it counts; batches may have any

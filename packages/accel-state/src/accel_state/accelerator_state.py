@@ -67,6 +67,8 @@ class AcceleratorState(SharedState):
     parallelism_config: Any
     device_mesh: Any
     strategy: Any
+    _mixed_precision: str
+    _active_deepspeed: str
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib import import_module
-from typing import Any, ClassVar, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
 
 import numpy as np
 import torch
@@ -334,16 +334,18 @@ class SharedState(RankMethods):
     debug: bool
     runtime: Runtime
 
-    def __getattr__(self, name: str) -> Any:
-        kind = type(self).__name__
-        message = f"{kind!r} object has no attribute {name!r}"  # Programs look for these words of Python.
-        is_known = name in SharedState.__annotations__ or name.endswith("_plugin")
-        if is_known and not self._shared_state:
-            message = (
-                f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was "
-                "called and an `Accelerator` or `PartialState` was not reinitialized."
-            )
-        raise AttributeError(message, name=name, obj=self)
+    if not TYPE_CHECKING:  # type checkers are to report unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            kind = type(self).__name__
+            message = f"{kind!r} object has no attribute {name!r}"  # Programs look for these words of Python.
+            is_known = name in SharedState.__annotations__ or name.endswith("_plugin")
+            if is_known and not self._shared_state:
+                message = (
+                    f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` was "
+                    "called and an `Accelerator` or `PartialState` was not reinitialized."
+                )
+            raise AttributeError(message, name=name, obj=self)
 
     @property
     def initialized(self) -> bool:
@@ -387,6 +389,8 @@ class PartialState(SharedState):
     _shared_state: ClassVar[dict[str, Any]] = {}
 
     fork_launched: bool
+    _cpu: bool
+    _options: dict[str, Any]
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state

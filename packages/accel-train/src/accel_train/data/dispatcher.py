@@ -157,7 +157,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         """The state of this process."""
         return PartialState()
 
-    def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
+    def __iter__(self) -> Generator[T_co]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield the batches of this rank."""
         return self._pass(batch_transfer(self.device, prefetching=self._non_blocking))
 

@@ -76,7 +76,7 @@ class DataLoaderShard(PreparedLoader[T_co]):
         self.synchronized_generator = synchronized_generator
         self._non_blocking = _non_blocking
 
-    def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
+    def __iter__(self) -> Generator[T_co]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield this rank's batches."""
         return self._pass(
             batch_transfer(self.device, prefetching=self._non_blocking or self.pin_memory),

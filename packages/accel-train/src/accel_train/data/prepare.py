@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_data_loader(
-    dataloader: DataLoader[Any],
+    dataloader: DataLoader[T_co],
     device: torch.device | str | int | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
@@ -43,7 +43,7 @@ def prepare_data_loader(
     micro_batches: int = 1,
     already_sharded: bool | None = None,
     shard_iterable_dataset: bool = True,
-) -> DataLoaderShard[Any] | DataLoaderDispatcher[Any]:
+) -> DataLoaderShard[T_co] | DataLoaderDispatcher[T_co]:
     """Make the loader of this rank from a torch loader over the full data.
 
     The torch loader is not changed. A prepared loader is returned unchanged, and data that is sharded already
