@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from harness.ray_cluster import SKIP, LocalRay
+from harness.ray_cluster import IN_THIS_FOLDER, SKIP, LocalRay
 
 pytestmark = pytest.mark.skipif(bool(SKIP), reason=SKIP)
 
@@ -27,7 +27,7 @@ def launched(folder, cluster, *line):
     """Start `accel launch --launcher ray`, a rank on each node; end it if it is left running."""
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--launcher", "ray"]
     command += ["--ray_address", cluster.address, "--num_machines", "2", "--num_processes", "2", *line]
-    environ = {**os.environ, "HF_HOME": str(folder), "ONLY_HERE": "a b"}
+    environ = {**os.environ, **IN_THIS_FOLDER, "HF_HOME": str(folder), "ONLY_HERE": "a b"}
     with subprocess.Popen(
         command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

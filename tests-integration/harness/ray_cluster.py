@@ -21,6 +21,8 @@ cluster.shutdown()
 """
 # Slow machines: an agent needs many seconds to import what it needs.
 ENVIRON = {"RAY_agent_register_timeout_ms": "180000", "RAY_USAGE_STATS_ENABLED": "0"}
+IN_THIS_FOLDER = {"RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+"""For programs below `uv run`, whose folder Ray otherwise copies to every node."""
 
 
 class LocalRay:

@@ -13,7 +13,7 @@ import pytest
 from accel import Accelerator
 from accel_state.errors import SettingsError
 from accel_train.ray import report
-from harness.ray_cluster import ENVIRON, SKIP
+from harness.ray_cluster import ENVIRON, IN_THIS_FOLDER, SKIP
 
 pytestmark = pytest.mark.skipif(bool(SKIP), reason=SKIP)
 
@@ -22,9 +22,12 @@ pytestmark = pytest.mark.skipif(bool(SKIP), reason=SKIP)
 def test_a_worker_that_dies_right_after_its_report_resumes_from_it(tmp_path):
     program = Path(__file__).parents[1] / "harness" / "ray_train.py"
     done = subprocess.run(
-        [sys.executable, program, tmp_path], env={**os.environ, **ENVIRON}, capture_output=True, text=True,
+        [sys.executable, program, tmp_path],
+        env={**os.environ, **ENVIRON, **IN_THIS_FOLDER},
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     read: list[int] = []
     for rank in range(2):
