@@ -236,9 +236,14 @@ def trained(accelerator: Any, cell: Cell, rows: Tensor) -> Mapping[str, Tensor]:
         positions = batch.get("position_ids", torch.arange(LENGTH).repeat(len(inputs), 1))
         parts = [inputs, labels, positions]
         with accelerator.accumulate(model), accelerator.maybe_context_parallel(parts, [1, 1, 1], {*parts}):
-            loss = cross_entropy(model(inputs, positions).flatten(0, 1), labels.flatten(), reduction="sum")
-            loss = sequence_parallel_loss(loss, labels.numel())
-            accelerator.backward(loss * factor(cell.fault, cell.accumulation))
+            times = factor(cell.fault, cell.accumulation)
+            if TABLE[cell.strategy].computes_loss:
+                loss = model(inputs, shift_labels=labels, factor=times)
+            else:
+                logits = model(inputs, positions)
+                loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                loss = sequence_parallel_loss(loss, labels.numel()) * times
+            accelerator.backward(loss)
             if cell.clip and accelerator.sync_gradients and cell.fault != "unclipped":
                 accelerator.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()

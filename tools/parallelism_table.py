@@ -2,7 +2,7 @@
 
     uv run tools/parallelism_table.py                       # prints the table; about ten minutes on two cores
     uv run tools/parallelism_table.py --world-size 2 --axis ep
-    uv run tools/parallelism_table.py --write               # also writes it into the docs
+    uv run tools/parallelism_table.py --write               # also writes the rows into the docs
 
 Every row is a job of 2 or 4 processes that trains a Llama of transformers (a Mixtral where there are experts)
 for 20 steps on the same data by the same script: `ParallelismConfig` alone differs (beside the context of
@@ -41,6 +41,7 @@ AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
 ROWS, LENGTH, VOCABULARY, STEPS = 8, 16, 64, 20
 MAX_NORM, BOUND = 0.2, 2e-5
 PAGE = Path(__file__).resolve().parents[1] / "packages/accel-suite/docs/reference/parallelism.md"
+HEAD = ["| processes | sizes | loss | gradient norm | weights |", "| --- | --- | --- | --- | --- |"]
 BEGIN, END = "<!-- table: tools/parallelism_table.py -->", "<!-- end of the table -->"
 
 
@@ -207,25 +208,41 @@ def main() -> int:
         if int(os.environ["RANK"]) == 0:
             torch.save(value, results)
         return 0
-    lines = ["| processes | sizes | loss | gradient norm | weights |", "| --- | --- | --- | --- | --- |"]
-    print("\n".join(lines), flush=True)
+    print("\n".join(HEAD), flush=True)
     failed = False
+    found: dict[str, str] = {}
     for world, sizes in rows_of(arguments.world_size or [2, 4], arguments.axis or AXES):
         value = run(world, sizes, arguments.steps)
-        text = ", ".join(f"`{name.removesuffix('_size')}={size}`" for name, size in sizes.items())
+        key = begin_of_row(world, sizes)
         if isinstance(value, str):
             failed |= value.startswith("FAIL")
-            row = f"| {world} | {text} | {'' if value.startswith('FAIL') else 'refused: '}{value} | | |"
+            found[key] = f"{key}{'' if value.startswith('FAIL') else 'refused: '}{value} | | |"
         else:
             off = differences(value, train_alone(arguments.steps, experts="ep_size" in sizes))
             failed |= max(off) > BOUND
-            row = f"| {world} | {text} | " + " | ".join(f"{number:.0e}" for number in off) + " |"
-        print(row, flush=True)
-        lines.append(row)
+            found[key] = key + " | ".join(f"{number:.0e}" for number in off) + " |"
+        print(found[key], flush=True)
     if arguments.write:
-        before, _, after = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after.partition(END)[2]}")
+        PAGE.write_text(with_rows(PAGE.read_text(), found))
     return int(failed)
+
+
+def begin_of_row(world: int, sizes: Mapping[str, int]) -> str:
+    """Return the cells of a row that say what was run."""
+    text = ", ".join(f"`{name.removesuffix('_size')}={size}`" for name, size in sizes.items())
+    return f"| {world} | {text} | "
+
+
+def with_rows(page: str, found: Mapping[str, str]) -> str:
+    """Return the page with rows, by their first cells, in place of its own or beside them."""
+    before, _, rest = page.partition(BEGIN)
+    table, _, after = rest.partition(END)
+    known = table.splitlines()
+    lines = [*HEAD]
+    for key in (begin_of_row(*row) for row in rows_of([2, 4], AXES)):
+        row = found.get(key) or next((line for line in known if line.startswith(key)), None)
+        lines += [] if row is None else [row]
+    return f"{before}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{after}"
 
 
 if __name__ == "__main__":

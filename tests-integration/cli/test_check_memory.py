@@ -189,6 +189,65 @@ for rows in loader:
     optimizer.zero_grad()
 """
 
+STAGES = """
+import torch
+from torch import nn
+from accel import Accelerator
+from accel.utils import ParallelismConfig, TorchPipelineParallelConfig
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), tokens.flatten())
+
+
+handler = TorchPipelineParallelConfig(pp_schedule="{schedule}", pp_num_microbatches=4)
+config = ParallelismConfig(pp_size=2, dp_shard_size={shards}, pp_handler=handler)
+accelerator = Accelerator(parallelism_config=config, mixed_precision="{precision}")
+model = Net()
+length = 10 + ({differs}) * accelerator.process_index
+tokens = torch.randint(0, 64, (32, length))
+loader = torch.utils.data.DataLoader(tokens, batch_size=8 // {shards})
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for batch in loader:
+    accelerator.backward(model(batch))
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+model.eval()
+accelerator.gather(model(batch))
+accelerator.save_state("out")
+accelerator.save_model(model, "weights")
+"""
+
+STAGES_OF_LLAMA = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from accel import Accelerator
+from accel.utils import ParallelismConfig, TorchPipelineParallelConfig
+
+handler = TorchPipelineParallelConfig(pp_schedule="ZBVZeroBubble", pp_num_microbatches=4)
+accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2, pp_handler=handler))
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 6, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=100, tie_word_embeddings=True))
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(0, 100, (16, 12))]
+loader = torch.utils.data.DataLoader(rows, batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for batch in loader:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 SEQUENCES = """
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -233,6 +292,10 @@ def optimized(optimizer, sizes):
     return OPTIMIZED.format(optimizer=optimizer, sizes=sizes)
 
 
+def stages(**parts):
+    return STAGES.format(**{"schedule": "1F1B", "shards": 1, "precision": "no", "differs": 0} | parts)
+
+
 OFFLOADED = {"stage": 2, "reduce_bucket_size": 1_000_000, "offload_optimizer": {"device": "cpu"}}
 CASES = {
     "copies of shards": (32, "0,9", sharded("dp_replicate_size=4, dp_shard_size=8")),
@@ -246,6 +309,10 @@ CASES = {
         ),
     ),
     "experts": (4, "3", MIXTURE),
+    "stages": (2, "0,1", stages()),
+    "stages of other batches": (2, "0,1", stages(differs=2)),
+    "shards of stages": (4, "0,1,2,3", stages(shards=2, precision="bf16", schedule="Interleaved1F1B")),
+    "stages of Llama": (2, "0,1", STAGES_OF_LLAMA),
     "whole sequences": (2, "1", sharded("dp_shard_size=2", length=2048)),
     "parts of sequences": (8, "1", sharded("dp_shard_size=2, cp_size=4", length=2048)),
     "fewer rows than ranks": (4, "0,3", optimized("torch.optim.AdamW", "dp_shard_size=4")),
@@ -295,6 +362,8 @@ USUAL = (
     "copies of shards",
     "shards of tensor-parallel layers",
     "experts",
+    "stages",
+    "stages of other batches",
     "AdamW on the host",
     "full sequences",
     "Ulysses",
@@ -376,6 +445,64 @@ def test_experts_are_shared_by_ranks_and_their_weights_are_sharded(checks):
     rank = result["ranks"]["3"]
     assert rank["strategy"] == "fsdp2: dp_shard 4 x ep 2"
     assert rank["parts"]["parameters"] == 4 * 2 * (2 * 8 * 16 * 64 + 16 * 8) / 4
+
+
+EMBEDDING, HIDDEN, HEAD = 64 * 16, 16 * 16 + 16, 64 * 16 + 64
+"""Elements of the modules of `STAGES`."""
+
+
+def transfers(rank, preposition):
+    return [words for words in map(str.split, rank["collectives"]) if preposition in words]
+
+
+def test_stages_hold_their_own_modules_and_send_what_the_others_receive(checks):
+    result = checks["stages"]
+    assert result["problems"] == []
+    first, last = result["ranks"]["0"], result["ranks"]["1"]
+    assert first["strategy"] == "pipeline: pp 2"
+    # Stages are cut so that the larger of the two is as small as possible.
+    counts = [EMBEDDING, *[HIDDEN] * 6, HEAD]
+    halves = [(sum(counts[:cut]), sum(counts[cut:])) for cut in range(1, 8)]
+    for rank, elements in zip((first, last), min(halves, key=max), strict=True):
+        assert rank["parts"]["parameters"] == 4 * elements
+        assert rank["parts"]["optimizer"] == pytest.approx(8 * elements, rel=0.02)  # AdamW counts its steps
+    # Four micro-batches of two rows, three times (`--batches`): activations, and back their gradients.
+    for sender, receiver in ((first, last), (last, first)):
+        sizes = [int(words[1]) for words in transfers(sender, "to")]
+        assert sizes == [4 * 2 * 10 * 16] * 4 * 3
+        assert sizes == [int(words[1]) for words in transfers(receiver, "from")]
+    assert first["files"]["out/model.safetensors"] == 4 * sum(counts)
+    assert first["files"]["weights/model*.safetensors"] == 4 * sum(counts)
+    assert first["files"]["out/optimizer.bin"] == pytest.approx(8 * sum(counts), rel=0.02)
+    assert "out/model.safetensors" not in last["files"]
+
+
+def test_stages_that_get_batches_of_different_shapes_are_a_problem(checks):
+    problems = checks["stages of other batches"]["problems"]
+    assert problems[0].startswith(f"rank 0 sends {4 * 2 * 10 * 16} bytes to rank 1 at train.py:")
+    assert problems[0].endswith(f"which expects {4 * 2 * 12 * 16}")
+
+
+@pytest.mark.thorough
+def test_shards_of_stages_talk_within_their_stage_and_send_bfloat16(checks):
+    result = checks["shards of stages"]
+    assert result["problems"] == []
+    assert result["ranks"]["3"]["strategy"] == "pipeline: pp 2 x dp_shard 2"
+    # Rank 0 shares its stages with rank 1, and sends to rank 2; the loss is passed back in no message.
+    sent = {(words[-3], int(words[1])) for words in transfers(result["ranks"]["0"], "to")}
+    assert sent == {("2", 2 * 1 * 10 * 16)}
+    held = [rank["parts"]["parameters"] for rank in result["ranks"].values()]
+    assert sum(held) == 4 * (EMBEDDING + 6 * HIDDEN + HEAD)
+
+
+@pytest.mark.thorough
+def test_stages_of_a_model_of_transformers_exchange_the_gradients_of_tied_weights(checks):
+    result = checks["stages of Llama"]
+    assert result["problems"] == []
+    for rank, peer in (("0", "1"), ("1", "0")):
+        sizes = [int(words[1]) for words in transfers(result["ranks"][rank], "to")]
+        assert all(words[-3] == peer for words in transfers(result["ranks"][rank], "to"))
+        assert sizes.count(4 * 100 * 32) in {0, 2}, "two batches"
 
 
 MATRICES, VECTORS = 2 * 64 * 256, 256 + 64

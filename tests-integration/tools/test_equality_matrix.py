@@ -48,9 +48,9 @@ def run(*arguments: str) -> str:
 
 
 @distributed(world_size=2)
-def test_two_strategies_equal_one_process_and_errors_are_noticed(tmp_path: Path) -> None:
+def test_three_strategies_equal_one_process_and_errors_are_noticed(tmp_path: Path) -> None:
     """The hardest cells on two processes; and, for one strategy, with every error made on purpose."""
-    cells = [*cells_of(["fsdp2", "zero2"], 2, HARDEST), *faults_of(QUICKEST, 2)]
+    cells = [*cells_of(["fsdp2", "pp", "zero2"], 2, HARDEST), *faults_of(QUICKEST, 2)]
     task = tmp_path / "task.json"
     if dist.get_rank() == 0:
         task.write_text(json.dumps({"steps": 5, "cells": [asdict(cell) for cell in cells]}))

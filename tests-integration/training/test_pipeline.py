@@ -59,8 +59,7 @@ def make(kind):
     torch.manual_seed(0)
     if kind == "plain":
         return Net().double()
-    options = {"tie_word_embeddings": kind == "tied", "use_cache": kind != "uncached"}
-    model = make_llama(num_hidden_layers=LAYERS, **options).double()
+    model = make_llama(num_hidden_layers=LAYERS, tie_word_embeddings=kind == "tied", use_cache=True).double()
     if kind == "checkpointed":
         model.activation_checkpointing_enable()
     return model
@@ -231,7 +230,7 @@ def test_stages_beside_other_axes_train_as_one_process(tmp_path, kind, sizes, sc
 )
 def test_options_of_fsdp2_apply_to_stages(tmp_path, options):
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
-    _, model, _, _ = check_equal_to_one_process("uncached", {"pp_size": 2, "dp_shard_size": 2}, plugin=plugin)
+    _, model, _, _ = check_equal_to_one_process("llama", {"pp_size": 2, "dp_shard_size": 2}, plugin=plugin)
     units = [type(module).__name__ for module in model.modules() if isinstance(module, FSDPModule)]
     assert units == ["FSDPLlamaDecoderLayer"] * (LAYERS // 2)
 
@@ -241,7 +240,7 @@ def test_options_of_fsdp2_apply_to_stages_that_nothing_shards(tmp_path):
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", activation_checkpointing=True
     )
-    check_equal_to_one_process("uncached", {"pp_size": 2}, plugin=plugin, pp_schedule="Interleaved1F1B")
+    check_equal_to_one_process("llama", {"pp_size": 2}, plugin=plugin, pp_schedule="Interleaved1F1B")
 
 
 def check_bf16(sizes):

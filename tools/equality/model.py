@@ -99,11 +99,23 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block(experts=experts) for _ in range(DEPTH))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the logits of the next bytes; `positions` where a rank has a part of each sequence."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Return the logits of the next bytes, or with labels the mean loss, times a factor.
+
+        `positions` are for ranks that have a part of each sequence.
+        """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        logits = self.head(self.norm(x))
+        if shift_labels is None:
+            return logits
+        return functional.cross_entropy(logits.flatten(0, 1), shift_labels.flatten()) * factor

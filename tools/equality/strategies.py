@@ -12,6 +12,7 @@ from accel.utils import (
     DeepSpeedPlugin,
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
+    TorchPipelineParallelConfig,
 )
 from equality.alone import CLIP, Arithmetic, fresh
 
@@ -57,6 +58,7 @@ class Row:
         bound: The largest distance in bfloat16.
         recipe: The recipe of torchao in which it computes instead of bfloat16, if any.
         fresh: Makes the model and its optimizer.
+        computes_loss: Whether the model computes the loss, as that of a pipeline does.
         train: Trains through `Accelerator` where the engine computes the loss; `None` for the loop of all.
         context: In which it trains.
     """
@@ -68,6 +70,7 @@ class Row:
     bound: float
     recipe: str | None = None
     fresh: Fresh = fresh
+    computes_loss: bool = False
     train: Callable[[Any, Cell, Tensor], Mapping[str, Tensor]] | None = None
     context: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -110,6 +113,12 @@ def fp8(recipe: str) -> dict[str, Any]:
 def axes(**sizes: Any) -> dict[str, Any]:
     """Processes along several axes."""
     return {"parallelism_config": ParallelismConfig(**sizes)}
+
+
+def stages(cell: Cell, micro_batches: int | None = None, **sizes: Any) -> dict[str, Any]:
+    """A pipeline of two stages; by default with one micro-batch for each process."""
+    handler = TorchPipelineParallelConfig(pp_num_microbatches=micro_batches or cell.world_size)
+    return axes(pp_size=2, pp_handler=handler, **sizes)
 
 
 def zero(stage: int) -> Callable[[Cell], dict[str, Any]]:
@@ -174,6 +183,19 @@ STRATEGIES: Mapping[str, Row] = {
         bound=0.01,  # 4.5e-3 to 5.5e-3 after 20 steps on 2 and 4 ranks: as far as without experts
         fresh=partial(fresh, experts=True),
     ),
+    "pp": Row(
+        arguments=lambda cell: stages(cell, tp_size=cell.world_size // 2),
+        bf16=AUTOCAST,
+        bound=0.01,
+        computes_loss=True,
+    ),
+    "fsdp2+pp": Row(
+        arguments=lambda cell: fsdp(2) | stages(cell, micro_batches=2, dp_shard_size=cell.world_size // 2),
+        bf16=SMALL_WEIGHTS,
+        smallest=4,
+        bound=0.01,
+        computes_loss=True,
+    ),
     "ddp+fp8": Row(arguments=lambda _: fp8("rowwise"), bf16=AUTOCAST, bound=0.01, recipe="rowwise"),
     "fsdp2+fp8": Row(
         arguments=lambda _: fsdp(2) | fp8("rowwise"), bf16=SMALL_WEIGHTS, bound=0.05, recipe="rowwise"
@@ -184,4 +206,4 @@ STRATEGIES: Mapping[str, Row] = {
     "zero3": Row(arguments=zero(3), bf16=ENGINE_FROM_2, bound=0.01),
 }
 """By name. `cp` and `sp` shard sequences across two ranks; further ranks shard the model. `ep` trains a
-mixture of experts, which two ranks share."""
+mixture of experts, which two ranks share. `pp` has two stages; of four ranks, two share each layer (TP)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class Pipeline:
         self._kind: Any = get_schedule_class(str(config.pp_schedule))
         self._forward: Callable[..., Any] = model.forward
         self._is_causal = _loss_is_causal(model)
+        self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._name = type(model).__name__
         # 1. Put placeholders in the place of modules of other ranks.
         modules = [model.get_submodule(name) for name in layout.names]
@@ -151,12 +153,14 @@ class Pipeline:
         The loss is the mean over the replicas.
         """
         number = self.micro_batches
-        parts = cut_batch(self._name, args, kwargs, number, exact=True)
+        if self._takes_use_cache:  # passes that are computed again would add to the cache once more
+            kwargs = {**kwargs, "use_cache": False}
+        parts = _cut_batch(self._name, args, kwargs, number, exact=True)
         weights = self._weights(parts)
         batch = Batch(parts=parts, weights=weights, is_training=True, scale=1.0 / accumulation)
         with self._running(batch), hang_monitor.collective_scope("schedule of the pipeline"):
             if self._boundaries is None:
-                self._probe()
+                self.probe()
             schedule = self._schedule(*_sizes_of(parts[0]))
             batch.outputs.clear()
             try:
@@ -166,7 +170,7 @@ class Pipeline:
                 if isinstance(error.__cause__, (SettingsError, UnsupportedError)):
                     raise error.__cause__ from None
                 raise
-        make, dtype = self._form
+        form, dtype = self._form
         loss = torch.zeros((), dtype=dtype, device=self.device)
         if batch.outputs:
             loss = torch.stack(batch.outputs).sum()
@@ -174,7 +178,9 @@ class Pipeline:
         if self.replicas is not None:
             dist.all_reduce(loss, group=self.replicas)
             loss /= self.replicas.size()
-        return make(loss)
+        if issubclass(form, Tensor):
+            return loss
+        return (loss,) if issubclass(form, (tuple, list)) else form(loss=loss)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run forward passes alone; every rank returns the whole output."""
@@ -187,7 +193,7 @@ class Pipeline:
         kwargs = {key: value for key, value in kwargs.items() if key != "past_key_values"}
         if "use_cache" in kwargs:
             kwargs["use_cache"] = False
-        parts = cut_batch(self._name, args, kwargs, self.micro_batches, exact=False)
+        parts = _cut_batch(self._name, args, kwargs, self.micro_batches, exact=False)
         batch = Batch(parts=parts, weights=self._weights(parts), is_training=False)
         with self._running(batch), torch.no_grad(), hang_monitor.collective_scope("forward"):
             self._pass_forward(range(len(parts)))
@@ -229,7 +235,7 @@ class Pipeline:
             batch.outputs.append(output)
             return torch.zeros(1, device=self.device)
         self._output_type = type(output)
-        loss = _weighted(loss_in(self._name, output), batch.weights[index])
+        loss = _weighted(_loss_in(self._name, output), batch.weights[index])
         batch.outputs.append(loss.detach())
         return torch.stack([self.precision.scale(loss * batch.scale)])  # FSDP2 warns about views
 
@@ -322,8 +328,11 @@ class Pipeline:
         self._schedules[rows, length] = schedule
         return schedule
 
-    def _probe(self) -> None:
-        """Run the first micro-batch forward, to learn what stages pass on, and check how they are called."""
+    def probe(self) -> None:
+        """Run the first micro-batch forward, to learn what stages pass on, and check how they are called.
+
+        A collective of the pipeline.
+        """
         batch = cast("Batch", self._batch)
         devices = [] if self.device.type == "cpu" else [self.device]
         buffers = [(buffer, buffer.clone()) for stage in self.stages for buffer in stage.buffers()]
@@ -350,8 +359,48 @@ class Pipeline:
         if problem is not None:  # on every rank, or the others would wait for this one
             self._boundaries = None
             raise failure or SettingsError(problem)
-        form, dtype = answers[self.layout.ranks[-1]][0]
-        self._form = (lambda loss: with_loss(form, loss)), dtype
+        self._form = answers[self.layout.ranks[-1]][0]
+
+    def probe_alone(self, modules: Mapping[int, nn.Module]) -> None:
+        """Do as `probe`, without the other ranks: with the modules of all stages, by their indices."""
+        batch = cast("Batch", self._batch)
+        self._boundaries = {}
+        handles = [
+            modules[end - 1].register_forward_hook(
+                lambda _, __, output, number=number: self._learn(number, output)
+            )
+            for number, (_, end) in enumerate(self.layout.bounds[:-1])
+        ]
+        args, kwargs = batch.parts[0]
+        try:
+            with self._all_modules(modules):
+                output = self._forward(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._form = type(output), _loss_in(self._name, output).dtype
+
+    def evaluate_alone(
+        self, modules: Mapping[int, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Do as `evaluate`, without the other ranks: with the modules of all stages, by their indices."""
+        with self._all_modules(modules), torch.no_grad():
+            return self._forward(*args, **kwargs)
+
+    @contextmanager
+    def _all_modules(self, modules: Mapping[int, nn.Module]) -> Generator[None]:
+        self._show(modules)
+        try:
+            yield
+        finally:
+            self._active = None
+            self._show(self._own)
+
+    def _learn(self, number: int, output: Any) -> None:
+        """Keep what a stage passes on, and the form in which its last module returns it."""
+        name = self.layout.names[self.layout.bounds[number][1] - 1]
+        cast("dict[int, Boundary]", self._boundaries)[number] = self._boundary(first_tensor(output, name))
+        self._forms[number + 1] = len(output) if isinstance(output, tuple) else 0
 
     def _record(self, position: int) -> None:
         if self._calls is not None:
@@ -518,7 +567,7 @@ _DTYPES = (
 )
 
 
-def cut_batch(
+def _cut_batch(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int, *, exact: bool
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Cut the tensors of a batch along their rows; what has other rows is for every micro-batch.
@@ -567,7 +616,7 @@ def _loss_is_causal(model: Any) -> bool:
     return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
-def loss_in(name: str, output: Any) -> Tensor:
+def _loss_in(name: str, output: Any) -> Tensor:
     """Return the loss in what a model returns.
 
     Raises:
@@ -592,13 +641,6 @@ def _loss_or_none(output: Any) -> Tensor | None:
         first = cast("Sequence[Any]", output)[0]
         return first if isinstance(first, Tensor) and first.ndim == 0 else None
     return getattr(output, "loss", None)
-
-
-def with_loss(form: type[Any], loss: Tensor) -> Any:
-    """Return the loss as a model returns it."""
-    if issubclass(form, Tensor):
-        return loss
-    return (loss,) if issubclass(form, (tuple, list)) else form(loss=loss)
 
 
 def _weighted(loss: Tensor, weight: Tensor | float) -> Tensor:

@@ -98,8 +98,7 @@ class ModelNames:
         """Note an optimizer's parameters, those of other stages included; a collective of the pipeline."""
         own = self.parameters
         names = [[own[p] for p in row["params"] if p in own] for row in optimizer.param_groups]
-        gathered: Any = [None] * group.size()
-        dist.all_gather_object(gathered, names, group=group)
+        gathered = all_gather_objects(names, group)
         order = {name: index for index, name in enumerate(self.first)}
         rows = zip(*gathered, strict=True)
         full = [
@@ -110,6 +109,22 @@ class ModelNames:
         ]
         if any(full):
             self.groups[optimizer] = full
+
+
+def all_gather_objects(obj: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return what all ranks of a group pass, in their order."""
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, obj, group=group)
+    return gathered
+
+
+def descriptions(
+    names: ModelNames, tensors: Mapping[Any, Any], group: dist.ProcessGroup
+) -> list[dict[Any, tuple[torch.Size, torch.dtype]]]:
+    """Return shapes and dtypes of the tensors that each rank of a group has of a model; a collective."""
+    del names
+    own = {name: (value.shape, value.dtype) for name, value in tensors.items() if isinstance(value, Tensor)}
+    return all_gather_objects(own, group)
 
 
 @frozen
@@ -138,12 +153,11 @@ class PipelinePersister:
         aliases: dict[str, list[str]] = {}
         for name in names.state:
             aliases.setdefault(names.first.get(name, name), []).append(name)
-        metas = self._described(tensors)
+        metas = descriptions(names, tensors, self.group)
         for first, group in aliases.items():
             ranks = names.ranks.get(first)
             if ranks is None:  # no tensor, such as what get_extra_state() returns
-                held: list[Any] = [None] * self.group.size()
-                dist.all_gather_object(held, tensors.get(first), group=self.group)
+                held = all_gather_objects(tensors.get(first), self.group)
                 owned = [value for value in held if value is not None]
                 yield dict.fromkeys(group, owned[0] if owned else None) if keep else {}
                 continue
@@ -161,7 +175,7 @@ class PipelinePersister:
         own: dict[str, Tensor] = {}
         for tied, parameter in named_parameters_of(model_variables(model)):
             own |= {names.first.get(name, name): parameter for name in tied}
-        metas = self._described(own)
+        metas = descriptions(names, own, self.group)
         aliases: dict[str, list[str]] = {}
         for name in names.state:
             aliases.setdefault(names.first.get(name, name), []).append(name)
@@ -224,13 +238,12 @@ class PipelinePersister:
             for key, value in values.items()
             if isinstance(value, Tensor)
         }
-        plain: Any = [None] * self.group.size()
         values = {
             name: {key: value for key, value in entry.items() if not isinstance(value, Tensor)}
             for name, entry in states.items()
         }
-        dist.all_gather_object(plain, values, group=self.group)
-        metas = self._described(flat)
+        plain = all_gather_objects(values, self.group)
+        metas = descriptions(names, flat, self.group)
         merged: StateDict = {}
         for rank, part in enumerate(metas):
             for (name, key), meta in part.items():
@@ -283,15 +296,6 @@ class PipelinePersister:
 
     def _names_of(self, optimizer: Optimizer) -> ModelNames | None:
         return next((names for names in self.models.values() if optimizer in names.groups), None)
-
-    def _described(self, tensors: Mapping[Any, Any]) -> list[dict[Any, tuple[torch.Size, torch.dtype]]]:
-        """Return the shapes and dtypes of all ranks' tensors by name."""
-        own = {
-            name: (value.shape, value.dtype) for name, value in tensors.items() if isinstance(value, Tensor)
-        }
-        described: Any = [None] * self.group.size()
-        dist.all_gather_object(described, own, group=self.group)
-        return described
 
     def _collect(self, tensor: Tensor | None, meta: tuple[torch.Size, torch.dtype], rank: int) -> Tensor:
         """Return the full tensor of a rank of the pipeline on all of them."""

@@ -18,6 +18,7 @@ from accel_cli.commands.check.record import (
     differences,
     ranks_to_check,
     run_ranks,
+    transfer_problems,
 )
 from accel_cli.commands.estimate.memory import Estimate, TrainingSetup, estimate, fits
 from accel_cli.config_file import read_config
@@ -106,7 +107,7 @@ def find_problems(records: Sequence[RankRecord], merged: Merged, world: int, mem
         if record.parts or record.sizes is not None
     }
     problems = [f"rank {record.rank}: {record.stopped}" for record in records if record.stopped]
-    problems += [*map(str, differences(records)), *data_problems(records)]
+    problems += [*map(str, differences(records)), *transfer_problems(records), *data_problems(records)]
     if memory is not None:
         problems += [
             f"rank {rank} needs {convert_bytes(needed.device)} of {convert_bytes(memory)}:"
@@ -306,7 +307,7 @@ def _as_json(findings: Findings, merged: Merged) -> str:
             record.rank: {
                 "stopped": record.stopped,
                 **({"fp8": record.fp8} if record.fp8 else {}),
-                "collectives": [f"{event.kind} at {event.where}" for event in record.events],
+                "collectives": [*map(str, record.events)],
                 "files": {file.name: file.nbytes for file in record.files},
                 **memory_of(findings.estimates.get(record.rank)),
             }

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
+from accel_cli.commands.check.pipeline import patch_pipelines
 from accel_cli.commands.check.record import RankTask
 from accel_cli.commands.check.recorder import CollectiveRecorder, fake_value, is_fake, nbytes_of
 from accel_cli.commands.check.strategy import FORMS, files_of, record_strategies
@@ -51,6 +52,7 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     _patch_sharding(recorder)
     let_foreach_run_on("cpu", FakeTensor)  # Optimizers use it on accelerators.
     _patch_communication(recorder, task)
+    patch_pipelines(recorder)
     _patch_recipes(recorder)
     _patch_storage(recorder)
     _patch_loaders(recorder, task.batches)
@@ -365,7 +367,7 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
             run.project.iteration += 1
         with recorder.silence():
             form = FORMS[form_of_run(run)]
-            files = [*files_of(run, safe=safe)]
+            files = [*files_of(run, recorder.full_models, safe=safe)]
         for name, nbytes, full_nbytes in files:
             recorder.record_file(str(folder / name), nbytes, form=form, full_nbytes=full_nbytes)
         if form == "whole" and recorder.is_sharded:  # It is gathered before it is written.

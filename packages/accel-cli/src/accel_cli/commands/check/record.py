@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field, replace
-from itertools import zip_longest
+from itertools import permutations, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -66,15 +66,27 @@ class RankTask:
 
 @frozen
 class RecordedCollective:
-    """A collective.
+    """A collective, or a transfer between two ranks.
 
     Args:
+        stage: The position in the pipeline of the rank, if the ranks of that stage alone take part.
+        peer: The other rank of a transfer.
+        transferred: Bytes of a transfer.
         nbytes: Device memory of the rank at that moment.
     """
 
     kind: str
     where: str
+    stage: int | None = None
+    peer: int | None = field(default=None, compare=False)
+    transferred: int = field(default=0, compare=False)
     nbytes: int = field(default=0, compare=False)
+
+    def __str__(self) -> str:
+        if self.peer is None:
+            return f"{self.kind} at {self.where}"
+        preposition = "to" if self.kind == "send" else "from"
+        return f"{self.kind} {self.transferred} bytes {preposition} rank {self.peer} at {self.where}"
 
 
 @frozen
@@ -156,6 +168,11 @@ class RankRecord:
     loaders: tuple[LoaderRecord, ...] = ()
     stopped: str = ""
 
+    @property
+    def stage(self) -> int | None:
+        """The position of the rank in its pipeline, if it has run a schedule."""
+        return next((event.stage for event in self.events if event.stage is not None), None)
+
 
 @frozen
 class Difference:
@@ -182,30 +199,63 @@ class Difference:
 
 
 def differences(records: Sequence[RankRecord]) -> list[Difference]:
-    """Find the first difference of each rank from the first one.
+    """Find the first difference of each rank from the first one, or from the first one of its stage.
 
     Example:
         >>> record = RankRecord(rank=0, events=(RecordedCollective(kind="gather", where="train.py:3"),))
         >>> print(differences([record, RankRecord(rank=1)])[0])
         rank 0 calls gather at train.py:3, while rank 1 has ended: both would wait forever
     """
-    ranks_by_pair: dict[tuple[RecordedCollective | None, RecordedCollective | None], list[int]] = {}
-    first = records[0]
-    for record in records[1:]:
-        pair = _first_difference(first, record)
-        if pair is not None:
-            ranks_by_pair.setdefault(pair, []).append(record.rank)
+    ranks_by_pair: dict[tuple[int, RecordedCollective | None, RecordedCollective | None], list[int]] = {}
+    first_of_stage: dict[int | None, RankRecord] = {}
+    for record in records:
+        for first in dict.fromkeys((records[0].rank, first_of_stage.setdefault(record.stage, record).rank)):
+            pair = _first_difference(next(r for r in records if r.rank == first), record)
+            if pair is not None:
+                ranks_by_pair.setdefault((first, *pair), []).append(record.rank)
+                break
     return [
-        Difference(ranks=tuple(ranks), first=event, second=other, of=first.rank)
-        for (event, other), ranks in ranks_by_pair.items()
+        Difference(ranks=tuple(ranks), first=event, second=other, of=first)
+        for (first, event, other), ranks in ranks_by_pair.items()
     ]
+
+
+def transfer_problems(records: Sequence[RankRecord]) -> list[str]:
+    """Find ranks of which one sends other tensors than the other receives.
+
+    Example:
+        >>> send, receive = (
+        ...     RecordedCollective(kind=kind, where="train.py:3", peer=peer, transferred=nbytes)
+        ...     for kind, peer, nbytes in (("send", 1, 8), ("receive", 0, 4))
+        ... )
+        >>> records = [RankRecord(rank=0, events=(send,)), RankRecord(rank=1, events=(receive,))]
+        >>> print(*transfer_problems(records))
+        rank 0 sends 8 bytes to rank 1 at train.py:3, which expects 4
+    """
+    problems: list[str] = []
+    for sender, receiver in permutations(records, 2):
+        sent = [event for event in sender.events if (event.kind, event.peer) == ("send", receiver.rank)]
+        expected = [e for e in receiver.events if (e.kind, e.peer) == ("receive", sender.rank)]
+        for event, other in zip(sent, expected, strict=False):  # `differences` finds missing schedules
+            if event.transferred != other.transferred:
+                problems.append(
+                    f"rank {sender.rank} sends {event.transferred} bytes to rank {receiver.rank} at "
+                    f"{event.where}, which expects {other.transferred}"
+                )
+                break
+    return problems
 
 
 def _first_difference(
     first: RankRecord, second: RankRecord
 ) -> tuple[RecordedCollective | None, RecordedCollective | None] | None:
     """Return the first two collectives that differ, None for a rank that has ended; None if all are equal."""
-    for event, other in zip_longest(first.events, second.events):
+    stages = {first.stage, second.stage}
+    events = [
+        [event for event in record.events if event.stage is None or len(stages) == 1]
+        for record in (first, second)
+    ]
+    for event, other in zip_longest(*events):
         if event == other:
             continue
         # The collectives of a rank that stopped early are not known.

@@ -10,8 +10,10 @@ from collections.abc import Callable, Generator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_cli.commands.check.record import File, LoaderRecord, RecordedCollective, SelectedStrategy
@@ -44,6 +46,7 @@ class CollectiveRecorder:
 
     Args:
         models: The prepared models.
+        full_models: Copies of the prepared models of which a rank has some stages, before they were cut.
         fakes: The mode of fake tensors.
         tracker: Tracks the memory of the rank, from the first prepared model on.
         is_sharded: Whether models are sharded as in training, so that their tracked memory is the rank's.
@@ -56,6 +59,7 @@ class CollectiveRecorder:
     files: list[File] = field(default_factory=list[File])
     loaders: dict[int, LoaderRecord] = field(default_factory=dict[int, LoaderRecord])
     models: list[nn.Module] = field(default_factory=list["nn.Module"])
+    full_models: WeakKeyDictionary[nn.Module, nn.Module] = field(default_factory=WeakKeyDictionary)
     strategy: SelectedStrategy = field(default_factory=SelectedStrategy)
     fakes: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     tracker: RankMemoryTracker | None = None
@@ -65,6 +69,7 @@ class CollectiveRecorder:
     fp8: str = ""
     _real_depth: int = 0
     _silent_depth: int = 0
+    _stage: int | None = None
     _buffered_on_host: int = 0
 
     @contextlib.contextmanager
@@ -111,11 +116,28 @@ class CollectiveRecorder:
         finally:
             self._silent_depth -= 1
 
-    def record(self, kind: str) -> None:
-        """Record a collective."""
+    @contextlib.contextmanager
+    def within_stage(self, stage: int) -> Generator[None]:
+        """Attribute what is recorded within the block to the ranks of one stage of a pipeline."""
+        before, self._stage = self._stage, stage
+        try:
+            yield
+        finally:
+            self._stage = before
+
+    def record(self, kind: str, peer: int | None = None, transferred: int = 0) -> None:
+        """Record a collective, or with a `peer` that many bytes sent to it or received from it."""
         if not (self.is_on_real_tensors or self._silent_depth):
-            nbytes = 0 if self.tracker is None else self.tracker.device_bytes
-            self.events.append(RecordedCollective(kind=kind, where=source_line(), nbytes=nbytes))
+            self.events.append(
+                RecordedCollective(
+                    kind=kind,
+                    where=source_line(),
+                    stage=self._stage,
+                    peer=peer,
+                    transferred=transferred,
+                    nbytes=0 if self.tracker is None else self.tracker.device_bytes,
+                )
+            )
 
     def record_file(self, name: str, nbytes: int, *, form: str = "", full_nbytes: int | None = None) -> None:
         """Record a file."""
@@ -307,6 +329,13 @@ def _without_state(parts: Mapping[str, int]) -> int:
 _ATEN: Any = torch.ops.aten
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 _LOCAL = frozenset({"wait_tensor", "wait_tensors"})
+_TRANSFERS = {"send": "send", "recv": "receive"}
+
+
+def _peer_and_nbytes(tensors: Sequence[Tensor], group: Any, peer: int, *_: Any) -> tuple[int, int]:
+    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+    return ranks[peer], nbytes_of(tensors)
+
 
 _ERROR_TESTS = frozenset(
     {_ATEN.isnan.default, _ATEN.isinf.default, _ATEN.isposinf.default, _ATEN.isneginf.default}
@@ -324,9 +353,12 @@ _KEEP_FALSE = frozenset(
 
 
 class FakeValueMode(TorchDispatchMode):
-    """Mode that returns values for fake tensors, and calls `record` with the script's own collectives."""
+    """Mode that returns values for fake tensors, and calls `record` with the script's own collectives.
 
-    def __init__(self, record: Callable[[str], None]) -> None:
+    Of what a rank sends or receives, `record` also gets the other rank and the number of bytes.
+    """
+
+    def __init__(self, record: Callable[..., None]) -> None:
         super().__init__()
         self._record = record
 
@@ -342,7 +374,9 @@ class FakeValueMode(TorchDispatchMode):
             return NotImplemented  # It is dispatched again with the tensors inside.
         if func.namespace in _COMMUNICATION:
             name = func.__name__.partition(".")[0].strip("_")
-            if name not in _LOCAL:
+            if name in _TRANSFERS:
+                self._record(_TRANSFERS[name], *_peer_and_nbytes(*args))
+            elif name not in _LOCAL:
                 self._record(name.removesuffix("_base"))
         if func is _ATEN.index.Tensor:
             args = (args[0], _without_masks(args[1]))

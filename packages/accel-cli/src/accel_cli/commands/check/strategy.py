@@ -7,7 +7,7 @@ models stay unsharded, and their memory is estimated.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from accel_cli.commands.check.recorder import CollectiveRecorder
 
 
-REAL = frozenset({"fsdp2", "tp"})
-"""Strategies whose own code runs in the check: DDP, FSDP2, tensor and context parallelism."""
+REAL = frozenset({"fsdp2", "pipeline", "tp"})
+"""Strategies whose own code runs in the check: FSDP2, pipelines, tensor and context parallelism."""
 
 
 def record_strategies(
@@ -496,17 +496,19 @@ FORMS: Mapping[StateForm, str] = {
 read; all ranks write shards in the strategy's own way."""
 
 
-def files_of(run: CheckpointContext, *, safe: bool) -> Iterator[tuple[str, int, int]]:
+def files_of(
+    run: CheckpointContext, full_models: Mapping[nn.Module, nn.Module], *, safe: bool
+) -> Iterator[tuple[str, int, int]]:
     """Yield the files that a rank would write, with their bytes and those of all ranks' shards.
 
-    Small files count as 0 bytes.
+    Small files count as 0 bytes. Of models that are cut into stages, `full_models` are the full ones.
     """
     prepared, shards = run.prepared, run.strategy.shards
     sharded = shards if isinstance(shards, Sharded) else None
     if sharded is not None and sharded.stage is not None:
         yield from _engine_files(run, sharded.stage, sharded.width)
     else:
-        yield from _state_files(run, safe, sharded is not None)
+        yield from _state_files(run, full_models, safe, sharded is not None)
     if run.commits:
         yield from ((layout.scheduler_name(index), 0, 0) for index, _ in enumerate(prepared.schedulers))
         yield from ((layout.custom_name(index), 0, 0) for index, _ in enumerate(run.custom))
@@ -515,12 +517,14 @@ def files_of(run: CheckpointContext, *, safe: bool) -> Iterator[tuple[str, int, 
     yield layout.rng_name(run.rank), 0, 0
 
 
-def _state_files(run: CheckpointContext, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+def _state_files(
+    run: CheckpointContext, full_models: Mapping[nn.Module, nn.Module], safe: bool, estimated: bool
+) -> Iterator[tuple[str, int, int]]:
     """Yield the files of models and optimizers in the form of the run."""
     rank, ranks, form = run.rank, run.runtime.topology.world_size, form_of_run(run)
     if form is StateForm.FULL and not run.commits:
         return
-    for names, nbytes, shards in _states(run, safe):
+    for names, nbytes, shards in _states(run, full_models, safe):
         if form is StateForm.FULL:
             yield names[form], nbytes, nbytes
         elif form is StateForm.NATIVE:
@@ -533,7 +537,7 @@ def _state_files(run: CheckpointContext, safe: bool, estimated: bool) -> Iterato
 
 
 def _states(
-    run: CheckpointContext, safe: bool
+    run: CheckpointContext, full_models: Mapping[nn.Module, nn.Module], safe: bool
 ) -> Iterator[tuple[Mapping[StateForm, str], int, Callable[[], Any]]]:
     """Yield the name by form, the bytes, and this rank's shards of each model and optimizer."""
     models, shards = run.prepared.models, cast("ShardedStates", run.strategy.shards)
@@ -543,7 +547,8 @@ def _states(
             StateForm.SHARDED: layout.sharded_model_name(index),
             StateForm.NATIVE: local.local_file(local.MODEL, index, run.rank),
         }
-        yield names, full_nbytes(model.state_dict()), lambda model=model: shards.model_tensors(model)
+        full = full_models.get(model, model)
+        yield names, full_nbytes(full.state_dict()), lambda model=model: shards.model_tensors(model)
     for index, optimizer in enumerate(run.prepared.optimizers):
         names = {
             StateForm.FULL: layout.optimizer_name(index),
@@ -551,7 +556,14 @@ def _states(
             StateForm.NATIVE: local.local_file(local.OPTIMIZER, index, run.rank),
         }
         inner = optimizer.optimizer
-        yield names, _state_nbytes(optimizer), lambda inner=inner: shards.optimizer_tensors(inner, models)
+        nbytes = _state_nbytes(optimizer)
+        if full_models:  # the states of other stages are like those of this one
+            nbytes = nbytes * _trained(full_models.values()) // max(1, _trained(full_models))
+        yield names, nbytes, lambda inner=inner: shards.optimizer_tensors(inner, models)
+
+
+def _trained(models: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for model in models for p in model.parameters() if p.requires_grad)
 
 
 def _engine_files(run: CheckpointContext, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
