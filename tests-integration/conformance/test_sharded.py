@@ -80,6 +80,13 @@ def test_copies_of_shards_conform(tmp_path):
     check_strategy(one)
 
 
+@pytest.mark.parametrize("axis", ["cp_size", "sp_size"])
+@distributed(world_size=2)
+def test_shards_of_sequences_conform(axis, tmp_path):
+    """Ranks of a sequence have the same batch here, whose gradients are those of one process."""
+    check_strategy(subject(tmp_path, fsdp2.build, sizes={axis: 2}, plugin={}))
+
+
 @distributed(world_size=2)
 def test_tensor_parallel_layers_conform(tmp_path):
     with planned():
