@@ -42,7 +42,9 @@ class Progress:
         self.step = state["step"]
 
 
-def run(folder: str | None, arguments: dict, moment: int | None = None) -> tuple[int, dict]:
+def run(
+    folder: str | None, arguments: dict, moment: int | None = None, *, computes_loss: bool = False
+) -> tuple[int, dict]:
     """Train from wherever the last run was; return where that is, and the weights at the end."""
     config = DataLoaderConfiguration(
         split_batches=True, use_seedable_sampler=True, data_seed=3, resume_mid_epoch=True
@@ -65,8 +67,13 @@ def run(folder: str | None, arguments: dict, moment: int | None = None) -> tuple
         positions = batch.get("position_ids", torch.arange(LENGTH).repeat(len(inputs), 1))
         parts = [inputs, labels, positions]
         with accelerator.maybe_context_parallel(parts, [1, 1, 1], {*parts}):
-            loss = cross_entropy(model(inputs, positions).flatten(0, 1), labels.flatten(), reduction="sum")
-            accelerator.backward(sequence_parallel_loss(loss, labels.numel()))
+            if computes_loss:
+                loss = model(inputs, shift_labels=labels)
+            else:
+                logits = model(inputs, positions).flatten(0, 1)
+                loss = cross_entropy(logits, labels.flatten(), reduction="sum")
+                loss = sequence_parallel_loss(loss, labels.numel())
+            accelerator.backward(loss)
         optimizer.step()
         schedule.scheduler.step()
         optimizer.zero_grad()
@@ -94,7 +101,8 @@ def train(strategy: str, world_size: int, folder: str, result: str, moment: int 
         # Tensor-parallel layers return views; nothing changes them in place here.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         warnings.filterwarnings("ignore", category=FutureWarning)
-        begun, state = run(folder, STRATEGIES[strategy].arguments(cell), moment)
+        row = STRATEGIES[strategy]
+        begun, state = run(folder, row.arguments(cell), moment, computes_loss=row.computes_loss)
     if torch.distributed.get_rank() == 0:
         torch.save({"begun": begun, "state": state}, result)
 

@@ -493,6 +493,10 @@ def test_shards_of_stages_talk_within_their_stage_and_send_bfloat16(checks):
     assert sent == {("2", 2 * 1 * 10 * 16)}
     held = [rank["parts"]["parameters"] for rank in result["ranks"].values()]
     assert sum(held) == 4 * (EMBEDDING + 6 * HIDDEN + HEAD)
+    # Each writes its part of its stages to a sharded checkpoint.
+    shards = "out/pytorch_model_fsdp_0/__{}_0.distcp"
+    written = [rank["files"][shards.format(number)] for number, rank in result["ranks"].items()]
+    assert written == held
 
 
 @pytest.mark.thorough

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig, TorchPipelineParallelConfig
+from accel_plugins.sharding.folder import ShardWriter
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.errors import SettingsError
+from accel_state.errors import CheckpointError, SettingsError
 from accel_train import Accelerator
 from harness import distributed
 from harness.small_llama import make_llama
@@ -309,22 +310,33 @@ def test_a_checkpoint_loads_without_pipelines_and_the_reverse(tmp_path):
     train(accelerator, model, optimizer, loader)
 
 
+def states(accelerator, model, optimizer):
+    persister = accelerator._parts.strategy.persister
+    full = persister.full_optimizer_state(optimizer.optimizer, [model])
+    moments = {index: values["exp_avg"] for index, values in full["state"].items()}
+    return dict(persister.full_state_dict(model)), moments
+
+
 @distributed(world_size=4)
-def test_a_checkpoint_of_sharded_stages_loads_under_other_sizes_and_the_reverse(tmp_path):
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_a_checkpoint_of_sharded_stages_loads_under_other_sizes_and_the_reverse(tmp_path, form):
     def begin(sizes):
         AcceleratorState._reset_state(True)
-        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+        is_replicated = sizes.keys() == {"dp_replicate_size"}  # by DDP
+        has_plugin = "dp_shard_size" in sizes or (form == "SHARDED_STATE_DICT" and not is_replicated)
+        accelerator = Accelerator(
+            cpu=True,
+            parallelism_config=ParallelismConfig(**sizes),
+            fsdp_plugin=plugin() if has_plugin else None,
+        )
         model = make("tied")
         return accelerator, *accelerator.prepare(model, optimizer_of(model))
 
-    def states(accelerator, model, optimizer):
-        persister = accelerator._parts.strategy.persister
-        full = persister.full_optimizer_state(optimizer.optimizer, [model])
-        moments = {index: values["exp_avg"] for index, values in full["state"].items()}
-        return dict(persister.full_state_dict(model)), moments
+    def plugin():
+        return FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=form)
 
     accelerator, model, optimizer, loader = prepared(
-        "tied", {"pp_size": 2, "dp_shard_size": 2}, is_padded=False
+        "tied", {"pp_size": 2, "dp_shard_size": 2}, is_padded=False, plugin=plugin()
     )
     train(accelerator, model, optimizer, loader)
     wanted = states(accelerator, model, optimizer)
@@ -345,9 +357,81 @@ def test_a_checkpoint_of_sharded_stages_loads_under_other_sizes_and_the_reverse(
         for number, sizes in enumerate(others):
             accelerator, model, optimizer = begin(sizes)
             accelerator.load_state(tmp_path / str(number))
-            torch.testing.assert_close(states(accelerator, model, optimizer), wanted)
+            assert_equal(states(accelerator, model, optimizer), wanted)
             accelerator.save_state(tmp_path / str(number + 1))
+            is_full = form == "FULL_STATE_DICT" or sizes.keys() == {"dp_replicate_size"}
+            assert (tmp_path / str(number + 1) / "pytorch_model_fsdp_0").is_dir() != is_full
             accelerator.free_memory()
+
+
+def assert_equal(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+class WithExtraState(Block):
+    step = 0
+
+    def get_extra_state(self):
+        return {"step": self.step}
+
+    def set_extra_state(self, state):
+        self.step = state["step"]
+
+
+class WithBuffers(Net):
+    """A model with a buffer outside of its stages, and a state that is no tensor in each block."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(WithExtraState() for _ in range(LAYERS))
+        self.register_buffer("scale", torch.zeros(3))
+
+
+@distributed(world_size=2)
+def test_each_value_is_in_one_file_of_a_sharded_checkpoint(tmp_path):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    config = ParallelismConfig(pp_size=2)
+    accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
+    model = WithBuffers()
+    model.scale.fill_(2.0)
+    for number, layer in enumerate(model.layers):
+        layer.step = number
+    wanted = {name: value.clone() for name, value in model.state_dict().items() if "extra" not in name}
+    model = accelerator.prepare(model)
+    accelerator.save_state(tmp_path / "0")
+    folder = tmp_path / "0" / "pytorch_model_fsdp_0"
+    assert all((folder / f"__{rank}_0.distcp").stat().st_size > 0 for rank in range(2))
+    nbytes = ShardWriter(
+        {"model": accelerator._parts.strategy.shards.model_tensors(model)},
+        accelerator.process_index,
+        accelerator._parts.strategy.planners,
+    ).nbytes
+    total = sum(value.numel() * value.element_size() for value in wanted.values())
+    assert sum(accelerator.gather(torch.tensor([nbytes])).tolist()) == total
+    # 1. Load it into stages that have other values, and in one process.
+    model.scale.zero_()
+    for layer in model.layers:
+        layer.step = -1
+    accelerator.load_state(tmp_path / "0")
+    loaded = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        assert_equal({name: loaded[name] for name in wanted}, wanted)
+    own = {number: layer.step for number, layer in enumerate(model.layers) if isinstance(layer, Block)}
+    assert own == {number: number for number in own}
+    accelerator.free_memory()
+    AcceleratorState._reset_state(True)
+    plain = Accelerator(cpu=True)
+    model = plain.prepare(WithBuffers())
+    plain.load_state(tmp_path / "0")
+    assert [layer.step for layer in plain.unwrap_model(model).layers] == [*range(LAYERS)]
+    loaded = plain.unwrap_model(model).state_dict()
+    assert_equal({name: loaded[name] for name in wanted}, wanted)
+    # 2. Another model is refused.
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, parallelism_config=config, fsdp_plugin=plugin)
+    accelerator.prepare(Net())
+    with pytest.raises(CheckpointError, match="which Net does not have"):
+        accelerator.load_state(tmp_path / "0")
 
 
 @distributed(world_size=2)

@@ -1,8 +1,8 @@
-"""Full state dicts of models and optimizers whose parts are on different ranks of a pipeline."""
+"""State dicts, full or of shards, of models and optimizers whose parts are on ranks of a pipeline."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
@@ -22,8 +23,12 @@ from accel_plugins.full_parameters import (
 )
 from accel_plugins.sharding.shards import gather_full_tensor, shard_like, sharded_sources
 from accel_plugins.sharding.state import (
+    ABSENT,
+    StateAllocator,
+    StateForm,
     TensorShards,
     allocator_like,
+    check_groups,
     model_variables,
     parameter_names,
     state_by_index,
@@ -34,6 +39,7 @@ from accel_plugins.unsharded import load_in_place
 from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from accel_plugins.pipeline.stages import Layout
@@ -48,6 +54,7 @@ class ModelNames:
         state: Names in its state dict, in order.
         first: For each name of a parameter or buffer, the first of the names of the same tensor.
         ranks: For each first name, the ranks of the pipeline that have the tensor.
+        outside: The names of tensors that are in no module of a stage: every rank has them.
         parameters: The first name of each parameter, as it was and as it is in the cut model.
         groups: For each optimizer, the first names of the parameters of its groups.
     """
@@ -55,6 +62,7 @@ class ModelNames:
     state: tuple[str, ...]
     first: Mapping[str, str]
     ranks: Mapping[str, Sequence[int]]
+    outside: frozenset[str]
     parameters: Any = field(default_factory=WeakIdKeyDictionary)
     groups: Any = field(default_factory=WeakKeyDictionary)
 
@@ -65,6 +73,7 @@ class ModelNames:
         known: dict[int, str] = {}
         first: dict[str, str] = {}
         ranks: dict[str, set[int]] = {}
+        outside: set[str] = set()
         named = (
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
@@ -74,11 +83,14 @@ class ModelNames:
             owner = next((rank for prefix, rank in owners.items() if name.startswith(prefix)), None)
             everywhere = set(range(max(layout.ranks) + 1))
             ranks.setdefault(key, set()).update(everywhere if owner is None else {owner})
+            if owner is None:
+                outside.add(name)
         order = {rank: index for index, rank in reversed([*enumerate(layout.ranks)])}
         names = cls(
             state=tuple(model.state_dict()),
             first=first,
             ranks={name: sorted(owned, key=lambda rank: order[rank]) for name, owned in ranks.items()},
+            outside=frozenset(outside),
         )
         names.add_parameters(model)
         return names
@@ -111,6 +123,11 @@ class ModelNames:
             self.groups[optimizer] = full
 
 
+def names_of_optimizer(models: Mapping[nn.Module, ModelNames], optimizer: Optimizer) -> ModelNames | None:
+    """Return the names of the model that an optimizer trains, if it was cut."""
+    return next((names for names in models.values() if optimizer in names.groups), None)
+
+
 def all_gather_objects(obj: Any, group: dist.ProcessGroup) -> list[Any]:
     """Return what all ranks of a group pass, in their order."""
     gathered: list[Any] = [None] * group.size()
@@ -139,12 +156,12 @@ class PipelinePersister:
         full: StateDict = {}
         for part in self.iter_full_state_dict(model, keep=keep):
             full |= part
-        names = self._names(model)
+        names = self.models.get(without_compiler(model))
         order = full if names is None else names.state
         return {name: full[name] for name in order if name in full}
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        names = self._names(model)
+        names = self.models.get(without_compiler(model))
         own = TensorShards().model_tensors(model)
         if names is None:
             yield own
@@ -165,7 +182,7 @@ class PipelinePersister:
             yield dict.fromkeys(group, full.cpu()) if keep else {}
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
-        names = self._names(model)
+        names = self.models.get(without_compiler(model))
         return iter_gathered(
             sharded_sources(model) if names is None else self._sources(names, model), request, self.device
         )
@@ -201,7 +218,7 @@ class PipelinePersister:
             full.copy_(gather_full_tensor(parameter, self.device))
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        names = self._names(model)
+        names = self.models.get(without_compiler(model))
         core = extract_model_from_parallel(model, keep_torch_compile=False)
         if names is None:
             return core.load_state_dict(state, **options)
@@ -227,7 +244,7 @@ class PipelinePersister:
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
-        names = self._names_of(optimizer)
+        names = names_of_optimizer(self.models, optimizer)
         own = TensorShards().optimizer_tensors(optimizer, models)
         if names is None:
             return optimizer.state_dict()
@@ -268,7 +285,7 @@ class PipelinePersister:
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        names = self._names_of(optimizer)
+        names = names_of_optimizer(self.models, optimizer)
         if names is None:
             load_in_place(optimizer, state)
             return
@@ -291,12 +308,6 @@ class PipelinePersister:
         ]
         optimizer.load_state_dict(state_by_index({**named, "state": part, "param_groups": groups}, own))
 
-    def _names(self, model: nn.Module) -> ModelNames | None:
-        return self.models.get(without_compiler(model))
-
-    def _names_of(self, optimizer: Optimizer) -> ModelNames | None:
-        return next((names for names in self.models.values() if optimizer in names.groups), None)
-
     def _collect(self, tensor: Tensor | None, meta: tuple[torch.Size, torch.dtype], rank: int) -> Tensor:
         """Return the full tensor of a rank of the pipeline on all of them."""
         shape, dtype = meta
@@ -306,6 +317,110 @@ class PipelinePersister:
             full = torch.empty(shape, dtype=dtype, device=self.device)
         dist.broadcast(full, group=self.group, group_src=rank)
         return full
+
+
+@frozen
+class PipelineShards:
+    """State dicts of the stages of this rank, under the names of the full model.
+
+    Args:
+        models: The names by cut model.
+        group: The ranks that have the stages, in their order.
+        mesh: All ranks of the run.
+        form_now: Returns the form that `save_state` writes.
+    """
+
+    models: Any
+    group: dist.ProcessGroup
+    mesh: DeviceMesh
+    form_now: Callable[[], StateForm]
+    _plain: TensorShards = field(default_factory=TensorShards, init=False)
+
+    def form(self) -> StateForm:
+        return self.form_now()
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        """Return the state dict; what all stages have is replicated over all ranks."""
+        own = self._plain.model_tensors(model)
+        names = self.models.get(without_compiler(model))
+        if names is None:
+            return own
+        return {
+            name: self._replicated(own[name])
+            if name in own and name in names.outside
+            else own.get(name, ABSENT)
+            for name in names.state
+        }
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
+        """Load the part of a state dict that this rank has."""
+        names = self.models.get(without_compiler(model))
+        if names is not None:
+            own = self._plain.model_tensors(model)
+            state = {
+                name: value.to_local()
+                if name in names.outside and isinstance(value, DTensor) and not isinstance(own[name], DTensor)
+                else value
+                for name, value in state.items()
+                if name in own or name not in names.state
+            }
+        self._plain.load_model(model, state, **options)
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        """Return the states of which this is the first rank that has the parameter."""
+        own = self._plain.optimizer_tensors(optimizer, models)
+        names = names_of_optimizer(self.models, optimizer)
+        if names is None:
+            return own
+        rank = dist.get_rank(self.group)
+        groups: Any = ABSENT
+        if rank == 0:
+            groups = [
+                {**group, "params": params}
+                for group, params in zip(own["param_groups"], names.groups[optimizer], strict=True)
+            ]
+        named = ((names.first.get(name, name), values) for name, values in own["state"].items())
+        state = {name: values for name, values in named if names.ranks[name][0] == rank}
+        return {**own, "state": state, "param_groups": groups}
+
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
+        allocate_own = self._plain.state_allocator(optimizer, models)
+        names = names_of_optimizer(self.models, optimizer)
+        if names is None:
+            return allocate_own
+        own = {
+            names.first.get(name, name): name
+            for group in parameter_names(optimizer, models)
+            for name in group
+        }
+
+        def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Any:
+            return allocate_own(own[name], key, shape, dtype) if name in own else ABSENT
+
+        return allocate
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        names = names_of_optimizer(self.models, optimizer)
+        if names is not None:
+            check_groups([group["params"] for group in state["param_groups"]], names.groups[optimizer])
+            own = parameter_names(optimizer, models)
+            first = {name: names.first.get(name, name) for group in own for name in group}
+            state = {
+                **state,
+                "state": {
+                    name: state["state"][known] for name, known in first.items() if known in state["state"]
+                },
+                "param_groups": [
+                    {**group, "params": params}
+                    for group, params in zip(state["param_groups"], own, strict=True)
+                ],
+            }
+        self._plain.load_optimizer(optimizer, models, state)
+
+    def _replicated(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        return DTensor.from_local(value, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
 
 def _shard(value: Any, like: Any) -> Any:

@@ -18,13 +18,15 @@ from accel_ops.modules import model_has_dtensor, replace_forward, without_compil
 from accel_ops.tree import by_device, local_parts
 from accel_plugins.fsdp.blocks import fsdp2_prepare_auto_wrap_policy, modules_named
 from accel_plugins.fsdp.fsdp2 import FullSharding
-from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.parallelism.config import Axes, TorchPipelineParallelConfig, axes_of
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.pipeline.engine import Pipeline
 from accel_plugins.pipeline.stages import Layout, lay_out
-from accel_plugins.pipeline.state import ModelNames, PipelinePersister
+from accel_plugins.pipeline.state import ModelNames, PipelinePersister, PipelineShards
+from accel_plugins.sharding.folder import TorchPlanners
 from accel_plugins.sharding.shards import gather_full_tensor, shard_like
+from accel_plugins.sharding.state import StateForm
 from accel_plugins.sharding.step import norm_of, sharded_stepper
 from accel_plugins.sharding.wrap import ShardedWrapper
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
@@ -50,6 +52,7 @@ def build(
     options, group = axes.config.pp_handler, axes.pipeline.get_group()
     full = _full_sharding(axes, runtime, precision, handlers)
     tensor = None if axes.tensor is None else TensorParallel(mesh=axes.tensor)
+    rank, per_stage = runtime.topology.rank, runtime.topology.world_size // group.size()
     names: Any = weakref.WeakKeyDictionary()
     models: PreparedPipelines = weakref.WeakKeyDictionary()
     cut = StageCutter(
@@ -85,6 +88,13 @@ def build(
         features=FEATURES,
         mesh=axes.mesh,
         train_step=partial(train_step, models),
+        shards=PipelineShards(
+            models=names,
+            group=group,
+            mesh=axes.mesh,
+            form_now=(lambda: StateForm.FULL) if full is None else partial(form_of, full.plugin),
+        ),
+        planners=TorchPlanners(writer=rank - rank % per_stage),  # the first rank of the stage
     )
 
 
@@ -105,7 +115,10 @@ def _full_sharding(
     if plugin is None and axes.config.data_parallel_size == 1:
         return None
     if plugin is None:  # gathered once for all micro-batches
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False)
+        form = "SHARDED_STATE_DICT" if axes.config.dp_shard_enabled else "FULL_STATE_DICT"
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, reshard_after_forward=False, state_dict_type=form
+        )
     if plugin.version != 2:
         raise SettingsError(
             f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "

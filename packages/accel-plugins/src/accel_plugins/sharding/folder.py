@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from accel_plugins.sharding.state import (
+    ABSENT,
     INDEX_NAME,
     RankPlanners,
     ShardedStates,
@@ -55,9 +56,10 @@ if TYPE_CHECKING:
 
 
 class ShardWriter:
-    """Write one rank's shards of a state: nested dictionaries and lists, with the same names on all ranks.
+    """Write one rank's shards of a state: nested dictionaries and lists.
 
-    PyTorch's planners, for plain tensors and DTensors, plan its share by default.
+    A name is the same value on all ranks that have it. PyTorch's planners, for plain tensors and DTensors,
+    plan its share by default.
     """
 
     def __init__(self, state: Mapping[str, Any], rank: int, planners: RankPlanners | None = None) -> None:
@@ -121,15 +123,23 @@ def compact(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
+@frozen
 class TorchPlanners:
-    """Plans for plain tensors and DTensors; rank 0 writes replicated tensors and objects."""
+    """Plans for plain tensors and DTensors.
+
+    `writer` writes plain tensors and objects: the first of the ranks that have the same names.
+    """
+
+    writer: int = 0
 
     def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[SavePlanner, SavePlan]:
         planner = DefaultSavePlanner()
-        planner.set_up_planner(dict(state), is_coordinator=rank == 0)
+        is_writer = rank == self.writer
+        planner.set_up_planner(_present(dict(state)), is_coordinator=is_writer)
         plan = planner.create_local_plan()
+        tensors = planner.state_dict
         items = [
-            item for item in plan.items if _is_written_by(rank, item, planner.state_dict[item.index.fqn])
+            item for item in plan.items if _is_written(item, tensors[item.index.fqn], is_writer=is_writer)
         ]
         return planner, replace(plan, items=items)
 
@@ -137,14 +147,26 @@ class TorchPlanners:
         self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
     ) -> tuple[LoadPlanner, LoadPlan]:
         planner = _LoadPlanner(flatten_state_dict=not flat, allow_partial_load=not strict)
-        planner.set_up_planner(state, index, is_coordinator=False)
-        return planner, planner.create_local_plan()
+        planner.set_up_planner(_present(state), index, is_coordinator=False)
+        plan = planner.create_local_plan()
+        planner.original_state_dict = state
+        return planner, plan
 
 
-def _is_written_by(rank: int, item: WriteItem, value: Any) -> bool:
-    """Return whether a rank writes an item, from the placements of its tensor alone."""
+def _present(state: Any) -> Any:
+    """Return nested dictionaries without what is `ABSENT`; those that have none are the same objects."""
+    if not isinstance(state, dict):
+        return state
+    items: dict[Any, Any] = state
+    local = {key: _present(value) for key, value in items.items() if value is not ABSENT}
+    is_same = len(local) == len(items) and all(local[key] is value for key, value in items.items())
+    return items if is_same else local
+
+
+def _is_written(item: WriteItem, value: Any, *, is_writer: bool) -> bool:
+    """Return whether this rank writes an item, from the placements of its tensor alone."""
     if item.type is not WriteItemType.SHARD or not isinstance(value, DTensor) or item.tensor_data is None:
-        return rank == 0
+        return is_writer
     coordinate = value.device_mesh.get_coordinate() or ()  # ranks outside of the mesh have no item
     replicas = [
         index
@@ -237,7 +259,8 @@ def read_into(
     """
     index = read_index(folder)
     present = {entry.key: entry for entry in entries(index)}
-    for key, value in (state if flat else flatten_state_dict(state)[0]).items():
+    own = _present(state)
+    for key, value in (own if flat else flatten_state_dict(own)[0]).items():
         entry = present.get(key)
         if entry is None:
             if strict:
@@ -288,7 +311,7 @@ def read_all(
 ) -> dict[str, Any]:
     """Read every value of a DCP folder into nested dictionaries and lists, as they were saved.
 
-    `allocate` makes the destination tensor of an entry with a shape.
+    `allocate` makes the destination tensor of an entry with a shape, or returns `ABSENT`: it is not read.
     """
     state: dict[str, Any] = {}
     for entry in entries(read_index(folder)):

@@ -24,8 +24,19 @@ if TYPE_CHECKING:
 
     from accel_plugins.strategy import StateDict
 
-StateAllocator: TypeAlias = "Callable[[str, str, torch.Size, torch.dtype], Tensor]"
-"""Returns the tensor to read a state into, for the names of parameter and state, full shape and dtype."""
+StateAllocator: TypeAlias = "Callable[[str, str, torch.Size, torch.dtype], Any]"
+"""Returns the tensor to read a state into, for the names of parameter and state, full shape and dtype; or
+`ABSENT`."""
+
+
+class Absent(Enum):
+    """The type of `ABSENT`."""
+
+    VALUE = auto()
+
+
+ABSENT = Absent.VALUE
+"""In a state, stands for a value of other ranks, which this one neither writes nor reads."""
 
 
 class StateForm(Enum):
@@ -51,7 +62,7 @@ class ShardedStates(Protocol):
         ...
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the sharded state dict of a prepared model.
+        """Return the sharded state dict of a prepared model, with `ABSENT` for what other ranks have.
 
         Its tensors may be read until the model changes, and written before `load_model`.
         """
@@ -69,7 +80,8 @@ class ShardedStates(Protocol):
             models: All prepared models, some of which own its parameters.
 
         Returns:
-            `{"state": {name: {key: value}}, "param_groups": [{…, "params": [name, …]}]}`.
+            `{"state": {name: {key: value}}, "param_groups": [{…, "params": [name, …]}]}`; without the states
+            that other ranks have, and with `ABSENT` for groups that these write.
         """
         ...
 
@@ -78,12 +90,13 @@ class ShardedStates(Protocol):
 
         Returns:
             A function of the names of a parameter and of its state, and of the shape and dtype of the full
-            saved tensor; it may return a tensor of the optimizer's current state.
+            saved tensor; it may return a tensor of the optimizer's current state, or `ABSENT` for a
+            parameter of other ranks.
         """
         ...
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        """Load a state dict of the layout of `optimizer_tensors`.
+        """Load a state dict of the layout of `optimizer_tensors`, with the groups of all parameters.
 
         Raises:
             CheckpointError: Its parameters are not those of the optimizer.

@@ -397,7 +397,8 @@ def restore_model_shards(
     extra = {str(entry.path[-1]): entry for entry in entries if str(entry.path[-1]).endswith(EXTRA_STATE)}
     tensors.update({name: _full(entry) for name, entry in extra.items() if entry.shape and name in tensors})
     if strict:
-        unknown = sorted({".".join(map(str, path[1:])) for path in paths} - tensors.keys())
+        known = {path for path in paths if path[1:2] and path[1] in tensors}  # further keys are in a value
+        unknown = sorted({".".join(map(str, path[1:])) for path in paths if path not in known})
         if unknown:
             raise CheckpointError(
                 f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have; pass "

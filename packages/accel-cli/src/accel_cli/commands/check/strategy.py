@@ -530,7 +530,8 @@ def _state_files(
         elif form is StateForm.NATIVE:
             yield names[form], nbytes // ranks, nbytes
         else:
-            shard_nbytes = nbytes // ranks if estimated else ShardWriter({"state": shards()}, rank).nbytes
+            planned = 0 if estimated else ShardWriter({"state": shards()}, rank, run.strategy.planners).nbytes
+            shard_nbytes = nbytes // ranks if estimated else planned
             yield f"{names[form]}/{shard_file(rank)}", shard_nbytes, nbytes
             if run.commits:
                 yield f"{names[form]}/{INDEX_NAME}", 0, 0
