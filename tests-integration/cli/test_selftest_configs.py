@@ -46,11 +46,13 @@ def check(config: str, folder: Path, accumulation: int) -> list[str]:
     return details
 
 
-@pytest.mark.parametrize("config", ["ddp", "bf16", "fsdp1", "fsdp2", "tp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "config", ["ddp", "bf16", "fsdp1", "fsdp2", "tp", "pipeline", "zero1", "zero2", "zero3"]
+)
 @distributed(world_size=2)
 def test_a_configuration_passes(config: str, tmp_path: Path) -> None:
     details = check(config, tmp_path, accumulation=1)
-    assert details[1] == f"{8 if config == 'tp' else 4} steps equal those of one process"
+    assert details[1] == f"{8 if config in {'tp', 'pipeline'} else 4} steps equal those of one process"
     assert details[2] == ("bf16 trains" if config == "bf16" else "")
 
 
@@ -66,7 +68,7 @@ def test_layers_are_converted_to_fp8_or_the_check_fails(features: int, tmp_path:
             assert selftest_checks.mixed_precision(session) == "fp8 trains"
 
 
-@pytest.mark.parametrize("config", ["hsdp", "fsdp2_tp"])
+@pytest.mark.parametrize("config", ["hsdp", "fsdp2_tp", "fsdp2_pp"])
 @distributed(world_size=4)
 def test_a_configuration_of_several_axes_passes(config: str, tmp_path: Path) -> None:
     check(config, tmp_path, accumulation=1)

@@ -1,12 +1,13 @@
-"""Peak memory and time of training on long sequences that ranks share by Ulysses (`sp_size`).
+"""Peak memory and time of training on long sequences that ranks share (`sp_size`, `cp_size`).
 
     uv run python tools/benchmarks/sequence_memory.py [--what memory|time] [--deepspeed]
 
 A small Llama is trained on the CPU. Memory: the bytes of all live tensors of a rank at their peak (by the
-tracker of `accel check`), for plain PyTorch in one process, `sp_size` with FSDP2, and DeepSpeed's Ulysses
-with ZeRO-3. Ranks can save no more than one process needs, divided by their number. Time: `Accelerator` and
-a program by hand, with `fully_shard` and an all-to-all around the same attention, alternate within one job of
-two ranks; printed is the median ratio of their steps. Claim: at most 1.05.
+tracker of `accel check`), for plain PyTorch in one process, `sp_size` (Ulysses) and `cp_size` (ring
+attention) with FSDP2, and DeepSpeed's Ulysses with ZeRO-3. Ranks can save no more than one process needs,
+divided by their number. Time: `Accelerator` and a program by hand, with `fully_shard` and an all-to-all
+around the same attention, alternate within one job of two ranks; printed is the median ratio of their steps.
+Claim: at most 1.05.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ DEEPSPEED_CONFIG = {
         "sub_group_size": BUCKET,
     },
 }
-JOBS = (("plain", 1), ("accel", 2), ("accel", 4))
-ACCEL, BY_HAND = "accel", "by hand"
+ACCEL, RING, BY_HAND = "accel sp", "accel cp", "by hand"
+JOBS = (("plain", 1), (ACCEL, 2), (ACCEL, 4), (RING, 2), (RING, 4))
 
 Step = Callable[[], None]
 """A step of training on the next batch."""
@@ -135,8 +136,8 @@ def by_hand(length: int) -> tuple[Any, Step]:
     return model, step
 
 
-def through_accel(length: int) -> tuple[Any, Step]:
-    """`Accelerator`, by configuration."""
+def prepared(length: int, **sizes: Any) -> tuple[Any, Any, Any, Iterator[Any]]:
+    """Return an `Accelerator` with FSDP2, and the model, the optimizer and the batches that it prepared."""
     from accel import Accelerator
     from accel.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
@@ -145,14 +146,45 @@ def through_accel(length: int) -> tuple[Any, Step]:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
     )
-    config = ParallelismConfig(sp_size=dist.get_world_size())
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=config)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=ParallelismConfig(**sizes))
     model = make_model()
     model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), batches(length))
-    data: Iterator[Any] = iter(loader)
+    return accelerator, model, optimizer, iter(loader)
+
+
+def through_accel(length: int) -> tuple[Any, Step]:
+    """`Accelerator`, by configuration."""
+    accelerator, model, optimizer, data = prepared(length, sp_size=dist.get_world_size())
 
     def step() -> None:
         accelerator.backward(model(**next(data)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return model, step
+
+
+def through_ring(length: int) -> tuple[Any, Step]:
+    """`Accelerator`, with ring attention within the context of shards."""
+    ranks = dist.get_world_size()
+    accelerator, model, optimizer, data = prepared(length, cp_size=ranks)
+
+    def step() -> None:
+        tokens = next(data)["input_ids"]
+        labels = torch.nn.functional.pad(tokens, (0, 1), value=-100)[:, 1:].contiguous()
+        positions = torch.arange(length)[None].repeat(len(tokens), 1)
+        count = (labels != -100).sum() / ranks
+        buffers = [tokens, labels, positions]
+        with accelerator.maybe_context_parallel(buffers, [1, 1, 1], {*buffers}):
+            loss = model(
+                input_ids=tokens,
+                position_ids=positions,
+                labels=labels,
+                shift_labels=labels,
+                num_items_in_batch=count,
+                use_cache=False,
+            ).loss
+            accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -188,7 +220,13 @@ def through_deepspeed(length: int) -> tuple[Any, Step]:
     return model, step
 
 
-WAYS = {"plain": plain, BY_HAND: by_hand, ACCEL: through_accel, "deepspeed": through_deepspeed}
+WAYS = {
+    "plain": plain,
+    BY_HAND: by_hand,
+    ACCEL: through_accel,
+    RING: through_ring,
+    "deepspeed": through_deepspeed,
+}
 
 
 def measure_memory(way: str, length: int) -> float:

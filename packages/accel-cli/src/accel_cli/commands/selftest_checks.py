@@ -131,7 +131,7 @@ def data_loader(session: Session) -> str:
 
 def training(session: Session) -> str:
     """Check losses and weights of a few steps against plain PyTorch on one process."""
-    if _needs_transformers(session):
+    if _needs_other_model(session):
         return ""
     result = _train(session, precision="no")
     expected = _train_plainly(session, result.batch_size)
@@ -145,7 +145,7 @@ def training(session: Session) -> str:
 
 def mixed_precision(session: Session) -> str:
     """Check that training in the config's precision gives about the same losses."""
-    if session.precision == "no" or _needs_transformers(session):
+    if session.precision == "no" or _needs_other_model(session):
         return ""
     result = _train(session, precision=session.precision)
     expected = _train_plainly(session, result.batch_size)
@@ -157,7 +157,7 @@ def mixed_precision(session: Session) -> str:
 
 def checkpoint(session: Session) -> str:
     """Check that training resumes from a checkpoint as if it had not stopped."""
-    if _needs_transformers(session):
+    if _needs_other_model(session):
         return ""
     accelerator = session.accelerator
     model, optimizer, loader = _prepared(session, accelerator)
@@ -276,10 +276,12 @@ class _Net(nn.Module):
         self.head = nn.Linear(_FEATURES, 1)
         self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
-    def forward(self, rows: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the outputs, or with targets the loss."""
         for block in self.blocks:
             rows = block(rows)
-        return self.head(rows)
+        outputs = self.head(rows)
+        return outputs if targets is None else nn.functional.mse_loss(outputs.float(), targets.float())
 
 
 def _net(accelerator: Accelerator) -> _Net:
@@ -289,13 +291,33 @@ def _net(accelerator: Accelerator) -> _Net:
         names += deepspeed.transformer_moe_cls_names.split(",")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        return _Net([name.strip() for name in names] or ["Block"])
+        names = [name.strip() for name in names] or ["Block"]
+        stages, _ = _pipeline(accelerator)  # each has a block or more
+        return _Net(names * -(-stages // len(names)))
 
 
-def _needs_transformers(session: Session) -> bool:
-    """Return whether the config shards sequences by Ulysses, with which only models of transformers train."""
+def _needs_other_model(session: Session) -> bool:
+    """Return whether the config is for models of transformers (Ulysses), or names stages of a model."""
     config = session.accelerator.parallelism_config
-    return config is not None and config.sp_enabled
+    if config is None:
+        return False
+    return config.sp_enabled or (
+        config.pp_handler is not None and config.pp_handler.pp_split_points is not None
+    )
+
+
+def _optimizer(model: _Net) -> torch.optim.Optimizer:
+    """Return SGD whose steps do not diverge, however many blocks there are."""
+    return torch.optim.SGD(model.parameters(), lr=0.05 / len(model.blocks))
+
+
+def _pipeline(accelerator: Accelerator) -> tuple[int, int]:
+    """Return the numbers of stages and of micro-batches in a batch."""
+    config = accelerator.parallelism_config
+    if config is None or config.pp_handler is None or not config.pp_enabled:
+        return 1, 1
+    size, handler = config.sizes["pp"], config.pp_handler
+    return size * (handler.pp_stages_per_rank or 1), handler.pp_num_microbatches or size
 
 
 def _clipping(accelerator: Accelerator) -> float | None:
@@ -307,26 +329,37 @@ def _clipping(accelerator: Accelerator) -> float | None:
     return norm if isinstance(norm, int | float) and norm > 0 else None
 
 
+def _batch_size(accelerator: Accelerator) -> int:
+    """Return the rows of a batch of one process: a multiple of its micro-batches."""
+    _, parts = _pipeline(accelerator)
+    return -(-_ROWS // parts) * parts
+
+
 def _rows(session: Session) -> TensorDataset:
     generator = torch.Generator().manual_seed(11)
-    count = _STEPS * session.accelerator.gradient_accumulation_steps * _ROWS * session.world_size
+    per_batch = _batch_size(session.accelerator)
+    count = _STEPS * session.accelerator.gradient_accumulation_steps * per_batch * session.world_size
     rows = torch.randn(count, _FEATURES, generator=generator)
     return TensorDataset(rows, rows.sum(dim=1, keepdim=True))
 
 
 def _prepared(session: Session, accelerator: Accelerator) -> tuple[Any, Any, Any]:
     model = _net(accelerator)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    loader: Any = DataLoader(_rows(session), batch_size=_ROWS)
+    optimizer = _optimizer(model)
+    loader: Any = DataLoader(_rows(session), batch_size=_batch_size(accelerator))
     return accelerator.prepare(model, optimizer, loader)
 
 
 def _epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> list[float]:
     """Train for one epoch; return the loss of each step over all processes."""
     losses: list[Tensor] = []
+    stages, _ = _pipeline(accelerator)
     for rows, targets in loader:
         with accelerator.accumulate(model):
-            loss = nn.functional.mse_loss(model(rows).float(), targets)
+            if stages > 1:  # which compute the loss
+                loss = model(rows, targets)
+            else:
+                loss = nn.functional.mse_loss(model(rows).float(), targets)
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
@@ -354,7 +387,7 @@ def _train_plainly(session: Session, batch_size: int) -> TrainingResult:
     accelerator = session.accelerator
     model, every = _net(accelerator), accelerator.gradient_accumulation_steps
     clipping = _clipping(accelerator)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = _optimizer(model)
     losses: list[float] = []
     for index, (rows, targets) in enumerate(DataLoader(_rows(session), batch_size=batch_size), start=1):
         loss = nn.functional.mse_loss(model(rows), targets)
