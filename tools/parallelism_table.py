@@ -157,9 +157,13 @@ def backward_in_context(accelerator: Accelerator, model: nn.Module, tokens: Tens
     count = int((labels != -100).sum())
     with accelerator.maybe_context_parallel(buffers, [1] * 3, {*buffers}):
         tokens, labels, positions = buffers
-        logits = model(input_ids=tokens, position_ids=positions).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-        loss = loss / count * shards
+        loss = model(
+            input_ids=tokens,
+            position_ids=positions,
+            labels=labels,
+            shift_labels=labels,
+            num_items_in_batch=count / shards,
+        ).loss
         accelerator.backward(loss)
     return loss
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig, TorchPipelineParallelConfig
@@ -19,7 +20,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train import Accelerator
 from harness import distributed
-from harness.small_llama import make_llama
+from harness.small_llama import SIZES, make_llama
 
 WIDTH, LAYERS, TOKENS, LENGTH, ROWS = 8, 8, 17, 6, 8
 STEPS, WINDOW, MAX_NORM = 2, 2, 0.5
@@ -60,6 +61,13 @@ def make(kind):
     torch.manual_seed(0)
     if kind == "plain":
         return Net().double()
+    if kind == "mixture":
+        mixture = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+        model = MixtralForCausalLM(MixtralConfig(**SIZES | mixture | {"num_hidden_layers": LAYERS}))
+        with torch.no_grad():
+            for parameter in model.parameters():  # the constructor leaves experts uninitialized
+                parameter.normal_(std=0.1)
+        return model.double()
     model = make_llama(num_hidden_layers=LAYERS, tie_word_embeddings=kind == "tied", use_cache=True).double()
     if kind == "checkpointed":
         model.activation_checkpointing_enable()
@@ -131,7 +139,8 @@ def train_alone(kind, *, is_padded):
 
 
 def check_equal_to_one_process(kind, sizes, **options):
-    is_padded = sizes.keys() <= {"pp_size", "tp_size"}  # ranks with other batches average their mean losses
+    # Ranks with other batches average their mean losses.
+    is_padded = sizes.keys() <= {"pp_size", "tp_size", "sp_size"}
     accelerator, model, optimizer, loader = prepared(kind, sizes, is_padded=is_padded, **options)
     losses, norms = train(accelerator, model, optimizer, loader)
     alone, alone_optimizer, expected, expected_norms = train_alone(kind, is_padded=is_padded)
@@ -159,6 +168,9 @@ def check_evaluation(accelerator, model, alone):
     torch.testing.assert_close(output["logits"], expected["logits"], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(output["loss"], expected["loss"], rtol=1e-5, atol=1e-5)
     loader = accelerator.prepare_data_loader(DataLoader(rows, batch_size=4))
+    if accelerator.deepspeed_ulysses_dl_adapter(loader, model).shard_sequences is not None:
+        check_evaluation_of_shards(model, alone, loader, rows)
+        return
     gathered = []
     for part in loader:
         with torch.no_grad():
@@ -166,6 +178,20 @@ def check_evaluation(accelerator, model, alone):
     torch.testing.assert_close(torch.cat(gathered), expected["logits"], rtol=1e-5, atol=1e-5)
     model.train()
     alone.train()
+
+
+def check_evaluation_of_shards(model, alone, loader, rows):
+    """Each rank of a sequence gets the logits of its shard, and the loss of all."""
+    # The second batch is completed by further rows.
+    for part, batch in zip(loader, DataLoader(rows, batch_size=4), strict=True):
+        with torch.no_grad():
+            output, expected = model(**part), alone(**batch)
+        number = len(expected["logits"])
+        if number == len(output["logits"]):
+            torch.testing.assert_close(output["loss"], expected["loss"], rtol=1e-5, atol=1e-5)
+        logits, positions = output["logits"][:number], part["position_ids"][:number, :, None]
+        shard = expected["logits"].gather(1, positions.expand_as(logits))
+        torch.testing.assert_close(logits, shard, rtol=1e-5, atol=1e-5)
 
 
 def check_optimizer(accelerator, model, optimizer, alone, precise):
@@ -212,11 +238,52 @@ def test_four_stages_train_as_one_process(tmp_path):
         ("llama", {"dp_shard_size": 2}, "ZBVZeroBubble"),
         ("llama", {"tp_size": 2}, "1F1B"),
         ("tied", {"tp_size": 2}, "Interleaved1F1B"),
+        ("llama", {"sp_size": 2}, "Interleaved1F1B"),
+        ("tied", {"sp_size": 2}, "InterleavedZeroBubble"),
+        ("mixture", {"dp_shard_size": 2, "ep_size": 2}, "1F1B"),
+        ("mixture", {"tp_size": 2, "ep_size": 2}, "Interleaved1F1B"),
+        ("mixture", {"sp_size": 2, "ep_size": 2}, "InterleavedZeroBubble"),
     ],
 )
 def test_stages_beside_other_axes_train_as_one_process(tmp_path, kind, sizes, schedule):
     with without_view_warnings():
         check_equal_to_one_process(kind, {"pp_size": 2} | sizes, pp_schedule=schedule)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_stages_share_sequences_by_ring_attention(tmp_path, schedule):
+    accelerator, model, optimizer, loader = prepared(
+        "llama", {"pp_size": 2, "cp_size": 2}, is_padded=False, pp_schedule=schedule
+    )
+    losses, norms = [], []
+    for batch in loader:
+        tokens = batch["input_ids"]
+        labels = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], dim=1)
+        buffers = [tokens, labels, torch.arange(LENGTH).repeat(len(tokens), 1)]
+        count = (labels != -100).sum() / 2
+        context = accelerator.maybe_context_parallel(buffers, [1] * 3, {*buffers})
+        with accelerator.accumulate(model), context:
+            tokens, labels, positions = buffers
+            loss = model(
+                input_ids=tokens,
+                labels=labels,
+                shift_labels=labels,
+                position_ids=positions,
+                num_items_in_batch=count,
+            ).loss
+            accelerator.backward(loss)
+            losses.append(accelerator.reduce(loss, "mean").item())
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    alone, _, expected, expected_norms = train_alone("llama", is_padded=False)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=1e-6)
+    state = accelerator.get_state_dict(model)
+    for name, value in alone.state_dict().items() if accelerator.is_main_process else ():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
 @distributed(world_size=4)
@@ -318,8 +385,11 @@ def states(accelerator, model, optimizer):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_a_checkpoint_of_sharded_stages_loads_under_other_sizes_and_the_reverse(tmp_path, form):
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("tied", "FULL_STATE_DICT"), ("tied", "SHARDED_STATE_DICT"), ("mixture", "SHARDED_STATE_DICT")],
+)
+def test_a_checkpoint_of_sharded_stages_loads_under_other_sizes_and_the_reverse(tmp_path, kind, form):
     def begin(sizes):
         AcceleratorState._reset_state(True)
         is_replicated = sizes.keys() == {"dp_replicate_size"}  # by DDP
@@ -329,30 +399,21 @@ def test_a_checkpoint_of_sharded_stages_loads_under_other_sizes_and_the_reverse(
             parallelism_config=ParallelismConfig(**sizes),
             fsdp_plugin=plugin() if has_plugin else None,
         )
-        model = make("tied")
+        model = make(kind)
         return accelerator, *accelerator.prepare(model, optimizer_of(model))
 
     def plugin():
         return FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=form)
 
-    accelerator, model, optimizer, loader = prepared(
-        "tied", {"pp_size": 2, "dp_shard_size": 2}, is_padded=False, plugin=plugin()
-    )
+    first, others = CHAINS[kind]
+    accelerator, model, optimizer, loader = prepared(kind, first, is_padded=False, plugin=plugin())
     train(accelerator, model, optimizer, loader)
     wanted = states(accelerator, model, optimizer)
     accelerator.save_state(tmp_path / "0")
     accelerator.save_model(model, tmp_path / "model")
     if accelerator.is_main_process:
-        assert load_file(tmp_path / "model" / "model.safetensors").keys() <= make("tied").state_dict().keys()
+        assert load_file(tmp_path / "model" / "model.safetensors").keys() <= make(kind).state_dict().keys()
     accelerator.free_memory()
-    others = [
-        {"pp_size": 4},
-        {"dp_shard_size": 4},
-        {"pp_size": 2, "dp_replicate_size": 2},
-        {"dp_replicate_size": 4},
-        {"pp_size": 2, "tp_size": 2},
-        {"pp_size": 2, "dp_shard_size": 2},
-    ]
     with without_view_warnings():
         for number, sizes in enumerate(others):
             accelerator, model, optimizer = begin(sizes)
@@ -362,6 +423,32 @@ def test_a_checkpoint_of_sharded_stages_loads_under_other_sizes_and_the_reverse(
             is_full = form == "FULL_STATE_DICT" or sizes.keys() == {"dp_replicate_size"}
             assert (tmp_path / str(number + 1) / "pytorch_model_fsdp_0").is_dir() != is_full
             accelerator.free_memory()
+
+
+CHAINS = {
+    "tied": (
+        {"pp_size": 2, "dp_shard_size": 2},
+        [
+            {"pp_size": 4},
+            {"dp_shard_size": 4},
+            {"pp_size": 2, "dp_replicate_size": 2},
+            {"dp_replicate_size": 4},
+            {"pp_size": 2, "tp_size": 2},
+            {"pp_size": 2, "dp_shard_size": 2},
+        ],
+    ),
+    "mixture": (
+        {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2},
+        [
+            {"dp_shard_size": 4, "ep_size": 2},
+            {"pp_size": 2, "tp_size": 2, "ep_size": 2},
+            {"dp_replicate_size": 4},
+            {"pp_size": 4},
+            {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2},
+        ],
+    ),
+}
+"""The sizes of a first run, and of those that load its checkpoint one after another, by kind of model."""
 
 
 def assert_equal(actual, expected):
@@ -523,6 +610,10 @@ def test_models_and_options_that_have_no_stages_are_refused_by_name(tmp_path):
         accelerator.prepare(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(SettingsError, match="cannot be cut into pp_num_microbatches=2"):
         accelerator.prepare(make("plain"))(input_ids=torch.zeros(3, LENGTH, dtype=torch.int64))
+    mixture = make("mixture")
+    mixture.config.output_router_logits = True  # its loss needs the routing of all layers
+    with pytest.raises(SettingsError, match="output_router_logits=True in its config"):
+        accelerator.prepare(mixture)
     handler = TorchPipelineParallelConfig(pp_split_points="layers.99")
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=handler))
@@ -537,9 +628,3 @@ def test_models_and_options_that_have_no_stages_are_refused_by_name(tmp_path):
 def test_options_are_checked(options):
     with pytest.raises(SettingsError, match=next(reversed(options))):
         TorchPipelineParallelConfig(**options)
-
-
-@pytest.mark.parametrize("axis", ["cp", "sp", "ep"])
-def test_axes_that_pipelines_do_not_go_with_are_refused(axis):
-    with pytest.raises(SettingsError, match=f"{axis}_size=2.*set one of the two to 1"):
-        ParallelismConfig(pp_size=2, dp_shard_size=2, **{f"{axis}_size": 2})

@@ -389,11 +389,13 @@ def _check_parallel_sizes(facts: LaunchFacts) -> Iterator[str]:
             f"{value} make groups of {product} processes, into which the {launch.num_processes} of "
             f"{facts.origin('launch.num_processes')} cannot be divided."
         )
-    experts, inside = sizes.ep_size or 1, product // (sizes.dp_replicate_size or 1)
+    outer = (sizes.dp_replicate_size or 1) * (sizes.pp_size or 1)
+    experts, inside = sizes.ep_size or 1, product // outer
     if inside % experts:
         yield (
-            f"{facts.origin('parallelism.ep_size')} is {experts}, and a replica of the model has {inside} "
-            "processes, which experts cannot be shared by: choose a divisor."
+            f"{facts.origin('parallelism.ep_size')} is {experts}, and a replica of the model (with "
+            f"pp_size, a stage of it) has {inside} processes, which experts cannot be shared by: choose a "
+            "divisor."
         )
 
 

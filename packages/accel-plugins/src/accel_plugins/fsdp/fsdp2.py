@@ -26,7 +26,7 @@ from accel_plugins.fsdp.blocks import (
     modules_named,
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
-from accel_plugins.parallelism.config import axes_of
+from accel_plugins.parallelism.config import Axes, axes_of
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.experts import ExpertParallel, experts_of
 from accel_plugins.parallelism.sequence import Ulysses
@@ -81,22 +81,9 @@ def build(
     stages = [stage for stage in (tensor, experts, full) if stage is not None]
     validate = [stage.validate for stage in stages]
     # 2. Shard sequences, too, with context or sequence parallelism.
-    context = None
-    if axes.context is not None and axes.config.cp_handler is not None:
-        if is_torch_version("<", "2.10"):
-            raise UnsupportedError(
-                "ParallelismConfig(cp_size>1): it needs torch 2.10 or newer, and "
-                f"{torch.__version__} is installed."
-            )
-        rotation = axes.config.cp_handler.cp_comm_strategy or "allgather"
-        context = ContextParallel(mesh=axes.context, rotation=rotation)
-        validate.append(context.validate)
-    ulysses = None
-    if axes.sequence is not None:
-        axes.config.use_torch_sequences()
-        ulysses = Ulysses(axes.sequence, axes.config.sizes["tp"])
-        validate.append(ulysses.validate)
+    context, ulysses = sequences_of(axes)
     sequences = context or ulysses
+    validate += [] if sequences is None else [sequences.validate]
     # 3. Compose the strategy.
     shards = TensorShards(form_now=partial(form_of, plugin))
     return Strategy(
@@ -122,6 +109,28 @@ def build(
         shards=shards,
         native=LocalFiles(shards=shards, topology=runtime.topology),
     )
+
+
+def sequences_of(axes: Axes) -> tuple[ContextParallel | None, Ulysses | None]:
+    """Return what shards sequences, by context or by sequence parallelism, if there is such an axis.
+
+    Raises:
+        UnsupportedError: Context parallelism needs a newer torch.
+    """
+    context = ulysses = None
+    if axes.context is not None and axes.config.cp_handler is not None:
+        if is_torch_version("<", "2.10"):
+            raise UnsupportedError(
+                "ParallelismConfig(cp_size>1): it needs torch 2.10 or newer, and "
+                f"{torch.__version__} is installed."
+            )
+        rotation = axes.config.cp_handler.cp_comm_strategy or "allgather"
+        context = ContextParallel(mesh=axes.context, rotation=rotation)
+    if axes.sequence is not None:
+        axes.config.use_torch_sequences()
+        in_stages = axes.config.pp_enabled
+        ulysses = Ulysses(axes.sequence, axes.config.sizes["tp"], in_stages=in_stages)
+    return context, ulysses
 
 
 @frozen

@@ -256,9 +256,9 @@ class ParallelismConfig:
         tp_handler: Options of tensor parallelism.
         cp_handler: Options of context parallelism.
         sp_handler: Options of DeepSpeed's sequence parallelism.
-        ep_size: Expert-parallel size: number of neighbouring ranks within a replica over which the experts of
-            a layer are sharded. It divides the product of `dp_shard_size`, `cp_size`, `sp_size` and
-            `tp_size`, and does not change the world size.
+        ep_size: Expert-parallel size: number of neighbouring ranks within a replica, and a stage of a
+            pipeline, over which the experts of a layer are sharded. It divides the product of
+            `dp_shard_size`, `cp_size`, `sp_size` and `tp_size`, and does not change the world size.
         pp_size: Pipeline-parallel size: a rank has some of the layers; the ranks of a group read the same
             batches.
         pp_handler: Options of pipeline parallelism.
@@ -315,12 +315,12 @@ class ParallelismConfig:
             *axes, reason = conflict
             sizes = ", ".join(f"{axis}_size={getattr(self, f'{axis}_size')!r}" for axis in axes)
             raise SettingsError(f"ParallelismConfig({sizes}): {reason}; set one of the two to 1.")
-        inside = self.total_size // self.sizes["dp_replicate"]
+        inside = self.total_size // self.sizes["dp_replicate"] // self.sizes["pp"]
         if inside % (self.ep_size or 1):
             raise SettingsError(
                 f"ParallelismConfig(ep_size={self.ep_size!r}): the experts are sharded over ranks of one "
-                f"replica, and {self!r} has {inside} of them; choose a divisor of dp_shard_size x cp_size x "
-                "sp_size x tp_size."
+                f"stage of a replica, and {self!r} has {inside} of them; choose a divisor of dp_shard_size x "
+                "cp_size x sp_size x tp_size."
             )
 
     def __repr__(self) -> str:
@@ -657,6 +657,17 @@ class Axes:
         )
 
     @property
+    def losses(self) -> DeviceMesh | None:
+        """Mesh with one axis of the ranks over which losses are averaged for models, if any.
+
+        Those of data and of sequence parallelism; under context parallelism, scripts average losses.
+        """
+        axes: Any = (*self.config.dp_dim_names, *(["sp"] if self.config.sp_enabled else []))
+        if not self.config.sp_enabled or len(axes) == 1:
+            return self.sequence or self.data
+        return flatten_mesh(self.mesh[axes], "dp_sp")
+
+    @property
     def context(self) -> DeviceMesh | None:
         """Mesh of context parallelism, if any."""
         return self.mesh["cp"] if self.config.cp_enabled else None
@@ -669,15 +680,18 @@ class Axes:
     def experts(self, runtime: Runtime) -> DeviceMesh | None:
         """Build the mesh of experts, if they are sharded: axes `"efsdp"` and `"ep"`, after any of replicas.
 
-        Its ranks are those of all axes within a replica; the ranks of `"ep"` are neighbours.
+        Its ranks are those of all axes within a replica, and a stage of a pipeline; the ranks of `"ep"` are
+        neighbours.
         """
         experts = self.config.ep_size or 1
         if experts == 1:
             return None
-        replicas = self.config.sizes["dp_replicate"]
-        shards = runtime.topology.world_size // (replicas * experts)
-        copies = {"dp_replicate": replicas} if replicas > 1 else {}
-        return mesh_of(runtime.device.type, {**copies, "efsdp": shards, "ep": experts})
+        outer = {axis: self.config.sizes[axis] for axis in ("pp", "dp_replicate")}
+        shards = runtime.topology.world_size // math.prod(outer.values()) // experts
+        sizes = {axis: size for axis, size in outer.items() if size > 1}
+        mesh = mesh_of(runtime.device.type, {**sizes, "efsdp": shards, "ep": experts})
+        inner: Any = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "pp")
+        return mesh[inner] if "pp" in sizes else mesh
 
     def fully_sharded(self, runtime: Runtime) -> DeviceMesh:
         """Return the mesh of FSDP2: a shard axis, after a replicate axis if there are replicas."""

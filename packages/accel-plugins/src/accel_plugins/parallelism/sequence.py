@@ -152,15 +152,18 @@ class Ulysses:
     Args:
         mesh: Of one axis.
         tensor_size: Tensor-parallel size, among whose ranks heads are divided already.
+        in_stages: Whether a rank has stages of models, perhaps without attention. The pipeline then averages
+            losses in training.
     """
 
-    def __init__(self, mesh: DeviceMesh, tensor_size: int = 1) -> None:
+    def __init__(self, mesh: DeviceMesh, tensor_size: int = 1, *, in_stages: bool = False) -> None:
         self.size: int = mesh.size()
         self.group = mesh.get_group()
         self.shard = SequenceShard(size=self.size, rank=mesh.get_local_rank())
         self.is_sharded = False
         self._setting = f"ParallelismConfig(sp_size={self.size})"
         self._tensor_size = tensor_size
+        self._in_stages = in_stages
         self._has_attended = False
         self._is_inside = False  # whether the forward pass of a prepared model is running
         self._counts = False  # whether the loss of a model is divided by our number of tokens
@@ -362,9 +365,9 @@ class Ulysses:
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Refuse a model that has attended to shards, and make its loss the mean over all shards."""
         del args, kwargs
-        if not self.is_sharded:
+        if not self.is_sharded or (self._in_stages and model.training):
             return output
-        if not self._has_attended:
+        if not (self._has_attended or self._in_stages):
             raise UnsupportedError(
                 f"{type(model).__name__} with {self._setting}: no attention saw full sequences. "
                 "Wrap its attention, as in attention = sequence_parallel_attention("

@@ -1,4 +1,4 @@
-"""The strategy `pipeline`: stages of a model on different ranks, beside FSDP2 and tensor parallelism."""
+"""The strategy `pipeline`: stages of a model on different ranks, beside FSDP2 and all other axes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from accel_ops.modules import model_has_dtensor, replace_forward, without_compiler
 from accel_ops.tree import by_device, local_parts
 from accel_plugins.fsdp.blocks import fsdp2_prepare_auto_wrap_policy, modules_named
-from accel_plugins.fsdp.fsdp2 import FullSharding
+from accel_plugins.fsdp.fsdp2 import FullSharding, sequences_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
+from accel_plugins.parallelism.attention import text_config
 from accel_plugins.parallelism.config import Axes, TorchPipelineParallelConfig, axes_of
+from accel_plugins.parallelism.experts import ExpertParallel
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.pipeline.engine import Pipeline
 from accel_plugins.pipeline.stages import Layout, lay_out
@@ -51,7 +53,12 @@ def build(
         )
     options, group = axes.config.pp_handler, axes.pipeline.get_group()
     full = _full_sharding(axes, runtime, precision, handlers)
-    tensor = None if axes.tensor is None else TensorParallel(mesh=axes.tensor)
+    experts = None if full is None else full.experts
+    tensor = None
+    if axes.tensor is not None:
+        tensor = TensorParallel(mesh=axes.tensor, ignores_experts=experts is not None)
+    context, ulysses = sequences_of(axes)
+    sequences = context or ulysses
     rank, per_stage = runtime.topology.rank, runtime.topology.world_size // group.size()
     names: Any = weakref.WeakKeyDictionary()
     models: PreparedPipelines = weakref.WeakKeyDictionary()
@@ -60,7 +67,7 @@ def build(
         precision=precision,
         options=options,
         group=group,
-        replicas=None if axes.data is None else axes.data.get_group(),
+        replicas=None if axes.losses is None else axes.losses.get_group(),
         full=full,
         is_tensor_parallel=tensor is not None,
         names=names,
@@ -69,8 +76,8 @@ def build(
     is_offloaded = full is not None and isinstance(full.plugin.cpu_offload, CPUOffloadPolicy)
     sharded = ShardedWrapper(
         runtime=runtime,
-        shard=[cut] if tensor is None else [tensor, cut],
-        validate=[stage.validate for stage in (cut, tensor, full) if stage is not None],
+        shard=[stage for stage in (tensor, experts, cut) if stage is not None],
+        validate=[stage.validate for stage in (cut, tensor, experts, full, sequences) if stage is not None],
         parameters_on=torch.device("cpu") if is_offloaded else runtime.device,
         master_weights=None if full is None or precision.name == "no" else precision.name,
         only_main_has_values=full is not None and bool(full.plugin.cpu_ram_efficient_loading),
@@ -87,6 +94,10 @@ def build(
         sharding=replace(axes.sharding, micro_batches=options.pp_num_microbatches or group.size()),
         features=FEATURES,
         mesh=axes.mesh,
+        split_sequences=context,
+        prepare_for_split=None if sequences is None else sequences.prepare,
+        shard_sequences=None if ulysses is None else ulysses.shard,
+        release=None if ulysses is None else ulysses.release,
         train_step=partial(train_step, models),
         shards=PipelineShards(
             models=names,
@@ -112,10 +123,13 @@ def _full_sharding(
 ) -> FullSharding | None:
     """Return what shards and replicates stages, if there are axes or a plugin for it."""
     plugin: FullyShardedDataParallelPlugin | None = handlers.get(FullyShardedDataParallelPlugin)
-    if plugin is None and axes.config.data_parallel_size == 1:
+    sizes = axes.config.sizes
+    replicas, shards = sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
+    is_sharded = shards > 1 or axes.config.ep_enabled
+    if plugin is None and not is_sharded and replicas == 1:
         return None
     if plugin is None:  # gathered once for all micro-batches
-        form = "SHARDED_STATE_DICT" if axes.config.dp_shard_enabled else "FULL_STATE_DICT"
+        form = "SHARDED_STATE_DICT" if is_sharded else "FULL_STATE_DICT"
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, reshard_after_forward=False, state_dict_type=form
         )
@@ -125,9 +139,11 @@ def _full_sharding(
             "its axes go with fsdp_version=2 only."
         )
     plugin.set_mixed_precision(precision.name)
-    return FullSharding(
-        plugin=plugin, mesh=axes.fully_sharded(runtime), master_weights=precision.name != "no"
-    )
+    mesh, experts_mesh = axes.fully_sharded(runtime), axes.experts(runtime)
+    experts = None
+    if experts_mesh is not None:
+        experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
+    return FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
 
 
 PreparedPipelines = weakref.WeakKeyDictionary[nn.Module, "PreparedPipeline"]
@@ -280,6 +296,12 @@ class StageCutter:
             raise SettingsError(
                 f"{type(model).__name__} is sharded already, and pp_size={self.group.size()} would cut "
                 "it: leave one of the two out."
+            )
+        if getattr(text_config(model), "output_router_logits", False):
+            raise SettingsError(
+                f"{type(model).__name__} has output_router_logits=True in its config, for an auxiliary loss "
+                "over the routing of all layers, and a stage has that of its own: set it to False, or use "
+                "dp_shard_size and ep_size instead of pp_size."
             )
         layout = lay_out(model, self.options, self.group.size())
         if self.full is not None:

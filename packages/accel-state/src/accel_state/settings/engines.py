@@ -594,11 +594,7 @@ _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
 _SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
-_CONFLICTS = (
-    ("cp", ("sp",), "context and sequence parallelism cannot be combined"),
-    ("pp", ("cp", "sp"), "pipelines combine with dp_replicate, dp_shard, tp"),
-    ("ep", ("pp",), "expert parallelism combines with dp_replicate, dp_shard, cp, sp, tp"),
-)
+_CONFLICTS = (("cp", ("sp",), "context and sequence parallelism cannot be combined"),)
 
 
 def find_axes_conflict(sizes: Mapping[str, int | None]) -> tuple[str, str, str] | None:

@@ -300,7 +300,7 @@ class ParallelFacet(Facet):
         if isinstance(dl, PreparedLoader):
             dl.shard_sequences = shard_sequences
             return dl
-        if parts.strategy.fsdp_version is not None:
+        if parts.strategy.name != "deepspeed":
             raise SettingsError(
                 f"deepspeed_ulysses_dl_adapter(): {type(dl).__name__} is not prepared, and adapting it needs "
                 "DeepSpeed; pass it to prepare() first."
