@@ -110,7 +110,7 @@ def test_a_model_that_is_sharded_when_it_is_loaded_trains_by_the_same_script(tmp
 def test_there_is_a_configuration_for_every_way_of_running() -> None:
     assert {*CONFIGS} == {
         *("single", "ddp", "bf16", "fsdp1", "fsdp2", "hsdp", "tp", "fsdp2_tp", "zero1", "zero2", "zero3"),
-        *("sp", "ep", "megatron_tp", "megatron_pp", "pipeline", "fsdp2_pp"),
+        *("cp", "sp", "ep", "megatron_tp", "megatron_pp", "pipeline", "fsdp2_pp"),
     }
 
 

@@ -4,6 +4,7 @@
     accel launch --config_file configs/fsdp2.yaml language_model.py
     accel launch --config_file configs/megatron_tp.yaml language_model.py
     accel launch --config_file configs/sp.yaml language_model.py
+    accel launch --config_file configs/cp.yaml language_model.py
     accel launch --config_file configs/ep.yaml language_model.py --experts 4
 
 A run can be stopped and resumed under another strategy and number of processes:
@@ -60,6 +61,20 @@ def make_model(experts=0):
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
+def with_next_tokens(batch, shards):
+    """Add what a rank cannot know from its shard of a sequence: the next tokens, and where it begins."""
+    tokens = batch["input_ids"]
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+    positions = torch.arange(length, device=tokens.device).repeat(len(tokens), 1)
+    return {
+        "input_ids": tokens,
+        "labels": labels,
+        "shift_labels": labels.clone(),
+        "position_ids": positions,
+        "num_items_in_batch": (labels != -100).sum() / shards,
+    }
+
+
 def main():
     """Train, and print the loss."""
     parser = argparse.ArgumentParser()
@@ -88,10 +103,15 @@ def main():
     if arguments.resume:
         accelerator.load_state(arguments.resume)
 
+    axes = accelerator.parallelism_config
+    shards = axes.cp_size if axes else 1  # with context parallelism, a sequence is sharded below
     while progress.step < arguments.steps:
         for batch in loader:
-            with accelerator.accumulate(model):
-                loss = model(**batch).loss
+            inputs = with_next_tokens(batch, shards) if shards > 1 else batch
+            parts = [value for value in inputs.values() if value.dim() == 2]
+            context = accelerator.maybe_context_parallel(parts, [1] * len(parts), {*parts})
+            with accelerator.accumulate(model), context:
+                loss = model(**inputs).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
