@@ -151,6 +151,19 @@ EVALUATE = lines(
 
 FSDP = ("--use_fsdp", "--fsdp_version", "2", "--num_processes", "2")
 
+LAYERS = lines(
+    "None",
+    "class Layers(nn.Module):",
+    "    def __init__(self):",
+    "        super().__init__()",
+    "        self.layers, self.head = nn.ModuleList(nn.Linear(6, 6) for _ in range(5)), nn.Linear(6, 1)",
+    "    def forward(self, batch):",
+    "        for layer in self.layers:",
+    "            batch = batch + layer(batch).tanh()",
+    "        return self.head(batch)",
+    "model = Layers()",
+)
+
 RIGHT = {
     "plain": Program(),
     "accumulation": Program(parts={"accelerator": "gradient_accumulation_steps=2"}),
@@ -214,6 +227,9 @@ RIGHT = {
     ),
     "bf16": Program(parts={"accelerator": "mixed_precision='bf16'"}),
     "FSDP": Program(words=FSDP),
+    "layers left out": Program(parts={"model": LAYERS}, words=("--blocks", "2")),
+    "layers left out under FSDP": Program(parts={"model": LAYERS}, words=(*FSDP, "--blocks", "2")),
+    "on the devices": Program(words=("--on_device", "--cpu", "--num_processes", "2")),
 }
 """Scripts that are right."""
 

@@ -28,7 +28,7 @@ from accel_cli.commands.check.rank_worker import (
 )
 from accel_cli.commands.doctor.record import ONE, PLAIN, RESCALED, DoctorTask
 from accel_cli.commands.doctor.recorder import TrainingRecorder
-from accel_plugins.strategy import BatchSharding
+from accel_plugins.strategy import BatchSharding, Bundle
 from accel_train import Accelerator
 from accel_train.data.adapter import PreparedLoader
 from accel_train.data.shards import BatchSamplerShard, IterableDatasetShard
@@ -86,7 +86,7 @@ def _record_prepare(recorder: TrainingRecorder) -> None:
         return build
 
     def run_recorded(bundle: Any, request: Any) -> Any:
-        _cut(bundle.models, recorder.task.blocks)
+        _cut(bundle, recorder.task.blocks)
         bundle = run_stages(bundle, request)
         recorder.record_prepared(request.accelerator, bundle.models)
         return bundle
@@ -102,12 +102,28 @@ def _record_prepare(recorder: TrainingRecorder) -> None:
         )
 
 
-def _cut(models: Sequence[nn.Module], blocks: int) -> None:
-    """Keep the first layers of each list of layers."""
-    for model in models if blocks else ():
-        for module in [*model.modules()]:
-            if isinstance(module, nn.ModuleList) and len(module) > blocks:
-                del module[blocks:]
+def _cut(bundle: Bundle, blocks: int) -> None:
+    """Keep the first layers of each list of layers, and only their parameters in the optimizers."""
+    if not blocks:
+        return
+    removed = {
+        parameter
+        for model in bundle.models
+        for parameter in _parameters_beyond(model, blocks) - {*model.parameters()}
+    }
+    for optimizer in bundle.optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter not in removed]
+
+
+def _parameters_beyond(model: nn.Module, blocks: int) -> set[nn.Parameter]:
+    """Remove the layers beyond the first from each list of layers, and return their parameters."""
+    removed: set[nn.Parameter] = set()
+    for module in [*model.modules()]:
+        if isinstance(module, nn.ModuleList) and len(module) > blocks:
+            removed.update(module[blocks:].parameters())
+            del module[blocks:]
+    return removed
 
 
 def _record_loaders(recorder: TrainingRecorder) -> None:
