@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from accel_cli.commands.doctor.causes import CAUSES
 from harness.checks import Checked, run_checks
@@ -17,6 +19,14 @@ if TYPE_CHECKING:
 
     from harness.doctor_programs import Program
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples"
+
+NEEDS = {
+    "lora": "peft",
+    "deepspeed_with_config_support": "deepspeed",
+    "megatron_lm_gpt_pretraining": "megatron",
+}
+"""Packages that examples import."""
 
 USUAL = ("clipping", "tokens", "evaluation", "noise in the loop", "resumes where it stopped", "FSDP")
 """The right scripts that are run with every commit."""
@@ -117,6 +127,34 @@ def test_nothing_is_said_against_a_right_script(right, name):
 @pytest.mark.parametrize("name", chosen("right", usual=False))
 def test_nothing_is_said_against_more_right_scripts(more_right, name):
     assert_right(more_right[name])
+
+
+def examples() -> dict[str, tuple[str, ...]]:
+    """The command lines for all examples that train, by name."""
+    lines = {path.stem: (str(path),) for path in EXAMPLES.glob("by_feature/*.py")}
+    del lines["distributed_inference"]
+    lines |= {path.stem: (str(path),) for path in EXAMPLES.glob("*.py")}
+    lines |= {path.stem: (str(path),) for path in EXAMPLES.glob("complete/*.py")}
+    script = str(EXAMPLES / "strategies/language_model.py")
+    for path in EXAMPLES.glob("strategies/configs/*.yaml"):
+        options = ["--experts", "4"] if path.stem == "ep" else []
+        lines[f"strategies, {path.stem}"] = ("--config_file", str(path), script, *options)
+    return lines
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted(examples()))
+def test_nothing_is_said_against_an_example(tmp_path, name):
+    if find_spec(NEEDS.get(name, "torch")) is None:
+        pytest.skip(f"it needs {NEEDS[name]}")
+    if "strategies, megatron" in name and not torch.cuda.is_available():
+        pytest.skip("Megatron trains on GPUs")
+    (tmp_path / name).mkdir()
+    variables = {"HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
+    check = run_checks({name: ("--json", *examples()[name])}, tmp_path, variables, "doctor")[name]
+    told = json.loads(check.output)["diagnoses"]
+    assert not [diagnosis for diagnosis in told if diagnosis["differs"]], check.errors
+    assert check.code == 0
 
 
 @pytest.mark.parametrize("name", ["noise in the loop"])

@@ -8,11 +8,14 @@ from typing import Any
 
 from accel_cli.commands.doctor.causes import Diagnosis
 from accel_cli.commands.doctor.compare_numbers import (
+    FLOOR,
+    comparable_steps,
     first_difference,
     numbers,
     random_numbers,
     random_samples,
     relative,
+    rounding,
     tolerance_of,
 )
 from accel_cli.commands.doctor.record import (
@@ -47,13 +50,13 @@ def compare(records: Records) -> list[Diagnosis]:
     diagnoses = stopped
     for name, check in checks.items():
         is_other = bool(records[RANKS][0].differs_by or random_numbers(records)) or any(
-            item.differs for item in diagnoses
+            item.differs or item.name == "numbers-not-compared" for item in diagnoses
         )
         if name == "resume" and is_other:
             records = {run: of_run for run, of_run in records.items() if run != RESCALED}
         of_check = [*check(records)]
         diagnoses += of_check
-        if not any(diagnosis.differs for diagnosis in of_check):
+        if not any(item.differs or item.name == "numbers-not-compared" for item in of_check):
             text = SUMMARIES[name](records)
             if text:
                 diagnoses.append(Diagnosis(check=name, name="", text=text))
@@ -65,6 +68,8 @@ def stops(records: Records) -> Iterator[Diagnosis]:
     for run, of_run in records.items():
         if run in {RESUMED, RESCALED} and any(record.stopped for record in records[RANKS]):
             continue  # there is no checkpoint
+        if run == RESCALED and any(record.stopped for record in records.get(ONE, ())):
+            continue  # the script does not run on one process
         stopped = [record for record in of_run if record.stopped]
         if not stopped:
             continue
@@ -380,9 +385,10 @@ def resume(records: Records) -> Iterator[Diagnosis]:
                 text = f"{title}, the learning rate of step {number + 2} is {rates}"
                 yield Diagnosis(check="resume", name="resume-other-rate", text=text)
                 break
-            if random_samples(records):
+            if random_samples(records) or number + 1 >= comparable_steps(ranks[0], ranks[0]):
                 continue
-            name = first_difference(step, expected, ranks[0].modules, 5 * tolerance_of(ranks[0]))
+            tolerance = rounding(tolerance_of(ranks[0]), number + 1)
+            name = first_difference(step, expected, ranks[0].modules, tolerance, floor=FLOOR)
             if name is not None:
                 text = f"{title}, the gradient of {name} differs in step {number + 2}"
                 yield Diagnosis(check="resume", name="resume-other-numbers", text=text)
@@ -414,7 +420,7 @@ def _numbers_summary(records: Records) -> str:
     if single is None or single.stopped or not ranks[0].steps or is_other:
         return ""
     what = "losses" if ranks[0].losses else "losses, gradients and weights"
-    steps = min(len(ranks[0].steps), len(single.steps))
+    steps = comparable_steps(ranks[0], single)
     return f"{what} of {steps} optimizer steps, to {tolerance_of(ranks[0], single):.0e}"
 
 

@@ -19,13 +19,19 @@ from accel_cli.commands.doctor.record import (
     first_of,
 )
 
-TOLERANCES = {"float64": 1e-9, "float32": 5e-4, "float16": 2e-2, "bfloat16": 5e-2}
-"""Relative differences that are rounding, by dtype."""
+TOLERANCES = {"float64": 1e-9, "float32": 5e-4, "float16": 2e-2, "bfloat16": 5e-2, "float8": 0.25}
+"""Relative differences that are rounding, by dtype; in FP8 each rank scales by its own largest value, too."""
 
-_MIXED = {"fp16": "float16", "bf16": "bfloat16", "fp8": "bfloat16"}
+_MIXED = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8"}
 
 _NOISE = 1e-5
 """Norm of a gradient, relative to that of all, below which it is rounding."""
+
+_GROWTH = 5
+"""By what the rounding of gradients grows with each step: the weights before it are rounded, too."""
+
+FLOOR = 0.1
+"""Part of the norm of all gradients; a ReLU that rounds to the other side changes small gradients most."""
 
 _FEW_VALUES = 32
 """Values of a BatchNorm below which its statistics are those of no larger batch."""
@@ -52,7 +58,7 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
         yield Diagnosis(check="numbers", name="numbers-not-compared", text=reason, where=ranks[0].draws)
         return
     tolerance = tolerance_of(ranks[0], single)
-    for number, step in enumerate(ranks[0].steps[: len(single.steps)]):
+    for number, step in enumerate(ranks[0].steps[: comparable_steps(ranks[0], single)]):
         start = ranks[0].steps[number - 1].backwards if number else 0
         comparable = _same_data(shards, single, start, step.backwards)
         if not comparable:
@@ -102,14 +108,16 @@ def _compare_step(
         return Diagnosis(check="numbers", name="windows-differ", text=text)
     losses = [_loss(ranks, index) for index in range(start, step.backwards)]
     wanted = [_loss([single], index) for index in range(start, step.backwards)]
+    grown = rounding(tolerance, number)
+    of_weights = min(grown, max(tolerance, 1e-2))
     # 1. The weights before the step, which were equal after the one before.
     if number:
-        changed = _first_weight(step.before, expected.before, ranks[0].steps[number - 1], tolerance)
+        changed = _first_weight(step.before, expected.before, ranks[0].steps[number - 1], of_weights)
         if changed is not None:
             text = f"before step {number + 1}, {changed}; after the step before they were equal"
             return Diagnosis(check="numbers", name="weights-differ", text=text)
     # 2. The first parameter in the order of execution whose gradient differs.
-    name = first_difference(step, expected, ranks[0].modules, tolerance)
+    name = first_difference(step, expected, ranks[0].modules, grown, floor=FLOOR if number else 0.0)
     if name is not None:
         gradient, other = step.gradients.get(name), expected.gradients.get(name)
         module = name.rpartition(".")[0] or name
@@ -124,7 +132,7 @@ def _compare_step(
         )
         return Diagnosis(
             check="numbers",
-            name=_explain(ranks, single, number, start, tolerance),
+            name=_explain(ranks, single, number, start, grown),
             text=text,
             where=ranks[0].backwards[start].where if start < len(ranks[0].backwards) else "",
         )
@@ -137,7 +145,7 @@ def _compare_step(
                 check="numbers", name=name, text=text, where=ranks[0].backwards[start + index].where
             )
     # 4. The weights after the step.
-    changed = _first_weight(step.weights, expected.weights, step, tolerance)
+    changed = _first_weight(step.weights, expected.weights, step, of_weights)
     if changed is not None:
         text = f"after step {number + 1} with equal gradients, {changed}"
         return Diagnosis(check="numbers", name="weights-differ", text=text)
@@ -237,8 +245,13 @@ def _factor(step: Step, expected: Step, tolerance: float) -> float | None:
     return factor if is_same else None
 
 
-def first_difference(step: Step, expected: Step, modules: Sequence[str], tolerance: float) -> str | None:
-    """Return the first parameter, in the order of execution, whose gradient differs."""
+def first_difference(
+    step: Step, expected: Step, modules: Sequence[str], tolerance: float, *, floor: float = 0.0
+) -> str | None:
+    """Return the first parameter, in the order of execution, whose gradient differs.
+
+    Differences of gradients below `floor` of the norm of all gradients are related to this part of that norm.
+    """
     order = {name: position for position, name in enumerate(modules)}
     names = sorted(
         step.gradients.keys() & expected.gradients.keys(),
@@ -252,11 +265,12 @@ def first_difference(step: Step, expected: Step, modules: Sequence[str], toleran
         if gradient is None or other is None:
             if (gradient or other).norm > _NOISE * total:  # pyright: ignore[reportOptionalMemberAccess] - one of them is there
                 return name
-        elif (
-            max(gradient.norm, other.norm) > max(_NOISE, tolerance / 10) * total
-            and distance(gradient, other) > tolerance
-        ):
-            return name
+            continue
+        norm = max(gradient.norm, other.norm)
+        if norm > max(_NOISE, tolerance / 10) * total:
+            share = norm / max(norm, floor * total)
+            if share * distance(gradient, other) > tolerance:
+                return name
     return None
 
 
@@ -334,6 +348,18 @@ def tolerance_of(*records: RunRecord) -> float:
     return max(
         (TOLERANCES.get(dtype, TOLERANCES["float32"]) for dtype in dtypes), default=TOLERANCES["float32"]
     )
+
+
+def rounding(tolerance: float, number: int) -> float:
+    """Return the relative difference of gradients that is rounding in a step, counted from 0."""
+    return tolerance * _GROWTH**number
+
+
+def comparable_steps(ranks: RunRecord, single: RunRecord) -> int:
+    """Return in how many steps another gradient can be told from a rounded one."""
+    tolerance = tolerance_of(ranks, single)
+    steps = min(len(ranks.steps), len(single.steps))
+    return sum(rounding(tolerance, number) <= TOLERANCES["float8"] for number in range(steps))
 
 
 def distance(first: Digest, second: Digest) -> float:

@@ -66,6 +66,7 @@ def install(recorder: TrainingRecorder) -> None:
     _keep_runs_apart(recorder)
     _switch_dropout_off()
     _record_batch_norms(recorder)
+    torch.compiler.set_stance("force_eager")  # compiled code would call the recorder's hooks
 
 
 def _record_prepare(recorder: TrainingRecorder) -> None:
@@ -87,7 +88,8 @@ def _record_prepare(recorder: TrainingRecorder) -> None:
 
     def run_recorded(bundle: Any, request: Any) -> Any:
         _cut(bundle, recorder.task.blocks)
-        bundle = run_stages(bundle, request)
+        with recorder.paused():
+            bundle = run_stages(bundle, request)
         recorder.record_prepared(request.accelerator, bundle.models)
         return bundle
 
@@ -240,7 +242,8 @@ def _keep_runs_apart(recorder: TrainingRecorder) -> None:
         if recorder.resumes:
             recorder.resume_by_script()
         elif not recorder.has_saved:  # what the script saved in this run is not there
-            load_state(self, *args, **kwargs)
+            with recorder.paused():
+                load_state(self, *args, **kwargs)
 
     replace_names(
         "accel_train.Accelerator",

@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -95,6 +96,8 @@ class TrainingRecorder:
     waits: dict[str, int] = field(default_factory=dict[str, int])
     is_reading: bool = False
     """Whether a prepared loader reads, so that the loaders of torch within are its own."""
+    is_paused: bool = False
+    """Whether steps of optimizers are the library's own."""
     has_saved: bool = False
     """Whether the script has called `save_state`."""
     draws: str = ""
@@ -250,7 +253,9 @@ class TrainingRecorder:
         """Yield the batches of a pass, and record them."""
         if not any(loader is known for known in self._loaders):
             self._loaders.append(loader)
-            self._resume()
+            at_save = self._loaders_at_save
+            if self.resumes and at_save.is_file() and len(self._loaders) >= int(at_save.read_text()):
+                self._resume()
         number = next(index for index, known in enumerate(self._loaders) if known is loader)
         epoch = sum(of_loader.loader == number for of_loader in self.passes)
         where = source_line()
@@ -337,7 +342,10 @@ class TrainingRecorder:
         self._is_saved = True
         for loader in self._prepared.dataloaders:
             loader.resume_mid_epoch = True
-        self.save_state(self.accelerator, str(Path(self.task.folder) / "checkpoint"))
+        if self.task.rank == 0:
+            self._loaders_at_save.write_text(str(len(self._loaders)))
+        with _without_numbers(self.accelerator), self.paused():
+            self.save_state(self.accelerator, str(Path(self.task.folder) / "checkpoint"))
 
     @property
     def resumes(self) -> bool:
@@ -348,6 +356,11 @@ class TrainingRecorder:
     def _save_within_epoch(self) -> Path:
         """The file that is there if the script itself saves within an epoch."""
         return Path(self.task.folder) / "saves-within-epoch"
+
+    @property
+    def _loaders_at_save(self) -> Path:
+        """The file with the number of loaders that were read before the checkpoint."""
+        return Path(self.task.folder) / "loaders-at-save"
 
     def record_save(self) -> None:
         """Record that the script calls `save_state`."""
@@ -363,15 +376,25 @@ class TrainingRecorder:
         self._resume(restores_position=not self._save_within_epoch.exists())
 
     def _resume(self, *, restores_position: bool = True) -> None:
-        """Load the checkpoint of the run on the ranks before the first pass of a resumed run."""
+        """Load the checkpoint of the run on the ranks before the pass that it was saved in."""
         if not self.resumes or self._is_saved or self.accelerator is None:
             return
         self._is_saved = True
         for loader in self._prepared.dataloaders if restores_position else ():
             loader.resume_mid_epoch = True
-        self.load_state(self.accelerator, str(Path(self.task.folder) / "checkpoint"))
+        with _without_numbers(self.accelerator), self.paused():
+            self.load_state(self.accelerator, str(Path(self.task.folder) / "checkpoint"))
 
     # 3. What is computed.
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Record no steps: prepare() tries optimizers out, and loading a state makes an empty step."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
 
     def record_backward(self, loss: Any, items: Any) -> None:
         """Record a backward pass."""
@@ -411,6 +434,8 @@ class TrainingRecorder:
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Record the gradients that an optimizer is about to use."""
+        if self.is_paused:
+            return
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         number = next(index for index, known in enumerate(self._optimizers) if known is optimizer)
@@ -440,7 +465,7 @@ class TrainingRecorder:
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Record the weights after the step."""
-        if self.strategy in LOSSES_ONLY:
+        if self.is_paused or self.strategy in LOSSES_ONLY:
             return
         names = self._names()
         weights: Any = self.steps[-1].weights
@@ -549,6 +574,17 @@ def digest(tensor: Tensor) -> Digest:
     return Digest(
         norm=float(flat.norm()), values=(float(flat.sum()), *flat[::stride][:256].tolist()), dtype=dtype
     )
+
+
+@contextmanager
+def _without_numbers(accelerator: Any) -> Generator[None]:
+    """Save to and load from the folder of the argument, even if the script has its checkpoints numbered."""
+    project = accelerator.project_configuration
+    numbered, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
+    try:
+        yield
+    finally:
+        project.automatic_checkpoint_naming = numbered
 
 
 def _digest_of_generators() -> str:
