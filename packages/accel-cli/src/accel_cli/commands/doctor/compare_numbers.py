@@ -356,7 +356,7 @@ def rounding(tolerance: float, number: int) -> float:
 
 
 def comparable_steps(ranks: RunRecord, single: RunRecord) -> int:
-    """Return in how many steps another gradient can be told from a rounded one."""
+    """Return in how many steps another gradient is distinguishable from a rounded one."""
     tolerance = tolerance_of(ranks, single)
     steps = min(len(ranks.steps), len(single.steps))
     return sum(rounding(tolerance, number) <= TOLERANCES["float8"] for number in range(steps))
