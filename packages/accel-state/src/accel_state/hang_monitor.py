@@ -2,7 +2,8 @@
 
 Every collective runs inside a `collective_scope`, which records the user's line in about a microsecond. A
 thread posts that line, or where the main thread is otherwise, to the store of the process group about once a
-second. When the backend gives up on a collective, the statuses of all ranks make the message.
+second. When the backend gives up on a collective, the statuses of all ranks make the message. Ranks that are
+slower than the others are named as well; see `accel_state.stragglers`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -17,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
 
@@ -29,6 +32,7 @@ from torch.distributed import (
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
 from accel_state.process_group import absent_keys, clone_store, get_all
 from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
+from accel_state.stragglers import RankSampler
 
 _RING = 16  # collectives of this rank that are remembered
 WARN_AFTER_S = 60.0  # seconds after which a wait is worth a warning
@@ -155,6 +159,8 @@ class HangMonitor:
         self._claim: str | None = None
         self._warn_after = self._first_warning = min(WARN_AFTER_S, limit / 2)
         self.polls: list[Callable[[], None]] = []
+        self.sampler: RankSampler | None = None
+        self._host = socket.gethostname()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accel-hang-monitor", daemon=True)
 
@@ -162,6 +168,14 @@ class HangMonitor:
         """Undo the count of the last collective, which no other rank has joined."""
         self.ring.pop()
         self.count -= 1
+
+    def name_stragglers(self, steps: Callable[[], int]) -> None:
+        """Look for ranks that are slower than the others from now on, and name them in the log of rank 0.
+
+        Args:
+            steps: Returns how many optimizer steps this rank has done.
+        """
+        self.sampler = RankSampler(steps, str(Path(dist.__file__).parent))
 
     def start(self) -> None:
         """Start to post heartbeats."""
@@ -235,19 +249,37 @@ class HangMonitor:
         try:
             self._post()
             self._store.add("started", 1)
-            while not self._closing.wait(self.interval):
+            while not self._wait():
                 closing = self._store.check(["closing"])
                 self._poll_diagnosis()  # also to the last that rank 0 says
                 if closing:
                     break
                 self._post()
                 self._warn()
+                self._compare_ranks()
                 for poll in self.polls:
                     poll()
             self._post(exited=True)
             self._store.add("exited", 1)
         except RuntimeError as error:  # the store is gone, with the process that kept it
             logger.debug("the hang explainer stops: %s", error)
+
+    def _wait(self) -> bool:
+        """Wait until the next post, and take samples meanwhile; return whether this rank ends."""
+        end = time.monotonic() + self.interval
+        while (sampler := self.sampler) is not None and time.monotonic() < end:
+            if self._closing.wait(sampler.pause()):
+                return True
+            sampler.take(is_inside=self.slot is not None)
+        return self._closing.wait(max(0.0, end - time.monotonic()))
+
+    def _compare_ranks(self) -> None:
+        """Name slow ranks, on rank 0 alone, which reads the statuses that all ranks post anyway."""
+        sampler, now = self.sampler, time.monotonic()
+        if self._rank == 0 and sampler is not None and sampler.is_due(now):
+            line = sampler.compare(self.statuses(range(self._world_size)), now)
+            if line is not None:
+                logger.warning(line)
 
     def _post(self, *, exited: bool = False) -> None:
         slot, failed = self.slot, self.failed
@@ -262,6 +294,8 @@ class HangMonitor:
             inside=slot is not None,
             exited=exited,
             failed=source_location(failed[2])[0] if failed is not None else "",
+            host=self._host,
+            **(self.sampler.status_fields() if self.sampler is not None else {}),
         )
         self._store.set(f"{self._rank}", status.to_text())
 

@@ -41,6 +41,11 @@ class RankStatus:
         inside: Whether it is inside the last one.
         exited: Whether it has destroyed its process group or ended.
         failed: File and line of the last collective, if it raised an error.
+        host: The name of its node.
+        steps: Optimizer steps that it has done.
+        samples: How often it was looked at; see `accel_state.stragglers`.
+        waits: How often that found it in a collective.
+        busy: File, line and source where it was most often otherwise.
     """
 
     rank: int
@@ -51,6 +56,11 @@ class RankStatus:
     inside: bool = False
     exited: bool = False
     failed: str = ""
+    host: str = ""
+    steps: int = 0
+    samples: int = 0
+    waits: int = 0
+    busy: str = ""
 
     def to_text(self) -> str:
         """Write for the store."""

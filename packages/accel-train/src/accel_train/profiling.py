@@ -11,6 +11,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from accel_state import hang_monitor
 from accel_state.libraries import require
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
@@ -206,7 +207,7 @@ class StepMeter:
         before it and after it.
         """
         now = perf_counter()
-        num_steps = max((optimizer.num_steps for optimizer in self._prepared.optimizers), default=0)
+        num_steps = self._prepared.num_steps()
         steps, elapsed = num_steps - self._steps, now - (now if self._since is None else self._since)
         if steps <= 0 or elapsed <= 0:
             if not self._has_trained and self._since is not None:
@@ -225,6 +226,9 @@ class StepMeter:
             self._memory = None if peak is None else peak(self._runtime.device) / _GIB
         if self._memory is not None:
             values["system/device_memory_gib"] = self._memory
+        monitor = hang_monitor.active()
+        if monitor is not None and monitor.sampler is not None:
+            values |= monitor.sampler.report
         self._since, self._steps = now, num_steps
         self._restart()
         return values

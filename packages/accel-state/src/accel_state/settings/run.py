@@ -268,6 +268,12 @@ class ProcessSettings:
         variable="ACCELERATE_LOG_LEVEL",
         skip_reason=_ONE_RUN,
     )
+    name_stragglers: bool = setting(
+        help="Name ranks that the others wait for, in the log of rank 0, once per 100 steps.",
+        default=True,
+        variable="ACCELERATE_NAME_STRAGGLERS",
+        skip_reason=_ONE_RUN,
+    )
     enable_rich: bool = setting(
         help="Show tracebacks with rich.",
         default=False,

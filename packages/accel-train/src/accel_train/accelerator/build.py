@@ -34,7 +34,7 @@ from accel_plugins.registry import (
     with_plugin_fields,
 )
 from accel_plugins.strategy import PrecisionPolicy, Strategy, StrategySpec
-from accel_state import environ
+from accel_state import environ, hang_monitor
 from accel_state.accelerator_state import AcceleratorState, GradientState, is_initialized
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
@@ -131,6 +131,10 @@ class PreparedObjects:
     def __contains__(self, candidate: object) -> bool:
         kinds = (self.models, self.optimizers, self.schedulers, self.dataloaders)
         return any(candidate is prepared for kind in kinds for prepared in kind)
+
+    def num_steps(self) -> int:
+        """Return how often the optimizer that stepped most has stepped."""
+        return max((optimizer.num_steps for optimizer in self.optimizers), default=0)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Iterate over the parameters of optimizers and models; some come more than once."""
@@ -247,6 +251,9 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
     checkpoints = CheckpointContext(runtime, project, prepared, synchronizer, strategy, precision, recipe)
     preemption = _start_preemption(checkpoints, accelerator, variables)
     after_step = _hooks_after_step(strategy, recipe, prepared, preemption)
+    monitor = hang_monitor.active()
+    if monitor is not None and settings.process.name_stragglers:
+        monitor.name_stragglers(prepared.num_steps)
     return Parts(
         process=process,
         state=state,

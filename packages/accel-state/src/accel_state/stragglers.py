@@ -1,0 +1,175 @@
+"""Name the ranks that the others wait for, from samples of what each rank does. It imports no torch.
+
+The thread of the hang monitor looks some twenty times a second whether the main thread is in a collective.
+The step itself is not touched. A rank that is slow is in collectives for a smaller share of its time than
+the others, which wait there for it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from math import sqrt
+from types import CodeType
+from typing import Any
+
+from accel_state.frozen import frozen
+from accel_state.rank_status import RankStatus, call_site, format_ranks, source_location
+
+SAMPLE_S = 0.05  # seconds between two samples, on average
+STEPS = 100  # optimizer steps of which a line tells
+SECONDS = 10.0  # that these steps take at least
+SHARE = 0.1  # of the time: ranks that are waited for less are not named
+_SIGMAS = 4  # by which a share must exceed what samples show by chance
+_SITES = 400  # samples outside of collectives that are remembered
+
+
+class RankSampler:
+    """What the main thread of this rank does, by samples.
+
+    Args:
+        steps: Returns how many optimizer steps this rank has done.
+        folder: The folder of torch.distributed: its code is waiting, too, where it is innermost.
+    """
+
+    def __init__(self, steps: Callable[[], int], folder: str) -> None:
+        self.steps = steps
+        self.samples = 0
+        self.waits = 0
+        self.report: dict[str, float] = {}
+        self._folder = folder
+        self._main = threading.main_thread().ident or 0
+        self._sites: deque[tuple[CodeType, int] | None] = deque(maxlen=_SITES)
+        self._before: Mapping[int, RankStatus] = {}
+        self._now: float = 0.0
+
+    def pause(self) -> float:
+        """Return the seconds until the next sample, at random, so that no rhythm of steps misleads."""
+        return SAMPLE_S * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+
+    def take(self, *, is_inside: bool) -> None:
+        """Take a sample; `is_inside` says whether the main thread is in a monitored collective."""
+        self.samples += 1
+        frame = None if is_inside else sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage] - public in all but name
+        if is_inside or (frame is not None and frame.f_code.co_filename.startswith(self._folder)):
+            self.waits += 1
+        else:
+            self._sites.append(call_site(frame))
+
+    def status_fields(self) -> dict[str, Any]:
+        """Return the fields of a `RankStatus` that tell other ranks of the samples."""
+        counted = Counter(self._sites).most_common(1)
+        location, source = source_location(counted[0][0] if counted else None)
+        busy = f"{location} `{source}`" if location else ""
+        return {"steps": self.steps(), "samples": self.samples, "waits": self.waits, "busy": busy}
+
+    def is_due(self, now: float) -> bool:
+        """Whether enough steps were done, and enough time has passed, to look at all ranks."""
+        if not self._before:
+            return self.steps() > 0
+        return self.steps() >= self._done() + STEPS and now - self._now >= SECONDS
+
+    def compare(self, statuses: Mapping[int, RankStatus | None], now: float) -> str | None:
+        """Compare with the statuses of the last time; return the line that names slow ranks, if any."""
+        known = {rank: status for rank, status in statuses.items() if status is not None}
+        if len(known) < len(statuses):
+            return None
+        before, self._before = self._before, known
+        seconds, self._now = now - self._now, now
+        self.report = {}
+        if not before:
+            return None
+        windows = {
+            rank: Window(
+                samples=status.samples - before[rank].samples,
+                waits=status.waits - before[rank].waits,
+                host=status.host,
+                busy=status.busy,
+            )
+            for rank, status in known.items()
+        }
+        slow = find_slow(windows)
+        steps = max(known[rank].steps - before[rank].steps for rank in known)
+        self.report = {
+            "system/straggler_share": max(slow.values(), default=0.0),
+            "system/straggler_rank": max(slow, key=slow.__getitem__, default=-1),
+        }
+        return format_slow(windows, slow, steps=steps, seconds=seconds) if slow else None
+
+    def _done(self) -> int:
+        return max(status.steps for status in self._before.values())
+
+
+@frozen
+class Window:
+    """The samples of one rank during some steps.
+
+    Args:
+        samples: How many there are.
+        waits: How many found it in a collective.
+        host: The name of its node.
+        busy: Where it was most often outside of collectives.
+    """
+
+    samples: int
+    waits: int
+    host: str = ""
+    busy: str = ""
+
+    @property
+    def share(self) -> float:
+        """The share of its time that the rank was in collectives."""
+        return self.waits / max(self.samples, 1)
+
+
+def find_slow(windows: Mapping[int, Window]) -> dict[int, float]:
+    """Return the ranks that others wait for, each with the share of the time that they wait at least.
+
+    A rank is slow if half of the others or more are in collectives for clearly longer than itself.
+
+    Example:
+        >>> waiting, busy = Window(samples=1000, waits=700), Window(samples=1000, waits=300)
+        >>> find_slow({0: waiting, 1: busy, 2: waiting})
+        {1: 0.4}
+    """
+    slow: dict[int, float] = {}
+    for rank, window in windows.items():
+        others = [other for index, other in windows.items() if index != rank]
+        least = min((other.samples for other in (*others, window)), default=0)
+        if not others or least < 1:
+            continue
+        usual = statistics.median_high(other.share for other in others)
+        chance = _SIGMAS * sqrt((usual * (1 - usual) + window.share * (1 - window.share)) / least)
+        if usual - window.share >= max(SHARE, chance):
+            slow[rank] = round(usual - window.share, 3)
+    return slow
+
+
+def format_slow(
+    windows: Mapping[int, Window], slow: Mapping[int, float], *, steps: int, seconds: float
+) -> str:
+    """Format the line about slow ranks, the slowest first.
+
+    Example:
+        >>> slow = Window(samples=10, waits=3, host="b", busy="a.py:3 `f()`")
+        >>> print(format_slow({1: slow}, {1: 0.4}, steps=100, seconds=20).partition(": ")[0])
+        In the last 100 steps (20 s) the others waited for rank 1 in 40% of the time
+    """
+    worst = sorted(slow, key=lambda rank: -slow[rank])
+    shown = "; ".join(
+        f"rank {rank} ({window.host}) is most often at {window.busy or 'no line of the program'}"
+        for rank, window in ((rank, windows[rank]) for rank in worst[:_SHOWN])
+    )
+    more = f"; and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
+    ranks, share = format_ranks(sorted(slow)), max(slow.values())
+    return (
+        f"In the last {steps} steps ({seconds:.0f} s) the others waited for {ranks} in {share:.0%} of the "
+        f"time: {shown}{more}."
+    )
+
+
+_SHOWN = 3
