@@ -678,9 +678,9 @@ class Axes:
         return self.mesh["sp"] if self.config.sp_enabled else None
 
     def experts(self, runtime: Runtime) -> DeviceMesh | None:
-        """Build the mesh of experts, if they are sharded: axes `"efsdp"` and `"ep"`, after any of replicas.
+        """Build the mesh of experts, if they are sharded: axes `"efsdp"` and `"ep"`, after any outer ones.
 
-        Its ranks are those of all axes within a replica, and a stage of a pipeline; the ranks of `"ep"` are
+        They have the ranks of all axes within a replica, and a stage of a pipeline; the ranks of `"ep"` are
         neighbours.
         """
         experts = self.config.ep_size or 1
@@ -689,9 +689,7 @@ class Axes:
         outer = {axis: self.config.sizes[axis] for axis in ("pp", "dp_replicate")}
         shards = runtime.topology.world_size // math.prod(outer.values()) // experts
         sizes = {axis: size for axis, size in outer.items() if size > 1}
-        mesh = mesh_of(runtime.device.type, {**sizes, "efsdp": shards, "ep": experts})
-        inner: Any = tuple(axis for axis in mesh.mesh_dim_names or () if axis != "pp")
-        return mesh[inner] if "pp" in sizes else mesh
+        return mesh_of(runtime.device.type, {**sizes, "efsdp": shards, "ep": experts})
 
     def fully_sharded(self, runtime: Runtime) -> DeviceMesh:
         """Return the mesh of FSDP2: a shard axis, after a replicate axis if there are replicas."""

@@ -13,6 +13,7 @@ A module of experts is recognised by its form, that of transformers 5:
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -64,7 +65,8 @@ class ExpertParallel:
     """Shard experts over ranks with different tokens, and their weights by FSDP2 over further ranks.
 
     Args:
-        mesh: Axes `"efsdp"` and `"ep"`, after `"dp_replicate"` if there are replicas: all ranks.
+        mesh: Axes `"efsdp"` and `"ep"`, after `"pp"` if there are stages and `"dp_replicate"` if there are
+            replicas: all ranks.
         num_batches: Number of ranks over which FSDP2 averages the gradients of other parameters.
         tensor: Mesh of the ranks that have the same tokens, if any; each sends its share of them.
     """
@@ -108,12 +110,16 @@ class ExpertParallel:
 
     def fully_shard(self, model: nn.Module, reshard: bool | int, **options: Any) -> None:
         """Shard the weights of this rank's experts by FSDP2, with options of `torch.distributed.fsdp`."""
-        axes: Any = tuple(name for name in self.mesh.mesh_dim_names or () if name != "ep")
-        options["mesh"] = self.mesh[axes]
+        options["mesh"] = self.mesh[self._copies]
         # The weights of a token's experts keep their dtype.
         options["mp_policy"] = replace(options["mp_policy"], cast_forward_inputs=False, output_dtype=None)
         for module in experts_of(model).values():
             fully_shard(module, reshard_after_forward=reshard, shard_placement_fn=self._placement, **options)
+
+    @property
+    def _copies(self) -> Any:
+        """The axes of the ranks that have the same experts."""
+        return tuple(name for name in self.mesh.mesh_dim_names or () if name not in {"pp", "ep"})
 
     def _placement(self, parameter: nn.Parameter) -> Shard | None:
         """Shard dim 1 if the experts of a rank are fewer than the ranks, some of which would get none."""
@@ -126,7 +132,7 @@ class ExpertParallel:
         ranks, group = self.size, self.mesh.get_group("ep")
         names = [*inspect.signature(forward).parameters][1:4]
         # FSDP2 averages over the ranks with the same experts, each of which has the tokens of several.
-        scale = self.mesh.size() / (ranks * self.num_batches)
+        scale = math.prod(self.mesh[name].size() for name in self._copies) / self.num_batches
 
         @wraps(forward)
         def dispatch(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

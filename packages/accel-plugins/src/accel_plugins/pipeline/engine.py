@@ -23,6 +23,15 @@ from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 
+
+class _TorchStage(PipelineStage):
+    """A stage for schedules of torch."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Return nothing: torch 2.9 sends an int64 where a float32 is expected, which gloo refuses."""
+        return []
+
+
 IGNORED = -100
 """The label that a loss leaves out, as PyTorch's `cross_entropy` and all models of transformers do."""
 
@@ -299,7 +308,7 @@ class Pipeline:
             return known
         count = len(self.layout.bounds)
         stages = [
-            PipelineStage(
+            _TorchStage(
                 stage,
                 stage.index,
                 count,

@@ -33,8 +33,9 @@ from accel_plugins.sharding.step import norm_of, sharded_stepper
 from accel_plugins.sharding.wrap import ShardedWrapper
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature, PrecisionPolicy, Strategy
 from accel_state import hang_monitor
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
+from accel_state.libraries import is_torch_version
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 from accel_state.torch_private import foreach_mul_
@@ -52,6 +53,11 @@ def build(
             "ParallelismConfig(pp_size=…) with 2 or more."
         )
     options, group = axes.config.pp_handler, axes.pipeline.get_group()
+    if options.pp_schedule == "ZBVZeroBubble" and is_torch_version("<", "2.10"):
+        raise UnsupportedError(
+            f"TorchPipelineParallelConfig(pp_schedule={options.pp_schedule!r}): it needs torch 2.10 or "
+            f"newer, and {torch.__version__} is installed, whose stages pass nothing on within a rank."
+        )
     full = _full_sharding(axes, runtime, precision, handlers)
     experts = None if full is None else full.experts
     tensor = None
