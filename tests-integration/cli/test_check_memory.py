@@ -269,6 +269,38 @@ for batch in loader:
 """
 
 
+AXES_IN_STAGES = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from accel import Accelerator
+from accel.utils import ParallelismConfig
+
+axes = dict({axes})
+accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2, **axes))
+sizes = {{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}}
+sizes |= {{"num_key_value_heads": 4, "vocab_size": 100}}
+if "ep_size" in axes:
+    model = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+else:
+    model = LlamaForCausalLM(LlamaConfig(**sizes))
+rows = [{{"input_ids": row, "labels": row}} for row in torch.randint(0, 100, (8, 16))]
+loader = torch.utils.data.DataLoader(rows, batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+for batch in loader:
+    parts = []
+    if "cp_size" in axes:
+        labels = torch.nn.functional.pad(batch["input_ids"][:, 1:], (0, 1), value=-100)
+        batch |= {{"labels": labels, "shift_labels": labels.clone()}}
+        batch["position_ids"] = torch.arange(16).repeat(4, 1)
+        parts = [*batch.values()]
+    with accelerator.maybe_context_parallel(parts, [1] * len(parts), {{*parts}}):
+        accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.save_state("out")
+"""
+
+
 def make_llama():
     config = LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=100
@@ -313,6 +345,9 @@ CASES = {
     "stages of other batches": (2, "0,1", stages(differs=2)),
     "shards of stages": (4, "0,1,2,3", stages(shards=2, precision="bf16", schedule="Interleaved1F1B")),
     "stages of Llama": (2, "0,1", STAGES_OF_LLAMA),
+    "stages that share sequences": (4, "0,3", AXES_IN_STAGES.format(axes="sp_size=2")),
+    "stages with a ring": (4, "0,3", AXES_IN_STAGES.format(axes="cp_size=2")),
+    "stages that share experts": (4, "0,3", AXES_IN_STAGES.format(axes="dp_shard_size=2, ep_size=2")),
     "whole sequences": (2, "1", sharded("dp_shard_size=2", length=2048)),
     "parts of sequences": (8, "1", sharded("dp_shard_size=2, cp_size=4", length=2048)),
     "fewer rows than ranks": (4, "0,3", optimized("torch.optim.AdamW", "dp_shard_size=4")),
@@ -497,6 +532,24 @@ def test_shards_of_stages_talk_within_their_stage_and_send_bfloat16(checks):
     shards = "out/pytorch_model_fsdp_0/__{}_0.distcp"
     written = [rank["files"][shards.format(number)] for number, rank in result["ranks"].items()]
     assert written == held
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        ("stages that share sequences", "sp 2"),
+        ("stages with a ring", "cp 2"),
+        ("stages that share experts", "dp_shard 2 x ep 2"),
+    ],
+)
+def test_ranks_of_a_stage_share_sequences_and_experts(checks, name, axes):
+    result = checks[name]
+    assert result["problems"] == []
+    for number, rank in result["ranks"].items():
+        assert rank["strategy"] == f"pipeline: pp 2 x {axes}"
+        written = rank["files"][f"out/pytorch_model_fsdp_0/__{number}_0.distcp"]
+        assert written == rank["parts"]["parameters"] - 32, "without the frequencies of positions"
 
 
 @pytest.mark.thorough

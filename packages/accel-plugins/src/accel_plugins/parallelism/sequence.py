@@ -170,6 +170,10 @@ class Ulysses:
         self._models: WeakSet[nn.Module] = WeakSet()
         self._configs: dict[int, Any] = {}  # by id, since configurations are compared by value
 
+    def __deepcopy__(self, memo: object) -> Ulysses:
+        """Return itself, for a copy of a model whose hooks it has."""
+        return self
+
     def attend(
         self, attention: Callable[[Tensor, Tensor, Tensor], Tensor], heads: tuple[Tensor, ...], sequence: int
     ) -> Tensor:
@@ -385,6 +389,19 @@ _current: list[Ulysses] = []
 """That of the run, once it has prepared a model; for attention and losses of one's own."""
 _attending: WeakKeyDictionary[nn.Module, Ulysses] = WeakKeyDictionary()
 """The modules of prepared models that transformers gives attention."""
+
+
+@contextmanager
+def without_exchange() -> Generator[None]:
+    """Let attention see shards of sequences as they are within the block, in copies of prepared models."""
+    before = [(ulysses, ulysses.is_sharded) for ulysses in _current]
+    for ulysses, _ in before:
+        ulysses.is_sharded = False
+    try:
+        yield
+    finally:
+        for ulysses, is_sharded in before:
+            ulysses.is_sharded = is_sharded
 
 
 def sequence_parallel_attention(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:

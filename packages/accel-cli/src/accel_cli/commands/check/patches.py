@@ -162,6 +162,12 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
     replace_names("accel_plugins.optimizers.matrices.ShardLayout", of=layout_of)
     on_real = _run_within(recorder.on_real_tensors, compute_local_shape_and_global_offset)
     replace_names("accel_plugins.sharding.shards", compute_local_shape_and_global_offset=on_real)
+    # Positions and masks are made up: they do not say what a batch has.
+    replace_names(
+        "accel_plugins.parallelism.context",
+        packs_samples=lambda _: False,
+        has_padding_before_tokens=lambda _: False,
+    )
     propagator: Any = ShardingPropagator
     name = next(name for name in PROPAGATION_METHODS if name in vars(propagator))
     setattr(propagator, name, _run_within(recorder.paused, vars(propagator)[name]))

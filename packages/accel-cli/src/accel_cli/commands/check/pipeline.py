@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_cli.commands.check.recorder import CollectiveRecorder
+from accel_plugins.parallelism.sequence import without_exchange
 from accel_plugins.pipeline import state, strategy
 from accel_plugins.pipeline.engine import Pipeline
 from accel_plugins.pipeline.stages import Layout
@@ -59,7 +60,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
         return {index: copies[self].get_submodule(name) for index, name in enumerate(self.layout.names)}
 
     def probe(self: Pipeline) -> None:
-        with recorder.paused(), recorder.silence():
+        with recorder.paused(), recorder.silence(), without_exchange():
             self.probe_alone(modules_of(self))
 
     def run_schedule(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +73,7 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
 
     def evaluate(self: Pipeline, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         recorder.record("forward pass of the pipeline")
-        with recorder.silence():
+        with recorder.silence(), without_exchange():
             return self.evaluate_alone(modules_of(self), args, kwargs)
 
     def descriptions(names: ModelNames, tensors: Mapping[Any, Any], group: dist.ProcessGroup) -> list[Any]:
