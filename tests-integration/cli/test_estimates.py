@@ -143,15 +143,31 @@ AXES = {
 }
 
 
+IN_STAGES = {
+    "pp, sp": (LlamaForCausalLM, {"pp_size": 2, "sp_size": 2}),
+    "pp, ep": (MixtralForCausalLM, {"pp_size": 2, "dp_shard_size": 2, "ep_size": 2}),
+}
+
+
 @distributed(world_size=2)
 @pytest.mark.parametrize("axis", AXES)
 def test_a_device_has_the_parameters_that_the_row_of_its_axes_says(axis):
-    kind, sizes = AXES[axis]
-    options = {"num_local_experts": 4} if axis == "ep" else {}
+    check_parameters(*AXES[axis])
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("axes", IN_STAGES)
+def test_a_device_of_a_stage_has_the_parameters_that_the_row_of_its_axes_says(axes):
+    check_parameters(*IN_STAGES[axes])
+
+
+def check_parameters(kind, sizes):
+    options = {"num_local_experts": 4} if "ep_size" in sizes else {}
     model = kind(kind.config_class(**LLAMA, **options))
     config = ParallelismConfig(**sizes)
     share = max(shares_of(model, config), key=lambda share: share.sizes.parameters)
-    estimated = estimate_axes(TrainingSetup(sizes=sizes_of(model), devices=2), share)
+    devices = dist.get_world_size()
+    estimated = estimate_axes(TrainingSetup(sizes=sizes_of(model), devices=devices), share)
     model = Accelerator(cpu=True, parallelism_config=config).prepare(model)
     elements = torch.tensor(sum(local_part(parameter).numel() for parameter in model.parameters()))
     dist.all_reduce(elements, dist.ReduceOp.MAX)

@@ -239,9 +239,9 @@ def test_four_stages_train_as_one_process(tmp_path):
         ("llama", {"tp_size": 2}, "1F1B"),
         ("tied", {"tp_size": 2}, "Interleaved1F1B"),
         ("llama", {"sp_size": 2}, "Interleaved1F1B"),
-        ("tied", {"sp_size": 2}, "InterleavedZeroBubble"),
+        pytest.param("tied", {"sp_size": 2}, "InterleavedZeroBubble", marks=pytest.mark.thorough),
         ("mixture", {"dp_shard_size": 2, "ep_size": 2}, "1F1B"),
-        ("mixture", {"tp_size": 2, "ep_size": 2}, "Interleaved1F1B"),
+        pytest.param("mixture", {"tp_size": 2, "ep_size": 2}, "Interleaved1F1B", marks=pytest.mark.thorough),
         ("mixture", {"sp_size": 2, "ep_size": 2}, "InterleavedZeroBubble"),
     ],
 )
@@ -251,7 +251,7 @@ def test_stages_beside_other_axes_train_as_one_process(tmp_path, kind, sizes, sc
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.thorough)])
 def test_stages_share_sequences_by_ring_attention(tmp_path, schedule):
     accelerator, model, optimizer, loader = prepared(
         "llama", {"pp_size": 2, "cp_size": 2}, is_padded=False, pp_schedule=schedule
@@ -387,7 +387,11 @@ def states(accelerator, model, optimizer):
 @distributed(world_size=4)
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("tied", "FULL_STATE_DICT"), ("tied", "SHARDED_STATE_DICT"), ("mixture", "SHARDED_STATE_DICT")],
+    [
+        pytest.param("tied", "FULL_STATE_DICT", marks=pytest.mark.thorough),
+        ("tied", "SHARDED_STATE_DICT"),
+        pytest.param("mixture", "SHARDED_STATE_DICT", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_checkpoint_of_sharded_stages_loads_under_other_sizes_and_the_reverse(tmp_path, kind, form):
     def begin(sizes):
