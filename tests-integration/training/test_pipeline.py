@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from accel_plugins import tiling
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.kwargs import TilingKwargs
 from accel_plugins.parallelism.config import ParallelismConfig, TorchPipelineParallelConfig
 from accel_plugins.sharding.folder import ShardWriter
 from accel_state.accelerator_state import AcceleratorState
@@ -100,8 +103,13 @@ def optimizer_of(model):
 
 def prepared(kind, sizes, *, is_padded, plugin=None, **options):
     config = ParallelismConfig(**sizes, pp_handler=TorchPipelineParallelConfig(**options))
+    handlers = [TilingKwargs(loss_chunk_size=5, mlp_tile_size=4)] if kind == "tiled" else []
     accelerator = Accelerator(
-        cpu=True, parallelism_config=config, fsdp_plugin=plugin, gradient_accumulation_steps=WINDOW
+        cpu=True,
+        parallelism_config=config,
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=WINDOW,
+        kwargs_handlers=handlers,
     )
     model = make(kind)
     loader = DataLoader(samples(is_padded=is_padded), batch_size=ROWS // config.data_parallel_size)
@@ -215,11 +223,17 @@ def check_optimizer(accelerator, model, optimizer, alone, precise):
         ("checkpointed", "1F1B"),
         ("tied", "Interleaved1F1B"),
         ("plain", "InterleavedZeroBubble"),
+        ("tiled", "Interleaved1F1B"),
         ("tied", "ZBVZeroBubble"),
     ],
 )
 def test_two_stages_train_as_one_process(tmp_path, kind, schedule):
-    check_equal_to_one_process(kind, {"pp_size": 2}, pp_schedule=schedule, pp_num_microbatches=4)
+    with mock.patch.object(tiling, "chunked_cross_entropy", wraps=tiling.chunked_cross_entropy) as chunked:
+        accelerator, *_ = check_equal_to_one_process(
+            kind, {"pp_size": 2}, pp_schedule=schedule, pp_num_microbatches=4
+        )
+    is_used = kind == "tiled" and accelerator.is_last_process  # which has the last stage
+    assert chunked.called == is_used
 
 
 @distributed(world_size=4)

@@ -126,6 +126,7 @@ class Strategy:
         compiles_in_place: Whether the unwrapped model is compiled instead of its wrapper.
         fsdp_version: The version of FSDP that shards its models: 2 for `fully_shard`; `None` for neither.
         train_step: Runs forward and backward of an engine that owns both; see `TrainStep`.
+        calls_forward: Whether `train_step` calls the model's own `forward`, as it is when models are wrapped.
         after_micro_batch: Called after every backward pass that does not complete an accumulation window.
         after_step: Called after every optimizer step. Both hooks serve devices that record operations and
             execute them on request.
@@ -152,6 +153,7 @@ class Strategy:
     compiles_in_place: bool = False
     fsdp_version: int | None = None
     train_step: TrainStep | None = None
+    calls_forward: bool = False
     after_micro_batch: Callable[[], None] | None = None
     after_step: Callable[[], None] | None = None
 

@@ -182,7 +182,7 @@ class Pipeline:
         form, dtype = self._form
         loss = torch.zeros((), dtype=dtype, device=self.device)
         if batch.outputs:
-            loss = torch.stack(batch.outputs).sum()
+            loss = torch.stack(batch.outputs).sum().to(dtype)  # a pass without gradients may have another one
         dist.broadcast(loss, group=self.group, group_src=self.layout.ranks[-1])
         if self.replicas is not None:
             dist.all_reduce(loss, group=self.replicas)

@@ -105,6 +105,7 @@ def build(
         shard_sequences=None if ulysses is None else ulysses.shard,
         release=None if ulysses is None else ulysses.release,
         train_step=partial(train_step, models),
+        calls_forward=True,
         shards=PipelineShards(
             models=names,
             group=group,

@@ -638,7 +638,7 @@ def _tiles(bundle: Bundle, request: PrepareRequest) -> Bundle:
     ]
     if not models or not wanted:
         return bundle
-    if parts.engine is not None:
+    if parts.engine is not None and not parts.strategy.calls_forward:
         raise UnsupportedError(
             f"{sizes!r}: the strategy {parts.strategy.name!r} runs the full training step, and would not see "
             f"{' and '.join(wanted)}. Leave it out."
