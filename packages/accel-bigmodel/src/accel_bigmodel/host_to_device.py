@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from accel_state import runtime
-from accel_state.files import libc
 from accel_state.frozen import frozen
 from accel_state.streams import DeviceStreams, Event, pinned_if_possible
 
@@ -163,16 +162,6 @@ def available_host_memory() -> int:
     headroom = cgroup_headroom()
     ranks = runtime.current_topology().local_world_size
     return (free if headroom is None else min(free, headroom)) // ranks
-
-
-def trim_heap() -> None:
-    """Return freed memory to the system, as far as the C library can.
-
-    glibc keeps it when large and small blocks were freed alternately.
-    """
-    trim = getattr(libc(), "malloc_trim", None)  # musl has none
-    if trim is not None:
-        trim(0)
 
 
 def cgroup_headroom(proc: Path = _PROC, mount: Path = _MOUNT) -> int | None:

@@ -543,6 +543,34 @@ def merge() -> Parser:
     return made
 
 
+FORMATS = ("safetensors", "torch", "full", "sharded", "dcp")
+"""The formats to which `accel convert-checkpoint` converts."""
+
+
+def convert() -> Parser:
+    """Build the parser of `accel convert-checkpoint`."""
+    made = Parser(
+        "convert-checkpoint",
+        "Write a checkpoint in another format, one chunk of a tensor at a time. The format of FROM is that of"
+        " its files. Every tensor is read again and compared when it is written.",
+        "FROM and TO are folders, or URLs such as s3://bucket/run; FROM may also be a file of weights.",
+    )
+    made.add_argument("source", metavar="FROM", help="the checkpoint to read")
+    made.add_argument("target", metavar="TO", help="the folder to write, which is absent or empty")
+    text = (
+        "safetensors or torch: files of weights, as transformers saves them; full or sharded: a state for"
+        " Accelerator.load_state; dcp: a folder of torch.distributed.checkpoint"
+    )
+    made.add_argument("--to", choices=FORMATS, required=True, help=text)
+    text = "memory that tensors may take at once (default: %(default)s)"
+    made.add_argument("--max_memory", default="1GB", metavar="SIZE", help=text)
+    text = "size of a file of safetensors or torch (default: %(default)s)"
+    made.add_argument("--max_shard_size", default="10GB", metavar="SIZE", help=text)
+    _switch(made, "--dry_run", text="show what would be read and written, and write nothing")
+    _switch(made, "--quiet", "-q", text="print nothing on success")
+    return made
+
+
 def to_fsdp2() -> Parser:
     """Build the parser of `accel to-fsdp2`."""
     made = Parser("to-fsdp2", "Rewrite a config file for FSDP (version 1) as one for FSDP2.")

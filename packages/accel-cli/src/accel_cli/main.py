@@ -158,6 +158,12 @@ COMMANDS: Mapping[str, Subcommand] = {
         parser="merge",
         imports_torch=True,
     ),
+    "convert-checkpoint": Subcommand(
+        target="accel_cli.commands.convert",
+        help="Write a checkpoint in another format.",
+        parser="convert",
+        imports_torch=True,
+    ),
     "to-fsdp2": Subcommand(
         target="accel_cli.commands.config:run_to_fsdp2",
         help="Convert an FSDP config file to FSDP2.",

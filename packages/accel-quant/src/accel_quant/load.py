@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from accel_bigmodel.device_map import automatic_device_map
 from accel_bigmodel.dispatch import dispatch_model
 from accel_bigmodel.hooks import default_device
-from accel_bigmodel.host_to_device import trim_heap
 from accel_bigmodel.load import Assignment, load_weights
 from accel_bigmodel.placement import sites_of
 from accel_bigmodel.sources import Source, open_checkpoint
@@ -31,6 +30,7 @@ from accel_quant.layers import (
     register_slots,
 )
 from accel_state.errors import SettingsError
+from accel_state.files import trim_heap
 
 if TYPE_CHECKING:
     from accel_quant.config import BnbQuantizationConfig

@@ -218,3 +218,13 @@ def libc() -> ctypes.CDLL | None:
         True
     """
     return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system, as far as the C library can.
+
+    glibc keeps it when large and small blocks were freed alternately.
+    """
+    trim = getattr(libc(), "malloc_trim", None)  # musl has none
+    if trim is not None:
+        trim(0)

@@ -207,6 +207,13 @@ def storage_address(storage: UntypedStorage) -> int:
     return storage._cdata  # pyright: ignore[reportPrivateUsage]
 
 
+checkpoint_offset: Callable[[UntypedStorage], int] = attrgetter("_checkpoint_offset")
+"""Return where a storage that `torch.load` has faked begins in its file (torch/serialization.py).
+
+`torch.serialization.skip_data` documents that its files are filled there.
+"""
+
+
 gradient_hooks: Callable[[Tensor], tuple[dict[int, Any] | None, dict[int, Any] | None]] = attrgetter(
     "_backward_hooks", "_post_accumulate_grad_hooks"
 )

@@ -6,7 +6,6 @@ import os
 import pickletools
 import zipfile
 from collections.abc import Container, Iterator, Mapping
-from io import BufferedReader
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, Any, cast
 
@@ -202,7 +201,7 @@ def load_bin(path: AnyPath) -> dict[str, Tensor]:
         with open_regular(path) as file:
             is_zip = file.read(len(_ZIP)) == _ZIP
             if is_zip:
-                _check_records(file)
+                check_records(file)
             if isinstance(path, RemotePath):
                 file.seek(0)
                 state_dict = torch.load(file, map_location="cpu", weights_only=True)
@@ -233,7 +232,7 @@ def is_mappable(path: Path) -> bool:
         if file.read(len(_ZIP)) != _ZIP:
             return False
         try:
-            _check_records(file, has_checksum=False)
+            check_records(file, has_checksum=False)
         except Exception:  # noqa: BLE001 - a damaged archive or pickle may raise anything
             return False
     return True
@@ -250,7 +249,7 @@ _ITEM_SIZES = {
 }  # fmt: skip
 
 
-def _check_records(file: BufferedReader, *, has_checksum: bool = True) -> None:
+def check_records(file: IO[bytes], *, has_checksum: bool = True) -> None:
     """Raise a ValueError if a record of an archive is not as long as the storage that its pickle names.
 
     `torch.load` with `mmap` does not compare them: it reads what follows a record that is too short.
@@ -285,7 +284,7 @@ def _stored_bytes(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
     return record.file_size
 
 
-def _raw_content(file: BufferedReader, record: zipfile.ZipInfo) -> bytes:
+def _raw_content(file: IO[bytes], record: zipfile.ZipInfo) -> bytes:
     """Read an uncompressed record, whose checksum may be absent."""
     file.seek(record.header_offset)
     header = file.read(_LOCAL_HEADER)

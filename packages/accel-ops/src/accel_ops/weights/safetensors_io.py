@@ -418,7 +418,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], sink: ByteSink) -> None:
     # Large elements first, so that every tensor is aligned to its element size.
     ordered = sorted(tensors.items(), key=lambda item: -_check_writable(*item).dtype.itemsize)
     rows = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in ordered)
-    sink.write(_make_header(rows, alignment=8)[0])
+    sink.write(make_header(rows, alignment=8)[0])
     for _, tensor in ordered:
         if tensor.numel():
             sink.write(as_bytes(tensor.detach().cpu()))
@@ -455,7 +455,7 @@ def create_safetensors(
         {'a': tensor([0.5000, 0.5000])}
     """
     ordered = sorted(rows.items(), key=lambda item: -item[1][1].itemsize)
-    header, spans = _make_header(((name, shape, dtype) for name, (shape, dtype) in ordered), alignment=16)
+    header, spans = make_header(((name, shape, dtype) for name, (shape, dtype) in ordered), alignment=16)
     size = spans[-1][1] if spans else len(header)
     with path.open("xb") as file:
         file.write(header)
@@ -472,7 +472,7 @@ def create_safetensors(
     }
 
 
-def _make_header(
+def make_header(
     rows: Iterable[tuple[str, tuple[int, ...], torch.dtype]], *, alignment: int
 ) -> tuple[bytes, list[tuple[int, int]]]:
     """Make the header of a file of consecutive tensors.

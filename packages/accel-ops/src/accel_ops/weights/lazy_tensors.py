@@ -1,0 +1,281 @@
+"""Tensors of files that are read in chunks: `LazyTensor`, `lazy_safetensors`, `lazy_torch_file`."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import BufferedReader
+from typing import IO, Any, cast
+
+import torch
+from torch import Tensor
+
+from accel_ops.tree import recursively_apply
+from accel_ops.weights.read import check_records
+from accel_ops.weights.safetensors_io import ByteSink, SafetensorsFile, as_bytes, fill_from, make_header
+from accel_state.errors import CheckpointError
+from accel_state.files import open_regular
+from accel_state.frozen import frozen
+from accel_state.remote import AnyPath
+from accel_state.torch_private import FakeTensorMode, checkpoint_offset, storage_address
+
+
+@frozen
+class LazyTensor:
+    """A tensor whose rows are read when they are asked for.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its element type.
+        read: Returns rows `begin` to `end` of its first dim, contiguous, in memory of their own. A tensor
+            without dims has one row, of shape `(1,)`.
+        identity: Equal for two names of one tensor; `None` if that is unknown.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int, int], Tensor]
+    identity: object = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def chunks(self, limit: int) -> Iterator[tuple[int, Tensor]]:
+        """Read it from the first row to the last.
+
+        Args:
+            limit: Bytes of a chunk; a row that is larger comes alone.
+
+        Yields:
+            The first row of a chunk, and its rows.
+
+        Example:
+            >>> values = torch.arange(6).view(3, 2)
+            >>> lazy = LazyTensor(shape=(3, 2), dtype=torch.int64, read=lambda a, b: values[a:b].clone())
+            >>> [(begin, rows.tolist()) for begin, rows in lazy.chunks(32)]
+            [(0, [[0, 1], [2, 3]]), (2, [[4, 5]])]
+        """
+        if not math.prod(self.shape):
+            return
+        rows = self.shape[0] if self.shape else 1
+        step = max(1, limit // (self.nbytes // rows))
+        for begin in range(0, rows, step):
+            yield begin, self.read(begin, min(begin + step, rows))
+
+    def full(self) -> Tensor:
+        """Read all of it."""
+        if not math.prod(self.shape):
+            return torch.empty(self.shape, dtype=self.dtype)
+        return self.read(0, self.shape[0] if self.shape else 1).view(self.shape)
+
+
+def lazy_safetensors(path: AnyPath) -> dict[str, LazyTensor]:
+    """Return the tensors of a safetensors file, in the order of its header.
+
+    Raises:
+        CheckpointError: The file is no safetensors file.
+    """
+    file = SafetensorsFile(path)
+    return {
+        name: stored_tensor(file.read_into, entry.begin, entry.shape, entry.dtype)
+        for name, entry in file.entries.items()
+    }
+
+
+def write_lazy_safetensors(
+    tensors: Mapping[str, LazyTensor],
+    sink: ByteSink,
+    chunks_of: Callable[[str, LazyTensor], Iterator[tuple[int, Tensor]]],
+) -> None:
+    """Write a safetensors file one chunk of a tensor at a time.
+
+    Args:
+        tensors: Name to tensor.
+        sink: Takes the bytes.
+        chunks_of: Reads a tensor in chunks, as `LazyTensor.chunks` does.
+
+    Raises:
+        CheckpointError: The format has no such element type.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+    sink.write(make_header(((name, lazy.shape, lazy.dtype) for name, lazy in ordered), alignment=8)[0])
+    for name, lazy in ordered:
+        for _, rows in chunks_of(name, lazy):
+            sink.write(as_bytes(rows))
+
+
+ReadInto = Callable[[Tensor, int], None]
+"""Fills a flat tensor of uint8 with the bytes of a file from a position on."""
+
+
+def stored_tensor(
+    read_into: ReadInto,
+    begin: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stride: Sequence[int] | None = None,
+    identity: object = None,
+) -> LazyTensor:
+    """Return a tensor whose elements are in a file.
+
+    Args:
+        read_into: Reads the file.
+        begin: The position of its first element.
+        shape: Its shape.
+        dtype: Its element type.
+        stride: Elements from one to the next in each dim; consecutive rows by default. Of a tensor that was
+            saved transposed a chunk spans nearly all elements, which are then read for every chunk.
+        identity: That of the result.
+    """
+    shape, full_shape = tuple(shape), tuple(shape) or (1,)
+    dense = torch.empty(full_shape, device="meta").stride()
+    steps = dense if stride is None or not stride else tuple(stride)
+    is_dense = all(
+        step == wanted or size < 2 for step, wanted, size in zip(steps, dense, full_shape, strict=True)
+    )
+
+    def read(first: int, last: int) -> Tensor:
+        rows = (last - first, *full_shape[1:])
+        span = (
+            math.prod(rows)
+            if is_dense
+            else 1 + sum((n - 1) * step for n, step in zip(rows, steps, strict=True))
+        )
+        flat = torch.empty(span, dtype=dtype)
+        read_into(flat.view(torch.uint8), begin + first * steps[0] * dtype.itemsize)
+        return flat.view(rows) if is_dense else flat.as_strided(rows, steps).contiguous()
+
+    return LazyTensor(shape=shape, dtype=dtype, read=read, identity=identity)
+
+
+def lazy_torch_file(
+    path: AnyPath,
+    *,
+    part: tuple[int, int] | None = None,
+    load: Callable[[Any], Any] | None = None,
+    checked: bool = True,
+) -> Any:
+    """Read a file of `torch.save` without the values of its tensors, which are lazy in the result.
+
+    Args:
+        path: The file.
+        part: The position and the length of what `torch.save` wrote, if the file has more.
+        load: Reads an open file as `torch.load` does, which must execute nothing of it; by default tensors
+            and plain containers are read.
+        checked: Whether to compare each record with the tensors in it, of which all are then known to
+            PyTorch 1.6 and later.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds more than tensors and plain containers.
+    """
+    load = _load if load is None else load
+    try:
+        with open_regular(path) as opened:
+            file = opened if part is None else _FilePart(opened, *part)
+            if file.read(2) != b"PK":
+                raise ValueError("it was saved by a version of PyTorch before 1.6")
+            if checked:
+                check_records(cast("IO[bytes]", file), has_checksum=False)
+            file.seek(0)
+            with FakeTensorMode():
+                tree = load(file)
+    except (OSError, CheckpointError):
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read: it is damaged, or holds more than tensors and plain containers, "
+            f"which only code of the file could build. ({reason})"
+        ) from error
+    start = 0 if part is None else part[0]
+
+    def read_into(target: Tensor, begin: int) -> None:
+        with open_regular(path) as file:
+            fill_from(file, target, begin, path)
+
+    def lazy(fake: Tensor) -> LazyTensor:
+        storage = fake.untyped_storage()
+        begin = start + checkpoint_offset(storage) + int(fake.storage_offset()) * fake.dtype.itemsize
+        identity = (str(path), storage_address(storage), begin, tuple(fake.shape), fake.stride(), fake.dtype)
+        return stored_tensor(read_into, begin, fake.shape, fake.dtype, fake.stride(), identity)
+
+    return recursively_apply(lazy, tree, test_type=lambda leaf: isinstance(leaf, Tensor))
+
+
+def _load(file: Any) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+class _FilePart(io.RawIOBase):
+    """A part of an open file, as a file."""
+
+    def __init__(self, file: BufferedReader, begin: int, size: int) -> None:
+        self._file, self._begin, self._size = file, begin, size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
+        self._file.seek(self._begin + self._position)
+        count = self._file.readinto(view)
+        self._position += count
+        return count
+
+
+def torch_file_layout(path: AnyPath) -> Any:
+    """Return the tree of a file of `torch.save`, with the position of its first byte for every tensor."""
+    with open_regular(path) as file, FakeTensorMode():
+        tree = _load(file)
+
+    def position(fake: Tensor) -> int:
+        return checkpoint_offset(fake.untyped_storage()) + int(fake.storage_offset()) * fake.dtype.itemsize
+
+    return recursively_apply(position, tree, test_type=lambda leaf: isinstance(leaf, Tensor))
+
+
+def create_torch_file(path: Any, tree: Any) -> Any:
+    """Make a file of `torch.save` for the caller to fill.
+
+    Args:
+        path: The new file.
+        tree: Plain containers with lazy tensors; those of one identity share their bytes in the file.
+
+    Returns:
+        The same tree, with the position of its first byte in the file for every tensor.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> lazy = LazyTensor(shape=(2,), dtype=torch.uint8, read=lambda a, b: torch.ones(b - a))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "new.bin"
+        ...     position = create_torch_file(path, {"a": lazy})["a"]
+        ...     with path.open("r+b") as file:
+        ...         _ = file.seek(position), file.write(bytes([5, 7]))
+        ...     torch.load(path)
+        {'a': tensor([5, 7], dtype=torch.uint8)}
+    """
+    made: dict[object, Tensor] = {}
+
+    def fake(lazy: LazyTensor) -> Tensor:
+        key = id(lazy) if lazy.identity is None else lazy.identity
+        if key not in made:
+            made[key] = torch.empty(lazy.shape, dtype=lazy.dtype)
+        return made[key]
+
+    with FakeTensorMode():
+        fakes = recursively_apply(fake, tree, test_type=lambda leaf: isinstance(leaf, LazyTensor))
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(fakes, path)
+    return torch_file_layout(path)

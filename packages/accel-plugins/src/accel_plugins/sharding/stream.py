@@ -1,0 +1,196 @@
+"""Folders of `torch.distributed.checkpoint` (DCP), read and written one chunk of a tensor at a time."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from accel_ops.tree import recursively_apply
+from accel_ops.weights.lazy_tensors import LazyTensor, lazy_torch_file
+from accel_plugins.sharding.folder import compact, entries, put
+from accel_state.errors import CheckpointError
+from accel_state.files import open_regular
+from accel_state.remote import AnyPath
+from accel_state.torch_private import StorageInfo, flatten_state_dict
+
+if TYPE_CHECKING:
+    from accel_ops.weights.safetensors_io import ByteSink
+
+
+def read_lazily(folder: AnyPath, index: Metadata) -> tuple[dict[str, Any], list[str]]:
+    """Return the nested state of a DCP folder, with lazy tensors; objects are read with `weights_only=True`.
+
+    Returns:
+        The state, and the keys of objects that only code of the folder could build.
+
+    Raises:
+        CheckpointError: The index lacks a part of a tensor, or names a form that is not `torch.save`'s.
+    """
+    state: dict[str, Any] = {}
+    refused: list[str] = []
+    for entry in entries(index):
+        metadata = index.state_dict_metadata[entry.key]
+        if isinstance(metadata, TensorStorageMetadata):
+            put(state, entry.path, _lazy_tensor(folder, index, entry.key, metadata))
+            continue
+        stored: Any = _storage_of(folder, index, MetadataIndex(entry.key))
+        with open_regular(folder / str(stored.relative_path)) as file:
+            file.seek(stored.offset)
+            content = io.BytesIO(file.read(stored.length))
+        try:
+            put(state, entry.path, torch.load(content, map_location="cpu", weights_only=True))
+        except (pickle.UnpicklingError, RuntimeError, EOFError):
+            refused.append(entry.key)
+    return state, refused
+
+
+def _storage_of(folder: AnyPath, index: Metadata, position: MetadataIndex) -> Any:
+    stored: Any = (index.storage_data or {}).get(position)
+    if stored is None:
+        raise CheckpointError(f"The index of {str(folder)!r} lacks a part of {position.fqn!r}.")
+    if getattr(stored, "transform_descriptors", None):
+        raise CheckpointError(
+            f"{str(folder)!r} has {position.fqn!r} compressed by an extension, "
+            f"{', '.join(stored.transform_descriptors)}; save it without."
+        )
+    return stored
+
+
+def _lazy_tensor(folder: AnyPath, index: Metadata, key: str, metadata: TensorStorageMetadata) -> LazyTensor:
+    shape, dtype = tuple(metadata.size), metadata.properties.dtype
+    parts: list[tuple[tuple[int, ...], tuple[int, ...], Callable[[], LazyTensor]]] = []
+    for number, chunk in enumerate(metadata.chunks):
+        sizes = tuple(chunk.sizes)
+        if 0 not in sizes:
+            stored = _storage_of(folder, index, MetadataIndex(key, chunk.offsets, number))
+            make = cache(partial(_lazy_chunk, folder, stored, key, sizes, dtype))
+            parts.append((tuple(chunk.offsets), sizes, make))
+    covered = sum(torch.Size(sizes).numel() for _, sizes, _ in parts)
+    if covered != torch.Size(shape).numel():
+        raise CheckpointError(
+            f"{str(folder)!r} has {covered} elements of {key!r}, which has shape {shape}: files are missing."
+        )
+
+    def read(begin: int, end: int) -> Tensor:
+        if len(parts) == 1:
+            return parts[0][2]().read(begin, end)
+        full = torch.empty((end - begin, *shape[1:]), dtype=dtype)
+        for offsets, sizes, make in parts:
+            first, last = max(begin, offsets[0]), min(end, offsets[0] + sizes[0])
+            if first >= last:
+                continue
+            rows = make().read(first - offsets[0], last - offsets[0])
+            if rows.shape == full.shape:
+                return rows
+            inner = (slice(start, start + size) for start, size in zip(offsets[1:], sizes[1:], strict=True))
+            full[(slice(first - begin, last - begin), *inner)] = rows
+        return full
+
+    return LazyTensor(shape=shape, dtype=dtype, read=read)
+
+
+def _lazy_chunk(
+    folder: AnyPath, stored: Any, key: str, sizes: tuple[int, ...], dtype: torch.dtype
+) -> LazyTensor:
+    chunk = lazy_torch_file(
+        folder / str(stored.relative_path), part=(stored.offset, stored.length), checked=False
+    )
+    if not isinstance(chunk, LazyTensor) or (chunk.shape, chunk.dtype) != (sizes, dtype):
+        raise CheckpointError(f"{str(folder)!r}: the file of {key!r} is not what its index says.")
+    return chunk
+
+
+class FolderWriter:
+    """Write a DCP folder of one file of shards, one chunk of a tensor at a time.
+
+    Args:
+        state: Nested dictionaries and lists with lazy tensors.
+
+    Attributes:
+        tensors: The tensors to write, by the path that leads to them.
+    """
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.tensors: dict[tuple[str | int, ...], LazyTensor] = {}
+        flat, self._paths = flatten_state_dict(recursively_apply(_on_meta, dict(state), test_type=_is_lazy))
+        self._objects = {key: value for key, value in flat.items() if not isinstance(value, Tensor)}
+        self._keys = {path: key for key, path in self._paths.items()}
+        for key in flat.keys() - self._objects.keys():
+            value: Any = state
+            for step in self._paths[key]:
+                value = value[step]
+            self.tensors[self._paths[key]] = value
+        self._metadata: dict[str, Any] = {}
+        self._stored: dict[MetadataIndex, Any] = {}
+
+    def write(
+        self,
+        sink: ByteSink,
+        file: str,
+        chunks_of: Callable[[tuple[str | int, ...], LazyTensor], Iterator[tuple[int, Tensor]]],
+    ) -> None:
+        """Write the file of shards.
+
+        Args:
+            sink: Takes its bytes.
+            file: Its name in the folder.
+            chunks_of: Reads a tensor in chunks, as `LazyTensor.chunks` does; each becomes a chunk.
+        """
+        position = 0
+
+        def append(content: Any, where: MetadataIndex) -> None:
+            nonlocal position
+            buffer = io.BytesIO()
+            torch.save(content, buffer)
+            data = buffer.getbuffer()
+            sink.write(data)
+            self._stored[where] = StorageInfo(file, position, len(data))
+            position += len(data)
+
+        for key, value in self._objects.items():
+            self._metadata[key] = BytesStorageMetadata()
+            append(value, MetadataIndex(key))
+        for path, lazy in self.tensors.items():
+            key, chunks = self._keys[path], list[ChunkStorageMetadata]()
+            empty = [] if lazy.nbytes else [(0, torch.empty(lazy.shape, dtype=lazy.dtype))]
+            for begin, rows in chain(chunks_of(path, lazy), empty):
+                values = rows if lazy.shape else rows.view(())
+                offsets = torch.Size((begin, *[0] * (values.dim() - 1))) if lazy.shape else torch.Size()
+                append(compact(values), MetadataIndex(key, offsets, len(chunks)))
+                chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=values.shape))
+            properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=lazy.dtype))
+            self._metadata[key] = TensorStorageMetadata(properties, torch.Size(lazy.shape), chunks)
+
+    def write_index(self, sink: ByteSink) -> None:
+        """Write the index, after the shards."""
+        index = Metadata(
+            state_dict_metadata=self._metadata,
+            planner_data=self._paths,
+            storage_data=self._stored,
+            storage_meta=StorageMeta(),
+        )
+        sink.write(pickle.dumps(index))
+
+
+def _is_lazy(value: Any) -> bool:
+    return isinstance(value, LazyTensor)
+
+
+def _on_meta(lazy: LazyTensor) -> Tensor:
+    return torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")

@@ -1,0 +1,1 @@
+"""Checkpoints from one format to another, with less memory than the model."""

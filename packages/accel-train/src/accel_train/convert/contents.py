@@ -1,0 +1,84 @@
+"""What a checkpoint of any format contains, as the readers return it and the writers take it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
+from accel_ops.weights.lazy_tensors import LazyTensor
+from accel_state.frozen import frozen
+from accel_state.remote import AnyPath
+from accel_train.checkpoint.layout import Manifest
+
+
+@frozen
+class OptimizerContents:
+    """The state of an optimizer.
+
+    Attributes:
+        states: The states of each parameter, by its name, or by its number where names are not known.
+        groups: The parameter groups, `"params"` with names or numbers likewise.
+        unnamed: Why names are not known; empty if they are.
+    """
+
+    states: Mapping[str | int, Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
+    unnamed: str = ""
+
+    def order(self) -> list[str | int]:
+        """Return the parameters in the order of the groups, which is that of their numbers."""
+        return [name for group in self.groups for name in group["params"]]
+
+    def tensors(self) -> Iterator[tuple[int, str, LazyTensor]]:
+        """Yield all tensors, with the number of the parameter and the key of the state."""
+        for number, name in enumerate(self.order()):
+            for key, value in self.states.get(name, {}).items():
+                if isinstance(value, LazyTensor):
+                    yield number, key, value
+
+    def nested(self, *, by_number: bool) -> dict[str, Any]:
+        """Return it as a state dict, with parameters by number, as in `Optimizer.state_dict`, or by name."""
+        order = self.order()
+        key_of = {name: number if by_number else name for number, name in enumerate(order)}
+        return {
+            "state": {key_of[name]: dict(values) for name, values in self.states.items() if name in key_of},
+            "param_groups": [
+                {**group, "params": [key_of[name] for name in group["params"]]} for group in self.groups
+            ],
+        }
+
+
+@frozen
+class CheckpointContents:
+    """The contents of a checkpoint; tensors are read when they are asked for.
+
+    Attributes:
+        form: What it is, in words.
+        models: The weights of each model, by name.
+        optimizers: Their optimizers, in the same order.
+        state_files: Other files of `save_state` by name: schedulers, positions of loaders, random numbers.
+        config_files: Files beside the weights that describe the model: its configuration and tokenizer.
+        manifest: The manifest of a state.
+        dropped: A phrase for each thing that no format takes from it.
+    """
+
+    form: str
+    models: Sequence[Mapping[str, LazyTensor]]
+    optimizers: Sequence[OptimizerContents] = ()
+    state_files: Mapping[str, AnyPath] = field(default_factory=dict[str, AnyPath])
+    config_files: Mapping[str, AnyPath] = field(default_factory=dict[str, AnyPath])
+    manifest: Manifest | None = None
+    dropped: Sequence[str] = ()
+
+    def tensors(self) -> Iterator[tuple[Label, LazyTensor]]:
+        """Yield all tensors with labels that do not depend on the format."""
+        for index, weights in enumerate(self.models):
+            yield from ((("model", index, name), lazy) for name, lazy in weights.items())
+        for index, optimizer in enumerate(self.optimizers):
+            for number, key, lazy in optimizer.tensors():
+                yield ("optimizer", index, number, key), lazy
+
+
+Label = tuple[str | int, ...]
+"""Names a tensor of a checkpoint, whatever the format."""

@@ -1,0 +1,165 @@
+"""Convert a checkpoint to another format: `convert_checkpoint`."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_int
+from accel_state.errors import CheckpointError, SettingsError, did_you_mean, some_of
+from accel_state.files import any_path
+from accel_state.frozen import frozen
+from accel_state.remote import AnyPath, RemotePath
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.contents import copy_file
+from accel_train.checkpoint.files import flush_folder, make_folder, move, remove, sizes_in, write_file
+from accel_train.checkpoint.layout import FileRecord, Manifest
+from accel_train.convert.contents import CheckpointContents
+from accel_train.convert.read import open_checkpoint
+from accel_train.convert.write import WRITERS, VerifyingReader, WritePlan
+
+DEFAULT_MEMORY = "1GB"
+_LEAST_MEMORY = 4 << 20
+
+
+@frozen
+class ConversionReport:
+    """What a conversion reads and writes.
+
+    Attributes:
+        source: The checkpoint that is read.
+        form: Its format, in words.
+        num_tensors: The number of tensors to write.
+        nbytes: Their bytes.
+        target: The folder that is written.
+        files: The names of its files, with the number and bytes of tensors in each.
+        dropped: A phrase for each thing in the source that the target does not have.
+    """
+
+    source: AnyPath
+    form: str
+    num_tensors: int
+    nbytes: int
+    target: AnyPath
+    files: dict[str, tuple[int, int]]
+    dropped: list[str]
+
+
+def convert_checkpoint(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    to: str,
+    max_memory: int | str = DEFAULT_MEMORY,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    dry_run: bool = False,
+) -> ConversionReport:
+    """Write a checkpoint in another format, one chunk of a tensor at a time, and compare what was written.
+
+    The target is there when all of it is written, and each tensor has been read again and compared.
+
+    Args:
+        source: A checkpoint of any format that is read, which is found by its files; a folder, file or URL.
+        target: A folder, or its URL, that is absent or empty. To a store all of it goes from a temporary
+            folder of this machine.
+        to: `"safetensors"`, `"torch"`, `"full"`, `"sharded"` or `"dcp"`.
+        max_memory: Bytes that tensors may take at once, or text like `"500MB"`. A row of a tensor is never
+            split.
+        max_shard_size: Bytes of a file of `"safetensors"` or `"torch"`, or text like `"5GB"`.
+        dry_run: Whether to write nothing.
+
+    Raises:
+        CheckpointError: The source is damaged or of no known format, or a tensor was not written as it was.
+        SettingsError: There is no such format, or the target has files.
+        OSError: A file cannot be read or written.
+    """
+    limit = convert_file_size_to_int(max_memory)
+    if limit < _LEAST_MEMORY:
+        raise SettingsError(f"max_memory={max_memory!r} is less than {_LEAST_MEMORY >> 20} MiB.")
+    if to not in WRITERS:
+        raise SettingsError(f"to={to!r}: {did_you_mean(to, WRITERS, f'formats are {some_of(WRITERS)}.')}")
+    folder = any_path(target, "target")
+    if not isinstance(folder, RemotePath) and folder.exists() and not folder.is_dir():
+        raise SettingsError(f"target={str(folder)!r} is a file.")
+    if sizes_in(folder):
+        raise SettingsError(f"target={str(folder)!r} has files already; write to a new folder.")
+    contents = open_checkpoint(any_path(source, "source"))
+    plan = WRITERS[to](contents, convert_file_size_to_int(max_shard_size))
+    report = ConversionReport(
+        source=any_path(source, "source"),
+        form=contents.form,
+        num_tensors=len(plan.labels),
+        nbytes=sum(file.nbytes for file in plan.files),
+        target=folder,
+        files={file.name: (file.count, file.nbytes) for file in plan.files},
+        dropped=[*contents.dropped, *plan.dropped],
+    )
+    if not dry_run:
+        with _staging(folder) as staging:
+            _write(contents, plan, staging, limit)
+    return report
+
+
+@contextmanager
+def _staging(target: AnyPath) -> Generator[Path]:
+    """Give an empty folder, which becomes the target when the block has ended."""
+    if isinstance(target, RemotePath):
+        with tempfile.TemporaryDirectory(prefix="accel-convert-") as folder:
+            yield Path(folder)
+            for name in sorted(sizes_in(Path(folder)), key=_is_last):
+                write_file(target / name, partial(copy_file, str(Path(folder) / name)), to_disk=False)
+        return
+    make_folder(target.parent)
+    staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    staging.mkdir()
+    try:
+        yield staging
+        move(staging, target)
+        flush_folder(target.parent)
+    finally:
+        remove(staging)
+
+
+def _is_last(name: str) -> tuple[bool, str]:
+    """Sort what makes a checkpoint complete behind its other files."""
+    return name.endswith((layout.MANIFEST_NAME, ".metadata", ".index.json")), name
+
+
+def _write(contents: CheckpointContents, plan: WritePlan, folder: Path, limit: int) -> None:
+    # 1. Write the files.
+    written = VerifyingReader(limit)
+    records: dict[str, FileRecord] = {}
+    for file in plan.files:
+        make_folder((folder / file.name).parent)
+        records[file.name] = file.write(folder / file.name, written)
+    if plan.is_state:
+        old = contents.manifest
+        manifest = Manifest(
+            world_size=1 if old is None else old.world_size,
+            step=0 if old is None else old.step,
+            iteration=None if old is None else old.iteration,
+            files=records,
+        )
+        text = manifest.to_text().encode()
+        write_file(folder / layout.MANIFEST_NAME, lambda sink: sink.write(text), to_disk=True)
+    # 2. Read them again, and compare.
+    again = VerifyingReader(limit)
+    for label, lazy in open_checkpoint(folder).tensors():
+        again.read(label, lazy)
+    differing = {
+        label
+        for label in written.digests | again.digests
+        if written.digests.get(label) != again.digests.get(label)
+    }
+    missing = plan.labels ^ written.digests.keys()
+    if differing or missing:
+        names = (".".join(map(str, label[2:])) for label in sorted(differing | missing, key=str))
+        raise CheckpointError(
+            f"The written checkpoint has other values than what was read: {some_of(names)}."
+        )
+    flush_folder(folder)

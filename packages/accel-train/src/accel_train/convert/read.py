@@ -1,0 +1,296 @@
+"""Open a checkpoint of any format: `open_checkpoint`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count, takewhile
+from pathlib import PurePosixPath
+from typing import Any, cast
+
+import torch
+
+from accel_ops.weights.layout import (
+    INDEX_SUFFIX,
+    MODEL_NAME,
+    SAFETENSORS_SUFFIX,
+)
+from accel_ops.weights.lazy_tensors import LazyTensor, lazy_safetensors, lazy_torch_file
+from accel_ops.weights.read import find_checkpoint_files
+from accel_plugins.sharding.folder import read_index
+from accel_plugins.sharding.state import is_sharded_folder
+from accel_plugins.sharding.stream import read_lazily
+from accel_state.errors import CheckpointError, some_of
+from accel_state.frozen import frozen
+from accel_state.remote import AnyPath
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY
+from accel_train.checkpoint.files import sizes_in
+from accel_train.checkpoint.folder import check
+from accel_train.checkpoint.staging import SAFE
+from accel_train.convert.contents import CheckpointContents, OptimizerContents
+from accel_train.convert.names import name_parameters
+
+
+def open_checkpoint(path: AnyPath) -> CheckpointContents:
+    """Open a checkpoint, whose format is found by its files.
+
+    Raises:
+        CheckpointError: It has no known format, or is damaged.
+        FileNotFoundError: Nothing is at that path.
+    """
+    if path.is_file():
+        return _weights(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"no checkpoint at {str(path)!r}: neither a file nor a folder")
+    for row in READERS:
+        if row.fits(path):
+            return row.read(path)
+    return _weights(path)
+
+
+@frozen
+class FormatReader:
+    """How one format is recognised and read."""
+
+    fits: Callable[[AnyPath], bool]
+    read: Callable[[AnyPath], CheckpointContents]
+
+
+# States of `save_state`.
+
+
+def _is_sharded_state(folder: AnyPath) -> bool:
+    return is_sharded_folder(folder / layout.sharded_model_name(0))
+
+
+def _sharded_state(folder: AnyPath) -> CheckpointContents:
+    """Read a state of FSDP, tensor or expert parallelism, a pipeline or Megatron: folders of shards."""
+    dropped: list[str] = []
+    models: list[dict[str, LazyTensor]] = []
+    optimizers: list[OptimizerContents] = []
+    for index in _numbers(lambda index: is_sharded_folder(folder / layout.sharded_model_name(index))):
+        name = layout.sharded_model_name(index)
+        state = _shards(folder / name, dropped)
+        models.append(weights_in(state.get(MODEL_KEY, state), name, dropped))
+    for index in _numbers(lambda index: is_sharded_folder(folder / layout.sharded_optimizer_name(index))):
+        state = _shards(folder / layout.sharded_optimizer_name(index), dropped)
+        optimizers.append(named_optimizer(state.get(OPTIMIZER_KEY, state)))
+    return of_state(folder, "sharded state", models, optimizers, dropped)
+
+
+def _is_full_state(folder: AnyPath) -> bool:
+    names = (layout.MANIFEST_NAME, layout.optimizer_name(0), layout.rng_name(0))
+    return _full_weights(folder, 0) is not None and any((folder / name).is_file() for name in names)
+
+
+def _full_weights(folder: AnyPath, index: int) -> AnyPath | None:
+    names = (
+        layout.weights_name(index, safe=True),
+        layout.weights_name(index, safe=False),
+        layout.fsdp_weights_name(index),
+    )
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _full_state(folder: AnyPath) -> CheckpointContents:
+    """Read a state of a run whose rank 0 writes all weights."""
+    dropped: list[str] = []
+    models = [
+        lazy_weights(cast("AnyPath", _full_weights(folder, index)), dropped)
+        for index in _numbers(lambda index: _full_weights(folder, index) is not None)
+    ]
+    is_ours = (folder / layout.MANIFEST_NAME).is_file()
+    optimizers: list[OptimizerContents] = []
+    numbers = [*_numbers(lambda index: (folder / layout.optimizer_name(index)).is_file())]
+    for index in numbers:
+        state = lazy_torch_file(folder / layout.optimizer_name(index), load=_load_object)
+        if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
+            dropped.append(f"{layout.optimizer_name(index)}: it is not the state of an optimizer of torch")
+            continue
+        fits = len(models) == len(numbers) or len(models) == 1
+        weights = models[min(index, len(models) - 1)] if fits else {}
+        # Other libraries sort the names of a safetensors file.
+        path = _full_weights(folder, min(index, len(models) - 1))
+        in_order = is_ours or (path is not None and path.suffix != SAFETENSORS_SUFFIX)
+        optimizers.append(_optimizer(cast("dict[str, Any]", state), weights, in_order=in_order))
+    return of_state(folder, "full state", models, optimizers, dropped)
+
+
+def _optimizer(
+    state: dict[str, Any], weights: Mapping[str, LazyTensor], *, in_order: bool
+) -> OptimizerContents:
+    if all(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
+        return named_optimizer(state)  # FSDP1 of other libraries has names in full states
+    return name_parameters(state["state"], state["param_groups"], weights, in_order=in_order)
+
+
+def _load_object(file: Any) -> Any:
+    with torch.serialization.safe_globals(SAFE):
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def of_state(
+    folder: AnyPath,
+    form: str,
+    models: list[dict[str, LazyTensor]],
+    optimizers: list[OptimizerContents],
+    dropped: list[str],
+    read: Callable[[str], bool] = lambda _: False,
+) -> CheckpointContents:
+    """Return the contents of a state, with the files beside its models and optimizers.
+
+    `read` says of a file or folder at the top whether it was read.
+    """
+    files, described, lost = _other_files(folder, read)
+    return CheckpointContents(
+        form=form,
+        models=models,
+        optimizers=optimizers,
+        state_files=files,
+        config_files=described,
+        manifest=check(folder),
+        dropped=[*dropped, *lost],
+    )
+
+
+_READ = re.compile(
+    rf"""(({layout.FSDP_MODEL_NAME}|{layout.OPTIMIZER_NAME})_\d+(/.*)?
+    |({MODEL_NAME}|{layout.FSDP_MODEL_NAME}|{layout.OPTIMIZER_NAME})(_\d+)?\.bin
+    |model(_\d+)?\.safetensors
+    |(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)
+    |.*{re.escape(INDEX_SUFFIX)}
+    |{re.escape(layout.MANIFEST_NAME)})""",
+    re.VERBOSE,
+)
+_DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
+
+
+def _other_files(
+    folder: AnyPath, read: Callable[[str], bool]
+) -> tuple[dict[str, AnyPath], dict[str, AnyPath], list[str]]:
+    """Return the files of a state, those that describe a model, and a phrase about the others."""
+    state_files: dict[str, AnyPath] = {}
+    described: dict[str, AnyPath] = {}
+    lost: list[str] = []
+    for name in sizes_in(folder):
+        top = PurePosixPath(name).parts[0]
+        if _READ.fullmatch(name) or read(top):
+            continue
+        if name != top:
+            lost.append(name)
+        elif layout.is_of_checkpoint(name):
+            state_files[name] = folder / name
+        elif top.endswith(_DESCRIPTIONS):
+            described[name] = folder / name
+        else:
+            lost.append(name)
+    return state_files, described, [f"file {some_of(lost)}"] if lost else []
+
+
+# Folders of torch.distributed.checkpoint.
+
+
+def _dcp(folder: AnyPath) -> CheckpointContents:
+    """Read a DCP folder: a state dict, or a dictionary with one of a model and one of an optimizer."""
+    dropped: list[str] = []
+    state = _shards(folder, dropped)
+    optimizers: list[OptimizerContents] = []
+    for key in _OPTIMIZER_KEYS & state.keys():
+        part = state.pop(key)
+        if isinstance(part, Mapping) and {"state", "param_groups"} <= {*part}:
+            optimizers.append(named_optimizer(cast("Mapping[str, Any]", part)))
+        else:
+            dropped.append(f"{key}: it has no 'state' and 'param_groups' of an optimizer")
+    model = next((key for key in _MODEL_KEYS if isinstance(state.get(key), Mapping)), None)
+    if model is not None:
+        dropped += [f"{key}" for key in state if key != model]
+        state = state[model]
+    weights = weights_in(state, str(folder), dropped)
+    return CheckpointContents(
+        form="folder of torch.distributed.checkpoint",
+        models=[weights],
+        optimizers=optimizers,
+        dropped=dropped,
+    )
+
+
+_MODEL_KEYS = ("model", "model_state_dict", "state_dict", "module")
+_OPTIMIZER_KEYS = {"optimizer", "optim", "optimizer_state_dict"}
+
+
+def _shards(folder: AnyPath, dropped: list[str]) -> dict[str, Any]:
+    state, refused = read_lazily(folder, read_index(folder))
+    dropped += [f"{folder.name}: {key}, an object that only code could build" for key in refused]
+    return state
+
+
+def weights_in(state: Mapping[str, Any], where: str, dropped: list[str]) -> dict[str, LazyTensor]:
+    """Return the tensors of nested dictionaries by dotted names; note what is none."""
+    weights: dict[str, LazyTensor] = {}
+    for name, value in _leaves(state):
+        if isinstance(value, LazyTensor):
+            weights[name] = value
+        else:
+            dropped.append(f"{where}: {name}, which is no tensor")
+    return weights
+
+
+def _leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(state, (Mapping, list)):
+        yield prefix, state
+        return
+    items: Any = state.items() if isinstance(state, Mapping) else enumerate(state)
+    for key, value in items:
+        yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+def named_optimizer(state: Mapping[str, Any]) -> OptimizerContents:
+    """Return the state of an optimizer whose parameters have names."""
+    return OptimizerContents(states=state.get("state", {}), groups=state.get("param_groups", []))
+
+
+# Weights alone.
+
+
+def _weights(path: AnyPath) -> CheckpointContents:
+    """Read files of weights, as transformers saves them."""
+    checkpoint = find_checkpoint_files(path)
+    dropped: list[str] = []
+    by_file = {file: lazy_weights(file, dropped) for file in checkpoint.files}
+    weights: dict[str, LazyTensor] = {}
+    for name, file in (checkpoint.weight_map or {}).items():
+        if name not in by_file[file]:
+            raise CheckpointError(f"{str(file)!r} has no {name!r}, which the index places there.")
+        weights[name] = by_file[file][name]
+    if checkpoint.weight_map is None:
+        weights = by_file[checkpoint.files[0]]
+    files: dict[str, AnyPath] = {}
+    if path.is_dir():
+        names = {file.name for file in checkpoint.files}
+        _, files, lost = _other_files(path, names.__contains__)
+        dropped += lost
+    kind = "safetensors" if checkpoint.files[0].suffix == SAFETENSORS_SUFFIX else "files of torch.save"
+    return CheckpointContents(form=kind, models=[weights], config_files=files, dropped=dropped)
+
+
+def lazy_weights(path: AnyPath, dropped: list[str]) -> dict[str, LazyTensor]:
+    """Return the tensors of a safetensors file, or of one of `torch.save`."""
+    if path.suffix == SAFETENSORS_SUFFIX:
+        return lazy_safetensors(path)
+    state = lazy_torch_file(path)
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"{str(path)!r} holds a {type(state).__name__!r}, not a state dict")
+    return weights_in(cast("Mapping[str, Any]", state), path.name, dropped)
+
+
+def _numbers(is_there: Callable[[int], bool]) -> Iterator[int]:
+    return takewhile(is_there, count())
+
+
+READERS: list[FormatReader] = [
+    FormatReader(fits=_is_sharded_state, read=_sharded_state),
+    FormatReader(fits=is_sharded_folder, read=_dcp),
+    FormatReader(fits=_is_full_state, read=_full_state),
+]
+"""The formats of folders, in the order in which they are tried; what fits none has files of weights alone."""

@@ -1,0 +1,331 @@
+"""Write a checkpoint in any format: `WRITERS` plan its files, and a `VerifyingReader` reads its tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from accel_ops.weights.layout import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_PATTERN_NAME,
+    fill_shards,
+    numbered,
+)
+from accel_ops.weights.lazy_tensors import LazyTensor, create_torch_file, write_lazy_safetensors
+from accel_ops.weights.safetensors_io import as_bytes
+from accel_plugins.sharding.state import INDEX_NAME, shard_file
+from accel_plugins.sharding.stream import FolderWriter
+from accel_state.files import trim_heap
+from accel_state.frozen import frozen
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY, copy_file
+from accel_train.checkpoint.files import record_of, write_file
+from accel_train.checkpoint.layout import FileRecord
+from accel_train.convert.contents import CheckpointContents, Label, OptimizerContents
+
+
+class VerifyingReader:
+    """Reads tensors in chunks, and keeps the digests of what it has read.
+
+    Args:
+        limit: Bytes of memory that a conversion may take.
+
+    Attributes:
+        digests: XXH3 hash of the elements, shape and element type of each tensor, by its label.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._chunk_size = limit // _PARTS
+        self._since_trimmed = 0
+        self.digests: dict[Label, tuple[str, tuple[int, ...], torch.dtype]] = {}
+
+    def chunks(self, label: Label, lazy: LazyTensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield the chunks of a tensor, as `LazyTensor.chunks` does."""
+        digest = xxhash.xxh3_64()
+        for begin, rows in lazy.chunks(self._chunk_size):
+            digest.update(as_bytes(rows))
+            yield begin, rows
+        self.digests[label] = (digest.hexdigest(), lazy.shape, lazy.dtype)
+        self._since_trimmed += lazy.nbytes
+        if self._since_trimmed > self._chunk_size:
+            self._since_trimmed = 0
+            trim_heap()
+
+    def read(self, label: Label, lazy: LazyTensor) -> None:
+        """Read a tensor for its digest alone."""
+        for _ in self.chunks(label, lazy):
+            pass
+
+
+_PARTS = 4
+"""A chunk is in memory up to this many times: as read, as part of a merge, as serialised, and in a buffer."""
+
+
+@frozen
+class PlannedFile:
+    """A file to write.
+
+    Attributes:
+        name: Its path in the folder, with `/` between folders.
+        nbytes: Bytes of its tensors.
+        count: How many tensors it has.
+        write: Writes it at a path, and returns its record.
+    """
+
+    name: str
+    nbytes: int
+    count: int
+    write: Callable[[Path, VerifyingReader], FileRecord]
+
+
+@frozen
+class WritePlan:
+    """The files of a checkpoint to write, in order, and a phrase for all that it does not take.
+
+    Attributes:
+        labels: The tensors that it takes.
+        is_state: Whether it is a state of `save_state`, which has a manifest.
+    """
+
+    files: list[PlannedFile]
+    labels: set[Label]
+    dropped: list[str] = field(default_factory=list[str])
+    is_state: bool = False
+
+
+def plan_weights(contents: CheckpointContents, max_shard_size: int, *, safe: bool) -> WritePlan:
+    """Plan files of weights, in the layout of transformers."""
+    dropped = _besides_weights(contents)
+    weights, aliases = _without_aliases(contents.models[0]) if safe else (dict(contents.models[0]), [])
+    dropped += [f"{name}, the same tensor as {first}" for name, first in aliases]
+    filled = list(fill_shards(((name, lazy.nbytes) for name, lazy in weights.items()), max_shard_size))
+    plan = numbered(
+        [names for names, _ in filled],
+        total_size=sum(size for _, size in filled),
+        pattern=SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME,
+    )
+    files: list[PlannedFile] = []
+    for name, names in plan.files.items():
+        part = {("model", 0, weight): weights[weight] for weight in names}
+        tree = {weight: weights[weight] for weight in names}
+        files.append(_safetensors_file(name, tree, 0) if safe else _torch_file(name, tree, part))
+    files += [_copied(name, path) for name, path in contents.config_files.items()]
+    if plan.index is not None:
+        text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
+        files.append(_text_file(SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME, text))
+    return WritePlan(files=files, labels={("model", 0, name) for name in weights}, dropped=dropped)
+
+
+def plan_full(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
+    """Plan a state of a run whose rank 0 writes all weights: one file for each model and optimizer."""
+    del max_shard_size
+    files: list[PlannedFile] = []
+    labels: set[Label] = set()
+    dropped: list[str] = []
+    for index, model in enumerate(contents.models):
+        weights, aliases = _without_aliases(model)
+        dropped += [f"{name}, the same tensor as {first}" for name, first in aliases]
+        files.append(_safetensors_file(layout.weights_name(index, safe=True), weights, index))
+        labels |= {("model", index, name) for name in weights}
+    for index, optimizer in enumerate(contents.optimizers):
+        tree = optimizer.nested(by_number=True)
+        part: dict[Label, LazyTensor] = {
+            ("optimizer", index, number, key): lazy for number, key, lazy in optimizer.tensors()
+        }
+        labels |= part.keys()
+        files.append(_torch_file(layout.optimizer_name(index), tree, part))
+    return _with_files(contents, WritePlan(files=files, labels=labels, dropped=dropped, is_state=True))
+
+
+def plan_sharded(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
+    """Plan a state with a folder of shards for each model and optimizer, which any number of ranks loads."""
+    del max_shard_size
+    files: list[PlannedFile] = []
+    labels: set[Label] = set()
+    dropped: list[str] = []
+    for index, model in enumerate(contents.models):
+        of_model: dict[tuple[str | int, ...], Label] = {
+            (MODEL_KEY, name): ("model", index, name) for name in model
+        }
+        labels |= {*of_model.values()}
+        files += _folder(layout.sharded_model_name(index), {MODEL_KEY: model}, of_model)
+    for index, optimizer in enumerate(contents.optimizers):
+        if optimizer.unnamed:
+            dropped.append(f"optimizer {index}: {optimizer.unnamed}, and shards are by name")
+            continue
+        state, of_state = _named(optimizer, index)
+        labels |= {*of_state.values()}
+        files += _folder(layout.sharded_optimizer_name(index), state, of_state)
+    return _with_files(contents, WritePlan(files=files, labels=labels, dropped=dropped, is_state=True))
+
+
+def plan_dcp(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
+    """Plan a folder of `torch.distributed.checkpoint` with the keys `model` and `optimizer`."""
+    del max_shard_size
+    dropped = _besides_weights(contents, optimizers=False)
+    state: dict[str, Any] = {MODEL_KEY: contents.models[0]}
+    labels: dict[tuple[str | int, ...], Label] = {
+        (MODEL_KEY, name): ("model", 0, name) for name in contents.models[0]
+    }
+    for index, optimizer in enumerate(contents.optimizers):
+        if index or optimizer.unnamed:
+            dropped.append(f"optimizer {index}: {optimizer.unnamed or 'there is one in such a folder'}")
+            continue
+        named, of_state = _named(optimizer, index)
+        state |= named
+        labels |= of_state
+    dropped += [f"file {name}" for name in contents.config_files]
+    return WritePlan(files=_folder("", state, labels), labels={*labels.values()}, dropped=dropped)
+
+
+def _named(
+    optimizer: OptimizerContents, index: int
+) -> tuple[dict[str, Any], dict[tuple[str | int, ...], Label]]:
+    """Return the nested state of an optimizer by name, and the labels of its tensors by path."""
+    order = optimizer.order()
+    labels: dict[tuple[str | int, ...], Label] = {
+        (OPTIMIZER_KEY, "state", order[number], key): ("optimizer", index, number, key)
+        for number, key, _ in optimizer.tensors()
+    }
+    return {OPTIMIZER_KEY: optimizer.nested(by_number=False)}, labels
+
+
+def _besides_weights(contents: CheckpointContents, *, optimizers: bool = True) -> list[str]:
+    """Return phrases for what a format of one model's weights does not take."""
+    dropped = [f"model {index}" for index in range(1, len(contents.models))]
+    dropped += [f"optimizer {index}" for index in range(len(contents.optimizers)) if optimizers]
+    return [*dropped, *(f"file {name}" for name in contents.state_files)]
+
+
+def _with_files(contents: CheckpointContents, plan: WritePlan) -> WritePlan:
+    for name, path in (*contents.state_files.items(), *contents.config_files.items()):
+        plan.files.append(_copied(name, path))
+    return plan
+
+
+def _without_aliases(
+    weights: Mapping[str, LazyTensor],
+) -> tuple[dict[str, LazyTensor], list[tuple[str, str]]]:
+    """Return the weights without second names of one tensor, and these with the first name."""
+    first: dict[object, str] = {}
+    distinct: dict[str, LazyTensor] = {}
+    aliases: list[tuple[str, str]] = []
+    for name, lazy in weights.items():
+        if lazy.identity is not None and lazy.nbytes and lazy.identity in first:
+            aliases.append((name, first[lazy.identity]))
+            continue
+        first[lazy.identity] = name
+        distinct[name] = lazy
+    return distinct, aliases
+
+
+def _safetensors_file(name: str, weights: Mapping[str, LazyTensor], index: int) -> PlannedFile:
+    def write(path: Path, stream: VerifyingReader) -> FileRecord:
+        def chunks(weight: str, lazy: LazyTensor) -> Iterator[tuple[int, Tensor]]:
+            return stream.chunks(("model", index, weight), lazy)
+
+        return write_file(path, lambda sink: write_lazy_safetensors(weights, sink, chunks), to_disk=True)
+
+    return PlannedFile(name=name, nbytes=_nbytes(weights), count=len(weights), write=write)
+
+
+def _torch_file(name: str, tree: dict[str, Any], labels: Mapping[Label, LazyTensor]) -> PlannedFile:
+    """Plan a file of `torch.save` that is made with holes for the tensors, which are filled one by one."""
+
+    def write(path: Path, stream: VerifyingReader) -> FileRecord:
+        positions = _paired(tree, create_torch_file(path, tree))
+        with path.open("r+b", buffering=0) as file:
+            for label, lazy in labels.items():
+                file.seek(positions[id(lazy)])
+                for _, rows in stream.chunks(label, lazy):
+                    _write_all(file, as_bytes(rows))
+        return record_of(path, to_disk=True)
+
+    return PlannedFile(name=name, nbytes=_nbytes(labels), count=len(labels), write=write)
+
+
+def _write_all(file: Any, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _paired(tree: Any, positions: Any) -> dict[int, int]:
+    """Return the position of every lazy tensor of a tree by its id, from the same tree with positions."""
+    if isinstance(tree, LazyTensor):
+        return {id(tree): positions}
+    pairs: dict[int, int] = {}
+    keys: Any = (
+        tree if isinstance(tree, Mapping) else range(len(tree)) if isinstance(tree, (list, tuple)) else ()
+    )
+    for key in keys:
+        pairs |= _paired(tree[key], positions[key])
+    return pairs
+
+
+def _folder(
+    folder: str, state: Mapping[str, Any], labels: Mapping[tuple[str | int, ...], Label]
+) -> list[PlannedFile]:
+    """Plan a DCP folder: a file of shards, then the index."""
+    writer = FolderWriter(state)
+    prefix = f"{folder}/" if folder else ""
+
+    def write_shards(path: Path, stream: VerifyingReader) -> FileRecord:
+        def chunks(where: tuple[str | int, ...], lazy: LazyTensor) -> Iterator[tuple[int, Tensor]]:
+            return stream.chunks(labels[where], lazy)
+
+        return write_file(path, lambda sink: writer.write(sink, path.name, chunks), to_disk=True)
+
+    def write_index(path: Path, stream: VerifyingReader) -> FileRecord:
+        del stream
+        return write_file(path, writer.write_index, to_disk=True)
+
+    nbytes, count = _nbytes(writer.tensors), len(writer.tensors)
+    return [
+        PlannedFile(name=f"{prefix}{shard_file(0)}", nbytes=nbytes, count=count, write=write_shards),
+        PlannedFile(name=f"{prefix}{INDEX_NAME}", nbytes=0, count=0, write=write_index),
+    ]
+
+
+def _nbytes(tensors: Mapping[Any, LazyTensor]) -> int:
+    return sum(lazy.nbytes for lazy in tensors.values())
+
+
+def _copied(name: str, source: Any) -> PlannedFile:
+    def copy(sink: Any) -> None:
+        if isinstance(source, Path):
+            copy_file(os.fspath(source), sink)
+        else:
+            sink.write(source.read_bytes())
+
+    return PlannedFile(
+        name=name, nbytes=0, count=0, write=lambda path, _: write_file(path, copy, to_disk=True)
+    )
+
+
+def _text_file(name: str, text: str) -> PlannedFile:
+    def write(path: Path, stream: VerifyingReader) -> FileRecord:
+        del stream
+        return write_file(path, lambda sink: sink.write(text.encode()), to_disk=True)
+
+    return PlannedFile(name=name, nbytes=0, count=0, write=write)
+
+
+WRITERS: dict[str, Callable[[CheckpointContents, int], WritePlan]] = {
+    "safetensors": partial(plan_weights, safe=True),
+    "torch": partial(plan_weights, safe=False),
+    "full": plan_full,
+    "sharded": plan_sharded,
+    "dcp": plan_dcp,
+}
+"""The formats that are written: the plan of each, from the contents and the bytes of a file of weights."""

@@ -1,0 +1,121 @@
+"""States of real runs are converted, and runs go on from them; memory stays below the limit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from accel_state.accelerator_state import AcceleratorState, GradientState
+from accel_train.convert.convert import convert_checkpoint
+from accel_train.convert.read import open_checkpoint
+from checkpoint.test_load_memory import resident
+from checkpoint.test_resharding import build, train, whole
+from harness import distributed
+from harness.small_llama import make_llama
+
+
+@distributed(world_size=2)
+def save_on_two(strategy: str, folder: Path) -> None:
+    """Save a state, and what is in it by the strategy's own account."""
+    run = build(strategy)
+    train(run, save_to=folder / "state")
+    weights = whole(run)
+    moments = run[0]._parts.strategy.persister.full_optimizer_state(run[2].optimizer, [run[1]])
+    if run[0].is_main_process:
+        torch.save((weights, moments), folder / "right.pt")
+    run[0].wait_for_everyone()
+    run[0].free_memory()
+
+
+@distributed(world_size=2)
+def go_on_with_fsdp2(folder: Path) -> None:
+    run = build("fsdp2")
+    run[0].load_state(folder / "converted")
+    train(run)
+    state = whole(run)
+    if run[0].is_main_process:
+        torch.save(state, folder / "end.pt")
+    run[0].wait_for_everyone()
+
+
+def go_on_with_one(folder: Path) -> dict[str, torch.Tensor]:
+    try:
+        run = build("single")
+        run[0].load_state(folder)
+        train(run)
+        return whole(run)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def assert_same(found: dict, wanted: dict) -> None:
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(wanted[name])) for name in wanted)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "tp"])
+def test_shards_become_a_full_state_with_their_values_and_go_on(strategy: str, tmp_path: Path) -> None:
+    save_on_two(strategy=strategy, folder=tmp_path)
+    convert_checkpoint(tmp_path / "state", tmp_path / "full", to="full")
+    weights, moments = torch.load(tmp_path / "right.pt")
+    assert_same(load_file(tmp_path / "full/model.safetensors"), weights)
+    saved = torch.load(tmp_path / "full/optimizer.bin")
+    assert saved["state"].keys() == moments["state"].keys()
+    for number, values in moments["state"].items():
+        assert_same(saved["state"][number], values)
+    assert_same(go_on_with_one(tmp_path / "full"), go_on_with_one(tmp_path / "state"))
+
+
+def test_a_full_state_becomes_shards_that_fsdp2_loads(tmp_path: Path) -> None:
+    save_on_two(strategy="ddp", folder=tmp_path)
+    convert_checkpoint(tmp_path / "state", tmp_path / "converted", to="sharded")
+    go_on_with_fsdp2(folder=tmp_path)
+    right = go_on_with_one(tmp_path / "state")
+    found = torch.load(tmp_path / "end.pt")
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
+def test_transformers_loads_what_was_converted_from_its_own_and_back(tmp_path: Path) -> None:
+    model = make_llama()
+    model.save_pretrained(tmp_path / "first", max_shard_size="4KB")
+    for form, folder in (("dcp", "second"), ("sharded", "third"), ("full", "fourth"), ("torch", "fifth")):
+        convert_checkpoint(tmp_path / "first", tmp_path / folder, to=form)
+        to = tmp_path / f"{folder}-safetensors"
+        convert_checkpoint(tmp_path / folder, to, to="safetensors", max_shard_size="4KB")
+        assert (to / "model.safetensors.index.json").is_file()
+        if not (to / "config.json").exists():
+            model.config.save_pretrained(to)
+        loaded = AutoModelForCausalLM.from_pretrained(to)
+        assert_same(loaded.state_dict(), model.state_dict())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the memory of the process from /proc")
+@distributed(world_size=1)
+def test_memory_stays_below_the_limit(tmp_path: Path) -> None:
+    limit, slack = 8 << 20, 12 << 20
+    save_file({"w": torch.randn(64, 64)}, tmp_path / "model.safetensors")
+    forms = ("sharded", "full", "torch", "dcp", "safetensors")
+    for name, weights in (("small", {"a": torch.randn(9, 9)}), ("large", None)):
+        first = tmp_path / name / "first"
+        first.mkdir(parents=True)
+        made = {f"{i}": torch.randn(2048, 2048) for i in range(6)} if weights is None else weights
+        save_file(made, first / "model.safetensors")
+        wanted = {key: value.double().sum().item() for key, value in made.items()}
+        del made
+        before = resident(restart=True)
+        for form in forms:
+            convert_checkpoint(first, tmp_path / name / form, to=form, max_memory=limit)
+            first = tmp_path / name / form
+        peak = resident() - before
+    assert peak < limit + slack, f"{peak / 1e6} MB"
+    found = {key: lazy.full().double().sum().item() for key, lazy in open_checkpoint(first).models[0].items()}
+    assert found == wanted
