@@ -99,6 +99,11 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             shards_gradients=True,
         ),
         StrategySpec(
+            name="torchft",
+            applies=lambda settings, *_: settings.replicas.groups > 1,
+            build="accel_plugins.torchft.strategy:build",
+        ),
+        StrategySpec(
             name="ddp",
             applies=lambda _, topology, __: topology.world_size > 1,
             build="accel_plugins.ddp:build",

@@ -6,7 +6,7 @@ object may fill several roles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import field
 from enum import Enum, auto
@@ -127,6 +127,7 @@ class Strategy:
         fsdp_version: The version of FSDP that shards its models: 2 for `fully_shard`; `None` for neither.
         train_step: Runs forward and backward of an engine that owns both; see `TrainStep`.
         calls_forward: Whether `train_step` calls the model's own `forward`, as it is when models are wrapped.
+        replicas: Groups of processes that train copies of the model, of which any may die.
         after_micro_batch: Called after every backward pass that does not complete an accumulation window.
         after_step: Called after every optimizer step. Both hooks serve devices that record operations and
             execute them on request.
@@ -154,6 +155,7 @@ class Strategy:
     fsdp_version: int | None = None
     train_step: TrainStep | None = None
     calls_forward: bool = False
+    replicas: Replicas | None = None
     after_micro_batch: Callable[[], None] | None = None
     after_step: Callable[[], None] | None = None
 
@@ -436,6 +438,43 @@ class Generators(Protocol):
         Returns:
             A description of what could not be resumed, for a warning.
         """
+        ...
+
+
+class Replicas(Protocol):
+    """Groups of processes that train copies of the model, of which any may die and come back.
+
+    The ranks, collectives and main process of a run are those of its own group.
+    """
+
+    @property
+    def is_saver(self) -> bool:
+        """Whether this group writes the checkpoints."""
+        ...
+
+    @property
+    def covers(self) -> str:
+        """What collectives cover, for messages, such as `"replica group 1 of 4"`."""
+        ...
+
+    def share(
+        self,
+        read: Callable[[], StateDict],
+        restore: Callable[[StateDict, bool], Mapping[Any, StateDict]],
+        load_last: Callable[[], str | None],
+    ) -> None:
+        """Take over what a group gets from another besides models and optimizers; called once.
+
+        Args:
+            read: Returns the state of everything else; may be called in another thread.
+            restore: Restores it, and returns the positions of loaders, which follow their current batch. Its
+                second argument says whether the optimizers are about to step, having counted that.
+            load_last: Loads the last checkpoint and returns its folder; `None` where there is none.
+        """
+        ...
+
+    def watched(self, loader: Any, begin: Callable[[], Generator[Any]]) -> Generator[Any]:
+        """Yield the batches of a pass of a loader, which continues elsewhere after this group was healed."""
         ...
 
 

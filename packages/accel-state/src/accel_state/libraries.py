@@ -139,7 +139,7 @@ def _library(*modules: str, distribution: str | None = None, minimum: str | None
 _NAMED_ALIKE = (
     "aim", "amdsmi", "boto3", "clearml", "datasets", "deepspeed", "dvclive", "matplotlib", "mlflow",
     "pandas", "peft", "plotly", "pytest", "rich", "sagemaker", "schedulefree", "swanlab", "timm",
-    "torchdata", "torchvision", "trackio", "transformers", "triton", "wandb",
+    "torchdata", "torchft", "torchvision", "trackio", "transformers", "triton", "wandb",
 )  # fmt: skip
 """Libraries whose module and distribution have the name by which we know them."""
 
@@ -279,6 +279,7 @@ is_timm_available = _question("timm")
 is_torchao_available = _question("torchao")
 is_torchdata_available = _question("torchdata")
 is_torchdata_stateful_dataloader_available = _question("torchdata_stateful_dataloader")
+is_torchft_available = _question("torchft")
 is_torchvision_available = _question("torchvision")
 is_trackio_available = _question("trackio")
 is_transformer_engine_available = _question("transformer_engine")

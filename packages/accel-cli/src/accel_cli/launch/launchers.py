@@ -482,6 +482,13 @@ _NEEDS_TORCHRUN = ("rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_
 """Settings that need torch.distributed.run, also for a single process."""
 
 
+def _starts_replica_groups(facts: LaunchFacts, launch: LaunchSettings) -> bool:
+    """Whether this command starts groups, and is not one that starts a single group."""
+    del launch
+    is_of_group = facts.source_of("replicas.group").value is not None
+    return facts.settings.replicas.groups > 1 and not is_of_group and not facts.is_worker
+
+
 def _own_group_variables(plan: LaunchPlan) -> Mapping[str, str]:
     """Return the rendezvous of a process that starts its own group."""
     ip, port = plan.launch.main_process_ip, plan.launch.main_process_port
@@ -498,8 +505,9 @@ def _require_sbatch(plan: LaunchPlan) -> None:
 
 def _require_library(name: str, module: str, title: str, _: LaunchPlan) -> None:
     if find_spec(module) is None:
+        extra = {"replicas": "accel-plugins[torchft]"}.get(name, f"accel-cli[{name}]")
         raise MissingDependencyError(
-            f"--launcher {name} needs {title}, which is not installed: `pip install 'accel-cli[{name}]'`."
+            f"--launcher {name} needs {title}, which is not installed: `pip install '{extra}'`."
         )
 
 
@@ -581,6 +589,13 @@ BUILT_IN: Mapping[str, Launcher] = {
             check=partial(_require_library, "kubeflow", "kubernetes", "the client of Kubernetes"),
             remote=True,
             dry_run="accel_cli.launch.kubeflow:dry_run",
+        ),
+        Launcher(
+            name="replicas",
+            applies=_starts_replica_groups,
+            job="accel_cli.launch.replicas:replicas_command",
+            explain="an elastic agent starts each replica group; torchft finds which are alive",
+            check=partial(_require_library, "replicas", "torchft", "torchft"),
         ),
         Launcher(
             name="deepspeed",

@@ -31,6 +31,7 @@ from accel_state.settings.run import (
     LAUNCH,
     MPI,
     PROCESS,
+    REPLICAS,
     SAGEMAKER,
     TPU,
     TRAINING,
@@ -40,6 +41,7 @@ from accel_state.settings.run import (
     MpiSettings,
     PrecisionSettings,
     ProcessSettings,
+    ReplicaSettings,
     SageMakerSettings,
     TpuSettings,
     TrainingSettings,
@@ -72,6 +74,7 @@ class Settings:
     fp8: Fp8Settings | None = None
     mpi: MpiSettings = field(default_factory=MpiSettings)
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
+    replicas: ReplicaSettings = field(default_factory=ReplicaSettings)
     hosts: HostSettings = field(default_factory=HostSettings)
     tpu: TpuSettings = field(default_factory=TpuSettings)
     sagemaker: SageMakerSettings = field(default_factory=SageMakerSettings)
@@ -119,6 +122,7 @@ OPTIONS: tuple[Option, ...] = (
     *LAUNCH,
     *MPI,
     *CLUSTER,
+    *REPLICAS,
     *PROCESS,
     *DEEPSPEED,
     *MEGATRON,

@@ -396,6 +396,62 @@ CLUSTER = rows_of("cluster", ClusterSettings, topic="jobs of a cluster")
 
 @documented
 @frozen
+class ReplicaSettings:
+    """Groups of processes that train copies of the model by torchft, so that a group may die."""
+
+    groups: int = setting(
+        help="Number of replica groups, each with a copy of the model: a group that fails is started again,"
+        " and the others continue.",
+        default=1,
+        variable="NUM_REPLICA_GROUPS",
+        flags=("--replica_groups",),
+        key="replica_groups",
+        skip_reason=_ONE_JOB,
+    )
+    group: int = setting(
+        help="Index of the replica group of this process, counted from 0.",
+        default=0,
+        parse=integer(0),
+        variable="REPLICA_GROUP_ID",
+        skip_reason=_ONE_JOB,
+    )
+    min_groups: int = setting(
+        help="Fewest replica groups that continue without the others.",
+        default=1,
+        variable="ACCELERATE_MIN_REPLICA_GROUPS",
+        flags=("--min_replica_groups",),
+        key="min_replica_groups",
+        skip_reason=_ONE_JOB,
+    )
+    timeout: int = setting(
+        help="Seconds after which a replica group that is silent counts as lost.",
+        default=5,
+        variable="ACCELERATE_REPLICA_TIMEOUT",
+        flags=("--replica_timeout",),
+        key="replica_timeout",
+        skip_reason=_ONE_JOB,
+    )
+    lighthouse: str | None = setting(
+        help="Address of torchft's lighthouse, as http://HOST:PORT; by default the launcher starts it.",
+        variable="TORCHFT_LIGHTHOUSE",
+        flags=("--lighthouse",),
+        key="lighthouse",
+        skip_reason=_ONE_JOB,
+    )
+    restarts: int = setting(
+        help="How often the replica group of this process was started again.",
+        default=0,
+        parse=integer(0),
+        variable="ACCELERATE_REPLICA_RESTARTS",
+        skip_reason=_ONE_JOB,
+    )
+
+
+REPLICAS = rows_of("replicas", ReplicaSettings, topic="replica groups")
+
+
+@documented
+@frozen
 class TpuSettings:
     """Training on TPUs, on this machine or on the machines of a pod."""
 

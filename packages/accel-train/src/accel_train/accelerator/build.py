@@ -48,6 +48,7 @@ from accel_trackers.session import OnTrackerError, TrackerSession
 from accel_train import checkpoint
 from accel_train.accelerator.prepare import RecipeApplier
 from accel_train.checkpoint.context import CheckpointContext
+from accel_train.healing import share_state
 from accel_train.profiling import StepMeter
 from accel_train.step import EngineCalls, ItemWindow, Synchronizer, Trigger, bind_backward, bind_step
 
@@ -251,6 +252,8 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
     checkpoints = CheckpointContext(runtime, project, prepared, synchronizer, strategy, precision, recipe)
     preemption = _start_preemption(checkpoints, accelerator, variables)
     after_step = _hooks_after_step(strategy, recipe, prepared, preemption)
+    if strategy.replicas is not None:
+        share_state(strategy.replicas, checkpoints, accelerator)
     monitor = hang_monitor.active()
     if monitor is not None and settings.process.name_stragglers:
         monitor.name_stragglers(prepared.num_steps)

@@ -741,17 +741,15 @@ def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
         )
         for loader, move in zip(bundle.dataloaders, request.placements["dataloaders"], strict=True)
     )
-    for loader in filter(_is_ours, loaders):
-        loader.resume_mid_epoch, loader.meter = config.resume_mid_epoch, parts.meter
+    # A replacement of `prepare_data_loader` may return any loader.
+    for loader in (loader for loader in loaders if isinstance(loader, PreparedLoader)):
+        loader.meter, loader.replicas = parts.meter, parts.strategy.replicas
+        loader.resume_mid_epoch = config.resume_mid_epoch or loader.replicas is not None
         if parts.preemption is not None:
             parts.preemption.watch(loader)
         if bundle.models:
             loader.shard_sequences = parts.strategy.shard_sequences
     return replace(bundle, dataloaders=loaders)
-
-
-def _is_ours(loader: object) -> bool:
-    return isinstance(loader, PreparedLoader)  # a replacement of `prepare_data_loader` may return any
 
 
 def _schedulers(bundle: Bundle, request: PrepareRequest) -> Bundle:

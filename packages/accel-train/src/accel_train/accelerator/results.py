@@ -14,6 +14,7 @@ from accel_ops import collectives, pad
 from accel_ops.tree import recursively_apply
 from accel_state import runtime
 from accel_state.errors import CheckpointError, DistributedOperationException
+from accel_state.logging import get_logger
 from accel_state.remote import AnyPath
 from accel_train.accelerator.run import Facet
 from accel_train.checkpoint import layout
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+
+
+logger = get_logger(__name__)
 
 
 class CollectFacet(Facet):
@@ -79,7 +83,12 @@ class CollectFacet(Facet):
             tensor([0, 1, 2, 3, 4])
         """
         parts = self._parts
-        sharding = parts.strategy.sharding
+        sharding, replicas = parts.strategy.sharding, parts.strategy.replicas
+        if replicas is not None:
+            logger.warning_once(
+                "gather_for_metrics() covers the samples of %s, not those of the other groups.",
+                replicas.covers,
+            )
         return gather_real(
             input_data,
             parts.gradient_state.active_dataloader,

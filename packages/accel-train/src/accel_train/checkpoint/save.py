@@ -64,6 +64,9 @@ def save(
     run.finish()
     check_shared(run)
     target = target_of(run, output_dir)
+    if run.strategy.replicas is not None and not run.strategy.replicas.is_saver:
+        run.project.iteration += run.is_automatic
+        return Saving(str(target), _save_nothing)
     if isinstance(target, RemotePath):
         check_remote(run, target)
     request = SaveRequest(
@@ -534,6 +537,10 @@ class Saving:
             self._error = error
             logger.error("%s", error)
         _running.discard(threading.current_thread())
+
+
+def _save_nothing() -> None:
+    """Write nothing: another replica group has the same state, and saves it."""
 
 
 _running: set[threading.Thread] = set()

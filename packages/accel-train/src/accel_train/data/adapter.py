@@ -56,6 +56,7 @@ from accel_train.data.shards import (
 )
 
 if TYPE_CHECKING:
+    from accel_plugins.strategy import Replicas
     from accel_train.checkpoint.preemption import Preemption
     from accel_train.data.loader import BatchTransfer
     from accel_train.profiling import StepMeter
@@ -510,12 +511,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         shard_sequences (Callable | None): Shards the sequences of a batch; they stay full if `None`.
         meter (StepMeter | None): Measures how long the loop waits for each batch.
         preemption (Preemption | None): Notices when a step ends.
+        replicas (Replicas | None): Moves the position when a replica group was healed.
         resume_mid_epoch (bool): Whether `load_state` resumes it at the next batch, stateful or not.
     """
 
     shard_sequences: Callable[[Any], Any] | None = None
     meter: StepMeter | None = None
     preemption: Preemption | None = None
+    replicas: Replicas | None = None
     resume_mid_epoch: bool = False
 
     if TYPE_CHECKING:
@@ -543,7 +546,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         """Copy or pickle the loader without the facts about a pass, and without what observes it."""
         make, arguments, state = super().__reduce_ex__(protocol)
         facts = {"end_of_dataloader": False, "remainder": -1, "real_in_batch": None, "_batch": None}
-        return make, arguments, state | facts | {"meter": None, "preemption": None}
+        return make, arguments, state | facts | {"meter": None, "preemption": None, "replicas": None}
 
     @property
     def batch_size_seen(self) -> int | None:
@@ -593,7 +596,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         """
         skipped = copy(self)
         skipped._progress, skipped.meter = self._progress, self.meter
-        skipped.preemption = self.preemption
+        skipped.preemption, skipped.replicas = self.preemption, self.replicas
         skipped.skip_batches = self.skip_batches + batches
         position, self._resume = self._resume, None
         # Skip batches of the order of the position.
@@ -606,7 +609,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         self, batch_transfer: BatchTransfer | None = None, *, before: Callable[[], None] | None = None
     ) -> Generator[Any]:
         """Yield the batches of one pass."""
-        batches = self._batches(batch_transfer, before)
+        begin = partial(self._batches, batch_transfer, before)
+        batches = begin() if self.replicas is None else self.replicas.watched(self, begin)
         if self.meter is not None:
             batches = self.meter.timed(self, batches)
         return batches if self.preemption is None else self.preemption.watched(batches)

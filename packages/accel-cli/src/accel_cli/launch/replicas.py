@@ -1,0 +1,225 @@
+"""Run replica groups on this machine: torchft's lighthouse, and an elastic agent for each group.
+
+A group that fails is started again, and the others go on. The launcher prints what happens to groups.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib import import_module
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.launch.hosts import VISIBLE_DEVICES
+from accel_cli.launch.launchers import Command, require_script, torchrun_arguments
+from accel_state.environ import read
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from accel_cli.launch.command import LaunchPlan
+
+DEFAULT_RESTARTS = 3
+"""How often a group is started again, without --max_restarts."""
+
+
+def replicas_command(plan: LaunchPlan) -> Command:
+    """Return this module, with the job as JSON, as the program.
+
+    Raises:
+        SettingsError: Groups would differ in size, or there are fewer than are needed.
+    """
+    require_script(plan)
+    settings, launch = plan.merged.settings.replicas, plan.launch
+    total, groups = launch.num_processes or 1, settings.groups
+    is_counted = plan.merged.source_of("launch.num_processes").value is None
+    per_group = 1 if is_counted and total < groups else total // groups
+    if per_group * groups != total and not (is_counted and total < groups):
+        raise SettingsError(
+            f"num_processes is {total}, the processes of all groups, and replica_groups {groups}: give a "
+            "multiple of it."
+        )
+    if settings.min_groups > groups:
+        raise SettingsError(
+            f"min_replica_groups is {settings.min_groups}, more than replica_groups {groups}."
+        )
+    if launch.num_machines > 1:
+        raise SettingsError(
+            "--replica_groups starts groups on this machine alone: on others, run the command with "
+            "REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and --lighthouse, once for each group."
+        )
+    launch_of_group = replace(launch, num_processes=per_group, main_process_port=None)
+    # The launcher starts groups again: an agent that did would keep the store of the processes that died.
+    line = [
+        word
+        for word in torchrun_arguments(replace(plan, launch=launch_of_group), None, "127.0.0.1")
+        if not word.startswith("--max_restarts=")
+    ]
+    restarts = launch.max_restarts
+    job = {
+        "groups": groups,
+        "min_groups": settings.min_groups,
+        "timeout": settings.timeout,
+        "lighthouse": settings.lighthouse,
+        "host": launch.main_process_ip or "127.0.0.1",
+        "port": launch.main_process_port or 0,
+        "max_restarts": DEFAULT_RESTARTS
+        if plan.merged.source_of("launch.max_restarts").value is None
+        else restarts,
+        "grace": 30 if launch.shutdown_timeout is None else launch.shutdown_timeout,
+        "devices": _devices(plan, per_group),
+        "command": [*(["--quiet"] if launch.quiet else []), *line],
+    }
+    return Command(
+        command=(sys.executable, "-m", "accel_cli.launch.replicas", json.dumps(job)),
+        environ={"RUST_LOG": "warn", **plan.environ},  # torchft writes ten lines per step otherwise
+    )
+
+
+def _devices(plan: LaunchPlan, per_group: int) -> list[dict[str, str]]:
+    """Return for each group the variable of its devices; empty on the CPU."""
+    groups, settings = plan.merged.settings.replicas.groups, plan.merged.settings
+    ids = plan.launch.device_ids or tuple(map(str, range(plan.machine.gpus)))
+    if settings.process.use_cpu or len(ids) < groups * per_group:
+        return [{} for _ in range(groups)]
+    name = VISIBLE_DEVICES.get(plan.launch.distributed_type or "", "CUDA_VISIBLE_DEVICES")
+    return [{name: ",".join(ids[group * per_group :][:per_group])} for group in range(groups)]
+
+
+class ReplicaJob:
+    """The groups of a job, until all have ended.
+
+    Args:
+        job: As `replicas_command` makes it.
+        lighthouse: The address of the lighthouse.
+    """
+
+    def __init__(self, job: Mapping[str, Any], lighthouse: str) -> None:
+        self._job = job
+        self._lighthouse = lighthouse
+        self.line = [sys.executable, "-m", "accel_cli.launch.elastic", *job["command"]]
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._restarts = dict.fromkeys(range(job["groups"]), 0)
+        self._signal = 0
+        self._has_stopped = False
+
+    def run(self) -> int:
+        """Return 0 if groups have finished, else the code of the group with which too few were left."""
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+            number = signal.Signals[name]
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+        try:
+            for group in self._restarts:
+                self._start(group)
+            return self._follow()
+        finally:
+            self._end(signal.SIGTERM)
+
+    def _start(self, group: int) -> None:
+        environ = {
+            **read(),
+            **self._job["devices"][group],
+            "NUM_REPLICA_GROUPS": str(self._job["groups"]),
+            "REPLICA_GROUP_ID": str(group),
+            "ACCELERATE_REPLICA_RESTARTS": str(self._restarts[group]),
+            "TORCHFT_LIGHTHOUSE": self._lighthouse,
+        }
+        # A session of its own: Ctrl-C comes from here alone.
+        self._running[group] = subprocess.Popen(self.line, env=environ, start_new_session=True)
+
+    def _follow(self) -> int:
+        """Start failed groups again until a group has finished, and wait for the others."""
+        has_finished, code = False, 0
+        while self._running:
+            time.sleep(_PAUSE)
+            for group, process in [*self._running.items()]:
+                ended = process.poll()
+                if ended is None:
+                    continue
+                del self._running[group]
+                if ended == 0:
+                    has_finished = True
+                elif self._has_stopped or has_finished:
+                    code = code or (0 if has_finished else ended)
+                elif self._restarts[group] < self._job["max_restarts"]:
+                    self._restarts[group] += 1
+                    _say(
+                        f"replica group {group} has ended with {ended}; it starts again: restart "
+                        f"{self._restarts[group]} of {self._job['max_restarts']}"
+                    )
+                    self._start(group)
+                else:
+                    _say(f"replica group {group} has ended with {ended}, and is not started again")
+                    if len(self._running) < self._job["min_groups"]:
+                        code = ended
+                        self._end(signal.SIGTERM)
+        return 128 + self._signal if self._signal in _STOP_SIGNALS else code
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Send a signal to all groups; one that ends them is the last that starts any again."""
+        del frame
+        if number in _STOP_SIGNALS:
+            self._has_stopped, self._signal = True, self._signal or number
+        for process in self._running.values():
+            with suppress(ProcessLookupError):
+                process.send_signal(number)
+
+    def _end(self, number: int) -> None:
+        """End the groups that run, after the grace time by force."""
+        self._has_stopped = True
+        for process in self._running.values():
+            process.send_signal(number)
+        deadline = time.monotonic() + self._job["grace"]
+        for process in self._running.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+
+_PAUSE = 0.1
+"""Seconds between two looks at the groups."""
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"accel launch: {text}\n")
+    sys.stderr.flush()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the lighthouse, unless there is one, and run the groups.
+
+    Args:
+        arguments: The job as JSON.
+
+    Returns:
+        The exit code of the job.
+    """
+    job = json.loads(arguments[0])
+    if job["lighthouse"] is not None:
+        return ReplicaJob(job, job["lighthouse"]).run()
+    server = import_module("torchft.coordination").LighthouseServer(
+        bind=f"{job['host']}:{job['port']}",
+        min_replicas=job["min_groups"],
+        join_timeout_ms=10_000,
+        quorum_tick_ms=100,
+        heartbeat_timeout_ms=1000 * job["timeout"],
+    )
+    port = server.address().rpartition(":")[2]
+    try:
+        return ReplicaJob(job, f"http://{job['host']}:{port}").run()
+    finally:
+        server.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

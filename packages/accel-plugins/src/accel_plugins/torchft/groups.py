@@ -1,0 +1,309 @@
+"""Replica groups: the quorum of each step, and what a group that comes back gets from another.
+
+This is the only importer of torchft in the library. A group is the job that its launcher starts, with ranks
+and collectives of its own; torchft's managers find the other groups through a lighthouse.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Generator, Mapping
+from datetime import timedelta
+from importlib import import_module
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_plugins.unsharded import load_in_place
+from accel_state.errors import SettingsError
+from accel_state.libraries import require
+from accel_state.settings.run import ReplicaSettings
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from accel_plugins.strategy import StateDict
+    from accel_state.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+START_S = 300.0
+"""Seconds that the groups of a new job wait for each other before their first step."""
+
+_QUORUM_S = 600
+"""Seconds that a group waits for a quorum, such as for `min_groups`."""
+
+
+class ReplicaGroups:
+    """This group, and its agreement with the others on every optimizer step.
+
+    Args:
+        settings: How many groups there are, and which is this.
+        runtime: Of this group.
+
+    Raises:
+        MissingDependencyError: torchft is not installed.
+        SettingsError: There is no lighthouse, or no such group.
+    """
+
+    def __init__(self, settings: ReplicaSettings, runtime: Runtime) -> None:
+        require("torchft", "strategy='torchft'", install="accel-plugins[torchft]")
+        if settings.lighthouse is None:
+            raise SettingsError(
+                "strategy='torchft' needs a lighthouse: start the script with `accel launch --replica_groups "
+                "N`, or give the address of yours with --lighthouse (TORCHFT_LIGHTHOUSE)."
+            )
+        if not 0 <= settings.group < settings.groups:
+            raise SettingsError(
+                f"REPLICA_GROUP_ID={settings.group} is not one of the NUM_REPLICA_GROUPS={settings.groups} "
+                "groups, which are counted from 0."
+            )
+        self.settings = settings
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self.manager: Any = None
+        self._runtime = runtime
+        self._store: Any = None
+        self._read: Callable[[], StateDict] = dict
+        self._restore: Callable[[StateDict, bool], Mapping[Any, StateDict]] = _keep_nothing
+        self._load_last: Callable[[], str | None] = _find_nothing
+        self._saved: StateDict = {}
+        self._is_open = False
+        self._commits = True
+        self._is_resumed = False
+        self._jumps: dict[int, StateDict] = {}
+        self._participants = settings.groups
+        self._alone_since = 0
+
+    # What `Replicas` asks for.
+
+    @property
+    def is_saver(self) -> bool:
+        """Whether this group writes the checkpoints: the first of those that agree on steps."""
+        if self.manager is None:
+            return self.settings.group == 0
+        return self.manager.participating_rank() == 0
+
+    @property
+    def covers(self) -> str:
+        """This group, for messages."""
+        return f"replica group {self.settings.group} of {self.settings.groups}"
+
+    def share(
+        self,
+        read: Callable[[], StateDict],
+        restore: Callable[[StateDict, bool], Mapping[Any, StateDict]],
+        load_last: Callable[[], str | None],
+    ) -> None:
+        """Take over how the state besides models and optimizers is read and restored."""
+        self._read, self._restore, self._load_last = read, restore, load_last
+
+    def watched(self, loader: Any, begin: Callable[[], Generator[Any]]) -> Generator[Any]:
+        """Yield the batches of a pass; after this group was healed, go on where the others are."""
+        self._load_checkpoint_once()
+        batches = begin()
+        try:
+            while True:
+                for batch in batches:
+                    yield batch
+                    if id(loader) in self._jumps:
+                        break
+                else:
+                    return
+                batches.close()
+                loader.load_state_dict(self._jumps.pop(id(loader)))
+                batches = begin()
+        finally:
+            batches.close()
+
+    # What `Generators` asks for: a checkpoint has the number of steps, by which groups compare themselves.
+
+    def state_dict(self) -> StateDict:
+        """Return the number of steps that the groups have agreed on."""
+        return dict(self._saved if self.manager is None else self.manager.state_dict())
+
+    def load_state_dict(self, state: StateDict) -> str | None:
+        """Resume the number of steps."""
+        if not state:
+            return "the steps of replica groups are absent"
+        self._saved, self._is_resumed = dict(state), True
+        if self.manager is not None:
+            self.manager.load_state_dict(self._saved)
+        return None
+
+    # The steps.
+
+    def open(self) -> None:
+        """Begin an optimizer step: ask for a quorum, in the background, once per accumulation window."""
+        if self._is_open:
+            return
+        self._is_open = True
+        if self.manager is None:
+            self._begin()
+        else:
+            self.manager.start_quorum()
+
+    def average(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Average a bucket of gradients over the ranks of this group, then over the groups."""
+        buffer: Tensor = bucket.buffer()
+        if self._runtime.topology.world_size > 1:
+            dist.all_reduce(buffer)
+            buffer.div_(self._runtime.topology.world_size)
+        self.manager.allreduce(buffer).wait()  # An error is the manager's, which then commits nothing.
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(buffer)
+        return future
+
+    def commits(self) -> bool:
+        """Whether the optimizers step: all groups of the quorum have the gradients. Heals this group."""
+        if self._is_open:
+            self._is_open = False
+            before = self.manager.current_step()
+            self._commits = bool(self.manager.should_commit())
+            self._report(before)
+        return self._commits
+
+    def release(self) -> None:
+        """End the manager, and forget models and optimizers."""
+        manager, self.manager = self.manager, None
+        self.models.clear()
+        self.optimizers.clear()
+        if manager is not None:
+            manager.shutdown(wait=False)
+
+    def _begin(self) -> None:
+        """Start the manager; at the start of a job wait until all groups are there."""
+        self._load_checkpoint_once()
+        self.manager = manager = self._make_manager()
+        manager.load_state_dict({"step": 0, "batches_committed": 0} | self._saved)
+        deadline = monotonic() + START_S
+        manager.start_quorum()
+        while (
+            not self.settings.restarts
+            and manager.num_participants() < self.settings.groups
+            and manager.current_step() == self._saved.get("step", 0)
+            and monotonic() < deadline
+        ):
+            sleep(0.1)
+            manager.start_quorum()
+        # From now on a quorum is found during the forward pass. The first one was waited for, so that all
+        # groups begin with the same weights, and with a batch that counts.
+        manager._use_async_quorum = True
+        if self.settings.restarts and manager.is_participating() and not manager.current_step():
+            logger.warning(
+                "Replica group %d was started again, has found no checkpoint, and no group is further: it "
+                "begins at step 0. ProjectConfiguration(automatic_checkpoint_naming=True) and save_state() "
+                "leave one.",
+                self.settings.group,
+            )
+
+    def _load_checkpoint_once(self) -> None:
+        """Load the last checkpoint once, if this group was started again and has loaded none."""
+        if self._is_resumed or not self.settings.restarts:
+            return
+        self._is_resumed = True
+        if folder := self._load_last():
+            logger.warning(
+                "Replica group %d was started again and has loaded the last checkpoint in %s; a group that "
+                "is further heals it.",
+                self.settings.group,
+                folder,
+            )
+
+    def _make_manager(self) -> Any:
+        torchft: Any = import_module("torchft")
+        runtime, host = self._runtime, self._own_address()
+        timeout = timedelta(seconds=max(10, 2 * self.settings.timeout))
+        endpoint: list[Any] = [None]
+        if runtime.topology.rank == 0:
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+            endpoint = [(host, self._store.port)]
+        runtime.collectives.broadcast_object_list(endpoint, 0)
+        kind = torchft.ProcessGroupNCCL if runtime.device.type == "cuda" else torchft.ProcessGroupGloo
+        return torchft.Manager(
+            pg=kind(timeout=timeout),
+            min_replica_size=self.settings.min_groups,
+            state_dict=self._state,
+            load_state_dict=self._load,
+            replica_id=f"group_{self.settings.group}",
+            rank=runtime.topology.rank,
+            world_size=runtime.topology.world_size,
+            store_addr=endpoint[0][0],
+            store_port=endpoint[0][1],
+            lighthouse_addr=self.settings.lighthouse,
+            hostname=host,
+            timeout=timeout,
+            quorum_timeout=timedelta(seconds=_QUORUM_S),
+            use_async_quorum=bool(self.settings.restarts),
+        )
+
+    def _own_address(self) -> str:
+        """Return the address under which the machine of the lighthouse, and so the others, reach this one."""
+        url = urlsplit(self.settings.lighthouse or "")
+        family, kind, protocol, _, target = socket.getaddrinfo(
+            url.hostname, url.port, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # This sends no packet: it only chooses the route.
+            return str(probe.getsockname()[0])
+
+    def _state(self) -> StateDict:
+        """Return the state with which another group is healed; called in the thread of the quorum."""
+        return {
+            "models": [model.state_dict() for model in self.models],
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "shared": self._read(),
+        }
+
+    def _load(self, state: StateDict) -> None:
+        """Heal this group, in the main thread, right before the optimizers step."""
+        for model, own in zip(self.models, state["models"], strict=True):
+            model.load_state_dict(own)
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            load_in_place(optimizer, own)
+        positions = self._restore(state["shared"], not self._is_open)
+        step = self.manager.current_step()
+        if step:
+            self._jumps = {id(loader): position for loader, position in positions.items()}
+            logger.warning(
+                "Replica group %d is healed in step %d: its own batch of this step is given up, and its "
+                "loaders go on where the others are.",
+                self.settings.group,
+                step + 1,
+            )
+
+    def _report(self, before: int) -> None:
+        """Log steps and batches that are given up, once per change."""
+        groups, present = self.settings.groups, self.manager.num_participants()
+        if not self._commits:
+            logger.warning(
+                "Step %d is given up, with the batches of all groups: %s.",
+                before + 1,
+                self.manager.errored() or f"{present} of {groups} groups are there",
+            )
+        if present == self._participants:
+            return
+        step, self._participants = self.manager.current_step(), present
+        since, self._alone_since = self._alone_since, step if present < groups else 0
+        if self.manager.participating_rank() != 0 or self._runtime.topology.rank != 0:
+            return  # another group reports
+        if since:
+            logger.warning(
+                "The batches that the missing groups have in steps %d to %d are given up.",
+                since,
+                step - 1,
+            )
+        logger.warning("From step %d on %d of %d replica groups train.", step, present, groups)
+
+
+def _keep_nothing(_: StateDict, __: bool) -> Mapping[Any, StateDict]:
+    return {}
+
+
+def _find_nothing() -> str | None:
+    return None

@@ -1,0 +1,188 @@
+"""Replica groups by torchft, killed and healed: `accel launch --replica_groups` with real processes."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from accel_state.libraries import is_installed
+
+pytestmark = pytest.mark.skipif(not is_installed("torchft"), reason="needs torchft")
+
+SAMPLES, BATCH, EPOCHS = 1280, 4, 2
+STEPS = EPOCHS * SAMPLES // (2 * BATCH)
+SCRIPT = """\
+import hashlib, os, signal, sys, time
+import torch
+from accel import Accelerator
+from accel.utils import ProjectConfiguration
+from parts import make
+
+folder, kills = sys.argv[1], dict(item.split(":") for item in sys.argv[2].split(","))
+group, life = int(os.environ["REPLICA_GROUP_ID"]), int(os.environ["ACCELERATE_REPLICA_RESTARTS"])
+dies = int(kills.get(f"{group}.{life}", -1))
+project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+accelerator = Accelerator(cpu=True, step_scheduler_per="update", project_config=project)
+registered = torch.nn.Linear(1, 1)
+accelerator.register_for_checkpointing(registered)
+data, model, optimizer, schedule = make(group)
+loader = torch.utils.data.DataLoader(data, batch_size=4)
+model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+groups = accelerator._parts.strategy.replicas
+rows = open(f"{folder}/rows.{group}.{life}", "w", buffering=1)
+first, last = True, time.monotonic()
+while loader.iteration < 2:
+    for index, inputs, targets in loader:
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        step, now = groups.manager.current_step(), time.monotonic()
+        counts = not optimizer.step_was_skipped and groups.manager.is_participating()
+        print(loader.iteration, step, int(counts), loss.item(), now - last, *index.tolist(), file=rows)
+        last = now
+        if groups.manager.num_participants() < 2:
+            time.sleep(0.1)  # until the other group is back
+            last = time.monotonic()
+        if step % 50 == 0:
+            accelerator.save_state()
+        if step == dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+registered = registered.weight.item()
+end = [group, groups.manager.current_step(), schedule.get_last_lr()[0], digest, registered]
+os.write(1, (" ".join(map(str, ["END", *end])) + "\\n").encode())  # at once: lines of groups would mix
+torch.save([p.detach() for p in model.parameters()], f"{folder}/weights.{group}")
+"""
+PARTS = """\
+import torch
+
+def make(seed):
+    x = torch.randn(1280, 4, generator=torch.Generator().manual_seed(0))
+    data = torch.utils.data.TensorDataset(torch.arange(1280), x, x.sum(1, keepdim=True).sin())
+    torch.manual_seed(seed)  # every group begins with other weights
+    model = torch.nn.Sequential(torch.nn.Linear(4, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    return data, model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 100, gamma=0.5)
+"""
+
+
+def run(folder: Path, kills: dict[str, int]) -> tuple[str, list[list[str]]]:
+    """Run two groups that die after steps, by `group.life`; return the output and the last lines."""
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "parts.py").write_text(PARTS)
+    spelled = ",".join(f"{name}:{step}" for name, step in kills.items())
+    options = ("--cpu", "--replica_groups", "2", "--replica_timeout", "2", "--max_restarts", str(len(kills)))
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_cli", "launch", *options, "train.py", str(folder), spelled],
+        capture_output=True, text=True, check=False, cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HOME": str(folder)},
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    ends = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("END")]
+    assert len(ends) == 2, output
+    return output, ends
+
+
+def rows_of(folder: Path, name: str) -> list[list[float]]:
+    text = (folder / f"rows.{name}").read_text().splitlines()
+    return [[float(word) for word in line.split()] for line in text]
+
+
+def plain(folder: Path, seed: int) -> tuple[list[list[float]], float]:
+    """Train in one process, undisturbed; return the losses of the two groups by step, and of all data."""
+    space: dict[str, object] = {}
+    exec(PARTS, space)
+    data, model, optimizer, schedule = space["make"](seed)  # pyright: ignore[reportCallIssue] - a function
+    losses: list[list[float]] = []
+    for _ in range(EPOCHS):
+        for begin in range(0, SAMPLES, 2 * BATCH):
+            own: list[torch.Tensor] = []
+            for start in (begin, begin + BATCH):
+                _, inputs, targets = data[start : start + BATCH]
+                own.append(torch.nn.functional.mse_loss(model(inputs), targets))
+            (sum(own) / 2).backward()  # pyright: ignore[reportAttributeAccessIssue] - a tensor
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append([loss.item() for loss in own])
+    return losses, total_loss(data, model)
+
+
+def total_loss(data: torch.utils.data.TensorDataset, model: torch.nn.Module) -> float:
+    with torch.no_grad():
+        return torch.nn.functional.mse_loss(model(data[:][1]), data[:][2]).item()
+
+
+def check_end(folder: Path, ends: list[list[str]]) -> None:
+    """Check that groups have ended alike, and trained as well as an undisturbed run."""
+    assert {end[0] for end in ends} == {"0", "1"}
+    assert ends[0][1:] == ends[1][1:], "steps, rate, weights and registered objects are equal"
+    assert int(ends[0][1]) == STEPS
+    space: dict[str, object] = {}
+    exec(PARTS, space)
+    data, model, _, _ = space["make"](0)  # pyright: ignore[reportCallIssue]
+    before = total_loss(data, model)
+    with torch.no_grad():
+        weights = torch.load(folder / "weights.0", weights_only=True)
+        for parameter, value in zip(model.parameters(), weights, strict=True):
+            parameter.copy_(value)
+    undisturbed = [plain(folder, seed)[1] for seed in (0, 1)]
+    assert total_loss(data, model) < max(undisturbed) + 0.1 * before
+
+
+def test_a_killed_group_is_healed_and_two_killed_groups_load_the_last_checkpoint(tmp_path: Path) -> None:
+    output, ends = run(tmp_path, {"1.0": 20, "0.0": 230, "1.1": 230})
+    check_end(tmp_path, ends)
+    # 1. Until the kill the groups train as a single process does.
+    first = {group: rows_of(tmp_path, f"{group}.0") for group in (0, 1)}
+    expected = [plain(tmp_path, seed)[0][:20] for seed in (0, 1)]
+    losses = [[first[0][step][3], first[1][step][3]] for step in range(20)]
+    assert any(torch.allclose(torch.tensor(losses), torch.tensor(own), atol=1e-5) for own in expected)
+    # 2. The group that comes back goes on where the other is, and what it missed is in the log.
+    healed = re.search(r"Replica group 1 is healed in step (\d+)", output)
+    assert healed is not None, output
+    step = int(healed[1])
+    assert f"in steps 21 to {step} are given up" in output, output
+    back = rows_of(tmp_path, "1.1")
+    assert [row[1] for row in back[:2]] == [step, step + 1]
+    counted = Counter(
+        (row[0], sample)
+        for name in ("0.0", "1.0", "1.1")
+        for row in rows_of(tmp_path, name)
+        if row[2] and row[1] <= 160
+        for sample in row[5:]
+    )
+    assert set(counted.values()) == {1}, "no sample counts twice"
+    assert len(counted) == SAMPLES - BATCH * (step - 20), "those that were given up, and no others"
+    # 3. Both are killed after a checkpoint of step 200: they load it, and tell.
+    assert "has loaded the last checkpoint" in output
+    assert "begins at step 0" not in output
+    assert min(row[1] for row in rows_of(tmp_path, "0.1")) == 201
+    # 4. The other group has waited for the time after which a silent group counts as lost, once.
+    stalls = [row[4] for row in first[0] if row[4] > 1.5]
+    assert len(stalls) == 1, stalls
+    assert stalls[0] < 10
+
+
+@pytest.mark.thorough
+def test_fifty_kills_leave_equal_groups_and_the_loss_of_an_undisturbed_run(tmp_path: Path) -> None:
+    choose = random.Random(0)
+    for part in range(10):
+        folder = tmp_path / str(part)
+        folder.mkdir()
+        steps = sorted(choose.sample(range(20, STEPS - 20), 5))
+        _, ends = run(folder, {f"1.{life}": step for life, step in enumerate(steps)})
+        check_end(folder, ends)
