@@ -16,6 +16,7 @@ from accel_train.convert.read import open_checkpoint
 from checkpoint.test_load_memory import resident
 from checkpoint.test_resharding import build, train, whole
 from harness import distributed
+from harness.engines import deepspeed_process
 from harness.small_llama import make_llama
 
 
@@ -30,6 +31,19 @@ def save_on_two(strategy: str, folder: Path) -> None:
         torch.save((weights, moments), folder / "right.pt")
     run[0].wait_for_everyone()
     run[0].free_memory()
+
+
+@distributed(world_size=2)
+def save_with_deepspeed(strategy: str, folder: Path) -> None:
+    """Save a state and weights of DeepSpeed's engine."""
+    with deepspeed_process():
+        run = build(strategy)
+        train(run, save_to=folder / "state")
+        weights = whole(run)
+        if run[0].is_main_process:
+            torch.save(weights, folder / "right.pt")
+        run[0].wait_for_everyone()
+        run[0].free_memory()
 
 
 @distributed(world_size=2)
@@ -71,6 +85,19 @@ def test_shards_become_a_full_state_with_their_values_and_go_on(strategy: str, t
     for number, values in moments["state"].items():
         assert_same(saved["state"][number], values)
     assert_same(go_on_with_one(tmp_path / "full"), go_on_with_one(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+def test_states_of_deepspeed_become_full_ones_with_their_values_and_go_on(
+    strategy: str, tmp_path: Path
+) -> None:
+    save_with_deepspeed(strategy=strategy, folder=tmp_path)
+    report = convert_checkpoint(tmp_path / "state", tmp_path / "full", to="full")
+    assert report.dropped == []
+    assert_same(load_file(tmp_path / "full/model.safetensors"), torch.load(tmp_path / "right.pt"))
+    assert_same(go_on_with_one(tmp_path / "full"), go_on_with_one(tmp_path / "state"))
+    convert_checkpoint(tmp_path / "state/pytorch_model", tmp_path / "weights", to="safetensors")
+    assert_same(load_file(tmp_path / "weights/model.safetensors"), torch.load(tmp_path / "right.pt"))
 
 
 def test_a_full_state_becomes_shards_that_fsdp2_loads(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import warnings
 
@@ -267,7 +268,7 @@ def test_damaged_and_foreign_folders_are_sentences(state, tmp_path):
         convert_checkpoint(folder, folder, to="full")
     with pytest.raises(SettingsError, match="formats are safetensors"):
         convert_checkpoint(folder, tmp_path / "to", to="onnx")
-    with pytest.raises(SettingsError, match="less than 4 MiB"):
+    with pytest.raises(SettingsError, match="less than 4 MB"):
         convert_checkpoint(folder, tmp_path / "to", to="full", max_memory="1MB")
     convert_checkpoint(folder, tmp_path / "dcp", to="dcp")
     (tmp_path / "dcp/__0_0.distcp").write_bytes((tmp_path / "dcp/__0_0.distcp").read_bytes()[:400])
@@ -296,3 +297,29 @@ def test_stores_are_read_and_written(state):
             convert_checkpoint(folder, "memory://bucket/full", to="dcp")
     finally:
         files.store.clear()
+
+
+def test_an_adapter_needs_its_base(tmp_path):
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    adapter.mkdir()
+    weight, first, second = torch.randn(6, 4), torch.randn(2, 4), torch.randn(6, 2)
+    save_file({"up.weight": weight}, base / "model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    names = {"base_model.model.up.lora_A.weight": first, "base_model.model.up.lora_B.weight": second}
+    save_file(names, adapter / "adapter_model.safetensors")
+    convert_checkpoint(adapter, tmp_path / "merged", to="safetensors", base=base)
+    found = load_file(tmp_path / "merged/model.safetensors")
+    torch.testing.assert_close(found["up.weight"], weight + 3 * second @ first)
+
+    with pytest.raises(SettingsError, match="is an adapter: pass its base model"):
+        convert_checkpoint(adapter, tmp_path / "new", to="safetensors")
+    with pytest.raises(SettingsError, match="is no adapter"):
+        convert_checkpoint(base, tmp_path / "new", to="safetensors", base=base)
+    save_file(names | {"base_model.model.down.lora_A.weight": first}, adapter / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="not of a matrix of the base: 'down'"):
+        convert_checkpoint(adapter, tmp_path / "new", to="safetensors", base=base)
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(CheckpointError, match="no adapter of LoRA without DoRA"):
+        convert_checkpoint(adapter, tmp_path / "new", to="safetensors", base=base)

@@ -562,6 +562,8 @@ def convert() -> Parser:
         " Accelerator.load_state; dcp: a folder of torch.distributed.checkpoint"
     )
     made.add_argument("--to", choices=FORMATS, required=True, help=text)
+    text = "the model into whose weights FROM, a LoRA adapter of peft, is merged"
+    made.add_argument("--base", metavar="DIR", help=text)
     text = "memory that tensors may take at once (default: %(default)s)"
     made.add_argument("--max_memory", default="1GB", metavar="SIZE", help=text)
     text = "size of a file of safetensors or torch (default: %(default)s)"

@@ -18,6 +18,7 @@ def run(options: Namespace) -> int:
                 options.source,
                 options.target,
                 to=options.to,
+                base=options.base,
                 max_memory=options.max_memory,
                 max_shard_size=options.max_shard_size,
                 dry_run=options.dry_run,

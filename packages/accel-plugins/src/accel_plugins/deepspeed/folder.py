@@ -10,7 +10,7 @@ import math
 import pickle
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -77,6 +77,30 @@ def _list_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     return [path for _, path in sorted(paths)]
 
 
+Assemble = Callable[[Sequence[Tensor], torch.Size], Any]
+"""Makes a tensor of a shape out of the flat parts that have its elements, one after the other."""
+
+
+def joined(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+    """Return the tensor whose elements flat parts have, one after the other."""
+    return torch.cat([*parts]).view(shape)
+
+
+def range_of(parts: Sequence[Tensor], begin: int, size: int) -> list[Tensor]:
+    """Return what flat parts have of a range of their elements.
+
+    Example:
+        >>> range_of([torch.arange(3), torch.arange(3, 6)], 2, 2)
+        [tensor([2]), tensor([3])]
+    """
+    within: list[Tensor] = []
+    for part in parts:
+        if max(0, begin) < min(len(part), begin + size):
+            within.append(part[max(0, begin) : begin + size])
+        begin -= len(part)
+    return within or [parts[0][:0]]
+
+
 @frozen
 class EngineFolder:
     """The files of one checkpoint; tensors are memory-mapped.
@@ -93,7 +117,7 @@ class EngineFolder:
         """ZeRO stage, 0 to 3."""
         return int(self.optimizers[0]["zero_stage"]) if self.optimizers else 0
 
-    def weights(self) -> dict[str, Tensor]:
+    def weights(self, assemble: Assemble = joined) -> dict[str, Any]:
         """Return the model's full state dict, with the float32 master weights if there are any."""
         first = self.models[0]
         is_sharded = self.stage == 3
@@ -104,11 +128,11 @@ class EngineFolder:
         }
         if is_sharded:
             for name, shape in (first.get("frozen_param_shapes") or {}).items():
-                full = torch.cat([model["frozen_param_fragments"][name] for model in self.models])
-                weights[name] = full[: math.prod(shape)].view(shape)
+                parts = [model["frozen_param_fragments"][name].flatten() for model in self.models]
+                weights[name] = assemble(range_of(parts, 0, math.prod(shape)), torch.Size(shape))
         if self.optimizers:
             key = "fp32_flat_groups" if is_sharded else "single_partition_of_fp32_groups"
-            weights |= dict(self._unflatten([state[key] for state in self.optimizers]))
+            weights |= dict(self._unflatten([state[key] for state in self.optimizers], assemble))
         for name, tied in (first.get("shared_params") or {}).items():
             if tied in weights:
                 weights[name] = weights[tied]
@@ -126,7 +150,7 @@ class EngineFolder:
             )
         return cast("dict[str, Any]", state)
 
-    def optimizer(self) -> dict[str, Any]:
+    def optimizer(self, assemble: Assemble = joined) -> dict[str, Any]:
         """Return the optimizer's full state dict at a stage above 0, with parameters by name."""
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         bases = [state[key] for state in self.optimizers]
@@ -150,7 +174,7 @@ class EngineFolder:
                 for column in zip(*shards, strict=True)
             ]
             if all(flat):
-                for parameter, value in self._unflatten(shards):
+                for parameter, value in self._unflatten(shards, assemble):
                     states[parameter][name] = value
                 continue
             for group, value in zip(self._shapes(), shards[0], strict=False):
@@ -169,22 +193,22 @@ class EngineFolder:
     def _shapes(self) -> Sequence[Mapping[str, Any]]:
         return self.models[0]["param_shapes"]
 
-    def _unflatten(self, shards: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _unflatten(self, shards: Sequence[Sequence[Tensor]], assemble: Assemble) -> Iterator[tuple[str, Any]]:
         """Split flat tensors by parameter: `shards` has each rank's, one per group of shapes."""
         paddings = self.optimizers[0].get("param_alignment_paddings")
         for group, shapes in enumerate(self._shapes()):
             columns = [rank[group] for rank in shards]
-            full, offset = columns[0] if self.stage == 3 else torch.cat(columns), 0
+            offset = 0
             for index, (name, shape) in enumerate(shapes.items()):
                 numel = math.prod(shape)
                 if self.stage == 3:  # every rank has an equal shard of each parameter, one after the other
                     size = math.ceil(numel / len(columns))
-                    value = torch.cat([column[offset : offset + size] for column in columns])[:numel]
+                    parts = range_of([column[offset : offset + size] for column in columns], 0, numel)
                     offset += size
                 else:  # one flat tensor of all parameters, of which each rank has a range
-                    value = full[offset : offset + numel]
+                    parts = range_of(columns, offset, numel)
                     offset += numel + (0 if paddings is None else paddings[group][index])
-                yield name, value.view(torch.Size(shape))
+                yield name, assemble(parts, torch.Size(shape))
 
 
 def load_file(path: Path, *, for_engine: bool = False) -> dict[str, Any]:

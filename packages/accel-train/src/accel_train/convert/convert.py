@@ -24,7 +24,7 @@ from accel_train.convert.read import open_checkpoint
 from accel_train.convert.write import WRITERS, VerifyingReader, WritePlan
 
 DEFAULT_MEMORY = "1GB"
-_LEAST_MEMORY = 4 << 20
+_LEAST_MEMORY = 4_000_000
 
 
 @frozen
@@ -55,6 +55,7 @@ def convert_checkpoint(
     target: str | os.PathLike[str],
     *,
     to: str,
+    base: str | os.PathLike[str] | None = None,
     max_memory: int | str = DEFAULT_MEMORY,
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     dry_run: bool = False,
@@ -68,6 +69,7 @@ def convert_checkpoint(
         target: A folder, or its URL, that is absent or empty. To a store all of it goes from a temporary
             folder of this machine.
         to: `"safetensors"`, `"torch"`, `"full"`, `"sharded"` or `"dcp"`.
+        base: The checkpoint into whose weights `source`, a LoRA adapter of peft, is merged.
         max_memory: Bytes that tensors may take at once, or text like `"500MB"`. A row of a tensor is never
             split.
         max_shard_size: Bytes of a file of `"safetensors"` or `"torch"`, or text like `"5GB"`.
@@ -75,12 +77,12 @@ def convert_checkpoint(
 
     Raises:
         CheckpointError: The source is damaged or of no known format, or a tensor was not written as it was.
-        SettingsError: There is no such format, or the target has files.
+        SettingsError: There is no such format, the target has files, or `base` is missing or too much.
         OSError: A file cannot be read or written.
     """
     limit = convert_file_size_to_int(max_memory)
     if limit < _LEAST_MEMORY:
-        raise SettingsError(f"max_memory={max_memory!r} is less than {_LEAST_MEMORY >> 20} MiB.")
+        raise SettingsError(f"max_memory={max_memory!r} is less than 4 MB.")
     if to not in WRITERS:
         raise SettingsError(f"to={to!r}: {did_you_mean(to, WRITERS, f'formats are {some_of(WRITERS)}.')}")
     folder = any_path(target, "target")
@@ -88,7 +90,7 @@ def convert_checkpoint(
         raise SettingsError(f"target={str(folder)!r} is a file.")
     if sizes_in(folder):
         raise SettingsError(f"target={str(folder)!r} has files already; write to a new folder.")
-    contents = open_checkpoint(any_path(source, "source"))
+    contents = open_checkpoint(any_path(source, "source"), None if base is None else any_path(base, "base"))
     plan = WRITERS[to](contents, convert_file_size_to_int(max_shard_size))
     report = ConversionReport(
         source=any_path(source, "source"),

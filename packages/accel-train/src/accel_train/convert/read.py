@@ -20,7 +20,7 @@ from accel_ops.weights.read import find_checkpoint_files
 from accel_plugins.sharding.folder import read_index
 from accel_plugins.sharding.state import is_sharded_folder
 from accel_plugins.sharding.stream import read_lazily
-from accel_state.errors import CheckpointError, some_of
+from accel_state.errors import CheckpointError, SettingsError, some_of
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath
 from accel_train.checkpoint import layout
@@ -28,17 +28,27 @@ from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY
 from accel_train.checkpoint.files import sizes_in
 from accel_train.checkpoint.folder import check
 from accel_train.checkpoint.staging import SAFE
+from accel_train.convert.adapters import is_adapter, merge_adapter
 from accel_train.convert.contents import CheckpointContents, OptimizerContents
+from accel_train.convert.deepspeed import is_engine_state, read_engine_state
 from accel_train.convert.names import name_parameters
 
 
-def open_checkpoint(path: AnyPath) -> CheckpointContents:
-    """Open a checkpoint, whose format is found by its files.
+def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointContents:
+    """Open a checkpoint, whose format is found by its files; an adapter is merged into its base.
 
     Raises:
+        SettingsError: It is an adapter without a base, or none with one.
         CheckpointError: It has no known format, or is damaged.
         FileNotFoundError: Nothing is at that path.
     """
+    if is_adapter(path) != (base is not None):
+        raise SettingsError(
+            f"{str(path)!r} is {'an adapter: pass its base model' if base is None else 'no adapter'}"
+            f" (base=, --base)."
+        )
+    if base is not None:
+        return merge_adapter(path, open_checkpoint(base))
     if path.is_file():
         return _weights(path)
     if not path.is_dir():
@@ -289,6 +299,10 @@ def _numbers(is_there: Callable[[int], bool]) -> Iterator[int]:
 
 
 READERS: list[FormatReader] = [
+    FormatReader(
+        fits=is_engine_state,
+        read=lambda folder: read_engine_state(folder, of_state, weights_in),
+    ),
     FormatReader(fits=_is_sharded_state, read=_sharded_state),
     FormatReader(fits=is_sharded_folder, read=_dcp),
     FormatReader(fits=_is_full_state, read=_full_state),

@@ -1,0 +1,18 @@
+"""`accel convert-checkpoint` merges adapters that peft saved, as peft merges them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from clients.running import run_client
+
+PROGRAM = Path(__file__).with_name("convert_adapter.py")
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("gpt2", "bf16"))]
+)
+def test_a_saved_adapter_is_merged_as_peft_does(kind, python, clients_environ, tmp_path):
+    run_client(python, PROGRAM, kind, ranks=1, on_accel=False, environ=clients_environ, folder=tmp_path)
