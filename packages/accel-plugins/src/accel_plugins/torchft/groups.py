@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from datetime import timedelta
 from importlib import import_module
 from time import monotonic, sleep
@@ -148,6 +148,12 @@ class ReplicaGroups:
         else:
             self.manager.start_quorum()
 
+    def equalize(self, models: Iterable[nn.Module]) -> None:
+        """Give all ranks of this group the parameters and buffers of its rank 0."""
+        for model in models:
+            for tensor in (*model.parameters(), *model.buffers()):
+                self._runtime.collectives.broadcast(tensor.data, 0)
+
     def average(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average a bucket of gradients over the ranks of this group, then over the groups."""
         buffer: Tensor = bucket.buffer()
@@ -194,6 +200,10 @@ class ReplicaGroups:
         # From now on a quorum is found during the forward pass. The first one was waited for, so that all
         # groups begin with the same weights, and with a batch that counts.
         manager._use_async_quorum = True
+        if (
+            not manager.current_step()
+        ):  # torchft lets the ranks of a group begin with different groups' weights
+            self.equalize(self.models)
         if self.settings.restarts and manager.is_participating() and not manager.current_step():
             logger.warning(
                 "Replica group %d was started again, has found no checkpoint, and no group is further: it "

@@ -93,8 +93,7 @@ class ReplicaWrapper:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        for tensor in (*model.parameters(), *model.buffers()):
-            self.runtime.collectives.broadcast(tensor.data, 0)
+        self.groups.equalize([model])
         # The hook below communicates, and nothing else may: groups join and leave between steps.
         nothing = import_module("torchft.process_group").ProcessGroupDummy(0, 1)
         options: dict[str, Any] = self.options.to_kwargs() | {
