@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -87,7 +89,10 @@ def test_shards_become_a_full_state_with_their_values_and_go_on(strategy: str, t
     assert_same(go_on_with_one(tmp_path / "full"), go_on_with_one(tmp_path / "state"))
 
 
-@pytest.mark.parametrize("strategy", ["zero0", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero3", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("zero0", "zero1", "zero2"))],
+)
 def test_states_of_deepspeed_become_full_ones_with_their_values_and_go_on(
     strategy: str, tmp_path: Path
 ) -> None:
@@ -98,6 +103,28 @@ def test_states_of_deepspeed_become_full_ones_with_their_values_and_go_on(
     assert_same(go_on_with_one(tmp_path / "full"), go_on_with_one(tmp_path / "state"))
     convert_checkpoint(tmp_path / "state/pytorch_model", tmp_path / "weights", to="safetensors")
     assert_same(load_file(tmp_path / "weights/model.safetensors"), torch.load(tmp_path / "right.pt"))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("zero2", marks=pytest.mark.thorough)])
+def test_universal_checkpoints_of_deepspeed_have_the_values_of_their_source(
+    strategy: str, tmp_path: Path
+) -> None:
+    save_with_deepspeed(strategy=strategy, folder=tmp_path)
+    words = ["-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
+    folders = ["--input_folder", tmp_path / "state/pytorch_model", "--output_folder", tmp_path / "universal"]
+    environ = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    subprocess.run([sys.executable, *words, *folders], env=environ, check=True, capture_output=True)
+    for name, source in (("first", "state/pytorch_model"), ("second", "universal")):
+        assert convert_checkpoint(tmp_path / source, tmp_path / name, to="full").dropped == []
+    found, wanted = (load_file(tmp_path / name / "model.safetensors") for name in ("second", "first"))
+    assert_same(found, wanted)
+    found, wanted = (torch.load(tmp_path / name / "optimizer.bin") for name in ("second", "first"))
+    assert found["state"].keys() == wanted["state"].keys()
+    for number, values in wanted["state"].items():
+        assert_same(found["state"][number], values)
+    assert [group["params"] for group in found["param_groups"]] == [
+        group["params"] for group in wanted["param_groups"]
+    ]
 
 
 def test_a_full_state_becomes_shards_that_fsdp2_loads(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.lazy_tensors import LazyTensor
-from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, range_of, read_folder
+from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, load_file, range_of, read_folder
 from accel_state.errors import CheckpointError
 from accel_state.remote import AnyPath
 from accel_train.checkpoint import layout
@@ -60,6 +60,65 @@ def read_engine_state(
         return CheckpointContents(form=form, models=models, optimizers=optimizers, dropped=dropped)
     read = {engine.name for engine in engines} | layout.ENGINE_ROOT_FILES
     return of_state(folder, form, models, optimizers, dropped, read.__contains__)
+
+
+def is_universal(folder: AnyPath) -> bool:
+    """Return whether it is what DeepSpeed's `ds_to_universal` wrote."""
+    return (folder / "zero").is_dir() and _model_file(folder) is not None
+
+
+def read_universal(folder: AnyPath, weights_in: Callable[..., Any]) -> CheckpointContents:
+    """Read a universal checkpoint: a folder of files for each parameter, and one file of the model.
+
+    Raises:
+        CheckpointError: A file is damaged or absent, or it is on a store.
+    """
+    if not isinstance(folder, Path):
+        raise CheckpointError(f"{str(folder)!r} has files of an engine, which reads local ones: download it.")
+    saved = load_file(Path(str(_model_file(folder))))
+    dropped: list[str] = []
+    weights = weights_in(_lazily(dict(saved["module"])), folder.name, dropped)
+    shapes = {name: shape for group in saved["param_shapes"] for name, shape in group.items()}
+    states: dict[str | int, dict[str, Any]] = {}
+    for parameter in sorted((folder / "zero").iterdir()):
+        if not parameter.is_dir():
+            continue
+        values: dict[str, Any] = {path.stem: load_file(path) for path in sorted(parameter.glob("*.pt"))}
+        for key, value in values.items():
+            flat = value["param"] if isinstance(value, dict) else value
+            shape = shapes.get(parameter.name, flat.shape) if flat.dim() else flat.shape
+            values[key] = _from_parts(range_of([flat.flatten()], 0, math.prod(shape)), torch.Size(shape))
+        weights[parameter.name] = values.pop(_MASTER)
+        if values:  # buffers have none
+            states[parameter.name] = values
+    optimizers: list[OptimizerContents] = []
+    common = folder / "zero" / "optimizer_state.pt"
+    names = [[*group] for group in saved["param_shapes"]]
+    if common.is_file() and shapes.keys() == states.keys():
+        shared = load_file(common)
+        of_ranks = shared.get("optimizer_state_dict", {}).get("state", {})  # at stage 3
+        counters = {
+            key: value
+            for key, value in next(iter(of_ranks.values()), {}).items()
+            if not isinstance(value, Tensor) or not value.dim()
+        }
+        for values in states.values():
+            values |= {key: _lazily(value) for key, value in counters.items() if key not in values}
+        of_group = zip(shared["param_groups"], names, strict=True)
+        groups = [{**_lazily(group), "params": of_names} for group, of_names in of_group]
+        optimizers.append(OptimizerContents(states=states, groups=groups))
+    else:
+        dropped.append("optimizer 0: zero/optimizer_state.pt, which has its groups, is not there")
+    form = "universal checkpoint of DeepSpeed"
+    return CheckpointContents(form=form, models=[weights], optimizers=optimizers, dropped=dropped)
+
+
+def _model_file(folder: AnyPath) -> AnyPath | None:
+    names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+_MASTER = "fp32"
 
 
 def _engines(folder: Path) -> list[Path]:

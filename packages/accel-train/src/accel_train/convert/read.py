@@ -30,7 +30,12 @@ from accel_train.checkpoint.folder import check
 from accel_train.checkpoint.staging import SAFE
 from accel_train.convert.adapters import is_adapter, merge_adapter
 from accel_train.convert.contents import CheckpointContents, OptimizerContents
-from accel_train.convert.deepspeed import is_engine_state, read_engine_state
+from accel_train.convert.deepspeed import (
+    is_engine_state,
+    is_universal,
+    read_engine_state,
+    read_universal,
+)
 from accel_train.convert.names import name_parameters
 
 
@@ -299,6 +304,7 @@ def _numbers(is_there: Callable[[int], bool]) -> Iterator[int]:
 
 
 READERS: list[FormatReader] = [
+    FormatReader(fits=is_universal, read=lambda folder: read_universal(folder, weights_in)),
     FormatReader(
         fits=is_engine_state,
         read=lambda folder: read_engine_state(folder, of_state, weights_in),
