@@ -1,7 +1,8 @@
 """Every Python and shell example of the README files and the documentation runs.
 
-A fenced block marked `python` is executed, one marked `bash` is run as a command line from the root of the
-workspace with the installed environment first on the path; other blocks (`text`) only show.
+A fenced block marked `python` is executed, on two processes if it begins with `# train.py`; one marked
+`bash` is run as a command line from the root of the workspace with the installed environment first on the
+path; other blocks (`text`) only show.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ def test_a_python_example_runs(
     if code.startswith("# with torch_xla"):
         pytest.skip("tools/check_xla.py runs it, in an environment that has torch_xla")
     monkeypatch.chdir(tmp_path)
+    if code.startswith("# train.py\n"):
+        (tmp_path / "train.py").write_text(code)
+        launch = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", "train.py"]
+        subprocess.run(launch, check=True)
+        return
     if "accel_compat.install()" in code:  # which no other test in this process would expect
         subprocess.run([sys.executable, "-c", code], check=True)
         return
