@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -149,6 +150,16 @@ def test_processes_step_alone_and_meet_every_few_steps(counted):
     dist.all_gather(gradients, accelerator.unwrap_model(model).weight.grad)
     assert torch.equal(*gradients)
     assert torch.allclose(gradients[0], torch.cat([batch_of(0, 0), batch_of(0, 1)]).mean(0), rtol=1e-12)
+
+
+@distributed(world_size=2)
+def test_replica_groups_would_not_be_averaged():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(make_model())
+    parts = accelerator._parts
+    accelerator._parts = replace(parts, strategy=replace(parts.strategy, replicas=object()))
+    with pytest.raises(UnsupportedError, match="averages over one replica group"):
+        LocalSGD(accelerator, model, local_sgd_steps=3)
 
 
 @distributed(world_size=3)

@@ -399,7 +399,7 @@ class LocalSGD:
 
     Raises:
         SettingsError: `local_sgd_steps` is no number of steps.
-        UnsupportedError: The strategy has no gradients of single processes.
+        UnsupportedError: The strategy has no gradients of single processes, or there are replica groups.
 
     Example:
         >>> from accel_train import Accelerator
@@ -425,6 +425,8 @@ class LocalSGD:
         self.enabled = enabled and parts.process.use_distributed
         if self.enabled:
             parts.strategy.require(Feature.NO_SYNC, "LocalSGD()")
+            if parts.strategy.replicas is not None:
+                raise UnsupportedError("LocalSGD() averages over one replica group, and the others differ.")
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
