@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 import threading
 import time
@@ -83,6 +84,18 @@ def test_nothing_is_compared_while_a_rank_has_no_status():
     sampler = RankSampler(lambda: 1, "/torch/distributed")
     assert sampler.compare({0: status(0, 1, 0), 1: None}, 0.0) is None
     assert sampler.is_due(0.0), "no window has begun"
+
+
+def test_statuses_of_an_earlier_run_are_not_compared():
+    sampler = RankSampler(lambda: 1, "/torch/distributed", run=2)
+    assert sampler.compare({0: status(0, 1, 0), 1: status(1, 320, 0)}, 0.0) is None
+    assert sampler.is_due(0.0), "no window has begun"
+
+
+def test_samples_leave_the_random_numbers_of_the_script_as_they_are():
+    before = random.getstate()
+    RankSampler(lambda: 1, "/torch/distributed").pause()
+    assert random.getstate() == before
 
 
 def test_samples_tell_waiting_from_work_and_where_the_work_is():

@@ -46,6 +46,7 @@ class RankStatus:
         samples: How often it was looked at; see `accel_state.stragglers`.
         waits: How often that found it in a collective.
         busy: File, line and source where it was most often otherwise.
+        run: Which sampler of its process has counted.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class RankStatus:
     samples: int = 0
     waits: int = 0
     busy: str = ""
+    run: int = 0
 
     def to_text(self) -> str:
         """Write for the store."""

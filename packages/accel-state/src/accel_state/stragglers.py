@@ -34,10 +34,12 @@ class RankSampler:
     Args:
         steps: Returns how many optimizer steps this rank has done.
         folder: The folder of torch.distributed: its code is waiting, too, where it is innermost.
+        run: Which sampler of this process it is; the statuses of earlier ones are not compared.
     """
 
-    def __init__(self, steps: Callable[[], int], folder: str) -> None:
+    def __init__(self, steps: Callable[[], int], folder: str, run: int = 0) -> None:
         self.steps = steps
+        self.run = run
         self.samples = 0
         self.waits = 0
         self.report: dict[str, float] = {}
@@ -46,10 +48,11 @@ class RankSampler:
         self._sites: deque[tuple[CodeType, int] | None] = deque(maxlen=_SITES)
         self._before: Mapping[int, RankStatus] = {}
         self._now: float = 0.0
+        self._random = random.Random()  # noqa: S311 - no secret; the script's own stream stays as it is
 
     def pause(self) -> float:
         """Return the seconds until the next sample, at random, so that no rhythm of steps misleads."""
-        return SAMPLE_S * random.uniform(0.5, 1.5)  # noqa: S311 - no secret
+        return SAMPLE_S * self._random.uniform(0.5, 1.5)
 
     def take(self, *, is_inside: bool) -> None:
         """Take a sample; `is_inside` says whether the main thread is in a monitored collective."""
@@ -65,7 +68,8 @@ class RankSampler:
         counted = Counter(self._sites).most_common(1)
         location, source = source_location(counted[0][0] if counted else None)
         busy = f"{location} `{source}`" if location else ""
-        return {"steps": self.steps(), "samples": self.samples, "waits": self.waits, "busy": busy}
+        counts = {"steps": self.steps(), "samples": self.samples, "waits": self.waits}
+        return {**counts, "busy": busy, "run": self.run}
 
     def is_due(self, now: float) -> bool:
         """Whether enough steps were done, and enough time has passed, to look at all ranks."""
@@ -75,7 +79,9 @@ class RankSampler:
 
     def compare(self, statuses: Mapping[int, RankStatus | None], now: float) -> str | None:
         """Compare with the statuses of the last time; return the line that names slow ranks, if any."""
-        known = {rank: status for rank, status in statuses.items() if status is not None}
+        known = {
+            rank: status for rank, status in statuses.items() if status is not None and status.run == self.run
+        }
         if len(known) < len(statuses):
             return None
         before, self._before = self._before, known
