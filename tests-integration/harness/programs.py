@@ -7,9 +7,10 @@ import os
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import SystemRandom
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ class Ended:
     errors: str
 
 
+def _reserve_port() -> socket.socket:
+    """Listen on a free port below those that the system gives away, since ranks listen on it much later."""
+    while True:
+        with suppress(OSError):
+            return socket.create_server(("127.0.0.1", SystemRandom().randrange(10_000, 32_000)))
+
+
 def run_programs(
     programs: dict[str, Program], base: Path, imports: Sequence[str] = (), run_by: Sequence[str] = ()
 ) -> dict[str, list[Ended]]:
@@ -65,7 +73,7 @@ def run_programs(
             folder = base / name
             folder.mkdir()
             (folder / "program.py").write_text(program.source)
-            port = ports.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            port = ports.enter_context(_reserve_port()).getsockname()[1]
             known = {"rank": "{rank}", "world_size": program.world_size, "port": port, "folder": folder}
             variables = {key: value.format(**known) for key, value in program.variables.items()}
             script = str(folder / "program.py")
