@@ -59,6 +59,7 @@ def work(rank: int, port: int) -> None:
     from accel_train import Accelerator
 
     join(rank, port)
+    print("ready", flush=True)
     accelerator, model = None, None
     for line in sys.stdin:
         name, what, number = json.loads(line)
@@ -99,13 +100,13 @@ def main() -> None:
     bucket = int(arguments.bucket * 1e6)
     ranks = Ranks(sys.executable, __file__, "accel")
     ranks.measure("make", "", round(arguments.megabytes * 1e6 / (4 * WIDTH * WIDTH)))
-    print(f"{arguments.megabytes:.0f} MB in {WORLD} shards, buckets of {arguments.bucket:.0f} MB")
+    print(f"{arguments.megabytes:.0f} MB in {WORLD} shards, buckets of {arguments.bucket:.0f} MB", flush=True)
     peaks: dict[str, float] = {}
     for name in ("buckets", "to main", "state dict", "one by one"):
         ranks.measure(name, "seconds", bucket)
         peaks[name] = max(ranks.measure(name, "bytes", bucket) for _ in range(arguments.rounds))
         seconds = min(ranks.measure(name, "seconds", bucket) for _ in range(arguments.rounds))
-        print(f"  {name:>10}: grows by {peaks[name] / 1e6:7.1f} MB, {seconds:6.3f} s")
+        print(f"  {name:>10}: grows by {peaks[name] / 1e6:7.1f} MB, {seconds:6.3f} s", flush=True)
     ranks.close()
     if max(peaks["buckets"], peaks["to main"]) > 2 * bucket + SLACK:
         sys.exit("not as claimed: a pass takes more than two buckets")
