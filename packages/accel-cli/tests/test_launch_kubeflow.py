@@ -238,6 +238,6 @@ def test_ranks_of_two_pods_train_together(launched):
         "a.end_training()\n"
     )
     with launched(source, "--cpu", "--nodes", "2", "--num_processes", "2") as process:
-        output, problems = process.communicate(timeout=60)
+        output, problems = process.communicate(timeout=180)
     assert process.returncode == 0, output + problems
     assert sorted(output.splitlines()) == [f"node {node}: 2 3.0" for node in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from typing import Any
@@ -89,7 +90,9 @@ print("group", group, "life", life, flush=True)
 import time; time.sleep(0.5 if group == "0" or life else 0)
 sys.exit(9 if group == "1" and not life else 0)
 """
+    handler = signal.getsignal(signal.SIGTERM)
     assert job(tmp_path, monkeypatch, source).run() == 0
+    assert signal.getsignal(signal.SIGTERM) == handler
     told = capfd.readouterr()
     assert sorted(told.out.split("\n")) == ["", "group 0 life 0", "group 1 life 0", "group 1 life 1"]
     assert "replica group 1 has ended with 9; it starts again: restart 1 of 1" in told.err

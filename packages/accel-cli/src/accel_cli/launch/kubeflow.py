@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import queue
 import re
-import signal
 import sys
 import threading
 import uuid
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from accel_cli.launch.launchers import Command
+from accel_cli.launch.launchers import Command, handle_signals
 from accel_cli.launch.slurm import pass_on_flags
 from accel_cli.main import ERROR
 from accel_state.errors import SettingsError
@@ -161,8 +160,10 @@ class KubernetesJob:
 
     def run(self) -> int:
         """Return the exit code: 0, that of a container that failed, 1, or 128 plus the signal's number."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _: self._signals.put(number))
+        with handle_signals(("SIGINT", "SIGTERM"), lambda number, _: self._signals.put(number)):
+            return self._run()
+
+    def _run(self) -> int:
         self._jobs.create_namespaced_custom_object(*self._kind, self._job)
         _say(f"job {self._name} is submitted; Ctrl-C deletes it")
         while True:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import shlex
 import shutil
+import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from accel_cli.launch.hosts import first_machine
@@ -58,6 +61,29 @@ class Launcher:
     environ: Callable[[LaunchPlan], Mapping[str, str]] | None = None
     remote: bool = False
     dry_run: Callable[[LaunchPlan], str] | str | None = None
+
+
+@contextlib.contextmanager
+def handle_signals(
+    names: Sequence[str], handler: Callable[[int, FrameType | None], object]
+) -> Generator[None]:
+    """Handle signals in the block, except those that nohup or a shell has made the process ignore.
+
+    Args:
+        names: Names of signals; those that the platform lacks are skipped.
+        handler: Called with the number of the signal and the frame that it interrupted.
+    """
+    numbers = [number for name in names if (number := getattr(signal, name, None)) is not None]
+    before = {
+        number: signal.signal(number, handler)
+        for number in numbers
+        if signal.getsignal(number) != signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @frozen

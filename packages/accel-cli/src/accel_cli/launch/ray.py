@@ -24,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 
 from accel_cli.launch.hosts import VISIBLE_DEVICES
-from accel_cli.launch.launchers import WORKER, Command, require_script, worker_line
+from accel_cli.launch.launchers import WORKER, Command, handle_signals, require_script, worker_line
 from accel_cli.main import ERROR
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -280,10 +280,11 @@ class Job:
 
     def run(self) -> int:
         """Return the exit code: 0, that of the rank that failed first, or 128 plus the signal's number."""
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-            number = signal.Signals[name]
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda number, _: self._signals.put(number))
+        names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+        with handle_signals(names, lambda number, _: self._signals.put(number)):
+            return self._run()
+
+    def _run(self) -> int:
         group = self._reserve()
         code = 0
         for attempt in range(self._job["max_restarts"] + 1):

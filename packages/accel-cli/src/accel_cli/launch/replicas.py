@@ -18,7 +18,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch.hosts import VISIBLE_DEVICES
-from accel_cli.launch.launchers import Command, require_script, torchrun_arguments
+from accel_cli.launch.launchers import Command, handle_signals, require_script, torchrun_arguments
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 
@@ -111,16 +111,13 @@ class ReplicaJob:
 
     def run(self) -> int:
         """Return 0 if groups have finished, else the code of the group with which too few were left."""
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-            number = signal.Signals[name]
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._pass_on)
-        try:
-            for group in self._restarts:
-                self._start(group)
-            return self._follow()
-        finally:
-            self._end(signal.SIGTERM)
+        with handle_signals(("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"), self._pass_on):
+            try:
+                for group in self._restarts:
+                    self._start(group)
+                return self._follow()
+            finally:
+                self._end(signal.SIGTERM)
 
     def _start(self, group: int) -> None:
         environ = {
