@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from email.message import EmailMessage
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
@@ -200,6 +199,15 @@ HOME_PAGE = "https://github.com/huggingface/accelerate"
 """What dependants, such as sentence-transformers, look for in the metadata to tell the distribution."""
 
 
+_METADATA = f"""\
+Metadata-Version: 2.1
+Name: {REFERENCE}
+Version: {REFERENCE_VERSION}
+Summary: accel, under the name of the library whose interface it has
+Home-page: {HOME_PAGE}
+"""
+
+
 def version_of_accel() -> str:
     """Return the version of accel, which is that of all its packages."""
     return version("accel-compat")
@@ -208,25 +216,11 @@ def version_of_accel() -> str:
 class AliasDistribution(Distribution):
     """The metadata of a distribution called `accelerate`."""
 
-    @property
-    def metadata(self) -> Any:
-        """Name, version and home page, as dependants check them."""
-        message = EmailMessage()
-        for key, value in {
-            "Metadata-Version": "2.1",
-            "Name": REFERENCE,
-            "Version": REFERENCE_VERSION,
-            "Summary": "accel, under the name of the library whose interface it has",
-            "Home-page": HOME_PAGE,
-        }.items():
-            message[key] = value
-        return message
-
     def read_text(self, filename: str) -> str | None:
         """Return the text of METADATA or `top_level.txt`; there are no other files."""
         if filename == "top_level.txt":  # from which `packages_distributions` learns whose module it is
             return f"{REFERENCE}\n"
-        return str(self.metadata) if filename == "METADATA" else None
+        return _METADATA if filename == "METADATA" else None
 
     def locate_file(self, path: str | PathLike[str]) -> Any:
         """Locate a file of the distribution, which is accel's."""
