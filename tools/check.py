@@ -49,6 +49,8 @@ SHOW = functools.partial(print, end="", flush=True)
 ONCE_MORE = (*PYTEST, "-p", "no:cacheprovider")
 XLA = (PYTHON, "tools/check_xla.py")
 FLOOR = (PYTHON, "tools/check_floor.py")
+PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+"""The versions of Python that are supported."""
 EXAMPLES = "tests-integration/docs"
 CLIENTS = "tests-integration/clients"
 NOT_THOROUGH = ("-m", "not thorough")
@@ -189,6 +191,16 @@ STEPS = (  # long ones first; not all those together that would compile the same
         command=FLOOR,
         slow=True,
         once_more=FLOOR,
+    ),
+    *(
+        Step(
+            name=f"python{version}",
+            about=f"the packages' own tests pass on Python {version}, where the machine has it (with --all)",
+            command=(PYTHON, "tools/check_python.py", version),
+            slow=True,
+            once_more=(PYTHON, "tools/check_python.py", version),
+        )
+        for version in PYTHONS
     ),
     Step(
         name="behaviour",

@@ -462,7 +462,7 @@ def texts() -> Iterator[tuple[str, str]]:
     ):
         for path in sorted(ROOT.glob(pattern)):
             relative = path.relative_to(ROOT)
-            if not any(folder.startswith(".") for folder in relative.parts):
+            if relative.parts[0] != "build" and not any(folder.startswith(".") for folder in relative.parts):
                 yield relative.as_posix(), path.read_text()
 
 

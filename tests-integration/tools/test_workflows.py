@@ -1,0 +1,59 @@
+"""The workflows on GitHub run steps that exist, on every supported Python."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import check
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def read(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text())
+
+
+def commands(path: Path) -> list[str]:
+    return [step["run"] for job in read(path)["jobs"].values() for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_steps_and_files_that_exist(path: Path) -> None:
+    lines = commands(path)
+    assert lines
+    steps = {step.name for step in check.STEPS}
+    for line in lines:
+        assert set(re.findall(r"--only (\S+)", line)) <= steps, line
+        files = re.findall(r"tools/\w+\.py|\.ci/run", line)
+        assert all((ROOT / file).is_file() for file in files), line
+
+
+def test_the_unit_tests_run_on_every_supported_python() -> None:
+    jobs = read(ROOT / ".github" / "workflows" / "check.yml")["jobs"]
+    assert tuple(jobs["pythons"]["strategy"]["matrix"]["python"]) == check.PYTHONS
+    for path in ROOT.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(path.read_text())["project"]
+        assert project["requires-python"] == f">={check.PYTHONS[0]}", path
+        minors = [line.rpartition(" ")[2] for line in project["classifiers"] if ":: Python :: 3." in line]
+        assert set(minors) <= set(check.PYTHONS), path
+
+
+def test_the_workflows_run_the_test_command_the_floor_and_the_wheels() -> None:
+    lines = commands(ROOT / ".github" / "workflows" / "check.yml")
+    assert ".ci/run" in lines
+    run = {name for line in lines for name in re.findall(r"--only (\S+)", line)}
+    assert {"unit", "floor", "isolation", "site"} <= run
+    assert any(line.endswith("tools/check.py --all") for line in lines)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.stem)
+def test_every_form_and_workflow_is_valid_yaml_with_a_name(path: Path) -> None:
+    content = read(path)
+    assert "name" in content or path.stem == "config"
