@@ -1,4 +1,4 @@
-"""Each example has a page with its source and what it prints."""
+"""Each example has a page with its source and its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGES = {
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_has_a_page_with_its_output(example: Path) -> None:
-    assert re.search(r" prints\n\n```text\n *\S.*\n```\n", PAGES[example], re.DOTALL), PAGES[example]
+    assert re.search(r" prints:\n\n```text\n *\S.*\n```\n", PAGES[example], re.DOTALL), PAGES[example]
 
 
 def test_no_page_shows_an_example_that_is_gone() -> None:

@@ -42,7 +42,7 @@ TITLES = {
     ),
     "by_feature/language_model": "A language model with a warm-up",
     "by_feature/lora": "LoRA with peft",
-    "by_feature/local_sgd": "Averaging now and then: Local SGD",
+    "by_feature/local_sgd": "Local SGD",
     "by_feature/long_context": "Long sequences on several processes",
     "by_feature/megatron_lm_gpt_pretraining": "Pretraining GPT-2 with Megatron",
     "by_feature/memory": "A batch size that fits into memory",
@@ -87,7 +87,7 @@ def page_of(name: str, title: str) -> str:
     how = "two processes on the CPU" if name in LAUNCHED else "one process on the CPU"
     source = f"```{{literalinclude}} ../../examples/{name}.py\n:language: python\n```"
     lines = "\n".join(line[:150].rstrip() for line in output.strip().splitlines())
-    return f"# {title}\n\n{summary}\n\n{source}\n\nIn {how} it prints\n\n```text\n{lines}\n```\n"
+    return f"# {title}\n\n{summary}\n\n{source}\n\nIn {how} it prints:\n\n```text\n{lines}\n```\n"
 
 
 def main() -> None:
