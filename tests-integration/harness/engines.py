@@ -14,11 +14,22 @@ if TYPE_CHECKING:
 
 
 @contextmanager
+def new_groups_end() -> Generator[None]:
+    """A block after which the process groups that it made are gone."""
+    known = {*_groups()}
+    try:
+        yield
+    finally:
+        for group in {*_groups()} - known:
+            if group in _groups():  # The end of the default group is that of all others.
+                dist.destroy_process_group(group)
+
+
+@contextmanager
 def deepspeed_process() -> Generator[None]:
     """A block after which nothing is left of DeepSpeed but the imported library."""
     before = dict(os.environ)
-    known = {*_groups()}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), new_groups_end():
         # Some of its modules warn of what they use.
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
@@ -29,9 +40,6 @@ def deepspeed_process() -> Generator[None]:
         try:
             yield
         finally:
-            for group in {*_groups()} - known:
-                if group in _groups():  # The end of the default group is that of all others.
-                    dist.destroy_process_group(group)
             ds_module("utils.groups")._WORLD_GROUP = None
             for name in {*os.environ} - {*before}:
                 del os.environ[name]

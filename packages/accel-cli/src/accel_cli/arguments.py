@@ -562,7 +562,10 @@ def convert() -> Parser:
         " Accelerator.load_state; dcp: a folder of torch.distributed.checkpoint"
     )
     made.add_argument("--to", choices=FORMATS, required=True, help=text)
-    text = "the model into whose weights FROM, a LoRA adapter of peft, is merged"
+    text = (
+        "for a LoRA adapter of peft, its base model; for a checkpoint of Megatron-LM, a folder with"
+        " the config.json of transformers whose names and layout to use"
+    )
     made.add_argument("--base", metavar="DIR", help=text)
     text = "memory that tensors may take at once (default: %(default)s)"
     made.add_argument("--max_memory", default="1GB", metavar="SIZE", help=text)

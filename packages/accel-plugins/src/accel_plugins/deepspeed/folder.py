@@ -251,7 +251,7 @@ _TENSORS: dict[tuple[str, str], Any] = {
 
 
 class Opaque:
-    """Placeholder for an object of DeepSpeed's, with its plain contents only."""
+    """Placeholder for an object of DeepSpeed's or Megatron's, with its plain contents only."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -266,11 +266,16 @@ _OBJECTS: dict[str, str] = {
 }
 
 
+_NAMESPACE = ("argparse", "Namespace")  # Megatron's arguments
+
+
 class _Unpickler(RestrictedUnpickler):
     allowed: ClassVar = _TENSORS
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return one of the allowed classes, or a placeholder for DeepSpeed's."""
+        """Return one of the allowed classes, or a placeholder for DeepSpeed's and Megatron's."""
+        if module_name.partition(".")[0] == "megatron" or (module_name, global_name) == _NAMESPACE:
+            return Opaque
         if module_name.partition(".")[0] == "deepspeed":
             return self.of_deepspeed(global_name)
         return super().find_class(module_name, global_name)

@@ -413,6 +413,7 @@ class _IndexUnpickler(RestrictedUnpickler):
         },
         ("builtins", "set"): set,
         ("collections", "OrderedDict"): dict,
+        ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"): Metadata,  # before 0.16
     }
 
 

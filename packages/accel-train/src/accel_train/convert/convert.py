@@ -69,7 +69,8 @@ def convert_checkpoint(
         target: A folder, or its URL, that is absent or empty. To a store all of it goes from a temporary
             folder of this machine.
         to: `"safetensors"`, `"torch"`, `"full"`, `"sharded"` or `"dcp"`.
-        base: The checkpoint into whose weights `source`, a LoRA adapter of peft, is merged.
+        base: For a LoRA adapter of peft, the checkpoint into whose weights it is merged. For a checkpoint of
+            Megatron-LM, a folder with the configuration of transformers whose names and layout are used.
         max_memory: Bytes that tensors may take at once, or text like `"500MB"`. A row of a tensor is never
             split.
         max_shard_size: Bytes of a file of `"safetensors"` or `"torch"`, or text like `"5GB"`.

@@ -36,6 +36,7 @@ from accel_train.convert.deepspeed import (
     read_engine_state,
     read_universal,
 )
+from accel_train.convert.megatron import is_megatron, read_megatron
 from accel_train.convert.names import name_parameters
 
 
@@ -47,11 +48,11 @@ def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointCon
         CheckpointError: It has no known format, or is damaged.
         FileNotFoundError: Nothing is at that path.
     """
+    if is_megatron(path):
+        return read_megatron(path, base)
     if is_adapter(path) != (base is not None):
-        raise SettingsError(
-            f"{str(path)!r} is {'an adapter: pass its base model' if base is None else 'no adapter'}"
-            f" (base=, --base)."
-        )
+        reason = "an adapter: pass its base model" if base is None else "no adapter, nor of Megatron"
+        raise SettingsError(f"{str(path)!r} is {reason} (base=, --base).")
     if base is not None:
         return merge_adapter(path, open_checkpoint(base))
     if path.is_file():

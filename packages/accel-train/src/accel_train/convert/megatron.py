@@ -1,0 +1,288 @@
+"""Read checkpoints of Megatron's `dist_checkpointing`: `is_megatron`, `read_megatron`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_ops.weights.lazy_tensors import LazyTensor
+from accel_plugins.deepspeed.folder import load_file
+from accel_plugins.megatron.families import Weight, find_family
+from accel_plugins.sharding.folder import read_index
+from accel_plugins.sharding.stream import read_lazily
+from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError, some_of
+from accel_state.files import read_json
+from accel_state.remote import AnyPath
+from accel_train.convert.contents import CheckpointContents, OptimizerContents
+
+_BACKEND_FILE, _COMMON_FILE, _LATEST_FILE = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?:state\.(?P<key>\w+)\.(?P<name>.+)|.*)")
+_MASTERS = {"param", "fp32_param"}
+_STACKED = re.compile(r"(.*\.layers\.)(?!\d+\.)(.*)")
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+def is_megatron(folder: AnyPath) -> bool:
+    """Return whether Megatron saved a folder, or the folder of its iterations."""
+    return (folder / _LATEST_FILE).is_file() or (folder / _BACKEND_FILE).is_file()
+
+
+def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents:
+    """Read a checkpoint of the backend `torch_dist`.
+
+    A tensor that Megatron stacks over all layers is one tensor for each layer. With float32 masters in the
+    optimizer, they are the weights.
+
+    Args:
+        folder: That of an iteration, or of all iterations, of which the latest is read.
+        base: A folder with the configuration of transformers whose names and layout the result has; `None`
+            for Megatron's own.
+
+    Raises:
+        CheckpointError: It is damaged, of another backend, or not of a model of that configuration.
+    """
+    folder = _iteration(folder)
+    backend = _entry(read_json(folder / _BACKEND_FILE), "sharded_backend")
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"{str(folder)!r} was saved by Megatron's backend {backend!r}: save it again by 'torch_dist'."
+        )
+    # 1. Sort what it has: weights, states of the optimizer by key, and the rest.
+    state, refused = read_lazily(folder, read_index(folder))
+    weights: dict[str, LazyTensor] = {}
+    states: dict[str, dict[str, LazyTensor]] = {}
+    lost, latest = list(refused), _Latest()
+    for name, value in state.items():
+        match = _OPTIMIZER.fullmatch(name)
+        if not isinstance(value, LazyTensor) or (match is not None and match["key"] is None):
+            lost.append(name)
+        elif match is None:
+            weights |= _by_layer(name, value, latest)
+        else:
+            states.setdefault(match["key"], {}).update(_by_layer(match["name"], value, latest))
+    dropped = [f"{some_of(lost)}, which are not tensors of the model or its optimizer"] if lost else []
+    for key in _MASTERS & states.keys():
+        weights |= {name: lazy for name, lazy in states.pop(key).items() if name in weights}
+    # 2. Name and cut them as transformers does.
+    config_files: dict[str, AnyPath] = {}
+    if base is not None:
+        rows = _rows(base, weights)
+        weights = _unpacked(weights, rows, folder, latest)
+        states = {key: _unpacked(values, rows, folder, latest) for key, values in states.items()}
+        config_files = {
+            path.name: path
+            for path in base.iterdir()
+            if path.suffix in {".json", ".txt", ".model"} and not path.name.endswith(".index.json")
+        }
+    # 3. Add the groups of the optimizer.
+    optimizers: list[OptimizerContents] = []
+    if states:
+        try:
+            optimizers.append(_optimizer(folder, weights, states))
+        except CheckpointError as error:
+            dropped.append(f"optimizer 0: {error}")
+    return CheckpointContents(
+        form="checkpoint of Megatron's dist_checkpointing",
+        models=[weights],
+        optimizers=optimizers,
+        config_files=config_files,
+        dropped=[*dropped, f"{_COMMON_FILE}: arguments, schedules and random numbers"],
+    )
+
+
+def _iteration(folder: AnyPath) -> AnyPath:
+    if not (folder / _LATEST_FILE).is_file():
+        return folder
+    text = (folder / _LATEST_FILE).read_text().strip()
+    if text != "release" and not text.isdecimal():
+        raise CheckpointError(f"{str(folder / _LATEST_FILE)!r} has {text[:40]!r}, which is not an iteration.")
+    return folder / (text if text == "release" else f"iter_{int(text):07d}")
+
+
+def _entry(value: object, key: str) -> Any:
+    return value.get(key) if isinstance(value, Mapping) else None
+
+
+def _by_layer(name: str, lazy: LazyTensor, latest: _Latest) -> dict[str, LazyTensor]:
+    """Return the tensors of single layers by the names of Megatron's model."""
+    match = _STACKED.fullmatch(name)
+    if match is None or not lazy.shape:
+        return {_plain(name): lazy}
+    return {
+        _plain(f"{match[1]}{layer}.{match[2]}"): latest.tensor(
+            (id(lazy), layer), 0, lazy.shape[1:], lazy.dtype, partial(_layer, lazy, layer)
+        )
+        for layer in range(lazy.shape[0])
+    }
+
+
+def _layer(stacked: LazyTensor, layer: int) -> list[Tensor]:
+    return [stacked.read(layer, layer + 1)[0]]
+
+
+def _plain(name: str) -> str:
+    """Return the name that a norm has in a layer whose norms are modules of their own."""
+    for fused, norm in _FUSED_NORMS.items():
+        name = name.replace(fused, norm)
+    return name
+
+
+class _Latest:
+    """Makes tensors out of what is read as a unit, of which the latest is kept: it is asked for in chunks."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._tensors: Sequence[Tensor] = ()
+
+    def tensor(
+        self,
+        key: object,
+        index: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        read: Callable[[], Sequence[Tensor]],
+    ) -> LazyTensor:
+        """Return the tensor at an index of what `read` returns, which has an equal key."""
+
+        def rows(begin: int, end: int) -> Tensor:
+            if self._key != key:
+                self._key, self._tensors = None, ()
+                self._tensors, self._key = read(), key
+            tensor = self._tensors[index]
+            return (tensor if shape else tensor.view(1))[begin:end].clone(
+                memory_format=torch.contiguous_format
+            )
+
+        return LazyTensor(shape=tuple(shape), dtype=dtype, read=rows)
+
+
+def _rows(base: AnyPath, weights: Mapping[str, LazyTensor]) -> dict[str, tuple[Weight, list[str]]]:
+    """Return how each weight is packed, and the names of its parts, by the configuration of transformers."""
+    try:
+        transformers: Any = import_module("transformers")
+    except ImportError as error:
+        raise MissingDependencyError(
+            "base= reads a configuration of transformers: run `pip install transformers`"
+        ) from error
+    if not isinstance(base, Path):
+        raise SettingsError(f"base={str(base)!r} is on a store; give a local folder.")
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            str(base), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"base={str(base)!r} has no configuration of transformers: {str(error).splitlines()[0]}"
+        ) from error
+    by_parameter = {row.parameter: row for row in find_family(config).weights(config)}
+    rows: dict[str, tuple[Weight, list[str]]] = {}
+    for name in weights:
+        number = re.search(r"(?<=\.layers\.)\d+", name)
+        layer = "" if number is None else number[0]
+        row = by_parameter.get(
+            name if number is None else re.sub(r"(\.layers\.)\d+", r"\1{layer}", name, count=1)
+        )
+        if row is not None:
+            rows[name] = row, [part.replace("{layer}", layer) for part in row.names]
+    if missing := weights.keys() - rows.keys():
+        raise CheckpointError(
+            f"{some_of(sorted(missing))} of the checkpoint is not in a model with the configuration of "
+            f"{str(base)!r}."
+        )
+    return rows
+
+
+def _unpacked(
+    weights: Mapping[str, LazyTensor],
+    rows: Mapping[str, tuple[Weight, list[str]]],
+    folder: AnyPath,
+    latest: _Latest,
+) -> dict[str, LazyTensor]:
+    """Return the tensors of transformers that Megatron's are made of."""
+    unpacked: dict[str, LazyTensor] = {}
+    for name, lazy in weights.items():
+        row, names = rows[name]
+
+        def unpack(tensor: Tensor, row: Weight = row) -> Sequence[Tensor]:
+            return row.packing.unpack(row.packing.join([tensor]))
+
+        def read(
+            lazy: LazyTensor = lazy, unpack: Callable[[Tensor], Sequence[Tensor]] = unpack
+        ) -> Sequence[Tensor]:
+            return unpack(lazy.full())
+
+        try:
+            parts = unpack(torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"))
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{str(folder)!r} has {name!r} of shape {lazy.shape}, which does not fit the configuration "
+                "in base."
+            ) from error
+        for index, (part, shape) in enumerate(zip(names, parts, strict=True)):
+            unpacked[part] = latest.tensor(id(lazy), index, shape.shape, lazy.dtype, read)
+    return unpacked
+
+
+def _optimizer(
+    folder: AnyPath, weights: Mapping[str, LazyTensor], states: Mapping[str, Mapping[str, LazyTensor]]
+) -> OptimizerContents:
+    """Return the optimizer with Megatron's groups: parameters with weight decay, and those without."""
+    if not isinstance(folder, Path):
+        raise CheckpointError(f"{_COMMON_FILE}, which has its groups, is read from local folders only")
+    common: Any = load_file(folder / _COMMON_FILE).get("optimizer", {})
+    counters = common.get("state", {})
+    common = common.get("optimizer", common)
+    groups = common.get("param_groups", [])
+    by_decay = {bool(group.get("wd_mult", 1)): group for group in groups}
+    others = [{key: group.get(key) for key in (*_GROUP_KEYS, *_SPLIT_KEYS)} for group in groups]
+    if len(by_decay) != len(groups) or any(other != others[0] for other in others):
+        raise CheckpointError("its groups are others than parameters with and without weight decay")
+    step = next((group["step"] for group in groups if "step" in group), counters.get("common_step"))
+    if step is None:
+        raise CheckpointError("it has no count of its steps")
+    for values in states.values():
+        if values.keys() != weights.keys():
+            raise CheckpointError(f"{some_of(sorted(weights.keys() ^ values.keys()))} has no state in it")
+    # Megatron's own rule: biases and vectors do not decay.
+    names: dict[bool, list[str]] = {True: [], False: []}
+    for name, lazy in weights.items():
+        names[not (name.endswith(".bias") or len(lazy.shape) == 1) or False not in by_decay].append(name)
+    count = torch.tensor([float(step)])
+    counter = LazyTensor(shape=(), dtype=count.dtype, read=lambda begin, end: count[begin:end].clone())
+    return OptimizerContents(
+        states={name: {"step": counter, **{key: states[key][name] for key in states}} for name in weights},
+        groups=[
+            {
+                **{key: group[key] for key in _GROUP_KEYS if key in group},
+                "weight_decay": group["weight_decay"] * group.get("wd_mult", 1),
+                "params": names[decays],
+            }
+            for decays, group in by_decay.items()
+        ],
+    )
+
+
+_GROUP_KEYS = (
+    "lr",
+    "betas",
+    "eps",
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+)
+"""What torch's Adam has; Megatron's groups may differ in more, and are then not kept."""
+_SPLIT_KEYS = ("lr_mult", "is_expert_parallel", "is_decoupled_lr")
