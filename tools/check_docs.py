@@ -41,7 +41,15 @@ HTTP_ERROR = 400
 SOUGHT = "gather_for_metrics"
 MIN_CONTRAST = 4.5  # of text, in https://www.w3.org/TR/WCAG22/#contrast-minimum
 MIN_LIGHT, MAX_DARK = 0.8, 0.2  # relative luminance of a page's background
-SHOWN = ("index", "guides/big_models", "reference/api/accel.accelerator", "reference/settings", "search")
+SHOWN = (
+    "index",
+    "guides/big_models",
+    "guides/fsdp",
+    "guides/laptop-to-cluster",
+    "reference/api/accel.accelerator",
+    "reference/settings",
+    "search",
+)
 INSPECT = """() => {
     const channels = (colour) => colour.match(/[\\d.]+/g).slice(0, 3).map(Number);
     const light = (colour) => channels(colour)
@@ -82,7 +90,7 @@ class Quiet(SimpleHTTPRequestHandler):
 def main(argv: list[str] | None = None) -> int:
     """Check the site; return 1 if something is wrong with it."""
     parser = argparse.ArgumentParser(description="Build the documentation, and look at it.")
-    parser.add_argument("--screenshots", type=Path, help="a folder for pictures of five pages")
+    parser.add_argument("--screenshots", type=Path, help="a folder for pictures of some pages")
     arguments = parser.parse_args(argv)
     drawn_before = {path: path.read_bytes() for path in build_docs.PICTURES.iterdir()}
     if status := build_docs.main([]):

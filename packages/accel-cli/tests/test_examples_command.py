@@ -15,6 +15,9 @@ def suite(monkeypatch, tmp_path):
     (module / "_examples/by_feature/__pycache__").mkdir(parents=True)
     (module / "_examples/by_feature/memory.py").write_text("print(1)")
     (module / "_examples/by_feature/__pycache__/memory.pyc").write_text("")
+    (module / "_docs/guides").mkdir(parents=True)
+    (module / "_docs/index.md").write_text("# accel")
+    (module / "_docs/guides/fsdp.md").write_text("# FSDP")
     monkeypatch.setattr(examples, "find_spec", lambda name: SimpleNamespace(origin=module / "__init__.py"))
 
 
@@ -25,6 +28,14 @@ def test_the_examples_are_copied_without_compiled_files(tmp_path, capsys):
     files = [path.relative_to(tmp_path) for path in (tmp_path / "mine").rglob("*") if path.is_file()]
     assert [str(path) for path in files] == ["mine/by_feature/memory.py"]
     assert "Copied 1 scripts" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("suite")
+def test_the_documentation_is_copied_beside_the_examples(tmp_path, capsys):
+    assert main(["examples", str(tmp_path / "mine"), "--docs"]) == 0
+    pages = [path.relative_to(tmp_path) for path in sorted((tmp_path / "mine").rglob("*.md"))]
+    assert [str(path) for path in pages] == ["mine/docs/guides/fsdp.md", "mine/docs/index.md"]
+    assert "mine/docs/index.md" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("suite")

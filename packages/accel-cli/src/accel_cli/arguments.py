@@ -610,6 +610,8 @@ def examples() -> Parser:
     made = Parser("examples", "Copy the example scripts and config templates of accel-suite to a folder.")
     text = "a folder that does not exist or is empty (default: %(default)s)"
     made.add_argument("directory", nargs="?", default="accel-examples", help=text)
+    text = "Also copy the documentation, as Markdown pages, to DIRECTORY/docs."
+    made.add_argument("--docs", action="store_true", help=text)
     return made
 
 

@@ -1,4 +1,4 @@
-"""`accel examples`: copy the example scripts that come with accel-suite to a folder."""
+"""`accel examples`: copy the example scripts, and the documentation, of accel-suite to a folder."""
 
 from __future__ import annotations
 
@@ -12,33 +12,38 @@ from accel_state.errors import MissingDependencyError, SettingsError
 
 
 def run(options: Namespace) -> int:
-    """Copy the examples, and print how to run the first one."""
+    """Copy the examples, with `--docs` also the documentation, and print how to run the first one."""
     target = Path(options.directory).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"{str(target)!r} exists and is not empty: name another folder.")
     try:
-        shutil.copytree(
-            find_examples(), target, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
-        )
+        shutil.copytree(find_folder("examples"), target, ignore=_LEFT_OUT, dirs_exist_ok=True)
+        if options.docs:
+            shutil.copytree(find_folder("docs"), target / "docs", ignore=_LEFT_OUT)
     except OSError as error:
         raise SettingsError(f"the examples cannot be copied to {str(target)!r}: {error}.") from None
     scripts = len([*target.rglob("*.py")])
     show(
         f"Copied {scripts} scripts to {target}; most need scikit-learn, some transformers. To run the first:",
         f"accel launch {target / 'digits.py'}",
+        *([f"The documentation begins at {target / 'docs' / 'index.md'}."] if options.docs else []),
     )
     return 0
 
 
-def find_examples() -> Path:
-    """Return the folder of the examples: in the wheel of accel-suite, or in the repository.
+_LEFT_OUT = shutil.ignore_patterns("__pycache__", "api", "src", "conf.py")
+"""What only building the site needs, and the pages that it writes."""
+
+
+def find_folder(name: str) -> Path:
+    """Return the folder `examples` or `docs`: in the wheel of accel-suite, or in the repository.
 
     Raises:
         MissingDependencyError: accel-suite is not installed.
     """
     suite = find_spec("accel")  # it is above this package, and is not imported
     if suite is None or suite.origin is None:
-        raise MissingDependencyError("the examples come with accel-suite: `pip install accel-suite`.")
+        raise MissingDependencyError(f"the {name} come with accel-suite: `pip install accel-suite`.")
     module = Path(suite.origin).parent
-    folders = (module / "_examples", module.parents[1] / "examples")
+    folders = (module / f"_{name}", module.parents[1] / name)
     return next(folder for folder in folders if folder.is_dir())
