@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
 import sys
 import zipfile
+from inspect import isfunction
 from pathlib import Path
 
 import pytest
+
+import accel
+from accel.state import AcceleratorState, GradientState, PartialState
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -34,6 +39,19 @@ def test_mypy_finds_the_types_that_are_asserted() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_public_member_has_a_case() -> None:
+    named = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for path in FOLDER.glob("assert_*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute | ast.Name)
+    }
+    owners = (accel.Accelerator, PartialState, AcceleratorState, GradientState)
+    public = {name for owner in owners for name in dir(owner) if not name.startswith("_")}
+    functions = {name for name in accel.__all__ if isfunction(getattr(accel, name))}
+    assert public | functions <= named, sorted((public | functions) - named)
 
 
 ALIAS = """from typing import assert_type

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -74,7 +74,7 @@ def pad_across_processes(
     return recursively_apply(lambda leaf: _lengthen(leaf, next(sizes), dim, pad_index, pad_first), tensor)
 
 
-def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int = 0) -> T:
     """Repeat the last row of every tensor until the batch size is a multiple of the number of processes.
 
     Args:

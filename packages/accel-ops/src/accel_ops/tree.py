@@ -268,9 +268,12 @@ def listify(data: Any) -> Any:
     return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
 
 
+T = TypeVar("T")
+
+
 def slice_tensors(
-    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
-) -> Any:
+    data: T, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> T:
     """Take a slice of the first dimension of every tensor; a 0-d tensor stays as it is.
 
     Args:
@@ -337,9 +340,6 @@ def _stable(key: Any, position: int) -> str:
 
 def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
-
-
-T = TypeVar("T")
 
 
 def send_to_device(
@@ -437,7 +437,7 @@ def _call_to(to: Any, device: str | int | torch.device, non_blocking: bool) -> A
 _LOW = frozenset({torch.float16, torch.bfloat16})
 
 
-def convert_to_fp32(tensor: Any) -> Any:
+def convert_to_fp32(tensor: T) -> T:
     """Convert the float16 and bfloat16 tensors in nested data to float32; the rest stays as it is.
 
     Example:
