@@ -400,7 +400,7 @@ class ParallelismConfig:
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Axes of model, context, sequence and pipeline parallelism."""
+        """Axes of tensor, context, sequence and pipeline parallelism."""
         return self._active("tp", "cp", "sp", "pp")
 
     @property
@@ -539,7 +539,8 @@ class ParallelismConfig:
         is_fully_sharded = self._is_fully_sharded or self.dp_replicate_enabled or self.ep_enabled
         is_part = self.pp_enabled or (self.tp_enabled and is_fully_sharded)
         lone = is_part and not self.dp_shard_cp_dim_names
-        sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or (lone and axis == "dp_shard")}
+        in_mesh = {*self.active_mesh_dims, *(["dp_shard"] if lone else [])}
+        sizes = {axis: size for axis, size in self.sizes.items() if axis in in_mesh}
         return (tuple(sizes), tuple(sizes.values())) if sizes else ()
 
     def _set_size(self, parallelism: str, size: int) -> None:
