@@ -20,7 +20,7 @@ from accel_state import lazy as tables
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
 from accel_state.settings.engines import FsdpSettings, ParallelismSettings
-from accel_state.settings.run import TrainingSettings
+from accel_state.settings.run import ReplicaSettings, TrainingSettings
 
 CPU = torch.device("cpu")
 
@@ -168,6 +168,14 @@ def test_a_strategy_cannot_be_selected_against_settings_that_it_does_not_read(na
         choose_with(name, parallelism=ParallelismSettings(tp_size=2))
 
 
+def test_replica_groups_shard_within_a_group_if_asked_to():
+    groups = ReplicaSettings(groups=2)
+    assert choose_with(None, replicas=groups) == "torchft"
+    assert choose_with(None, replicas=groups, fsdp=FsdpSettings(fsdp_version=2)) == "torchft_fsdp2"
+    with pytest.raises(SettingsError, match=r"strategy='ddp' was selected.*'replicas'.*ask for 'torchft'"):
+        choose_with("ddp", replicas=groups)  # it would train every group for itself
+
+
 def test_a_strategy_cannot_be_selected_against_fields_of_its_plugin():
     with pytest.raises(SettingsError, match=r"fsdp_version is 1, and 'fsdp2' needs 2"):
         choose_with("fsdp2", fsdp=FsdpSettings(fsdp_version=1))
@@ -185,4 +193,4 @@ def test_an_entry_point_that_cannot_be_imported_is_named():
 
 
 def test_names_are_listed_without_importing_anything():
-    assert registry.STRATEGIES.names([entry("mine", "no_such_package:SPEC")])[:2] == ["mine", "xla_fsdp"]
+    assert registry.STRATEGIES.names([entry("mine", "no_such_package:SPEC")])[:2] == ["mine", "torchft_fsdp2"]

@@ -38,6 +38,22 @@ BUILT_IN: Mapping[str, StrategySpec] = {
     spec.name: spec
     for spec in (
         StrategySpec(
+            name="torchft_fsdp2",
+            applies=lambda settings, topology, device: (
+                settings.replicas.groups > 1 and _shards_models(settings, topology, device)
+            ),
+            build="accel_plugins.torchft.strategy:build_sharded",
+            sections={"replicas": None, "fsdp": {"fsdp_version": 2}, "parallelism": None},
+            shards_gradients=True,
+            master_weights=True,
+        ),
+        StrategySpec(
+            name="torchft",
+            applies=lambda settings, *_: settings.replicas.groups > 1,
+            build="accel_plugins.torchft.strategy:build",
+            sections={"replicas": None},
+        ),
+        StrategySpec(
             name="xla_fsdp",
             applies=lambda settings, _, device: (
                 settings.fsdp is not None and (bool(settings.fsdp.xla) or device.type == "xla")
@@ -97,11 +113,6 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             build="accel_plugins.parallelism.tensor:build",
             sections={"parallelism": None},
             shards_gradients=True,
-        ),
-        StrategySpec(
-            name="torchft",
-            applies=lambda settings, *_: settings.replicas.groups > 1,
-            build="accel_plugins.torchft.strategy:build",
         ),
         StrategySpec(
             name="ddp",

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel_ops.tree import local_part
+from accel_plugins.torchft.shards import as_shards, load_optimizer, load_tensors, tensors_of
 from accel_plugins.unsharded import load_in_place
 from accel_state.errors import SettingsError
 from accel_state.libraries import require
@@ -45,13 +47,14 @@ class ReplicaGroups:
     Args:
         settings: How many groups there are, and which is this.
         runtime: Of this group.
+        is_sharded: Whether the ranks of a group have shards of the models; else each has all of them.
 
     Raises:
         MissingDependencyError: torchft is not installed.
         SettingsError: There is no lighthouse, or no such group.
     """
 
-    def __init__(self, settings: ReplicaSettings, runtime: Runtime) -> None:
+    def __init__(self, settings: ReplicaSettings, runtime: Runtime, *, is_sharded: bool = False) -> None:
         require("torchft", "strategy='torchft'", install="accel-plugins[torchft]")
         if settings.lighthouse is None:
             raise SettingsError(
@@ -68,6 +71,9 @@ class ReplicaGroups:
         self.optimizers: list[Optimizer] = []
         self.manager: Any = None
         self._runtime = runtime
+        self._is_sharded = is_sharded
+        self._tensors: list[dict[str, Tensor]] = []  # of the models
+        self._has_begun = False
         self._store: Any = None
         self._read: Callable[[], StateDict] = dict
         self._restore: Callable[[StateDict, bool], Mapping[Any, StateDict]] = _keep_nothing
@@ -143,6 +149,8 @@ class ReplicaGroups:
         if self._is_open:
             return
         self._is_open = True
+        for model in self.models[len(self._tensors) :]:
+            self._tensors.append(tensors_of(model))
         if self.manager is None:
             self._begin()
         else:
@@ -160,10 +168,14 @@ class ReplicaGroups:
         if self._runtime.topology.world_size > 1:
             dist.all_reduce(buffer)
             buffer.div_(self._runtime.topology.world_size)
-        self.manager.allreduce(buffer).wait()  # An error is the manager's, which then commits nothing.
+        self.average_shard(buffer)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future
+
+    def average_shard(self, gradients: Tensor) -> None:
+        """Average gradients, in place, over the ranks of the same index in all groups."""
+        self.manager.allreduce(gradients).wait()  # An error is the manager's, which then commits nothing.
 
     def commits(self) -> bool:
         """Whether the optimizers step: all groups of the quorum have the gradients. Heals this group."""
@@ -179,6 +191,7 @@ class ReplicaGroups:
         manager, self.manager = self.manager, None
         self.models.clear()
         self.optimizers.clear()
+        self._tensors.clear()
         if manager is not None:
             manager.shutdown(wait=False)
 
@@ -200,17 +213,31 @@ class ReplicaGroups:
         # From now on a quorum is found during the forward pass. The first one was waited for, so that all
         # groups begin with the same weights, and with a batch that counts.
         manager._use_async_quorum = True
-        if (
-            not manager.current_step()
-        ):  # torchft lets the ranks of a group begin with different groups' weights
-            self.equalize(self.models)
+        self._has_begun = True
+        if not self.settings.restarts and not manager.current_step():
+            self._take_first_weights()
         if self.settings.restarts and manager.is_participating() and not manager.current_step():
-            logger.warning(
+            self._warn(
                 "Replica group %d was started again, has found no checkpoint, and no group is further: it "
                 "begins at step 0. ProjectConfiguration(automatic_checkpoint_naming=True) and save_state() "
                 "leave one.",
                 self.settings.group,
             )
+
+    def _take_first_weights(self) -> None:
+        """Begin with the weights of the first group: torchft would take those of another for each rank."""
+        first = self.manager.participating_rank() == 0
+        for tensors in self._tensors:
+            for tensor in tensors.values():
+                local = local_part(tensor.detach())
+                if not local.numel():
+                    continue
+                raw = local.reshape(-1).view(torch.uint8)  # of any dtype
+                sent = raw.clone() if first else torch.zeros_like(raw)
+                self.manager.allreduce(sent, reduce_op=dist.ReduceOp.SUM).wait()
+                if self.manager.errored():
+                    return  # a group is gone: in the next quorum torchft heals all from the others
+                local.copy_(sent.view(local.dtype).view_as(local))
 
     def _load_checkpoint_once(self) -> None:
         """Load the last checkpoint once, if this group was started again and has loaded none."""
@@ -218,7 +245,7 @@ class ReplicaGroups:
             return
         self._is_resumed = True
         if folder := self._load_last():
-            logger.warning(
+            self._warn(
                 "Replica group %d was started again and has loaded the last checkpoint in %s; a group that "
                 "is further heals it.",
                 self.settings.group,
@@ -264,34 +291,45 @@ class ReplicaGroups:
 
     def _state(self) -> StateDict:
         """Return the state with which another group is healed; called in the thread of the quorum."""
-        return {
-            "models": [model.state_dict() for model in self.models],
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "shared": self._read(),
-        }
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
+        if self._is_sharded:
+            models, optimizers = as_shards(self._tensors), as_shards(optimizers)
+        else:
+            models = [model.state_dict() for model in self.models]
+        return {"models": models, "optimizers": optimizers, "shared": self._read()}
 
     def _load(self, state: StateDict) -> None:
         """Heal this group, in the main thread, right before the optimizers step."""
-        for model, own in zip(self.models, state["models"], strict=True):
-            model.load_state_dict(own)
-        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
-            load_in_place(optimizer, own)
-        positions = self._restore(state["shared"], not self._is_open)
         step = self.manager.current_step()
+        if step or self._has_begun:  # until then the weights of the first group are awaited
+            for model, tensors, own in zip(self.models, self._tensors, state["models"], strict=True):
+                if self._is_sharded:
+                    load_tensors(tensors, own)
+                else:
+                    model.load_state_dict(own)
+        load = load_optimizer if self._is_sharded else load_in_place
+        for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
+            load(optimizer, own)
+        positions = self._restore(state["shared"], not self._is_open)
         if step:
             self._jumps = {id(loader): position for loader, position in positions.items()}
-            logger.warning(
+            self._warn(
                 "Replica group %d is healed in step %d: its own batch of this step is given up, and its "
                 "loaders go on where the others are.",
                 self.settings.group,
                 step + 1,
             )
 
+    def _warn(self, message: str, *arguments: Any) -> None:
+        """Log a warning, once for the ranks of this group."""
+        if self._runtime.topology.rank == 0:
+            logger.warning(message, *arguments)
+
     def _report(self, before: int) -> None:
         """Log steps and batches that are given up, once per change."""
         groups, present = self.settings.groups, self.manager.num_participants()
         if not self._commits:
-            logger.warning(
+            self._warn(
                 "Step %d is given up, with the batches of all groups: %s.",
                 before + 1,
                 self.manager.errored() or f"{present} of {groups} groups are there",
@@ -300,15 +338,15 @@ class ReplicaGroups:
             return
         step, self._participants = self.manager.current_step(), present
         since, self._alone_since = self._alone_since, step if present < groups else 0
-        if self.manager.participating_rank() != 0 or self._runtime.topology.rank != 0:
+        if self.manager.participating_rank() != 0:
             return  # another group reports
         if since:
-            logger.warning(
+            self._warn(
                 "The batches that the missing groups have in steps %d to %d are given up.",
                 since,
                 step - 1,
             )
-        logger.warning("From step %d on %d of %d replica groups train.", step, present, groups)
+        self._warn("From step %d on %d of %d replica groups train.", step, present, groups)
 
 
 def _keep_nothing(_: StateDict, __: bool) -> Mapping[Any, StateDict]:

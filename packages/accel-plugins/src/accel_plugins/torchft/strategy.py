@@ -1,4 +1,4 @@
-"""The strategy `torchft`: DDP in each replica group, and an average over the groups that are alive."""
+"""The strategies of replica groups: DDP or FSDP2 in each, and an average over the groups that are alive."""
 
 from __future__ import annotations
 
@@ -10,12 +10,24 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ops.modules import without_compiler
 from accel_plugins.ddp import DistributedDataParallelKwargs
+from accel_plugins.fsdp import fsdp2
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import check_axes
-from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Bundle, Feature, PrecisionPolicy, Strategy
+from accel_plugins.sharding.wrap import ShardedWrapper
+from accel_plugins.strategy import (
+    PLAIN_FEATURES,
+    BatchSharding,
+    Bundle,
+    Feature,
+    PrecisionPolicy,
+    Stepper,
+    Strategy,
+)
 from accel_plugins.torchft.groups import ReplicaGroups
 from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised, move_to_device
 from accel_state.errors import SettingsError
@@ -23,13 +35,15 @@ from accel_state.frozen import frozen
 from accel_state.labels import DDPCommunicationHookType
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+from accel_state.settings.run import ReplicaSettings
 
 
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a replica group."""
+    """Make the strategy of a replica group whose ranks have full models."""
     topology = runtime.topology
+    _check(settings, runtime)
     check_axes(handlers, topology.world_size)
     options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
     if options.comm_hook is not DDPCommunicationHookType.NO:
@@ -38,21 +52,65 @@ def build(
             "communication hook of its own, which averages over the groups that are alive."
         )
     groups = ReplicaGroups(settings.replicas, runtime)
-    stepper = ReplicaStepper(
-        groups=groups, inner=TorchStepper(precision=precision, no_sync_of=_no_sync), precision=precision
-    )
-    return Strategy(
+    inner = Strategy(
         name="torchft",
         wrapper=ReplicaWrapper(runtime=runtime, groups=groups, options=options),
-        stepper=stepper,
+        stepper=TorchStepper(precision=precision, no_sync_of=_no_sync),
         persister=ReplicatedPersister(),
-        sharding=BatchSharding(
-            num_shards=settings.replicas.groups * topology.world_size,
-            shard_index=settings.replicas.group * topology.world_size + topology.rank,
+        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
+        features=PLAIN_FEATURES,
+    )
+    return _with_groups(inner, groups, settings.replicas, precision)
+
+
+def build_sharded(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a replica group whose ranks have shards, by FSDP2."""
+    _check(settings, runtime)
+    plugin = handlers.get(FullyShardedDataParallelPlugin)
+    if plugin is not None and plugin.version != 2:
+        raise SettingsError("Replica groups shard models by FSDP2: set fsdp_version=2 (--fsdp_version 2).")
+    groups = ReplicaGroups(settings.replicas, runtime, is_sharded=True)
+    inner = fsdp2.build(settings, runtime, precision, handlers)
+    wrapper: Any = inner.wrapper
+    inner = replace(inner, name="torchft_fsdp2", wrapper=ShardedReplicaWrapper(inner=wrapper, groups=groups))
+    return _with_groups(inner, groups, settings.replicas, precision)
+
+
+def _check(settings: Settings, runtime: Runtime) -> None:
+    """Refuse engines that would train within a group as if there were no others."""
+    sizes = settings.parallelism
+    engine = "DeepSpeed" if settings.deepspeed is not None else None
+    engine = "Megatron" if settings.megatron is not None else engine
+    engine = "a pipeline (pp_size)" if sizes is not None and (sizes.pp_size or 1) > 1 else engine
+    engine = "XLA" if runtime.device.type == "xla" else engine
+    if engine is not None:
+        raise SettingsError(f"Replica groups train by DDP or FSDP2 in each group, and not by {engine}.")
+
+
+def _with_groups(
+    inner: Strategy, groups: ReplicaGroups, settings: ReplicaSettings, precision: PrecisionPolicy
+) -> Strategy:
+    """Return the strategy of the ranks of a group as that of all groups."""
+    own, release = inner.sharding, inner.release
+
+    def release_all() -> None:
+        groups.release()
+        if release is not None:
+            release()
+
+    return replace(
+        inner,
+        stepper=ReplicaStepper(groups=groups, inner=inner.stepper, precision=precision),
+        sharding=replace(
+            own,
+            num_shards=settings.groups * own.num_shards,
+            shard_index=settings.group * own.num_shards + own.shard_index,
         ),
-        features=FEATURES,
+        features=inner.features & FEATURES,
         generators=groups,
-        release=groups.release,
+        release=release_all,
         replicas=groups,
     )
 
@@ -102,13 +160,50 @@ class ReplicaWrapper:
         }
         wrapped = DistributedDataParallel(model, **options)
         wrapped.register_comm_hook(self.groups, lambda groups, bucket: groups.average(bucket))
-        wrapped.register_forward_pre_hook(self._open)
+        _open_before(wrapped, self.groups)
         self.groups.models.append(model)
         return wrapped
 
-    def _open(self, model: nn.Module, _: Any) -> None:
+
+@frozen
+class ShardedReplicaWrapper:
+    """Model wrapper that shards models over a group, and averages the shards' gradients over all groups."""
+
+    inner: ShardedWrapper
+    groups: ReplicaGroups
+
+    def check(self, bundle: Bundle) -> None:
+        self.inner.check(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False, **options: Any) -> Bundle:
+        """Shard models; `options` are those of `ShardedWrapper.wrap`."""
+        known = [self.inner.remap.has(without_compiler(model)) for model in bundle.models]
+        bundle = self.inner.wrap(bundle, evaluation=evaluation, **options)
+        if evaluation:
+            return bundle
+        for model, is_known in zip(map(without_compiler, bundle.models), known, strict=True):
+            if is_known or not any(parameter.requires_grad for parameter in model.parameters()):
+                continue
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_all_reduce_hook(self.groups.average_shard)
+            _open_before(model, self.groups)
+            self.groups.models.append(model)
+        self.groups.optimizers += bundle.optimizers
+        return bundle
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        return self.inner.unwrap(model)
+
+
+def _open_before(model: nn.Module, groups: ReplicaGroups) -> None:
+    """Begin a step of the groups in the first forward pass in training, before the model's other hooks."""
+
+    def open_step(model: nn.Module, _: Any) -> None:
         if model.training and torch.is_grad_enabled():
-            self.groups.open()
+            groups.open()
+
+    model.register_forward_pre_hook(open_step, prepend=True)
 
 
 def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -125,7 +220,7 @@ class ReplicaStepper:
         precision: Scales losses.
     """
 
-    def __init__(self, *, groups: ReplicaGroups, inner: TorchStepper, precision: PrecisionPolicy) -> None:
+    def __init__(self, *, groups: ReplicaGroups, inner: Stepper, precision: PrecisionPolicy) -> None:
         self._groups, self._inner, self._precision = groups, inner, precision
         self.backward = inner.backward
         self.no_sync = inner.no_sync
