@@ -608,6 +608,39 @@ class TilingKwargs(KwargsHandler):
 
 
 @dataclass
+class ReplicaSyncKwargs(KwargsHandler):
+    """Replica groups that train apart, and average after some steps: torchft's LocalSGD, or its DiLoCo.
+
+    Args:
+        sync_every: Number of optimizer steps of a group between two syncs.
+        outer_optimizer: Makes, from parameters, the optimizer that steps by the average change of a window:
+            DiLoCo, as with `lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9,
+            nesterov=True)`. Without, parameters are averaged: LocalSGD.
+
+    Raises:
+        SettingsError: `sync_every` is no integer of 1 or more, or `outer_optimizer` cannot be called.
+
+    Example:
+        >>> ReplicaSyncKwargs(sync_every=50).sync_every
+        50
+    """
+
+    sync_every: int = 32
+    outer_optimizer: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        expect(
+            self, "sync_every", "a whole number of 1 or more", lambda value: bool(is_count(value, least=1))
+        )
+        expect(
+            self,
+            "outer_optimizer",
+            "a function of parameters, or None",
+            lambda value: value is None or callable(value),
+        )
+
+
+@dataclass
 class ProfileKwargs(KwargsHandler):
     """Options of `torch.profiler.profile`.
 

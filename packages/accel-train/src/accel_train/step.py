@@ -426,7 +426,10 @@ class LocalSGD:
         if self.enabled:
             parts.strategy.require(Feature.NO_SYNC, "LocalSGD()")
             if parts.strategy.replicas is not None:
-                raise UnsupportedError("LocalSGD() averages over one replica group, and the others differ.")
+                raise UnsupportedError(
+                    "LocalSGD() averages over one replica group, and the others differ: use torchft's, by "
+                    "Accelerator(kwargs_handlers=[ReplicaSyncKwargs(sync_every=...)])."
+                )
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from accel_ops.tree import local_part
 from accel_plugins.torchft.shards import as_shards, load_optimizer, load_tensors, tensors_of
 from accel_plugins.unsharded import load_in_place
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
 from accel_state.settings.run import ReplicaSettings
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from accel_plugins.kwargs import ReplicaSyncKwargs
     from accel_plugins.strategy import StateDict
     from accel_state.runtime import Runtime
 
@@ -48,13 +49,21 @@ class ReplicaGroups:
         settings: How many groups there are, and which is this.
         runtime: Of this group.
         is_sharded: Whether the ranks of a group have shards of the models; else each has all of them.
+        apart: How often groups agree that train apart; in every step if `None`.
 
     Raises:
         MissingDependencyError: torchft is not installed.
         SettingsError: There is no lighthouse, or no such group.
     """
 
-    def __init__(self, settings: ReplicaSettings, runtime: Runtime, *, is_sharded: bool = False) -> None:
+    def __init__(
+        self,
+        settings: ReplicaSettings,
+        runtime: Runtime,
+        *,
+        is_sharded: bool = False,
+        apart: ReplicaSyncKwargs | None = None,
+    ) -> None:
         require("torchft", "strategy='torchft'", install="accel-plugins[torchft]")
         if settings.lighthouse is None:
             raise SettingsError(
@@ -74,6 +83,7 @@ class ReplicaGroups:
         self._is_sharded = is_sharded
         self._tensors: list[dict[str, Tensor]] = []  # of the models
         self._has_begun = False
+        self._apart, self._sync = apart, None
         self._store: Any = None
         self._read: Callable[[], StateDict] = dict
         self._restore: Callable[[StateDict, bool], Mapping[Any, StateDict]] = _keep_nothing
@@ -146,7 +156,7 @@ class ReplicaGroups:
 
     def open(self) -> None:
         """Begin an optimizer step: ask for a quorum, in the background, once per accumulation window."""
-        if self._is_open:
+        if self._is_open or self._sync is not None:
             return
         self._is_open = True
         for model in self.models[len(self._tensors) :]:
@@ -168,10 +178,16 @@ class ReplicaGroups:
         if self._runtime.topology.world_size > 1:
             dist.all_reduce(buffer)
             buffer.div_(self._runtime.topology.world_size)
-        self.average_shard(buffer)
+        if self._apart is None:
+            self.average_shard(buffer)
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(buffer)
         return future
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether groups agree in every step; else gradients are averaged within a group alone."""
+        return self._apart is None
 
     def average_shard(self, gradients: Tensor) -> None:
         """Average gradients, in place, over the ranks of the same index in all groups."""
@@ -179,16 +195,38 @@ class ReplicaGroups:
 
     def commits(self) -> bool:
         """Whether the optimizers step: all groups of the quorum have the gradients. Heals this group."""
-        if self._is_open:
+        if self._is_open and self._apart is None:
             self._is_open = False
             before = self.manager.current_step()
             self._commits = bool(self.manager.should_commit())
+            if self._commits and not before and not self._is_sharded:
+                self.equalize(self.models)  # where torchft has healed each rank from another group
             self._report(before)
         return self._commits
+
+    def after_step(self, before: int) -> None:
+        """Report the sync of groups that train apart, if the optimizer step ended with one.
+
+        Args:
+            before: Number of syncs before the step.
+        """
+        self._is_open = False
+        if self._sync is not None and self._sync._local_step == 0:
+            self._commits = self.manager.current_step() > before
+            self._report(before)
+            self._commits = True  # every group steps
+
+    @property
+    def num_agreed(self) -> int:
+        """Number of steps, or syncs, that the groups have agreed on."""
+        return 0 if self.manager is None else self.manager.current_step()
 
     def release(self) -> None:
         """End the manager, and forget models and optimizers."""
         manager, self.manager = self.manager, None
+        if self._sync is not None:
+            self._sync.__exit__(None, None, None)
+            self._sync = None
         self.models.clear()
         self.optimizers.clear()
         self._tensors.clear()
@@ -200,6 +238,13 @@ class ReplicaGroups:
         self._load_checkpoint_once()
         self.manager = manager = self._make_manager()
         manager.load_state_dict({"step": 0, "batches_committed": 0} | self._saved)
+        if self._apart is not None and self.settings.restarts:
+            self._has_begun = True
+            self._sync = self._make_sync(self._apart)
+            self._sync._local_step = (
+                self._apart.sync_every - 1
+            )  # its first step ends with the others' next sync
+            return
         deadline = monotonic() + START_S
         manager.start_quorum()
         while (
@@ -212,10 +257,13 @@ class ReplicaGroups:
             manager.start_quorum()
         # From now on a quorum is found during the forward pass. The first one was waited for, so that all
         # groups begin with the same weights, and with a batch that counts.
-        manager._use_async_quorum = True
+        manager._use_async_quorum = self._apart is None
         self._has_begun = True
         if not self.settings.restarts and not manager.current_step():
             self._take_first_weights()
+        if self._apart is not None:
+            manager.should_commit()  # in step 0 torchft would replace weights in the first sync, too
+            self._sync = self._make_sync(self._apart)
         if self.settings.restarts and manager.is_participating() and not manager.current_step():
             self._warn(
                 "Replica group %d was started again, has found no checkpoint, and no group is further: it "
@@ -223,6 +271,21 @@ class ReplicaGroups:
                 "leave one.",
                 self.settings.group,
             )
+
+    def _make_sync(self, apart: ReplicaSyncKwargs) -> Any:
+        """Return torchft's LocalSGD or DiLoCo, which hooks the steps of the optimizer."""
+        if len(self.models) != 1 or len(self.optimizers) != 1:
+            raise UnsupportedError(
+                f"ReplicaSyncKwargs: groups that train apart have one model and one optimizer, and prepare() "
+                f"got {len(self.models)} and {len(self.optimizers)}."
+            )
+        (model,), (optimizer,), local_sgd = self.models, self.optimizers, import_module("torchft.local_sgd")
+        if apart.outer_optimizer is None:
+            sync = local_sgd.LocalSGD(self.manager, model, optimizer, apart.sync_every)
+        else:
+            outer = apart.outer_optimizer(model.parameters())
+            sync = local_sgd.DiLoCo(self.manager, [model], optimizer, outer, apart.sync_every)
+        return sync.__enter__()
 
     def _take_first_weights(self) -> None:
         """Begin with the weights of the first group: torchft would take those of another for each rank."""
@@ -276,7 +339,7 @@ class ReplicaGroups:
             hostname=host,
             timeout=timeout,
             quorum_timeout=timedelta(seconds=_QUORUM_S),
-            use_async_quorum=bool(self.settings.restarts),
+            use_async_quorum=bool(self.settings.restarts) and self._apart is None,
         )
 
     def _own_address(self) -> str:
@@ -310,13 +373,15 @@ class ReplicaGroups:
         load = load_optimizer if self._is_sharded else load_in_place
         for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
             load(optimizer, own)
-        positions = self._restore(state["shared"], not self._is_open)
+        # A group that trains apart is asked for its state when it has counted the step.
+        positions = self._restore(state["shared"], self._apart is None and not self._is_open)
         if step:
             self._jumps = {id(loader): position for loader, position in positions.items()}
             self._warn(
-                "Replica group %d is healed in step %d: its own batch of this step is given up, and its "
+                "Replica group %d is healed in %s %d: its own batch of this step is given up, and its "
                 "loaders go on where the others are.",
                 self.settings.group,
+                self._unit,
                 step + 1,
             )
 
@@ -330,8 +395,10 @@ class ReplicaGroups:
         groups, present = self.settings.groups, self.manager.num_participants()
         if not self._commits:
             self._warn(
-                "Step %d is given up, with the batches of all groups: %s.",
+                "%s %d is given up%s: %s.",
+                self._unit.capitalize(),
                 before + 1,
+                ", with the batches of all groups" if self._apart is None else "",
                 self.manager.errored() or f"{present} of {groups} groups are there",
             )
         if present == self._participants:
@@ -342,11 +409,17 @@ class ReplicaGroups:
             return  # another group reports
         if since:
             self._warn(
-                "The batches that the missing groups have in steps %d to %d are given up.",
+                "The batches that the missing groups have in %ss %d to %d are given up.",
+                self._unit,
                 since,
                 step - 1,
             )
-        self._warn("From step %d on %d of %d replica groups train.", step, present, groups)
+        self._warn("From %s %d on %d of %d replica groups train.", self._unit, step, present, groups)
+
+    @property
+    def _unit(self) -> str:
+        """In what the manager counts, for messages."""
+        return "step" if self._apart is None else "sync"
 
 
 def _keep_nothing(_: StateDict, __: bool) -> Mapping[Any, StateDict]:

@@ -17,6 +17,7 @@ from accel_ops.modules import without_compiler
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_plugins.fsdp import fsdp2
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.kwargs import ReplicaSyncKwargs
 from accel_plugins.parallelism.config import check_axes
 from accel_plugins.sharding.wrap import ShardedWrapper
 from accel_plugins.strategy import (
@@ -30,7 +31,7 @@ from accel_plugins.strategy import (
 )
 from accel_plugins.torchft.groups import ReplicaGroups
 from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised, move_to_device
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.labels import DDPCommunicationHookType
 from accel_state.runtime import Runtime
@@ -51,7 +52,7 @@ def build(
             f"DistributedDataParallelKwargs(comm_hook={options.comm_hook.value!r}): strategy='torchft' has a "
             "communication hook of its own, which averages over the groups that are alive."
         )
-    groups = ReplicaGroups(settings.replicas, runtime)
+    groups = ReplicaGroups(settings.replicas, runtime, apart=handlers.get(ReplicaSyncKwargs))
     inner = Strategy(
         name="torchft",
         wrapper=ReplicaWrapper(runtime=runtime, groups=groups, options=options),
@@ -71,7 +72,13 @@ def build_sharded(
     plugin = handlers.get(FullyShardedDataParallelPlugin)
     if plugin is not None and plugin.version != 2:
         raise SettingsError("Replica groups shard models by FSDP2: set fsdp_version=2 (--fsdp_version 2).")
-    groups = ReplicaGroups(settings.replicas, runtime, is_sharded=True)
+    apart = handlers.get(ReplicaSyncKwargs)
+    if apart is not None and apart.outer_optimizer is not None:
+        raise UnsupportedError(
+            "ReplicaSyncKwargs(outer_optimizer=...): torchft's DiLoCo cannot send the state of sharded "
+            "parameters to a group that heals. Train without it, or by DDP in each group."
+        )
+    groups = ReplicaGroups(settings.replicas, runtime, is_sharded=True, apart=apart)
     inner = fsdp2.build(settings, runtime, precision, handlers)
     wrapper: Any = inner.wrapper
     inner = replace(inner, name="torchft_fsdp2", wrapper=ShardedReplicaWrapper(inner=wrapper, groups=groups))
@@ -185,7 +192,7 @@ class ShardedReplicaWrapper:
             if is_known or not any(parameter.requires_grad for parameter in model.parameters()):
                 continue
             for module in model.modules():
-                if isinstance(module, FSDPModule):
+                if isinstance(module, FSDPModule) and self.groups.averages_gradients:
                     module.set_all_reduce_hook(self.groups.average_shard)
             _open_before(model, self.groups)
             self.groups.models.append(model)
@@ -233,7 +240,11 @@ class ReplicaStepper:
     ) -> bool | torch.Tensor:
         """Step if the groups have agreed to; otherwise the step was skipped."""
         if self._groups.commits():
-            return self._inner.step(optimizer, closure)
+            before = self._groups.num_agreed
+            stepped = self._inner.step(optimizer, closure)
+            if stepped is not False:
+                self._groups.after_step(before)
+            return stepped
         if (scaler := self._precision.scaler) is not None:
             scaler.update(scaler.get_scale())  # forgets that gradients may be unscaled already
         return False

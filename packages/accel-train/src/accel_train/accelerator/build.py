@@ -19,6 +19,7 @@ from accel_plugins.kwargs import (
     KwargsHandler,
     ProfileKwargs,
     ProjectConfiguration,
+    ReplicaSyncKwargs,
     TilingKwargs,
     TorchDynamoPlugin,
 )
@@ -359,6 +360,7 @@ HANDLERS: tuple[type[Any], ...] = (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    ReplicaSyncKwargs,
     TilingKwargs,
 )
 """What `Accelerator(kwargs_handlers=[…])` takes, one of each."""
