@@ -28,7 +28,6 @@ PYTHON = ROOT / "build" / "clients" / "bin" / "python"
 ROUNDS = 3
 
 START = """
-import time; begin = time.perf_counter()
 import accelerate
 print('{"import accelerate": %f}' % (time.perf_counter() - begin))
 """
@@ -36,7 +35,6 @@ print('{"import accelerate": %f}' % (time.perf_counter() - begin))
 WORK = """
 import gc, json, tempfile, time, warnings
 warnings.simplefilter("ignore")
-begin = time.perf_counter()
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from accelerate import Accelerator
@@ -178,12 +176,13 @@ def print_evaluations(python: Path) -> None:
 
 
 def run(python: Path, script: str, *, on_accel: bool, ranks: int = 1) -> dict[str, Any]:
-    """Run a script; return what it prints on its last line."""
-    start = "import accel_compat; accel_compat.install()\n" if on_accel else ""
+    """Run a script, whose time begins before the alias is installed; return what it prints on its last line."""
+    begin = "import time; begin = time.perf_counter()\n"
+    install = "import accel_compat; accel_compat.install()\n" if on_accel else ""
     several = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "script.py"
-        path.write_text(start + script)
+        path.write_text(begin + install + script)
         line = [python, *(several if ranks > 1 else []), path]
         done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])

@@ -9,6 +9,7 @@ from markdown_it import MarkdownIt
 
 from accel_cli.commands import env
 from accel_cli.main import main
+from accel_cli.programs import env_command, env_command_parser
 
 
 def test_the_report_is_text_or_json_of_the_same_facts(capsys):
@@ -20,6 +21,16 @@ def test_the_report_is_text_or_json_of_the_same_facts(capsys):
     assert facts["experimental"] == ["training by Megatron has not run on several GPUs yet"] * has_megatron
     assert main(["env"]) == 0
     assert capsys.readouterr().out == env.as_text(facts)
+
+
+def test_programs_get_facts_by_the_names_of_accelerate(capsys):
+    facts = env_command(env_command_parser().parse_args(["--json"]))
+    assert json.loads(capsys.readouterr().out)["python"] == facts["Python version"] == sys.version.split()[0]
+    assert facts["PyTorch version"] == torch.__version__
+    assert [*facts] == [
+        *("`Accelerate` version", "Platform", "`accelerate` bash location", "Python version"),
+        *("Numpy version", "PyTorch version", "PyTorch accelerator", "System RAM", "`Accelerate` configs"),
+    ]
 
 
 def test_the_report_is_markdown_that_shows_every_value_unchanged():

@@ -203,7 +203,9 @@ def test_an_incomplete_tracker_says_what_it_lacks():
     class Half(GeneralTracker):
         name = "half"
 
-    with pytest.raises(UnsupportedError, match=r"Half .* lacks 'requires_logging_directory', 'tracker'"):
+    with pytest.raises(
+        UnsupportedError, match=r"Half is missing .*: 'requires_logging_directory', 'tracker'"
+    ):
         Half()
     with pytest.raises(NotImplementedError):
         filter_trackers(Half(_blank=True))

@@ -360,7 +360,9 @@ def test_registered_objects_come_back(tmp_path):
     counter.value = 0
     run.accelerator.load_state()
     assert counter.value == 5
-    with pytest.raises(ValueError, match=r"got:\n\t- Item at index 0, `int`\n\t- Item at index 2, `str`$"):
+    with pytest.raises(
+        ValueError, match=r"invalid:\n\t- Item at index 0, `int`\n\t- Item at index 2, `str`$"
+    ):
         run.accelerator.register_for_checkpointing(3, Counter(), "x")
 
 

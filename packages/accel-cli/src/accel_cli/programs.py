@@ -25,6 +25,7 @@ from typing import Any, Self
 
 from accel_cli.arguments import FLAGS, HELP, USAGE, LaunchArguments
 from accel_cli.commands.config import target_of, to_fsdp2, update_config_file
+from accel_cli.commands.env import facts_by_reference_names
 from accel_cli.config_file import read as read_file
 from accel_cli.config_file import read_config, write
 from accel_cli.launch import launchers, sagemaker
@@ -231,8 +232,10 @@ _DEFAULTS = {
 
 
 def _make_functions(
-    name: str, check: Callable[[Namespace], None] | None = None
-) -> tuple[Callable[..., ArgumentParser], Callable[[Namespace], None]]:
+    name: str,
+    check: Callable[[Namespace], None] | None = None,
+    result: Callable[[Namespace], Any] = lambda _: None,
+) -> tuple[Callable[..., ArgumentParser], Callable[[Namespace], Any]]:
     command = COMMANDS[name]
 
     def make_parser(subparsers: Any = None) -> ArgumentParser:
@@ -244,7 +247,7 @@ def _make_functions(
         parser.set_defaults(func=run)
         return parser
 
-    def run(args: Namespace) -> None:
+    def run(args: Namespace) -> Any:
         """Run the subcommand; see the module."""
         if check is not None:
             check(args)
@@ -252,6 +255,7 @@ def _make_functions(
         defaults = {action.dest: action.default for action in actions if action.dest != "help"}
         if code := command.call(Namespace(**{**defaults, **vars(args)})):
             raise SystemExit(code)
+        return result(args)
 
     return make_parser, run
 
@@ -259,7 +263,7 @@ def _make_functions(
 get_config_parser, config_command = _make_functions("config")
 
 
-env_command_parser, env_command = _make_functions("env")
+env_command_parser, env_command = _make_functions("env", result=facts_by_reference_names)
 
 
 estimate_command_parser, estimate_command = _make_functions("estimate-memory")

@@ -287,8 +287,8 @@ def check_attributes(tracker: type[GeneralTracker] | GeneralTracker) -> None:
     if absent:
         owner = tracker if isinstance(tracker, type) else type(tracker)
         raise UnsupportedError(
-            f"{owner.__name__} is no complete tracker: it lacks {', '.join(map(repr, absent))}; define that "
-            "as a class attribute or property."
+            f"The tracker {owner.__name__} is missing the following required attributes: "
+            f"{', '.join(map(repr, absent))}. Define them as class attributes or properties."
         )
 
 

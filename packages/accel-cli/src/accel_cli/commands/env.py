@@ -94,6 +94,28 @@ def report(
     }
 
 
+def facts_by_reference_names(options: Namespace) -> dict[str, Any]:
+    """Return facts of this machine under the names that Accelerate's `env_command` gives them."""
+    libraries, memory, torch = _versions(("numpy",)), _memory(), cast("Any", import_module("torch"))
+    environ = read()
+    config_file: str | None = getattr(options, "config_file", None)
+    config = config_file or default_config_file(environ)
+    accelerator = torch.accelerator.current_accelerator()
+    return {
+        "`Accelerate` version": version("accel-cli"),
+        "Platform": platform.platform(),
+        "`accelerate` bash location": shutil.which("accelerate") or "Not found",
+        "Python version": platform.python_version(),
+        "Numpy version": libraries.get("numpy", "Not found"),
+        "PyTorch version": torch.__version__,
+        "PyTorch accelerator": "N/A" if accelerator is None else str(accelerator).upper(),
+        "System RAM": "Not found" if memory is None else f"{memory} GB",
+        "`Accelerate` configs": "Not found"
+        if config is None
+        else _value_or_problem(lambda: _settings(environ, config_file)),
+    }
+
+
 def as_text(facts: Mapping[str, Any], indent: str = "") -> str:
     r"""Write facts as a nested Markdown list; values that Markdown would change are code.
 

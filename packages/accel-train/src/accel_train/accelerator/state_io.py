@@ -200,8 +200,8 @@ class StateIoFacet(Facet):
         ]
         if unfit:
             raise ValueError(
-                "register_for_checkpointing takes objects with state_dict and load_state_dict, and got:"
-                + "".join(unfit)
+                "All `objects` must include a `state_dict` and `load_state_dict` function to be stored. The "
+                "following inputs are invalid:" + "".join(unfit)
             )
         self._parts.checkpoints.custom.extend(objects)
 
