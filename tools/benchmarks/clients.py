@@ -176,7 +176,7 @@ def print_evaluations(python: Path) -> None:
 
 
 def run(python: Path, script: str, *, on_accel: bool, ranks: int = 1) -> dict[str, Any]:
-    """Run a script, whose time begins before the alias is installed; return what it prints on its last line."""
+    """Run a script, which counts time from before the alias; return what it prints on its last line."""
     begin = "import time; begin = time.perf_counter()\n"
     install = "import accel_compat; accel_compat.install()\n" if on_accel else ""
     several = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
