@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.main import COMMANDS
+from accel_cli.main import COMMANDS, main
 from glossary import load_glossary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,3 +167,16 @@ def test_phrases_that_make_a_page_hard_to_read_are_found_outside_of_code() -> No
     assert [found.found for found in load_glossary().find_in_page(text)] == [
         *("says", "goes on", ", too", "## What", "is code; this says more;"),
     ]
+
+
+def test_the_copied_pages_lead_to_the_copied_scripts(tmp_path: Path) -> None:
+    assert main(["examples", str(tmp_path / "copy"), "--docs"]) == 0
+    docs = tmp_path / "copy" / "docs"
+    targets = [
+        (page, target)
+        for page in docs.rglob("*.md")
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())
+        if "://" not in target and "/src/" not in target  # scripts that draw pictures are not copied
+    ]
+    assert len(targets) > 300
+    assert not [(page, target) for page, target in targets if not (page.parent / target).exists()]
