@@ -320,8 +320,12 @@ def test_an_adapter_needs_its_base(tmp_path):
     save_file(
         names | {"base_model.model.down.lora_A.weight": first.clone()}, adapter / "adapter_model.safetensors"
     )
-    with pytest.raises(CheckpointError, match="not of a matrix of the base: down;"):
+    with pytest.raises(CheckpointError, match="fit no weight of the base: down;"):
         convert_checkpoint(adapter, tmp_path / "new", to="safetensors", base=base)
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
-    with pytest.raises(CheckpointError, match="no adapter of LoRA without DoRA"):
+    save_file(names, adapter / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="fit no weight of the base: up;"):
+        convert_checkpoint(adapter, tmp_path / "new", to="safetensors", base=base)
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "LOHA"}))
+    with pytest.raises(CheckpointError, match="no adapter of LoRA; merge it with peft"):
         convert_checkpoint(adapter, tmp_path / "new", to="safetensors", base=base)

@@ -18,7 +18,8 @@ from accel_train.convert.contents import CheckpointContents
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_LORA = re.compile(r"(.*)\.lora_(embedding_)?([AB])(?:\.weight)?")
+_MAGNITUDE = "magnitude_vector"
+_LORA = re.compile(r"(.*)\.lora_(embedding_)?(A|B|magnitude_vector)(?:\.weight)?")
 
 
 def is_adapter(folder: AnyPath) -> bool:
@@ -34,7 +35,7 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
         base: The checkpoint whose first model the adapter was trained for.
 
     Raises:
-        CheckpointError: The adapter is not of LoRA on matrices, or not of that base.
+        CheckpointError: The adapter is not of LoRA, or not of that base.
     """
     config = _read_config(folder)
     pairs: dict[str, dict[str, LazyTensor]] = {}
@@ -56,13 +57,17 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
     for module, pair in pairs.items():
         weight = merged.get(f"{module}.weight")
         transposed = bool(config.get("fan_in_fan_out")) or module in embeddings
-        if weight is None or pair.keys() != {"A", "B"} or not _fits(weight, pair, transposed=transposed):
+        is_whole = pair.keys() == {"A", "B", *([_MAGNITUDE] if config.get("use_dora") else [])}
+        if weight is None or not is_whole or not _fits(weight, pair, transposed=transposed):
             strange.append(module)
             continue
-        merged[f"{module}.weight"] = _sum(weight, pair, _scale(module, pair, config), transposed=transposed)
+        total = _sum(weight, pair, _scale(module, pair, config), transposed=transposed)
+        merged[f"{module}.weight"] = total
+        if _MAGNITUDE in pair:
+            merged[f"{module}.weight"] = _with_magnitude(total, pair[_MAGNITUDE], transposed=transposed)
     if strange:
         raise CheckpointError(
-            f"{str(folder)!r} has parts that are not of a matrix of the base: {some_of(sorted(strange))}; "
+            f"{str(folder)!r} has parts that fit no weight of the base: {some_of(sorted(strange))}; "
             "merge it with peft, or pass the base that it was trained for."
         )
     return CheckpointContents(
@@ -75,17 +80,19 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
 
 def _read_config(folder: AnyPath) -> Mapping[str, Any]:
     config = read_json(folder / _CONFIG)
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA" or config.get("use_dora"):
-        raise CheckpointError(f"{str(folder)!r} is no adapter of LoRA without DoRA; merge it with peft.")
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise CheckpointError(f"{str(folder)!r} is no adapter of LoRA; merge it with peft.")
     return config
 
 
 def _fits(weight: LazyTensor, pair: Mapping[str, LazyTensor], *, transposed: bool) -> bool:
-    """Return whether the product of the pair has the shape of the weight."""
-    first, second = pair["A"].shape, pair["B"].shape
-    if not len(first) == len(second) == 2 or first[0] != second[1]:
+    """Return whether the product of the pair has the shape of the weight: a matrix, or a convolution's."""
+    (rank, *inner), (rows, width, *kernel) = pair["A"].shape, pair["B"].shape
+    if width != rank or any(size != 1 for size in kernel):
         return False
-    return weight.shape == ((first[1], second[0]) if transposed else (second[0], first[1]))
+    if _MAGNITUDE in pair and (kernel or pair[_MAGNITUDE].shape != (rows,)):
+        return False
+    return weight.shape == ((*inner, rows) if transposed else (rows, *inner))
 
 
 def _scale(module: str, pair: Mapping[str, LazyTensor], config: Mapping[str, Any]) -> float:
@@ -102,7 +109,22 @@ def _sum(weight: LazyTensor, pair: Mapping[str, LazyTensor], scale: float, *, tr
         rows, first, second = read(begin, end), pair["A"].full(), pair["B"].full()
         dtype = second.dtype
         wide = torch.float32 if dtype.itemsize < 4 else dtype
+        first, second = first.flatten(1).to(wide), second.flatten(1).to(wide)
         left, right = (first.T[begin:end], second.T) if transposed else (second[begin:end], first)
-        return rows.add_(((left.to(wide) @ right.to(wide)) * scale).to(dtype))
+        return rows.add_(((left @ right) * scale).to(dtype).view(rows.shape))
 
     return LazyTensor(shape=weight.shape, dtype=weight.dtype, read=merged)
+
+
+def _with_magnitude(total: LazyTensor, magnitude: LazyTensor, *, transposed: bool) -> LazyTensor:
+    """Return a merged matrix of DoRA: each output of the matrix has the length that was trained."""
+
+    def scaled(begin: int, end: int) -> Tensor:
+        lengths = magnitude.full()
+        if not transposed:
+            rows = total.read(begin, end)
+            return rows.mul_((lengths[begin:end] / rows.norm(dim=1).to(lengths.dtype))[:, None])
+        full = total.full()
+        return full[begin:end] * (lengths / full.norm(dim=0).to(lengths.dtype))
+
+    return LazyTensor(shape=total.shape, dtype=total.dtype, read=scaled)
