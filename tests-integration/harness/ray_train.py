@@ -1,6 +1,7 @@
 """A run of Ray Train with accel inside, as a program: a rank kills itself right after it has reported.
 
-The argument is a folder. Prints what every rank did, and the result.
+The argument is a folder. Prints what every rank did, and the result. With a second argument, `elastic`, the
+run begins with two workers on two nodes, and one node is removed after the report: `num_workers=(1, 2)`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,9 @@ def loop(config: dict[str, Any]) -> None:
             step.done += 1
         lines.append(f"epoch {epoch} rows {sorted(int(row) for row in rows)}")
         report(accelerator, {"step": step.done}, accelerator.save_state(str(folder / f"step-{step.done}")))
+        if config["is_elastic"] and not resumed:
+            (folder / "reported").touch()
+            time.sleep(600)  # until the node of a rank is removed
         if accelerator.process_index == 1 and not resumed:
             os.kill(os.getpid(), signal.SIGKILL)
     (folder / f"rank-{accelerator.process_index}.txt").write_text("\n".join(lines))
@@ -56,12 +62,31 @@ if __name__ == "__main__":
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    ray.init(num_cpus=4, include_dashboard=False)
+    is_elastic = sys.argv[2:] == ["elastic"]
+    if is_elastic:
+        from ray.cluster_utils import Cluster
+
+        # The workers have the CPUs of the nodes, and the head everything else.
+        head = {"num_cpus": 2, "include_dashboard": False}
+        cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
+        nodes = [cluster.add_node(num_cpus=1, resources={"worker": 1}) for _ in range(2)]
+
+        def remove_node() -> None:
+            while not (Path(sys.argv[1]) / "reported").exists():
+                time.sleep(0.1)
+            cluster.remove_node(nodes[1], allow_graceful=False)
+
+        threading.Thread(target=remove_node, daemon=True).start()
+    else:
+        ray.init(num_cpus=4, include_dashboard=False)
     rows = np.arange(64, dtype=np.float32).reshape(16, 4)
     result = TorchTrainer(
         loop,
-        train_loop_config={"folder": sys.argv[1]},
-        scaling_config=ScalingConfig(num_workers=2),
+        train_loop_config={"folder": sys.argv[1], "is_elastic": is_elastic},
+        scaling_config=ScalingConfig(
+            num_workers=(1, 2) if is_elastic else 2,
+            resources_per_worker={"CPU": 1, "worker": 1} if is_elastic else None,
+        ),
         torch_config=TorchConfig(backend="gloo"),
         datasets={"train": ray.data.from_numpy([rows[:8], rows[8:]]).map_batches(lambda b: {"x": b["data"]})},
         run_config=RunConfig(
@@ -70,3 +95,7 @@ if __name__ == "__main__":
     ).fit()
     assert result.checkpoint is not None
     print("result", result.metrics, [path.name for path in Path(result.checkpoint.path).iterdir()])
+    sys.stdout.flush()
+    if is_elastic:
+        ray.shutdown()
+        cluster.shutdown()

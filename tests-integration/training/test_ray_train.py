@@ -41,6 +41,24 @@ def test_a_worker_that_dies_right_after_its_report_resumes_from_it(tmp_path):
 
 
 @pytest.mark.thorough
+def test_an_elastic_run_goes_on_with_fewer_workers_when_a_node_is_gone(tmp_path):
+    program = Path(__file__).parents[1] / "harness" / "ray_train.py"
+    done = subprocess.run(
+        [sys.executable, program, tmp_path, "elastic"],
+        env={**os.environ, **ENVIRON, **IN_THIS_FOLDER},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Two workers had two batches each. The other node is gone: one worker has all four of the second epoch.
+    first, second = (tmp_path / "rank-0.txt").read_text().splitlines()
+    assert first == "rank 0/1 True from 2"
+    assert [*map(int, re.findall(r"\d+", second.partition("rows")[2]))] == list(range(0, 64, 4))
+    assert "'step': 6" in re.search(r"result (.*)", done.stdout)[1]
+
+
+@pytest.mark.thorough
 def test_outside_of_ray_train_a_sentence_says_so(monkeypatch):
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported.
     with pytest.raises(SettingsError, match="for the train_loop_per_worker of a TorchTrainer"):
