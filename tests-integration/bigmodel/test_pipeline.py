@@ -106,9 +106,9 @@ def test_what_cannot_be_cut_is_said() -> None:
     PartialState(cpu=True)
     with pytest.raises(SettingsError, match=r"no module of Net"):
         prepare_pippy(Net(), split_points=["blocks.9"], example_args=(tokens(2),))
-    with pytest.raises(SettingsError, match=r"makes 3 stages, and there are 2 processes"):
+    with pytest.raises(SettingsError, match=r"makes 3 stages, but there are 2 processes"):
         prepare_pippy(Net(), split_points=["blocks.1", "blocks.2"], example_args=(tokens(2),))
-    with pytest.raises(SettingsError, match=r"give example_args or example_kwargs"):
+    with pytest.raises(SettingsError, match=r"pass example_args or example_kwargs"):
         prepare_pippy(Net())
 
 

@@ -136,5 +136,5 @@ def test_a_strategy_without_shards_is_refused(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1, 1))
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-    with pytest.raises(SettingsError, match=r"'ddp' shards nothing; use save_state"):
+    with pytest.raises(SettingsError, match=r"'ddp' does not shard anything. Use save_state"):
         save_fsdp_model(plugin, accelerator, model, tmp_path)

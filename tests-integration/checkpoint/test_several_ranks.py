@@ -183,7 +183,7 @@ def test_the_main_process_alone_may_save_what_is_not_sharded(tmp_path: Path, blo
                 saved.wait()
             waited.append(time.monotonic() - began)
             text = warning.call_args.args[0] % warning.call_args.args[1:]
-            assert re.search(r"save_state\(\) is called on rank 0 alone.*rank 1 waits elsewhere", text)
+            assert re.search(r"save_state\(\) was called only on rank 0.*rank 1 waits elsewhere", text)
         if number == 5:
             break
     assert seen == losses[0]

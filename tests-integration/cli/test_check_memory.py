@@ -736,8 +736,10 @@ def test_the_parts_of_a_model_under_megatron_hold_what_arithmetic_says(checks):
     refused = checks["Megatron with too many stages"]["problems"]
     assert any("make groups of 16 ranks, into which 8 cannot be divided" in reason for reason in refused)
     (refused,) = checks["Megatron with a T5 in stages"]["problems"]
-    assert "T5ForConditionalGeneration cannot be divided so: megatron-core does not divide" in refused
-    assert "into pp_degree=2 stages: leave it out, and use tp_degree" in refused
+    assert (
+        "T5ForConditionalGeneration cannot be divided in this way: megatron-core does not divide" in refused
+    )
+    assert "into pp_degree=2 stages: remove it, and use tp_degree" in refused
 
 
 @pytest.mark.thorough

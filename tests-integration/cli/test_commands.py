@@ -212,8 +212,8 @@ def test_ranks_that_never_end_or_end_at_once_are_reported(tmp_path):
     done = accel("check", "--world", "2", "--timeout", "6", "--quiet", "ends.py")
     assert done.returncode == 1
     late, gone = done.stdout.splitlines()
-    assert late.startswith("problem: rank 0: it has not ended after 6 s (--timeout); values are made up")
-    assert gone == "problem: rank 1: it ended with exit code 3: bye"
+    assert late.startswith("problem: rank 0: it did not end within 6 s (--timeout). Values are made up")
+    assert gone == "problem: rank 1: it exited with code 3: bye"
 
 
 @pytest.mark.parametrize("name", ["launch", "config", "estimate", "env", "test", "merge", "to_fsdp2", "tpu"])

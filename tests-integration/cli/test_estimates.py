@@ -226,7 +226,7 @@ def test_the_command_leaves_out_what_has_an_optimizer_of_its_own(described, caps
     assert "FSDP2" in shown
     assert "ZeRO" not in shown
     assert main([*line, "--megatron_lm_tp_degree", "2"]) != 0
-    assert "'muon': Megatron has an Adam of its own" in capsys.readouterr().err
+    assert "'muon': Megatron uses its own Adam" in capsys.readouterr().err
 
 
 def test_sizes_that_do_not_make_the_devices_are_refused(described, capsys):
@@ -265,7 +265,7 @@ def test_fp8_takes_the_memory_of_bf16(described, capsys):
             outputs[precision, words[0]] = capsys.readouterr().out
     assert outputs["fp8", "--json"] == outputs["bf16", "--json"]
     shown, plain = outputs["fp8", "--batch_size"], outputs["bf16", "--batch_size"]
-    note = "FP8 multiplies matrices in 8 bits and stores what bf16 stores.\n"
+    note = "FP8 multiplies matrices in 8 bits and stores the same tensors as bf16.\n"
     assert shown == plain.replace("precision bf16", "precision fp8") + note
 
 

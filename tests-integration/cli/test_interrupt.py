@@ -140,7 +140,7 @@ def test_each_of_several_processes_tells_where_it_stood(terminal, tmp_path):
 
 def test_a_second_interrupt_ends_processes_that_do_not_hear_the_first(terminal, tmp_path):
     child = terminal(STUCK, *LAUNCH, "--num_processes", "2", "--main_process_port", "0", processes=2)
-    child.expect("Ctrl-C ends them at once")
+    child.expect("Press Ctrl-C to end them immediately")
     time.sleep(1)
     child.sendintr()
     shown, code = rest(child)

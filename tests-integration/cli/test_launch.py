@@ -103,7 +103,7 @@ def test_the_exit_code_is_the_scripts(here, body, code):
 def test_a_script_that_is_not_there_is_a_sentence(here):
     result = accel("nowhere.py")
     assert result.returncode == 2
-    assert result.stderr == "accel launch: error: there is no script 'nowhere.py' to run.\n"
+    assert result.stderr == "accel launch: error: the script 'nowhere.py' does not exist.\n"
 
 
 def test_two_processes_on_the_cpu_know_their_ranks_and_settings(here, monkeypatch):

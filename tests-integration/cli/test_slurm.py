@@ -121,7 +121,7 @@ def started(folder, slurm, *line):
     ) as launch:
         try:
             submitted = launch.stderr.readline()
-            assert "is submitted" in submitted, submitted + launch.stderr.read()
+            assert "was submitted" in submitted, submitted + launch.stderr.read()
             yield launch, re.search(r"job (\d+)", submitted)[1]
         finally:
             launch.terminate()  # which cancels the job
@@ -138,7 +138,7 @@ def test_a_job_of_two_nodes_that_is_preempted_is_queued_again_and_resumes(slurm,
         assert launch.wait() == 0, launch.stderr.read()
     done = output.count("0: at work")
     assert f"0: steps {30 - done} 2 2 {WORDS}\n" in output
-    assert "the job ended with 143, and is queued again" in output
+    assert "the job ended with 143 and is queued again" in output
 
 
 def test_a_job_that_fails_has_the_exit_code_of_its_script(slurm, tmp_path):

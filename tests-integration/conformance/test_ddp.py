@@ -220,7 +220,7 @@ def test_parameters_that_a_pass_did_not_use_are_found():
 
 @distributed(world_size=2)
 def test_join_wants_a_model_that_takes_part():
-    with pytest.raises(SettingsError, match=r"\['Linear'\].*none of these takes part"):
+    with pytest.raises(SettingsError, match=r"\['Linear'\].*none of these can join"):
         make_strategy().stepper.join([make_matrix()])
 
 

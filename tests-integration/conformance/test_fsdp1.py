@@ -133,7 +133,7 @@ def test_ignored_modules_stay_whole():
     model = wrap(make_strategy(ignored_modules=r"\d*2"), make_model())
     assert model.module[2].weight.shape == (2, 6)
     assert model.module[0].weight.numel() < 24
-    with pytest.raises(SettingsError, match=r"ignored_modules='head' matches the name of no module"):
+    with pytest.raises(SettingsError, match=r"ignored_modules='head' matches no module name"):
         wrap(make_strategy(ignored_modules="head"), make_model())
 
 

@@ -309,7 +309,7 @@ DEFECTS = {
         name="gradients-not-synchronised",
         parts={"prepare": "optimizer, scheduler, loader = accelerator.prepare(optimizer, scheduler, loader)"},
     ),
-    "called past its wrapper": Program(
+    "called without its wrapper": Program(
         name="gradients-not-synchronised",
         parts={"loss": "nn.functional.mse_loss(accelerator.unwrap_model(model)(batch), wanted)"},
     ),

@@ -174,7 +174,7 @@ def test_axes_that_contradict_each_other_are_refused_on_every_rank():
             Accelerator(cpu=True, **arguments)
 
     refused(
-        r"torch_tp_plugin=.*tp_size=2.*contradicts parallelism_config=.*give one of the two",
+        r"torch_tp_plugin=.*tp_size=2.*contradicts parallelism_config=.*pass only one of the two",
         torch_tp_plugin=plugin,
         parallelism_config=ParallelismConfig(dp_shard_size=2),
     )

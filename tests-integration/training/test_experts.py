@@ -402,7 +402,7 @@ def test_a_plan_shards_experts_without_fsdp_or_says_what_is_missing():
     experts = "model.layers.*.mlp.experts"
     refused(r"'model\.layers\.0\.mlp\.experts'; give the module the style 'moe_tp", **{experts: None})
     refused(
-        r"'model\.layers\.0\.mlp\.experts'.*says nothing of its parameter 'down_proj'",
+        r"'model\.layers\.0\.mlp\.experts'.*does not cover its parameter 'down_proj'",
         **{f"{experts}.down_proj": None},
     )
     odd = make_family(MixtralForCausalLM, MixtralConfig, intermediate_size=7)

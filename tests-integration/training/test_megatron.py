@@ -482,7 +482,9 @@ def test_what_megatron_cannot_train_is_refused():
 def test_a_machine_without_a_gpu_is_refused_before_groups_are_made():
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
     model = make_llama()
-    with pytest.raises(UnsupportedError, match=r"Megatron trains on GPUs, and finds none.*FSDP") as caught:
+    with pytest.raises(
+        UnsupportedError, match=r"Megatron trains on GPUs, but this machine has none.*FSDP"
+    ) as caught:
         accelerator.prepare(model, make_optimizer(model))
     assert "\n" not in str(caught.value)
     assert not core("parallel_state").model_parallel_is_initialized()

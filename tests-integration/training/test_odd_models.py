@@ -196,7 +196,7 @@ def test_state_from_before_prepare_is_refused_where_parameters_become_one():
     accelerator = make_accelerator("fsdp1", use_orig_params=False, **SIZE_BASED)
     model = make_model()
     early = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    text = r"Adagrad has state of parameters of which FSDP1 makes flat ones.*use_orig_params=True"
+    text = r"Adagrad has state for parameters that FSDP1 flattens.*use_orig_params=True"
     with pytest.raises(SettingsError, match=text):
         accelerator.prepare(model, early)
     model = accelerator.prepare(model)

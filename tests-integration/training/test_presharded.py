@@ -273,7 +273,7 @@ def test_contradictions_name_both(tmp_path):
         (
             {"mixed_precision": "fp8", "kwargs_handlers": [AORecipeKwargs()]},
             UnsupportedError,
-            "sharded already, and mixed_precision='fp8' replaces layers, which must come first. Use 'bf16'.$",
+            "already sharded, but mixed_precision='fp8' replaces layers, which must come first. Use 'bf16'.$",
         ),
     ):
         AcceleratorState._reset_state()

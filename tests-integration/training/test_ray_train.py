@@ -61,5 +61,5 @@ def test_an_elastic_run_goes_on_with_fewer_workers_when_a_node_is_gone(tmp_path)
 @pytest.mark.thorough
 def test_outside_of_ray_train_a_sentence_says_so(monkeypatch):
     monkeypatch.setenv("RAY_CLIENT_MODE", "0")  # Ray sets it when it is imported.
-    with pytest.raises(SettingsError, match="for the train_loop_per_worker of a TorchTrainer"):
+    with pytest.raises(SettingsError, match="within the train_loop_per_worker of a TorchTrainer"):
         report(Accelerator(cpu=True), {})

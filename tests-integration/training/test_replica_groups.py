@@ -182,7 +182,7 @@ def test_a_killed_group_is_healed_and_two_killed_groups_load_the_last_checkpoint
     assert set(counted.values()) == {1}, "no sample counts twice"
     assert len(counted) == SAMPLES - BATCH * (step - 20), "those that were given up, and no others"
     # 3. Both are killed after a checkpoint of step 200: they load it, and tell.
-    assert "has loaded the last checkpoint" in output
+    assert "loaded the last checkpoint" in output
     assert "begins at step 0" not in output
     resumed = [row[1] for name in ("0.1", "1.2") for row in rows_of(tmp_path, name)]
     assert min(resumed) == 201  # by the group that was first; it heals the other

@@ -229,7 +229,7 @@ def test_what_cannot_be_divided_is_refused_on_every_rank():
             accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
     with deepspeed_process():
-        refused(nn.Linear(2, 2), "Linear is not a model of transformers")
+        refused(nn.Linear(2, 2), "Linear is not a transformers model")
         refused(make_llama(num_attention_heads=1, num_key_value_heads=1), "has 1 attention heads")
         refused(make_llama(attn_implementation="eager"), "computes attention with 'eager'.*'sdpa'")
         refused(

@@ -305,7 +305,7 @@ def with_another_loss():
 
 REFUSED = {
     "experts": (mixtral, TilingKwargs(mlp_tile_size=2), "'model.layers.0.mlp' of Mixtral.*experts"),
-    "an encoder": (t5, TilingKwargs(loss_chunk_size=2), "no causal language model"),
+    "an encoder": (t5, TilingKwargs(loss_chunk_size=2), "not a causal language model"),
     "no causal loss": (
         lambda: LlamaForSequenceClassification(make_llama().config),
         TilingKwargs(loss_chunk_size=2),

@@ -292,7 +292,7 @@ def test_a_last_batch_can_be_dropped_or_left_as_it_is():
 
 
 @pytest.mark.parametrize(
-    ("even", "words"), [(True, "compiles anew for every shape"), (False, "Batches have different shapes")]
+    ("even", "words"), [(True, "recompiles for every shape"), (False, "Batches have different shapes")]
 )
 def test_what_becomes_of_a_shorter_last_batch_is_said_once(even, words, caplog):
     for warn in (warn_of_shapes, warn_of_padding):

@@ -383,7 +383,7 @@ def test_sizes_follow_the_types_that_weights_will_have():
     assert special["linear1.weight"] == 96
     assert compute_module_sizes(model, buffers_only=True)[""] == 40
     assert compute_module_sizes(model, dtype="fp8")["linear1"] == 16
-    with pytest.raises(ValueError, match="'flat16' is no torch dtype"):
+    with pytest.raises(ValueError, match="'flat16' is not a torch dtype"):
         compute_module_sizes(model, dtype="flat16")
 
 
@@ -414,7 +414,7 @@ def test_memory_is_read_in_order_and_refused_by_name():
     given = {"cpu": 1e9 * 0.9, 0: "2GiB"}
     assert get_max_memory(given) == given == {0: 2**31, "cpu": 900_000_000}, "callers read it from their own"
     assert set(get_max_memory()) >= {"cpu"}
-    with pytest.raises(SettingsError, match="'gpu zero', which is no device"):
+    with pytest.raises(SettingsError, match="'gpu zero', which is not a device"):
         get_max_memory({"gpu zero": 1})
     with pytest.raises(SettingsError, match="-5"):
         get_max_memory({0: -5})
@@ -463,7 +463,7 @@ def test_the_cache_of_attention_is_its_closed_form():
 
 
 def test_a_map_that_leaves_tensors_out_names_them(toy):
-    with pytest.raises(SettingsError, match=r"part of Toy: 'blokcs', and gives no device to gain, "):
+    with pytest.raises(SettingsError, match=r"part of Toy: 'blokcs', and has no device for gain, "):
         check_device_map(toy, {"embed": 0, "blokcs": 0, "head": 0})
 
 
@@ -490,9 +490,9 @@ def test_a_device_that_only_a_stray_entry_names_is_not_touched(toy, tokens, plac
 
 @pytest.mark.parametrize("device", [1.5, True, ["cpu"], None, "gpu zero", -2])
 def test_a_map_with_a_value_that_is_no_device_ends_in_one_sentence(toy, tmp_path, device):
-    with pytest.raises(SettingsError, match=r"sends '' to .*, which is no device: write 0, 'cpu' or 'disk'"):
+    with pytest.raises(SettingsError, match=r"sends '' to .*, which is not a device: use 0, 'cpu' or 'disk'"):
         check_device_map(toy, {"": device})
-    with pytest.raises(SettingsError, match="which is no device"):
+    with pytest.raises(SettingsError, match="which is not a device"):
         load_checkpoint_in_model(toy, tmp_path, device_map={"": device})
 
 
@@ -590,7 +590,7 @@ def with_buffers():
 def test_buffers_that_keep_every_layer_from_the_accelerator_are_warned_of():
     """Layers take 64 + 200 bytes: with all buffers on the main device none finds room."""
     memory = {0: 550, "cpu": 10_000}
-    with pytest.warns(UserWarning, match=r"buffers of offloaded layers take 600 bytes.*offload_buffers=True"):
+    with pytest.warns(UserWarning, match=r"buffers of offloaded layers need 600 bytes.*offload_buffers=True"):
         assert infer_auto_device_map(with_buffers(), memory) == {"": "cpu"}
     found = infer_auto_device_map(with_buffers(), memory, offload_buffers=True)
     assert found == {"0": 0, "1": "cpu", "2": "cpu"}
@@ -600,7 +600,7 @@ def test_what_an_unused_accelerator_lacks_is_logged(caplog):
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     with caplog.at_level(logging.INFO):
         assert infer_auto_device_map(model, {0: 100, "cpu": 10_000}) == {"": "cpu"}
-    assert "No layer was placed on device 0: with its reserve, the next one takes 128 bytes" in caplog.text
+    assert "No layer was placed on device 0: with its reserve, the next layer needs 128 bytes" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO):
         assert infer_auto_device_map(model, {0: 128, "cpu": 10_000}) == {"0": 0, "1": "cpu", "2": "cpu"}

@@ -303,7 +303,7 @@ def test_a_damaged_shard_is_named_before_anything_changes(toy, toy_class, tmp_pa
 
 def test_a_map_with_a_hole_is_refused_by_name(toy, toy_class, tmp_path):
     save_state_dict(toy.state_dict(), tmp_path)
-    with pytest.raises(SettingsError, match="gives no device to gain"):
+    with pytest.raises(SettingsError, match="has no device for gain"):
         load_checkpoint_in_model(
             skeleton(toy_class), tmp_path, device_map={"embed": 0, "blocks": 0, "head": 0}
         )
@@ -363,7 +363,7 @@ def test_a_path_that_is_nothing_is_reported(tmp_path):
 def test_a_checkpoint_with_an_unknown_scheme_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
-        with pytest.raises(SettingsError, match=r"checkpoint='nowhere://run': fsspec knows no file system"):
+        with pytest.raises(SettingsError, match=r"checkpoint='nowhere://run': fsspec has no file system"):
             load(nn.Linear(1, 1), "nowhere://run")
 
 

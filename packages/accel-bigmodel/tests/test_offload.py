@@ -309,7 +309,7 @@ def test_a_memory_limit_holds_with_casts(tmp_path):
             layer(torch.ones(67))
     assert size <= max(seen) <= limit
     assert cast_bytes(shape) <= size  # what was read ahead
-    with pytest.raises(SettingsError, match="less than block '0' takes"):
+    with pytest.raises(SettingsError, match="less than block '0' needs"):
         load_checkpoint_and_dispatch(model, tmp_path, device_map=plan, memory_limit=size)
 
 

@@ -213,7 +213,7 @@ def test_the_config_file_is_no_setting():
     [
         (["--num_proceses", "2", "train.py"], ["--num_proceses", "did you mean --num_processes?"]),
         (["--num-proceses", "2", "train.py"], ["--num-proceses", "did you mean --num_processes?"]),
-        (["--epochs", "2", "train.py"], ["--epochs", "after the script"]),
+        (["--epochs", "2", "train.py"], ["--epochs", "after its name"]),
         (["-x", "train.py"], ["-x"]),
         (["--num_processes", "two", "train.py"], ["argument --num_processes", "'two'", "whole number"]),
         (["--mixed_precision", "bf61", "train.py"], ["--mixed_precision", "'bf61'", "'bf16'"]),

@@ -34,7 +34,7 @@ def plan(*line, environ=None, file=None, gpus=4, **machine):
         (["--megatron_lm_tp_degree", "2"], {}, ["add --use_megatron_lm"]),
         (["--parallelism_config_tp_size", "2"], {}, ["add --use_parallelism_config"]),
         (["--fp8_backend", "te", "--mixed_precision", "bf16"], {}, ["--fp8_backend is about FP8", "'bf16'"]),
-        (["--use_fsdp", "--use_deepspeed"], {}, ["--use_deepspeed asks for DeepSpeed", "--use_fsdp"]),
+        (["--use_fsdp", "--use_deepspeed"], {}, ["--use_deepspeed requests DeepSpeed", "--use_fsdp"]),
         (
             ["--use_deepspeed", "--deepspeed_config_file", "ds.json", "--zero_stage", "3"],
             {},
@@ -45,7 +45,7 @@ def plan(*line, environ=None, file=None, gpus=4, **machine):
             {},
             ["tp_size 3", "argument --num_processes", "4"],
         ),
-        (["--min_machines", "2"], {}, ["more than the 1 machines", "--rdzv_backend c10d"]),
+        (["--min_machines", "2"], {}, ["there are only 1 machines", "--rdzv_backend c10d"]),
         ([], {"compute_environment": "AMAZON_SAGEMAKER"}, ["ec2_instance_type and iam_role_name"]),
     ],
 )  # fmt: skip
@@ -126,12 +126,12 @@ def test_a_flag_and_a_key_of_megatron_become_its_variable(field):
         (
             ["--fp8_backend", "msamp", "--use_fsdp"],
             {},
-            ["argument --fp8_backend asks for MS-AMP", "one process or under DDP", "--use_fsdp", "ao"],
+            ["argument --fp8_backend requests MS-AMP", "one process or under DDP", "--use_fsdp", "ao"],
         ),
         (
             ["--cpu", "--fp8_backend", "ao", "--fp8_margin", "3", "--fp8_pad_inner_dim", "true"],
             {},
-            ["argument --fp8_margin would not be read: argument --fp8_backend is 'AO'"],
+            ["argument --fp8_margin would have no effect, since argument --fp8_backend is 'AO'"],
         ),
     ],
 )
@@ -166,9 +166,9 @@ def test_two_engines_are_reported_with_everything_else_that_does_not_fit():
     with pytest.raises(SettingsError) as caught:
         plan("--cpu", "--multi_gpu", "--use_fsdp", "--use_deepspeed", "--use_megatron_lm")
     engines, third, device = caught.value.problems
-    assert "--use_fsdp for FSDP: choose one" in third + engines
-    assert "--use_megatron_lm for Megatron-LM: choose one" in third + engines
-    assert "--cpu asks for the CPU and argument --multi_gpu for MULTI_GPU" in device
+    assert "--use_fsdp requests FSDP: choose one" in third + engines
+    assert "--use_megatron_lm requests Megatron-LM: choose one" in third + engines
+    assert "--cpu requests the CPU, but argument --multi_gpu requests MULTI_GPU" in device
 
 
 def test_a_file_keeps_settings_of_an_engine_that_is_not_used():

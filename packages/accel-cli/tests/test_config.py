@@ -78,7 +78,7 @@ def test_what_cannot_be_rewritten_is_reported(old, parts):
 def test_an_unknown_key_is_kept_and_noted():
     converted = to_fsdp2(fsdp_content(fsdp_colour="red"))
     assert converted.config["fsdp_config"]["fsdp_colour"] == "red"
-    assert "fsdp_config.fsdp_colour is unknown, and was kept." in converted.notes
+    assert "fsdp_config.fsdp_colour is unknown and was kept." in converted.notes
 
 
 @pytest.mark.parametrize("config", [{}, fsdp_content(fsdp_version=2)])

@@ -21,10 +21,10 @@ LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (BOMB, "its aliases make it more than 100000 values"),
-        (LAUGHS, "its aliases make it more than 100000 values"),
-        ("a: &a [*a]", "an alias stands within its own value"),
-        ("b: &b {<<: *b}", "an alias stands within its own value"),
+        (BOMB, "its aliases expand to more than 100000 values"),
+        (LAUGHS, "its aliases expand to more than 100000 values"),
+        ("a: &a [*a]", "an alias refers to itself"),
+        ("b: &b {<<: *b}", "an alias refers to itself"),
         ("[" * 100_000, "nested too deeply"),
         ("a: {b\n", "in line 2"),
         ("a: !!python/object/apply:os.system [id]", "could not determine a constructor"),
@@ -62,7 +62,7 @@ def test_a_file_of_other_keys_is_not_shown_either(tmp_path):
     with pytest.raises(SettingsError) as caught:
         read_config(str(path), {})
     assert str(caught.value) == (
-        f"{path} is no config file of accel: 500 of its 500 keys are unknown, such as "
+        f"{path} is not an accel config file: 500 of its 500 keys are unknown, such as "
         "'user0:*:19000:0:99999:7::'"
     )
 

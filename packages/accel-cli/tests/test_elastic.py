@@ -128,7 +128,7 @@ def test_a_rank_that_died_decides_before_those_that_missed_it_in_the_same_second
 def test_a_port_that_another_process_takes_meanwhile_is_a_sentence(capsys):
     error = DistNetworkError("The server socket has failed to listen: port: 29400, EADDRINUSE")
     assert run(["train.py"], error)[0] == 2
-    assert "taken main_process_port 29400" in capsys.readouterr().err
+    assert "took main_process_port 29400" in capsys.readouterr().err
     with pytest.raises(DistNetworkError):
         run(["train.py"], DistNetworkError("no route to host"))
 

@@ -18,7 +18,10 @@ def test_the_report_is_text_or_json_of_the_same_facts(capsys):
     assert facts["python"] == sys.version.split()[0]
     assert facts["torch"]["version"] == torch.__version__
     has_megatron = "megatron-core" in facts["libraries"]
-    assert facts["experimental"] == ["training by Megatron has not run on several GPUs yet"] * has_megatron
+    assert (
+        facts["experimental"]
+        == ["training with Megatron has not yet been run on several GPUs"] * has_megatron
+    )
     assert main(["env"]) == 0
     assert capsys.readouterr().out == env.as_text(facts)
 
@@ -79,7 +82,7 @@ def test_a_fact_that_cannot_be_collected_does_not_end_the_report(tmp_path):
     (tmp_path / "run.yaml").write_text("num_proceses: 2\n")
     environ = {"RANK": "one", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "HF_HOME": "/nowhere"}
     facts = env.report(environ, str(tmp_path / "run.yaml"), {"torch": ("json", fail)})
-    assert facts["torch"] == "cannot be asked: OSError: libcudart.so.13: cannot open shared object file"
+    assert facts["torch"] == "cannot be queried: OSError: libcudart.so.13: cannot open shared object file"
     assert "key num_proceses" in facts["settings"]
     assert "'one'" in facts["launcher"]
     assert facts["variables"]["RANK"] == "one"

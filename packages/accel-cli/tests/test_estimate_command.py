@@ -62,7 +62,7 @@ def test_the_command_says_on_how_many_devices_a_model_would_fit(folder, capsys):
         )
         == 0
     )
-    assert "FSDP2 would on 4 devices" in capsys.readouterr().out
+    assert "FSDP2 would fit on 4 devices" in capsys.readouterr().out
 
 
 def test_the_numbers_come_as_json_too(folder, capsys):

@@ -38,7 +38,7 @@ def test_a_filter_chooses_exactly_the_slots_that_it_names(machines, data):
     if left:
         assert filter_hosts(machines, exclusion=text or None) == left
     else:
-        with pytest.raises(SettingsError, match="leave no machine"):
+        with pytest.raises(SettingsError, match="exclude all machines"):
             filter_hosts(machines, exclusion=text)
 
 
@@ -52,7 +52,7 @@ def test_a_machine_without_slots_is_meant_whole():
     [
         (["worker-1 slots=four"], ["line 1", "'worker-1 slots=four'", "slots=<number>"]),
         (["a slots=1", "worker-1"], ["line 2", "slots=<number>"]),
-        (["a slots=1", "", "a slots=2"], ["line 3", "there already"]),
+        (["a slots=1", "", "a slots=2"], ["line 3", "already listed"]),
         (["# nothing"], ["names no machine"]),
     ],
 )

@@ -102,7 +102,7 @@ def test_a_model_in_the_cache_needs_no_hub(cache: Path) -> None:
 @pytest.mark.usefixtures("cache")
 def test_a_model_that_is_nowhere_is_reported() -> None:
     with pytest.raises(
-        SettingsError, match=r"'someone/absent': neither a file here nor in the hub's cache"
+        SettingsError, match=r"'someone/absent' is not a local file and not in the hub's cache"
     ) as caught:
         meta_model("someone/absent")
     assert isinstance(caught.value, OSError), "programs that handle the hub's errors handle it"
@@ -137,13 +137,13 @@ def test_a_configuration_of_timm_says_more_than_the_architecture(cache: Path, tm
     elements = sizes_of(meta_model("someone/vit")).parameters
     assert elements == sum(parameter.numel() for parameter in expected.parameters())
     write(tmp_path / "odd", {"config.json": json.dumps(content | {"architecture": "vit_of_nobody"})})
-    with pytest.raises(SettingsError, match="timm does not know it"):
+    with pytest.raises(SettingsError, match="timm does not recognise it"):
         meta_model(str(tmp_path / "odd"))
     for number, odd in enumerate(
         ({"architecture": 5}, {"model_args": "x"}, {"model_args": {"img_size": 0}}, {})
     ):
         write(tmp_path / f"odd{number}", {"config.json": json.dumps({"pretrained_cfg": None, **odd})})
-        with pytest.raises(SettingsError, match="timm does not know it"):
+        with pytest.raises(SettingsError, match="timm does not recognise it"):
             meta_model(str(tmp_path / f"odd{number}"))
 
 
@@ -196,7 +196,7 @@ def test_a_hub_that_cannot_be_reached_is_not_tried_again(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
         )
         with pytest.raises(
-            SettingsError, match=r"'someone/far': neither .* \(\[Errno \d+\] Connection refused\)"
+            SettingsError, match=r"'someone/far' is not .* \(\[Errno \d+\] Connection refused\)"
         ):
             meta_model("someone/far")
     assert not caplog.records  # of retries

@@ -277,7 +277,7 @@ def requested_port(asked, free, **kwargs):
 def test_a_port_that_was_asked_for_must_be_free_on_the_first_machine():
     assert requested_port(29400, free=True) == 29400
     assert requested_port(29400, free=False, num_machines=2, machine_rank=1) == 29400
-    with pytest.raises(SettingsError, match=r"29400.*taken.*none"):
+    with pytest.raises(SettingsError, match=r"29400.*used.*omit it"):
         requested_port(29400, free=False)
 
 
@@ -304,8 +304,8 @@ def test_launchers_that_choose_no_port_get_one_that_is_free():
         (["--multi_gpu", "--num_processes", "1"], NO_GPU, ["--multi_gpu", "none"]),
         (["--gpu_ids", "0,1"], NO_GPU, ["--gpu_ids", "none", "--cpu"]),
         (["--gpu_ids", "0,4,7"], FOUR_GPUS, ["--gpu_ids", "GPU 4, 7", "has 4"]),
-        (["--num_processes", "5"], FOUR_GPUS, ["--num_processes asks for 5", "4 GPUs", "--cpu"]),
-        (["--multi_gpu", "--num_processes", "5"], FOUR_GPUS, ["--num_processes asks for 5", "4 GPUs"]),
+        (["--num_processes", "5"], FOUR_GPUS, ["--num_processes requests 5", "4 GPUs", "--cpu"]),
+        (["--multi_gpu", "--num_processes", "5"], FOUR_GPUS, ["--num_processes requests 5", "4 GPUs"]),
         (["--num_processes", "3"], HostDevices(gpus=2, cores=8, installed=8), ["3 processes", "2 GPUs"]),
     ],
 )
@@ -360,7 +360,7 @@ def test_as_accelerate_puts_the_alias_first_on_the_path_of_workers():
         assert made.environ["PYTHONPATH"] == "/compat/startup:/mine"
         assert from_environ(made.environ).process.as_accelerate
     assert "PYTHONPATH" not in plan(machine=machine).environ
-    with pytest.raises(SettingsError, match=r"--as_accelerate asks for accel-compat, which is not installed"):
+    with pytest.raises(SettingsError, match=r"--as_accelerate requests accel-compat, which is not installed"):
         plan("--as_accelerate")
 
 
@@ -425,7 +425,7 @@ def test_the_command_and_what_differs_in_the_environment_are_shown(explained, tm
     )
     assert f"  {sys.executable} -m accel_cli.launch.elastic --nproc_per_node=2" in text
     assert text.count(str(tmp_path / "train.py")) == 1
-    differs = text.partition("environment, as far as it differs:")[2].split()
+    differs = text.partition("environment changes:")[2].split()
     assert "ACCELERATE_USE_CPU=true" in differs
     assert "unset FSDP_VERSION" in text
     assert "HOME" not in " ".join(differs)

@@ -88,10 +88,10 @@ def test_a_job_has_a_name_that_a_service_may_have(script):
 
 
 def test_a_job_needs_an_image_and_its_own_flags(tmp_path, monkeypatch, capsys):
-    with pytest.raises(SettingsError, match="--launcher kubeflow runs a container: give its --image"):
+    with pytest.raises(SettingsError, match="--launcher kubeflow runs a container: pass --image"):
         kubeflow.dry_run(plan_of())
     read = read_arguments(["--queue", "mine", "train.py"])
-    with pytest.raises(SettingsError, match=r"--queue is about a job .*: add --launcher kubeflow"):
+    with pytest.raises(SettingsError, match=r"--queue only applies to cluster jobs: add --launcher kubeflow"):
         make_plan(merge_layers(read.sourced), "train.py", (), {}, HostDevices(gpus=0, cores=4))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setitem(sys.modules, "kubernetes", None)
@@ -211,7 +211,7 @@ def test_a_job_is_followed_and_has_the_exit_code_of_its_container(launched):
     ) as process:
         output, problems = process.communicate(timeout=60)
     assert (process.returncode, output) == (5, "out 1\n"), problems
-    assert re.search(r"job script-\w{5} has failed: a container has ended with 5", problems)
+    assert re.search(r"job script-\w{5} failed: a container exited with 5", problems)
 
 
 def test_ctrl_c_deletes_the_job(launched):
@@ -227,7 +227,7 @@ def test_what_kubernetes_refuses_is_said(launched):
     with launched("", "--queue", "none") as process:
         _, problems = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "accel launch: error: Kubernetes refuses the request: there is no queue" in problems
+    assert "accel launch: error: Kubernetes rejected the request: there is no queue" in problems
 
 
 @pytest.mark.thorough

@@ -63,12 +63,12 @@ def test_without_ray_one_sentence_names_the_extra(monkeypatch):
 
 
 def test_what_other_launchers_read_is_refused():
-    with pytest.raises(SettingsError, match="argument --rdzv_backend, argument --tee are of no use"):
+    with pytest.raises(SettingsError, match="argument --rdzv_backend, argument --tee are not supported"):
         ray.job_of(plan_of("--tee", "3", "--rdzv_backend", "c10d"))
-    with pytest.raises(SettingsError, match="--time is about a job of a cluster: add --launcher slurm"):
+    with pytest.raises(SettingsError, match="--time only applies to cluster jobs: add --launcher slurm"):
         plan_of("--time", "5")
     read = read_arguments(["--ray_strategy", "SPREAD", "train.py"])
-    with pytest.raises(SettingsError, match=r"--ray_strategy is .*: add --launcher ray"):
+    with pytest.raises(SettingsError, match=r"--ray_strategy only applies .*: add --launcher ray"):
         make_plan(merge_layers(read.sourced), "train.py", (), {}, HostDevices(gpus=0, cores=4))
 
 

@@ -56,7 +56,7 @@ def test_groups_share_the_processes_and_the_devices():
     [
         (["--cpu", "--num_processes", "3"], "num_processes is 3.*multiple"),
         (["--cpu", "--min_replica_groups", "3"], "min_replica_groups is 3, more than"),
-        (["--cpu", "--num_machines", "2", "--num_processes", "2"], "on this machine alone"),
+        (["--cpu", "--num_machines", "2", "--num_processes", "2"], "only on this machine"),
     ],
 )
 def test_what_cannot_be_started_is_refused(line, message):
@@ -95,7 +95,7 @@ sys.exit(9 if group == "1" and not life else 0)
     assert signal.getsignal(signal.SIGTERM) == handler
     told = capfd.readouterr()
     assert sorted(told.out.split("\n")) == ["", "group 0 life 0", "group 1 life 0", "group 1 life 1"]
-    assert "replica group 1 has ended with 9; it starts again: restart 1 of 1" in told.err
+    assert "replica group 1 ended with 9 and is restarting: restart 1 of 1" in told.err
 
 
 def test_too_few_groups_end_the_job_with_the_code_of_the_last(tmp_path, monkeypatch, capfd):
@@ -108,4 +108,4 @@ sys.exit(9)
     began = time.monotonic()
     assert job(tmp_path, monkeypatch, source, min_groups=2).run() == 9
     assert time.monotonic() - began < 30, "the other group is ended"
-    assert "replica group 1 has ended with 9, and is not started again" in capfd.readouterr().err
+    assert "replica group 1 ended with 9 and is not restarted" in capfd.readouterr().err

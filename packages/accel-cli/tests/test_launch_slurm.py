@@ -83,13 +83,15 @@ def test_flags_reach_the_nodes_as_they_were_given():
 def test_jobs_that_cannot_be_are_refused():
     with pytest.raises(SettingsError, match="3 processes, which cannot be divided by 2 nodes"):
         script_of("--nodes", "2", "--num_processes", "3")
-    with pytest.raises(SettingsError, match="4 processes on each node, and argument --gpus_per_node for 2"):
+    with pytest.raises(
+        SettingsError, match="4 processes on each node, but argument --gpus_per_node requests 2"
+    ):
         script_of("--num_processes", "4", "--gpus_per_node", "2")
     with pytest.raises(SettingsError, match=r"--time is 'soon': expected minutes"):
         script_of("--time", "soon")
     read = read_arguments(["--gpus_per_node", "2", "train.py"])
     with pytest.raises(
-        SettingsError, match="--gpus_per_node is about a job of a cluster: add --launcher slurm"
+        SettingsError, match="--gpus_per_node only applies to cluster jobs: add --launcher slurm"
     ):
         make_plan(merge_layers(read.sourced), "train.py", (), {}, HostDevices(gpus=0, cores=4))
 
@@ -102,7 +104,7 @@ def test_a_dry_run_prints_the_script_and_needs_no_slurm(tmp_path, monkeypatch, c
     assert main(["launch", "--dry_run", *line]) == 0
     assert capsys.readouterr().out.startswith("#!/bin/bash\n#SBATCH --job-name=train\n#SBATCH --nodes=2\n")
     assert main(["launch", *line]) == 2
-    assert "sbatch, which is not on the path" in capsys.readouterr().err
+    assert "sbatch, which is not on the PATH" in capsys.readouterr().err
 
 
 def test_a_dry_run_of_a_local_launch_prints_its_command(tmp_path, monkeypatch, capsys):

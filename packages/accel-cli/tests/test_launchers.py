@@ -91,7 +91,7 @@ def test_an_unknown_mpirun_is_named():
 
 
 def test_without_mpirun_the_message_names_it(script):
-    with pytest.raises(MissingDependencyError, match="mpirun_hostfile asks for mpirun"):
+    with pytest.raises(MissingDependencyError, match="mpirun_hostfile requests mpirun"):
         launchers.mpi_command(
             plan("--mpirun_hostfile", "hosts", "--cpu", script=script, environ={"PATH": ""})
         )
@@ -129,7 +129,9 @@ def test_the_hostfile_says_how_many_machines_there_are():
     launch = plan(*line, machine=machine).launch
     assert (launch.num_machines, launch.num_processes) == (3, 16)
     assert plan(*line, machine=replace(EIGHT, hosts={"a": 8})).runner == "torchrun"
-    with pytest.raises(SettingsError, match=r"--num_machines is 2, but the hostfile 'hosts' has 3 machines"):
+    with pytest.raises(
+        SettingsError, match=r"--num_machines is 2, but the hostfile 'hosts' has 3 usable machines"
+    ):
         plan(*line, "--num_machines", "2", machine=machine)
 
 

@@ -27,8 +27,8 @@ def test_a_script_that_imports_the_library_is_refused_with_the_way_out(
     script.write_text(f"{line}\n")
     assert main(["launch", "--cpu", "--num_processes", processes, str(script)]) == 2
     assert capsys.readouterr().err == (
-        f"accel launch: error: {str(script)!r} imports accel, which is not installed here, only the command "
-        "is: `pip install accel-suite`.\n"
+        f"accel launch: error: {str(script)!r} imports accel, but only the command is "
+        "installed: `pip install accel-suite`.\n"
     )
 
 

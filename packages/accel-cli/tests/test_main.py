@@ -46,7 +46,7 @@ def test_every_command_of_the_table_exists_and_has_help(capsys):
     [
         (["lanch"], ["'lanch'", "did you mean 'launch'?"]),
         (["zzz"], ["'zzz'", "launch"]),
-        (["config"], ["accel config: error:", "need a terminal", "accel config default"]),
+        (["config"], ["accel config: error:", "needs a terminal", "accel config default"]),
         (["config", "--mixed_precision", "bf16"], ["--mixed_precision", "accel config default"]),
         (["launch", "--num_proceses", "2", "x.py"], ["accel launch: error:", "--num_processes"]),
         (["launch", "--fsdp_version", "2", "x.py"], ["argument --fsdp_version is about FSDP", "--use_fsdp"]),

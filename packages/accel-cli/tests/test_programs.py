@@ -93,7 +93,7 @@ def test_the_command_runs_a_script_and_ends_with_its_exit_code(tmp_path, capfd, 
     with pytest.raises(SystemExit) as ended:
         launch_command(args)
     assert ended.value.code == 3
-    with pytest.raises(SettingsError, match="no script"):
+    with pytest.raises(SettingsError, match=r"none\.py.*does not exist"):
         launch_command(Namespace(cpu=True, training_script=str(tmp_path / "none.py")))
 
 
@@ -287,7 +287,7 @@ def test_what_cannot_be_used_is_an_error(tmp_path):
         load_config_from_file(str(tmp_path / "none.yaml"))
     with pytest.raises(SettingsError, match="num_processes"):
         ClusterConfig("LOCAL_MACHINE", "NO", "no", use_cpu=True, debug=False, num_processes="many")
-    with pytest.raises(SettingsError, match=r"suffix has to be \.json"):
+    with pytest.raises(SettingsError, match=r"must have the suffix \.json"):
         ClusterConfig("LOCAL_MACHINE", "NO", "no", use_cpu=True, debug=False).to_json_file("c.yaml")
 
 

@@ -46,7 +46,7 @@ def test_the_names_are_those_of_the_checks_and_each_has_its_advice():
         ((PASSED, PASSED), PASSED, "a 0"),
         ((PASSED, FAILED), FAILED, "rank 1: a 1"),
         ((FAILED, FAILED), FAILED, "every rank: a 0"),
-        ((PASSED, RUNNING), FAILED, "rank 1 did not come to its end"),
+        ((PASSED, RUNNING), FAILED, "rank 1 did not finish"),
         ((SKIPPED, SKIPPED), SKIPPED, "a 0"),
     ],
 )

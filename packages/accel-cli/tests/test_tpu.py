@@ -71,7 +71,7 @@ def test_accel_is_installed_first(version, line, capsys):
         (BASE, ["--command"]),
         (["tpu-config", "--tpu_name=--quiet", "--tpu_zone=a", "--command", "ls"], ["'--quiet'", "gcloud"]),
         ([*BASE, "--command_file", "/nowhere"], ["'/nowhere'"]),
-        ([*BASE, "--command", "a", "--command_file", "b"], ["contradict"]),
+        ([*BASE, "--command", "a", "--command_file", "b"], ["mutually exclusive"]),
         ([*BASE, "--install_accelerate", "--accelerate_version", "; rm -rf /"], ["'; rm -rf /'", "latest"]),
     ],
 )

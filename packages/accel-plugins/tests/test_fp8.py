@@ -166,7 +166,7 @@ def test_filters_choose_by_name_and_size():
 
 def test_handlers_are_for_fp8_and_one_at_a_time():
     handlers = {AORecipeKwargs: AORecipeKwargs(), AutocastKwargs: AutocastKwargs()}
-    with pytest.raises(SettingsError, match=r"AORecipeKwargs, which is for mixed_precision='fp8'.*'bf16'"):
+    with pytest.raises(SettingsError, match=r"AORecipeKwargs, which needs mixed_precision='fp8'.*'bf16'"):
         build_recipe("bf16", Settings(), Runtime(), handlers)
     with pytest.raises(SettingsError, match="AORecipeKwargs and TERecipeKwargs"):
         build(Settings(), Runtime(), {**handlers, TERecipeKwargs: TERecipeKwargs()})
@@ -201,7 +201,7 @@ def test_the_backend_that_nobody_named_is_said_once(caplog, monkeypatch):
     for _ in range(2):
         assert build(Settings(), Runtime(), {}).backend == "AO"
     (message,) = said()
-    assert message.startswith("mixed_precision='fp8' uses torchao; fp8_backend or a kwargs handler chooses")
+    assert message.startswith("mixed_precision='fp8' uses torchao. Set fp8_backend or pass a kwargs handler")
 
 
 def test_options_that_a_recipe_does_not_take_are_refused_unless_they_are_at_their_default():

@@ -53,7 +53,7 @@ def test_an_option_without_effect_is_refused_with_what_it_needs(options, needed)
     with pytest.raises(UnsupportedError) as caught:
         check_options(options)
     assert str(caught.value) == (
-        f"megatron_generate({name}={value!r}) has no effect without {needed}: add that, or leave it out."
+        f"megatron_generate({name}={value!r}) has no effect without {needed}: add it, or remove this option."
     )
 
 

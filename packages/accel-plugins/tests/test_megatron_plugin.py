@@ -147,13 +147,13 @@ VIRTUAL = {"pp_degree": 2, "num_micro_batches": 4, "num_layers_per_virtual_pipel
         ({"use_precision_aware_optimizer": True}, "without use_distributed_optimizer"),
         ({"optimizer_cpu_offload": True}, "without use_precision_aware_optimizer"),
         ({"custom_train_step_kwargs": {"a": 1}}, "without custom_train_step_class"),
-        ({"recompute_activations": True, "recompute_granularity": "full"}, "leave one out"),
+        ({"recompute_activations": True, "recompute_granularity": "full"}, "remove one of them"),
         ({"train_iters": 3, "train_samples": 3}, "exclude each other"),
         ({"lr_warmup_iters": 3, "lr_warmup_fraction": 0.1}, "exclude each other"),
         ({"train_samples": 3, "lr_decay_iters": 3}, "exclude each other"),
         ({**VIRTUAL, "decoder_last_pipeline_num_layers": 1}, "exclude each other"),
         ({**VIRTUAL, "num_micro_batches": 3}, "that pp_degree=2 divides, not 3: give a multiple of 2"),
-        ({"start_weight_decay": 0.1}, "give both, or neither"),
+        ({"start_weight_decay": 0.1}, "set both, or neither"),
         ({"start_weight_decay": 0.1, "end_weight_decay": 0.2}, "use 'linear' or 'cosine'"),
         (
             {"start_weight_decay": 0.2, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"},
@@ -235,7 +235,7 @@ def test_an_optimizer_with_a_step_of_its_own_is_refused_as_it_would_not_be_calle
     plugin = MegatronLMPlugin()
     plugin.set_optimizer_type(own)
     assert plugin.megatron_lm_default_args["lr"] == 0.3
-    with pytest.raises(UnsupportedError, match=r"NoisyAdamW has a step\(\) of its own"):
+    with pytest.raises(UnsupportedError, match=r"NoisyAdamW has its own step\(\)"):
         plugin.set_optimizer_type(NoisyAdamW(parameters))
 
 
@@ -355,8 +355,9 @@ def test_stages_of_an_encoder_and_a_decoder_are_refused_with_what_to_use_instead
     with pytest.raises(SettingsError) as caught:
         check_model(MegatronLMPlugin(pp_degree=2), sizes)
     assert str(caught.value) == (
-        "Pair cannot be divided so: megatron-core does not divide an encoder and a decoder into pp_degree=2 "
-        "stages: leave it out, and use tp_degree, which divides every layer, or use_distributed_optimizer."
+        "Pair cannot be divided in this way: megatron-core does not divide an encoder and a decoder into "
+        "pp_degree=2 stages: remove it, and use tp_degree, which divides every layer, or "
+        "use_distributed_optimizer."
     )
     check_model(MegatronLMPlugin(tp_degree=2, use_distributed_optimizer=True), sizes)
 

@@ -138,7 +138,7 @@ def test_what_cannot_be_is_refused():
         Muon(model, exclude=["haed.*"])
     with pytest.raises(SettingsError, match="pass the model instead"):
         Muon(model.parameters(), exclude=["head.*"])
-    with pytest.raises(SettingsError, match=r"shape \(10,\), which is no matrix"):
+    with pytest.raises(SettingsError, match=r"shape \(10,\), which is not a matrix"):
         Muon([{"params": model[1].bias, "algorithm": "muon"}])
     with pytest.raises(SettingsError, match="'algorithm': 'sgd'"):
         Muon([{"params": model[1].bias, "algorithm": "sgd"}])

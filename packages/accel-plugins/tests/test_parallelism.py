@@ -199,7 +199,7 @@ def test_sizes_are_validated_against_a_run():
     [
         (lambda: TorchContextParallelConfig("ring"), SettingsError, "Invalid cp_comm_strategy: ring"),
         (lambda: TorchTensorParallelConfig(enable_async_tp=True), UnsupportedError, "enable_async_tp"),
-        (lambda: TorchTensorParallelPlugin(), SettingsError, "2 or more"),
+        (lambda: TorchTensorParallelPlugin(), SettingsError, "at least 2"),
         (lambda: DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager"), SettingsError, "'sdpa'"),
         (
             lambda: DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False),

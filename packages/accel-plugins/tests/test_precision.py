@@ -159,7 +159,7 @@ def test_states_of_other_precisions_are_refused_aloud(caplog: pytest.LogCaptureF
         build_precision("fp16", CPU).load_state_dict({})
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
     assert "'bf16'" in caplog.messages[0]
-    assert "begins anew at 65536" in caplog.messages[2]
+    assert "restarts at 65536" in caplog.messages[2]
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_an_mlp_that_tiles_would_change_is_refused(make, reason):
 def test_a_model_without_blocks_or_without_a_head_is_refused():
     with pytest.raises(UnsupportedError, match="no blocks with a module 'mlp'"):
         tiling.tile_mlps(Mlp(), 3)
-    with pytest.raises(UnsupportedError, match="no causal language model"):
+    with pytest.raises(UnsupportedError, match="not a causal language model"):
         tiling.chunk_loss(Mlp(), 3)
 
 

@@ -1,4 +1,4 @@
-"""What XLA devices do not offer is refused in one sentence each; torch_xla is not needed for that."""
+"""What XLA devices do not support is refused in one sentence each; torch_xla is not needed for that."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def test_what_xla_devices_do_not_offer_is_refused(options: dict[str, Any], named
     with pytest.raises(UnsupportedError) as refused:
         refuse(**options)
     text = str(refused.value)
-    assert text.startswith("XLA devices do not offer ")
+    assert text.startswith("XLA devices do not support ")
     assert named in text
-    assert text.endswith("leave it out, or pass cpu=True to compute on the CPU.")
+    assert text.endswith("remove it, or pass cpu=True to compute on the CPU.")
 
 
 @pytest.mark.parametrize("backend", ["no", "eager", "aot_eager", "openxla", "torchxla_trace_once"])

@@ -32,7 +32,7 @@ def test_a_path_is_local_or_a_url():
     assert any_path("memory://bucket/a/", "x") == RemotePath("memory://bucket/a")
     assert any_path(Path("memory://bucket/a"), "x") == RemotePath("memory://bucket/a")
     assert any_path(RemotePath("memory://bucket/a"), "x") == RemotePath("memory://bucket/a")
-    with pytest.raises(SettingsError, match=r"where='nowhere://a': fsspec knows no file system"):
+    with pytest.raises(SettingsError, match=r"where='nowhere://a': fsspec has no file system"):
         any_path("nowhere://a", "where")
     with pytest.raises(SettingsError, match=r"logging_dir='s3://a'.*scheme 's3'.*needs a local folder"):
         local_path("s3://a", "logging_dir")
@@ -103,7 +103,7 @@ def test_a_file_that_becomes_shorter_while_it_is_read_is_an_error():
     path.write_bytes(b"0123456789")
     with path.open() as file:
         path.write_bytes(b"01")
-        with pytest.raises(OSError, match="ends at byte 2: it was replaced meanwhile"):
+        with pytest.raises(OSError, match="ends at byte 2: it was replaced in the meantime"):
             file.read(5)
 
 

@@ -111,7 +111,7 @@ def test_a_process_alone_keeps_its_state():
 
 @pytest.mark.parametrize(
     ("rng_type", "reason"),
-    [("dice", "rng_type='dice'"), ("generator", "needs the generator"), ("npu", "'npu'.*no such device")],
+    [("dice", "rng_type='dice'"), ("generator", "needs a generator"), ("npu", "'npu'.*no such device")],
 )
 def test_a_source_that_is_not_there_is_named(rng_type, reason):
     with pytest.raises(SettingsError, match=reason):

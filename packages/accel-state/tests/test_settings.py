@@ -392,8 +392,8 @@ def test_all_keys_that_cannot_be_used_are_reported_at_once():
         ({"fp16": True}, {"mixed_precision": "fp16"}, "'fp16: True' is 'mixed_precision: fp16' now"),
         ({"dynamo_backend": "INDUCTOR"}, {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config."),
         ({"distributed_type": "TPU"}, {"distributed_type": "XLA"}, "XLA"),
-        ({"use_mps_device": True}, {}, "not needed any more"),
-        ({"ipex_config": {"ipex": False}}, {}, "not needed any more"),
+        ({"use_mps_device": True}, {}, "no longer needed"),
+        ({"ipex_config": {"ipex": False}}, {}, "no longer needed"),
         (
             {"fsdp_config": {"min_num_params": 2000, "sharding_strategy": 1}},
             {
@@ -405,7 +405,7 @@ def test_all_keys_that_cannot_be_used_are_reported_at_once():
             },
             "'fsdp_config.min_num_params' is 'fsdp_config.fsdp_min_num_params' now",
         ),
-        ({"mpirun_config": {"mpirun_ccl": "1"}}, {"mpirun_config": {}}, "not needed any more"),
+        ({"mpirun_config": {"mpirun_ccl": "1"}}, {"mpirun_config": {}}, "no longer needed"),
         (
             {"distributed_type": "TP", "tp_config": {"tp_size": 4}},
             {"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 4}},

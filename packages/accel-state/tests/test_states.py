@@ -232,7 +232,7 @@ def test_resetting_the_accelerator_state_keeps_the_place_of_the_process_unless_a
 
 def test_another_precision_is_refused_except_from_an_accelerator():
     AcceleratorState("no", cpu=True)
-    with pytest.raises(SettingsError, match=r"'bf16'.*'no' already"):
+    with pytest.raises(SettingsError, match=r"'bf16'.*already uses 'no'"):
         AcceleratorState("bf16")
     assert AcceleratorState().mixed_precision == "no"
     AcceleratorState("bf16", _from_accelerator=True)
@@ -290,7 +290,7 @@ def test_the_first_of_several_deepspeed_plugins_is_active_until_another_is_selec
     again = AcceleratorState(deepspeed_plugin=state.deepspeed_plugins, _from_accelerator=True)
     assert again.deepspeed_plugin is judge, "what was selected stays so for the next Accelerator"
     assert state.get_deepspeed_plugin("train") is train
-    with pytest.raises(SettingsError, match=r"'zero3'; those of this run: 'train', 'judge'"):
+    with pytest.raises(SettingsError, match=r"'zero3'. This run has: 'train', 'judge'"):
         state.select_deepspeed_plugin("zero3")
 
 

@@ -67,7 +67,7 @@ def test_without_libraries_all_stands_for_registered_classes(no_library, registe
 
 @pytest.mark.skipif("tensorboard" not in PRESENT, reason="tensorboard is not installed")
 def test_a_missing_directory_is_asked_for():
-    with pytest.raises(SettingsError, match="'tensorboard', which writes files: say where with"):
+    with pytest.raises(SettingsError, match="'tensorboard', which writes files: set the folder with"):
         filter_trackers(LoggerType.TENSORBOARD)
 
 
@@ -152,7 +152,7 @@ def test_a_class_of_an_installed_distribution_is_known_by_its_name(install):
         ({"kite": "Nameless"}, r"'kite' = 'kites:Nameless' .* must be a type of the name 'kite'"),
         ({"wandb": "Wandb"}, r"'wandb' = 'kites:Wandb' .* takes a name that \"accel's own\" has already"),
         ({"kite": "Absent"}, r"'kite' = 'kites:Absent' .* cannot be imported"),
-        ({"kite": "Other"}, r"'kite' .* is no subclass of GeneralTracker"),
+        ({"kite": "Other"}, r"'kite' .* is not a subclass of GeneralTracker"),
     ],
 )
 def test_an_entry_point_that_is_no_such_class_or_takes_a_name_is_refused(install, points, words):

@@ -169,7 +169,7 @@ def test_a_configuration_must_have_names(memory):
 
 def test_an_unknown_tracker_is_named(session):
     with pytest.raises(
-        SettingsError, match="get_tracker\\('wandb'\\): there is no such tracker; there are 'memory'"
+        SettingsError, match=r"get_tracker\('wandb'\): no such tracker\. Available are 'memory'"
     ):
         session.get("wandb")
 
@@ -277,8 +277,11 @@ def test_options_for_no_tracker_are_named_once(memory, caplog):
         session.log({"loss": 1.0}, log_kwargs={"tensorbord": {}, "memory": {"x": 1}})
     session.finish()
     assert [record.getMessage() for record in caplog.records] == [
-        "init_trackers(init_kwargs=…) has options for 'memroy', which is no tracker: did you mean 'memory'?",
-        "log(log_kwargs=…) has options for 'tensorbord', which is no tracker: did you mean 'tensorboard'?",
+        (
+            "init_trackers(init_kwargs=…) has options for 'memroy', which is not a tracker: "
+            "did you mean 'memory'?"
+        ),
+        "log(log_kwargs=…) has options for 'tensorbord', which is not a tracker: did you mean 'tensorboard'?",
     ]
 
 

@@ -36,7 +36,7 @@ def test_any_number_of_rows_is_cut_to_the_real_samples(rows):
 
 @pytest.mark.parametrize("data", ["text", {"a": 1}, 3])
 def test_objects_that_are_no_list_cannot_be_trimmed(data):
-    with pytest.raises(ValueError, match="give a list with one object per sample"):
+    with pytest.raises(ValueError, match="Pass a list with one object per sample"):
         trim_objects(data, real=1)
 
 
@@ -97,5 +97,5 @@ def test_fields_of_one_process_come_as_they_are_also_of_a_shorter_last_batch(mak
 
 
 def test_fields_are_not_cut_as_if_they_were_samples():
-    with pytest.raises(ValueError, match="give a list with one object per sample"):
+    with pytest.raises(ValueError, match="Pass a list with one object per sample"):
         trim_objects((["a", "b"], [1, 2]), real=1)

@@ -184,7 +184,7 @@ def test_a_quantised_model_with_offloaded_parts_is_not_trained(bits, device_map,
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(nn.Linear(2, 2))
     vars(model[0]).update({f"is_loaded_in_{bits}bit": True, "hf_device_map": device_map})
-    with pytest.raises(ValueError, match=f"quantised to {bits} bits and has parts on {named}, by"):
+    with pytest.raises(ValueError, match=f"quantised to {bits} bits and has parts on {named}, because"):
         accelerator.prepare(model)
     assert accelerator.prepare_model(model, evaluation_mode=True) is model
 

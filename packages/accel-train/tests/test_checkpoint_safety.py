@@ -122,7 +122,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, told, name, har
     run.set(9.0)
     run.accelerator.load_state()
     assert run.values() == {2.0}
-    assert "Passed over: " in told.text
+    assert "Skipped: " in told.text
     assert f"checkpoint_2{'/' if name == MANIFEST and harm is not swap else ''}" in told.text
     assert run.accelerator.project_configuration.iteration == 3
 
@@ -289,7 +289,7 @@ def test_another_job_in_the_folder_is_named_and_keeps_its_work(tmp_path, monkeyp
     other_staging.mkdir()
     try:
         with pytest.raises(
-            CheckpointWriteError, match=rf"process {process.pid} on host .* saves to '.*' at this"
+            CheckpointWriteError, match=rf"process {process.pid} on host .* is saving to '.*'"
         ):
             run.accelerator.save_state(None if numbered else target)
         assert other_staging.is_dir()
@@ -360,7 +360,7 @@ def test_loads_while_another_process_saves_into_the_folder_are_of_one_state(tmp_
         process.stdout.close()
     assert states == sorted(states)
     assert len(saved) > loads
-    assert [text for text in refusals if "is replaced by another process again and again" not in text] == []
+    assert [text for text in refusals if "is repeatedly replaced by another process" not in text] == []
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(tmp_path, monkeypatch):
@@ -398,7 +398,7 @@ def test_a_checkpoint_that_is_replaced_whenever_it_is_opened_is_refused_after_a_
     monkeypatch.setattr(load.CheckpointReader, "open", replace_first)
     monkeypatch.setattr(load, "_REPLACED_TIMEOUT", 0.2)
     run.set(9.0)
-    with pytest.raises(CheckpointError, match="is replaced by another process again and again"):
+    with pytest.raises(CheckpointError, match="is repeatedly replaced by another process"):
         run.accelerator.load_state(path)
     assert run.values() == {9.0}
     assert number > 1

@@ -126,7 +126,7 @@ def test_numbered_checkpoints_are_pruned_and_the_newest_is_loaded(store):
     other.expect(expected)
     assert other.accelerator.save_iteration == 4
     again = Setup("memory://bucket/run", iteration=2)
-    with pytest.raises(SettingsError, match=r"checkpoint_2' exists already.*iteration=4"):
+    with pytest.raises(SettingsError, match=r"checkpoint_2' already exists.*iteration=4"):
         again.accelerator.save_state()
 
 
@@ -336,7 +336,7 @@ def test_what_a_store_cannot_hold_is_one_sentence(store, monkeypatch):
     with pytest.raises(SettingsError, match=r"save_on_each_node=True.*all hosts share"):
         run.accelerator.save_state("memory://bucket/run")
     with pytest.raises(
-        SettingsError, match=r"save_state.*'nowhere://run'.*no file system with the scheme 'nowhere'"
+        SettingsError, match=r"save_state.*'nowhere://run'.*no file system for the scheme 'nowhere'"
     ):
         run.accelerator.save_state("nowhere://run")
     monkeypatch.setitem(known_implementations, "absent", {"class": "absent.Files", "err": "Install absent"})

@@ -273,7 +273,7 @@ def test_another_epoch_gives_up_a_loaded_position(caplog: pytest.LogCaptureFixtu
     other.load_state_dict(state)
     other.set_epoch(4)
     assert len(list(other)) == 12
-    assert "drops the position in epoch 0" in caplog.text
+    assert "drops the loaded position in epoch 0" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def test_another_number_of_workers_is_refused_for_a_stream() -> None:
     next(batches)
     state = loader.state_dict()
     other = prepare_data_loader(DataLoader(Stream(9), batch_size=2, num_workers=1))
-    with pytest.raises(ValueError, match="Give it num_workers=2"):
+    with pytest.raises(ValueError, match="Pass num_workers=2"):
         other.load_state_dict(state)
 
 

@@ -167,7 +167,7 @@ def test_batches_that_do_not_fit_together_are_given_whole() -> None:
     assert [part and (part.batch, part.real) for part in parts] == [(wide, None), (narrow, None), (wide, 0)]
     uneven = RowSplit(num_processes=3, even=False).parts([wide, narrow])
     assert uneven[2] is None
-    with pytest.raises(ValueError, match="cannot split what it has read"):
+    with pytest.raises(ValueError, match="cannot split the batch that it read"):
         RowSplit(num_processes=2, split=True).parts([{"loss": torch.tensor(1.0)}])
 
 

@@ -309,7 +309,7 @@ def test_a_shard_for_other_ranks_is_refused() -> None:
 
 
 def test_data_that_is_sharded_already_cannot_be_dispatched() -> None:
-    with pytest.raises(ValueError, match="dispatch_batches=True lets the main process read"):
+    with pytest.raises(ValueError, match="dispatch_batches=True makes the main process read"):
         _own_shards(_distributed_sampler, dispatch_batches=True)
 
 

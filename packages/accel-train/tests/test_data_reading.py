@@ -368,7 +368,7 @@ def test_torchdatas_own_shuffling_is_continued() -> None:
 
 
 def test_what_says_no_position_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"neither a position .* nor a state of torchdata"):
+    with pytest.raises(ValueError, match=r"neither an accel data loader position nor a state of torchdata"):
         prepare().load_state_dict({"step": 3})
 
 

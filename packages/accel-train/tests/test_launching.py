@@ -155,7 +155,9 @@ def test_what_cannot_be_is_refused(options, message):
 
 
 def test_a_script_is_no_function():
-    with pytest.raises(SettingsError, match=r"'train.py' is no function; `accel.launch` runs scripts"):
+    with pytest.raises(
+        SettingsError, match=r"'train.py' is not a function. `accel.launch` also runs scripts"
+    ):
         debug_launcher("train.py")
 
 
@@ -336,8 +338,8 @@ def test_a_rank_that_fails_is_reported_with_its_traceback():
 @pytest.mark.parametrize(
     ("work", "message"),
     [
-        (lambda: lambda: 1, "has returned <function .*cannot be pickled"),
-        (lambda: sys.exit(3), r"Rank \d failed: it ended with exit code 3"),
+        (lambda: lambda: 1, "The function returned <function .*cannot be pickled"),
+        (lambda: sys.exit(3), r"Rank \d failed: it exited with code 3"),
     ],
 )
 def test_how_a_process_ended_without_an_error_of_the_function_is_reported(work, message):
@@ -385,18 +387,18 @@ def test_an_interrupt_lets_the_processes_clean_up_and_arrives_as_one(tmp_path):
     ("given", "args", "config", "message"),
     [
         (5, (), TWO, r"launch\(5\): expected a function, or the path"),
-        ("nowhere.py", (), TWO, r"launch\('nowhere.py'\): there is no such script"),
-        (print, 5, TWO, "args=5: expected all that the function is called with"),
+        ("nowhere.py", (), TWO, r"launch\('nowhere.py'\): the script does not exist"),
+        (print, 5, TWO, "args=5: expected the arguments of the function"),
         (print, "ab", TWO, "args='ab': expected"),
         (print, (), "run.yaml", r"launch\(config='run.yaml'\): .*yaml.safe_load"),
         (print, (), 2, r"launch\(config=2\): expected accel.settings.Settings"),
         (print, (), {"num_procs": 2}, "num_procs"),
-        (print, (), {"mpirun_config": {"mpirun_hostfile": "hosts"}}, "mpi.hostfile is carried out by"),
+        (print, (), {"mpirun_config": {"mpirun_hostfile": "hosts"}}, "mpi.hostfile is supported only by"),
         (
             print,
             (),
             {"num_processes": 2, "distributed_type": "MULTI_NPU"},
-            "this machine shows no such device",
+            "this machine has no such device",
         ),
     ],
 )

@@ -173,4 +173,4 @@ def test_what_cannot_be_saved_or_handled_is_refused(tmp_path):
     thread = threading.Thread(target=build)
     thread.start()
     thread.join()
-    assert "in the main thread only" in errors[0]
+    assert "only in the main thread" in errors[0]

@@ -210,7 +210,7 @@ def test_samples_of_batches_of_any_size_cannot_be_counted():
 def test_a_clock_that_is_none_or_has_no_effect_is_refused():
     with pytest.raises(SettingsError, match="step_scheduler_per='epoch'"):
         Accelerator(cpu=True, step_scheduler_per="epoch")
-    with pytest.raises(SettingsError, match="leave one of the two out"):
+    with pytest.raises(SettingsError, match="Remove one of the two"):
         Accelerator(cpu=True, step_scheduler_per="update", step_scheduler_with_optimizer=False)
     with pytest.raises(SettingsError, match="no effect"):
         make(step_per="update", step_with_optimizer=False)

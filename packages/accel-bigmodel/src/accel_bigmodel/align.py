@@ -40,11 +40,11 @@ class OffloadedTensor(Protocol):
     name: str
 
     def enter(self, value: Tensor) -> None:
-        """Let the module hold a value, which is on the device where it is used."""
+        """Make the module hold a value, which is on the device where it is used."""
         ...
 
     def leave(self) -> None:
-        """Let the module hold a meta tensor; keep nothing that takes memory on a device."""
+        """Make the module hold a meta tensor; keep nothing that uses device memory."""
         ...
 
 
@@ -98,11 +98,11 @@ class AlignDevicesHook(ModelHook):
 
     Args:
         execution_device: Where weights and inputs are during the forward.
-        offload: Keep the weights elsewhere between forwards: the module then holds meta tensors.
+        offload: Store the weights elsewhere between forwards; the module then holds meta tensors.
         io_same_device: Give the output back on the device where the input was.
         weights_map: Where offloaded weights come from, by their name in the module; by default they are kept
             on the CPU.
-        offload_buffers: Offload buffers too; else they stay on `execution_device`.
+        offload_buffers: Also offload buffers; else they stay on `execution_device`.
         place_submodules: Treat the weights of submodules with those of the module.
         skip_keys: Keyword arguments, and keys of mappings, that are not moved.
         tied_params_map: Address of a tensor to its copies by device: a tied weight comes once.
@@ -288,7 +288,7 @@ def align_module_device(
 
     Args:
         module: The module; what is below it is left alone if it is offloaded.
-        execution_device: Where; by default the device of its hook. Without both, nothing happens.
+        execution_device: The target device; by default the device of its hook. Without both, nothing happens.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -325,7 +325,7 @@ def align_module_device(
 
 
 def align_hook_of(module: nn.Module) -> AlignDevicesHook | None:
-    """Find the hook that offloads a module's weights, also in a chain of hooks."""
+    """Find the hook that offloads a module's weights, including in a chain of hooks."""
     return next((hook for hook in align_hooks_of(module) if hook.offload), None)
 
 

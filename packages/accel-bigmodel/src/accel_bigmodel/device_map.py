@@ -57,7 +57,7 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
         Bytes by device: accelerators in order, then `"cpu"`, then `"disk"`.
 
     Raises:
-        SettingsError: A size cannot be read, or a key is no device.
+        SettingsError: A size is invalid, or a key is not a device.
 
     Example:
         >>> get_max_memory({"cpu": "1GB", 0: "2GiB"})
@@ -73,9 +73,7 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
     sizes = {_device_key(key): convert_file_size_to_int(size) for key, size in max_memory.items()}
     negative = [key for key, size in sizes.items() if size < 0]
     if negative:
-        raise SettingsError(
-            f"max_memory[{negative[0]!r}] is {sizes[negative[0]]}: a device holds 0 bytes or more"
-        )
+        raise SettingsError(f"max_memory[{negative[0]!r}] is {sizes[negative[0]]}: expected 0 bytes or more")
     if isinstance(max_memory, dict):
         max_memory.update({key: sizes[_device_key(key)] for key in max_memory})
     indexed = sorted(key for key in sizes if isinstance(key, int))
@@ -101,7 +99,7 @@ def get_balanced_memory(
 
     Args:
         model: The model, on any device, the meta device too.
-        max_memory: What each device may take; by default what is free.
+        max_memory: The limit of each device; by default its free memory.
         no_split_module_classes: Names of classes whose modules stay whole.
         dtype: The type that floating weights will have once loaded.
         special_dtypes: Types of single tensors, by name.
@@ -174,7 +172,7 @@ def _device_key(key: int | str) -> int | str:
             torch.device(key)
         except RuntimeError as error:
             raise SettingsError(
-                f"max_memory names {reprlib.repr(key)}, which is no device: write 0, 'cpu' or 'disk'"
+                f"max_memory names {reprlib.repr(key)}, which is not a device: use 0, 'cpu' or 'disk'"
             ) from error
     return key
 
@@ -297,7 +295,7 @@ def automatic_device_map(
     """Infer the device map that users ask for by a word, such as `"balanced"`.
 
     Raises:
-        SettingsError: It is no such word.
+        SettingsError: The word is unknown.
     """
     if kind not in _AUTOMATIC:
         raise SettingsError(
@@ -365,8 +363,8 @@ def _warn_of_buffers(units: PlacementUnits, placed: Sequence[int], machine: Devi
     room = machine.capacities[main] - used if is_used else max(machine.capacities[: machine.executors])
     if buffers and buffers > room:
         warnings.warn(
-            f"The buffers of offloaded layers take {convert_bytes(buffers)} on the main device, which has no "
-            "room for them: pass offload_buffers=True.",
+            f"The buffers of offloaded layers need {convert_bytes(buffers)} on the main device, which "
+            "does not have enough memory: pass offload_buffers=True.",
             stacklevel=3,
         )
 
@@ -381,7 +379,7 @@ def _log_unused(
             continue
         largest = max((units.totals[index] for index in later[1:]), default=0)
         _log.info(
-            "No layer was placed on device %s: with its reserve, the next one takes %s.",
+            "No layer was placed on device %s: with its reserve, the next layer needs %s.",
             keys[device],
             convert_bytes(units.sizes[later[0]] + largest),
         )
@@ -405,7 +403,7 @@ def generate_device_map(
         model: The model, on any device, the meta device too. Its layers run in the order of registration.
         num_processes: Number of stages; with 1, the ordinary device map.
         no_split_module_classes: Names of classes whose modules stay whole.
-        max_memory: What each process may take; no limit by default.
+        max_memory: The limit of each process; no limit by default.
 
     Returns:
         Module name to the index of a process.
@@ -466,7 +464,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         UserWarning: The map names modules or tensors that the model lacks.
 
     Raises:
-        SettingsError: It is no mapping, a value is no device, or tensors are left without a device; what is
+        SettingsError: It is not a mapping, a value is not a device, or tensors have no device; what is
             wrong is named.
 
     Example:
@@ -488,7 +486,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     if unplaced:
         also = f"names no part of {type(model).__name__}: {stray}, and " if stray else ""
         raise SettingsError(
-            f"the device_map {also}gives no device to {some_of(unplaced)}. Add them, or '' for the rest"
+            f"the device_map {also}has no device for {some_of(unplaced)}. Add them, or '' for the rest"
         )
     if stray:
         # The words that programs of others filter.
@@ -523,8 +521,8 @@ def _check_device(name: object, device: object) -> None:
             torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, ValueError) as error:
         raise SettingsError(
-            f"the device_map sends {some_of([name])!r} to {reprlib.repr(device)}, which is no device: write "
-            "0, 'cpu' or 'disk'"
+            f"the device_map sends {some_of([name])!r} to {reprlib.repr(device)}, which is not a "
+            "device: use 0, 'cpu' or 'disk'"
         ) from error
 
 

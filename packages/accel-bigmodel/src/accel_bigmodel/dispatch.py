@@ -70,7 +70,7 @@ def dispatch_model(
     *,
     memory_limit: int | None = None,
 ) -> M:
-    """Place a model's blocks on their devices, and let it run across them.
+    """Place a model's blocks on their devices, and run the model across them.
 
     Blocks on the CPU (when there is an accelerator in the map) and on the disk are brought to the main device
     for their forward only, the next one while the present one computes. Tied weights stay tied. A model whose
@@ -79,7 +79,8 @@ def dispatch_model(
     Args:
         model: The model; what the map sends to the disk may be on the meta device if an index knows it.
         device_map: Module or tensor name to an index, `"cpu"` or `"disk"`.
-        main_device: Where offloaded blocks run; by default the first accelerator of the map, else the CPU.
+        main_device: The device of offloaded blocks; by default the first accelerator of the map, else the
+            CPU.
         state_dict: The weights of the blocks on the CPU; by default taken from the model.
         offload_dir: Where weights on the disk lie, or are written.
         offload_index: Name to where a weight on the disk lies.
@@ -185,7 +186,7 @@ def cpu_offload(
 
     Args:
         model: The model.
-        execution_device: Where it runs; by default where its first parameter is.
+        execution_device: The execution device; by default that of its first parameter.
         offload_buffers: Whether buffers are offloaded too.
         state_dict: The weights on the CPU; by default taken from the model.
         preload_module_classes: Classes whose modules load everything below them at once.
@@ -212,7 +213,7 @@ def disk_offload(
     Args:
         model: The model.
         offload_dir: Where weights are written, one at a time, unless an `index.json` says they are there.
-        execution_device: Where it runs; by default where its first parameter is.
+        execution_device: The execution device; by default that of its first parameter.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Classes whose modules load everything below them at once.
     """
@@ -232,7 +233,7 @@ def cpu_offload_with_hook(
 
     Args:
         model: The model.
-        execution_device: Where it runs; by default the accelerator, if there is one.
+        execution_device: The execution device; by default the accelerator, if there is one.
         prev_module_hook: The handle of the model that runs before: it goes back when this one comes.
 
     Returns:
@@ -373,8 +374,8 @@ def _warn_of_peer_access(devices: Sequence[Device]) -> None:
     gpus = [device for device in devices if str(device) not in _STORAGE]
     if len(gpus) > 1 and torch.cuda.is_available() and not check_cuda_p2p_ib_support():
         _log.warning(
-            "The device map uses %s, and the driver of these cards has faulty peer-to-peer copies, which may "
-            "give wrong outputs: update it to version %s or newer.",
+            "The device map uses %s, and the driver of these cards has faulty peer-to-peer copies, "
+            "which may produce wrong outputs. Update it to version %s or newer.",
             some_of(map(str, gpus)),
             PEER_ACCESS_DRIVER,
         )
@@ -405,7 +406,7 @@ def _refuse_or_move(model: nn.Module, move: Callable[..., Any], *args: Any, **kw
     if any(parameter.is_meta for parameter in model.parameters()):
         raise RuntimeError(
             "this model cannot be moved: some of its modules are offloaded to the CPU or the disk. "
-            "Dispatch it anew with another device_map, or call remove_hook_from_submodules(model) first"
+            "Dispatch it again with another device_map, or call remove_hook_from_submodules(model) first"
         )
     return move(*args, **kwargs)
 

@@ -31,7 +31,7 @@ _HEAD = ("device", "layers", "bytes", "share", "moved per forward", "entries")
 
 @frozen
 class DeviceUsage:
-    """One row: what a device holds.
+    """One row: the contents of a device.
 
     Attributes:
         device: An index or a name.
@@ -223,7 +223,7 @@ def label_bytes(axis: Axis, limit: float) -> None:
 
 
 def device_map_figure(explanation: Explanation) -> Figure:
-    """Draw a figure of its own."""
+    """Draw a new figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.9 + 0.5 * len(explanation.rows)), layout="constrained", facecolor="white")

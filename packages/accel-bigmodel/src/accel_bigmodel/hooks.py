@@ -177,7 +177,7 @@ class CpuOffload(ModelHook):
     """Keep a model on the CPU until its forward is called; it then stays on the device.
 
     Args:
-        execution_device: Where it runs; by default the accelerator, if there is one.
+        execution_device: The execution device; by default the accelerator, if there is one.
         prev_module_hook: The hook of a model that ran before: it goes back to the CPU first.
     """
 

@@ -354,7 +354,7 @@ def _warn_mismatches(
         if names
     ]
     if misshaped or (lines and assignment.strict) or (missing and assignment.quantizer is not None):
-        raise CheckpointMismatchError(f"the checkpoint does not fit the model. {'; '.join(lines)}")
+        raise CheckpointMismatchError(f"the checkpoint does not match the model. {'; '.join(lines)}")
     if unexpected:
         shown = some_of(unexpected, most=20)
         _log.warning("Some weights of the checkpoint were not used when loading the model: %s.", shown)
@@ -519,9 +519,9 @@ def load_checkpoint_in_model(
         keep_in_fp32_modules: Modules whose weights are float32 for any `dtype`.
         offload_8bit_bnb: Refused: `accel_quant.load_and_quantize_model` loads quantised models, and keeps
             their 8-bit weights with their statistics wherever the device map sends them.
-        strict: Refuse a checkpoint that lacks a tensor or has one too many; by default these are logged.
+        strict: Reject a checkpoint with missing or unexpected tensors; by default these are logged.
         full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
-        broadcast_from_rank0: Let rank 0 read and send to the others; they need no file.
+        broadcast_from_rank0: Rank 0 reads and sends tensors to the others, which need no file.
 
     Raises:
         CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; all that is wrong is
@@ -581,7 +581,7 @@ def load_checkpoint_and_dispatch(
     report: bool = False,
     memory_limit: int | str | None = None,
 ) -> M:
-    """Load a checkpoint into a model and let it run across its devices.
+    """Load a checkpoint into a model and run the model across its devices.
 
     Args:
         model: The model, usually a meta model.
@@ -589,7 +589,7 @@ def load_checkpoint_and_dispatch(
             as `"s3://bucket/model"`), or the id of a model on the hub.
         device_map: Module or tensor name to device; or `"auto"`, `"balanced"`, `"balanced_low_0"` or
             `"sequential"` to have one made. Without one the weights are loaded and nothing is dispatched.
-        max_memory: What each device may take when a map is made.
+        max_memory: The limit of each device for a new map.
         no_split_module_classes: Classes whose modules stay whole when a map is made.
         offload_folder: Where weights for the disk are noted or written. A safetensors checkpoint needs
             none: its weights are read in place.
@@ -603,7 +603,7 @@ def load_checkpoint_and_dispatch(
         force_hooks: Attach hooks even where a single device needs none.
         strict: Refuse a checkpoint that lacks a tensor or has one too many.
         full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
-        broadcast_from_rank0: Let rank 0 read and send to the others; they need no file.
+        broadcast_from_rank0: Rank 0 reads and sends tensors to the others, which need no file.
         report: Measure, and leave a `LoadReport` in the model's `load_report`; it is logged too.
         memory_limit: A hard cap in bytes (or text like `"4GB"`): on what the load puts into host memory
             beside mapped files, and on the disk-offloaded weights that are in memory while the model runs.
@@ -705,7 +705,7 @@ def load_weights(
         files.append(FileReport(path=source.path, strategies=strategies, seconds=taken, raw=raw))
     if parts:
         raise CheckpointMismatchError(
-            f"the checkpoint does not fit the model. Without their scales: {some_of(parts, most=20)}"
+            f"the checkpoint does not match the model. Without their scales: {some_of(parts, most=20)}"
         )
     # 3. Tie weights again, and report.
     retie_parameters(model, tied)

@@ -40,13 +40,13 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
     """Read a folder's `index.json`.
 
     Raises:
-        CheckpointError: It is no index, or an entry is damaged.
+        CheckpointError: The file is not an index, or an entry is damaged.
         FileNotFoundError: There is none.
     """
     path = Path(offload_folder) / OFFLOAD_INDEX_NAME
     index = read_json(path, what="index of offloaded weights")
     if not isinstance(index, dict):
-        raise CheckpointError(f"{str(path)!r} is no index of offloaded weights: it holds no table of names")
+        raise CheckpointError(f"{str(path)!r} is no index of offloaded weights: it has no table of names")
     check_offload_index(index, str(path))
     return index
 
@@ -327,7 +327,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
 
     Raises:
         CheckpointError: An entry of the index is damaged.
-        SettingsError: None of the first three is given, or an entry needs a `save_folder`.
+        SettingsError: The first three arguments are missing, or an entry needs a `save_folder`.
     """
 
     def __init__(
@@ -461,7 +461,7 @@ def collect_weights(
     """Collect the offloaded weights, writing to the disk what is not there yet.
 
     Raises:
-        SettingsError: Weights are to go to the disk, and there is no folder for them.
+        SettingsError: Weights are assigned to the disk, but there is no folder for them.
     """
     on_cpu = [name for name, device in device_map.items() if offload[name] and device != "disk"]
     on_disk = [name for name, device in device_map.items() if device == "disk"]

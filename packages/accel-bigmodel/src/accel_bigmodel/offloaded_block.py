@@ -302,7 +302,7 @@ class MappedBlocks:
         largest = max(self._sizes, key=lambda block: self._sizes[block][1], default=None)
         if limit is not None and largest is not None and self._sizes[largest][1] > limit:
             raise SettingsError(
-                f"the memory limit of {limit} bytes is less than block {largest!r} takes, which is "
+                f"the memory limit of {limit} bytes is less than block {largest!r} needs, which is "
                 f"{self._sizes[largest][1]}: raise the limit, or split the block in the device_map"
             )
 

@@ -69,7 +69,7 @@ def prepare_pippy(
     rows = find_pippy_batch_size(example_args, kwargs)
     if rows is None:
         raise SettingsError(
-            "prepare_pippy() traces the model with example inputs: give example_args or example_kwargs with "
+            "prepare_pippy() traces the model with example inputs: pass example_args or example_kwargs with "
             "at least one tensor whose first dimension is the batch."
         )
     if split_points == "auto":
@@ -203,11 +203,13 @@ def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) ->
     known = {name for name, _ in model.named_modules()}
     for name in split_points:
         if name not in known:
-            raise SettingsError(f"split_points has {name!r}, which is no module of {type(model).__name__}.")
+            raise SettingsError(
+                f"split_points has {name!r}, which is not a module of {type(model).__name__}."
+            )
     if len(split_points) != stages - 1:
         raise SettingsError(
-            f"split_points={list(split_points)!r} makes {len(split_points) + 1} stages, and there are "
-            f"{stages} processes: give one point fewer than processes."
+            f"split_points={list(split_points)!r} makes {len(split_points) + 1} stages, but there are "
+            f"{stages} processes: pass one point fewer than processes."
         )
 
 

@@ -49,7 +49,7 @@ def set_module_tensor_to_device(
 
     Raises:
         CheckpointError: The value's shape is not the tensor's.
-        ValueError: There is no such tensor, or it has no value and none is given.
+        ValueError: The tensor does not exist, or it has no value and none is given.
 
     Example:
         >>> from torch import nn
@@ -176,7 +176,7 @@ def torch_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return dtype
     kind = getattr(torch, str(dtype).removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
-        raise ValueError(f"{dtype!r} is no torch dtype: write for instance 'float16' or torch.float16")
+        raise ValueError(f"{dtype!r} is not a torch dtype: use for example 'float16' or torch.float16")
     return kind
 
 

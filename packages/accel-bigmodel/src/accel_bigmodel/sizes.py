@@ -369,7 +369,7 @@ def _layers(name: str, module: nn.Module, unsplit: frozenset[str]) -> Iterable[s
 
 @frozen
 class Workload:
-    """Bytes that a declared batch and length take, by module.
+    """Bytes of a declared batch and length, by module.
 
     Attributes:
         activations: Module name to the bytes in use while it runs; a device needs the largest of its modules.
@@ -401,7 +401,7 @@ class Workload:
             for module, size in source.items():
                 layer = _layer_above(module, table) or first.get(module)
                 if layer is None:
-                    raise SettingsError(f"the workload names {module!r}, which is no module of the model")
+                    raise SettingsError(f"the workload names {module!r}, which is not a module of the model")
                 table[layer] = table[layer] + size if table is cache else max(table[layer], size)
         return list(cache.values()), list(active.values())
 

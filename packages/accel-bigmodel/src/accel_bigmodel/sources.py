@@ -119,7 +119,7 @@ class SafetensorsSource(Source):
 
 
 class BinSource(Source):
-    """A file that `torch.save` wrote; the zip format is mapped, the older format is read in full."""
+    """A file of `torch.save`; the zip format is mapped, the older format is read in full."""
 
     mapped = True
 
@@ -150,7 +150,7 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
 
     Raises:
         CheckpointError: A file is damaged, unsafe or absent.
-        FileNotFoundError: Nothing is there, and it is no id of a model either.
+        FileNotFoundError: The path does not exist, and it is not the id of a model.
     """
     files = find_checkpoint_files(local_checkpoint(checkpoint)).files
     pipelines = Pipelines()
@@ -165,7 +165,7 @@ def stored_dtypes(checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
 
     Raises:
         CheckpointError: A file is damaged or absent.
-        FileNotFoundError: Nothing is there, and it is no id of a model either.
+        FileNotFoundError: The path does not exist, and it is not the id of a model.
     """
     files = find_checkpoint_files(local_checkpoint(checkpoint)).files
     tables = [SafetensorsFile(path).entries for path in files if path.suffix == SAFETENSORS_SUFFIX]
@@ -208,8 +208,9 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:
                 return folder
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"no checkpoint at {name!r}: neither a path here nor a model in the hub's cache, and the hub "
-            f"did not give it ({str(error).splitlines()[0]})"
+            f"no checkpoint at {name!r}: not a local path or a model in the hub's cache, and the hub "
+            "did not provide it ("
+            f"{str(error).splitlines()[0]})"
         ) from error
     raise FileNotFoundError(f"the model {name!r} on the hub has no weights")
 

@@ -28,7 +28,7 @@ class Parser(ArgumentParser):
     """The parser of a subcommand.
 
     Flags are declared with underscores and may be written with dashes. After `add_script` the first word that
-    is no flag is a script, and everything after it is passed to the script unchanged.
+    is not a flag is the script. Everything after it is passed to the script unchanged.
 
     Args:
         command: The name of the subcommand.
@@ -88,9 +88,10 @@ class Parser(ArgumentParser):
         """Parse the words after the subcommand.
 
         Raises:
-            SettingsError: Words are unknown or invalid, or there is no script; the message names all. Nothing
-                is read after an unknown flag that resembles none, since the script could be anywhere.
-            SystemExit: Help was requested, and has been shown.
+            SettingsError: Words are unknown or invalid, or the script is missing. The message lists all
+                problems. Parsing stops at an unknown flag that resembles no known one, since the script could
+                be anywhere.
+            SystemExit: Help was requested and shown.
         """
         line = self._split(words)
         options = Namespace(line=line)
@@ -105,13 +106,13 @@ class Parser(ArgumentParser):
             raise SettingsError(*(problem for _, problem in sorted(line.problems, key=lambda item: item[0])))
         if self._has_script:
             if not line.script:
-                raise SettingsError(f"no script to run.\nusage: {self.usage}")
+                raise SettingsError(f"no script given.\nusage: {self.usage}")
             options.script, *options.script_arguments = line.script
         vars(options).pop("line")
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Raise a `SettingsError`, which the command prints as a sentence before it exits with code 2."""
+        """Raise a `SettingsError`, which the command prints before it exits with code 2."""
         raise SettingsError(f"{message}.")
 
     def _split(self, words: Sequence[str]) -> _Line:
@@ -144,7 +145,7 @@ class Parser(ArgumentParser):
             # 3. With a script, take the value here: it may begin with a dash, as argparse's may not.
             if action is None:
                 near = self._nearest(declared)
-                hint = f"{self._hint(declared)} Flags of the script come after the script."
+                hint = f"{self._hint(declared)} Put flags of the script after its name."
                 line.problems.append((position, f"argument {name} is unknown{hint}"))
                 if near is None:
                     break
@@ -253,8 +254,8 @@ def launch() -> Parser:
     """Build the parser of `accel launch`."""
     made = Parser("launch", " ".join(HELP), format_help=help_text)
     add_config_file(made, "read, in YAML or JSON")
-    _switch(made, "--explain", text="show the source of each setting and the command, and run nothing")
-    _switch(made, "--dry_run", text="print what would be submitted or started, and run nothing")
+    _switch(made, "--explain", text="show the source of each setting and the command, but run nothing")
+    _switch(made, "--dry_run", text="print the job or command, but run nothing")
     made.add_settings(hidden=False)
     made.add_script(USAGE)
     return made
@@ -267,8 +268,8 @@ class LaunchArguments:
     Args:
         sourced: The settings that have a flag in it, by path.
         config_file: The named config file; None for the default one.
-        explain: Whether to show what would be run, and run nothing.
-        dry_run: Whether to print what would be submitted, and run nothing.
+        explain: Whether to show the command without running it.
+        dry_run: Whether to print the job without submitting it.
         script: The script to run.
         script_arguments: The words after it, unchanged.
     """
@@ -309,8 +310,8 @@ def help_text() -> str:
     sections: dict[str, list[str]] = {
         "the command": [
             _format_entry("--config_file FILE", f"Settings in YAML or JSON; by default {DEFAULT_PATH_HELP}."),
-            _format_entry("--explain", "Show the source of each setting and the command, and run nothing."),
-            _format_entry("--dry_run", "Print the batch script to submit, or the command, and run nothing."),
+            _format_entry("--explain", "Show the source of each setting and the command, but run nothing."),
+            _format_entry("--dry_run", "Print the batch script or the command, but run nothing."),
         ]
     }
     for option in OPTIONS:
@@ -382,12 +383,14 @@ def selftest() -> Parser:
         "--mixed_precision", choices=_PRECISIONS, help=setting("precision.mixed_precision", text)
     )
     text = (
-        "stop the processes after this many seconds; a collective times out after a third of that"
+        "stop the processes after this many seconds (collectives time out after a third of this)"
         " (default: %(default)s)"
     )
     _number(made, "--timeout", text, metavar="SECONDS", default=300)
     _switch(made, "--json", text="write the results as JSON")
-    made.add_argument("--html", metavar="FILE", help="also write a report with charts, readable offline")
+    made.add_argument(
+        "--html", metavar="FILE", help="also write an HTML report with charts, readable offline"
+    )
     _switch(made, "--quiet", "-q", text="show only failures")
     return made
 
@@ -395,7 +398,9 @@ def selftest() -> Parser:
 def env() -> Parser:
     """Build the parser of `accel env`."""
     made = Parser(
-        "env", "Show what a bug report needs: versions, devices, launcher and settings; no secrets."
+        "env",
+        "Print environment information for bug reports: versions, devices, launcher and "
+        "settings. Secrets are removed.",
     )
     add_config_file(made, "read")
     _switch(made, "--json", text="write JSON instead of text")
@@ -406,13 +411,13 @@ def estimate() -> Parser:
     """Build the parser of `accel estimate-memory`."""
     made = Parser(
         "estimate-memory",
-        "Estimate the memory of a model: its weights by dtype, and its training on each device by strategy."
-        " Nothing is loaded or computed.",
+        "Estimate the memory of a model's weights by dtype, and of its training on each device by "
+        "strategy. Nothing is loaded or computed.",
     )
     made.add_argument(
         "model_name",
-        help="a folder or file with weights, a transformers configuration (config.json), or the id of a model"
-        " on the hub, which is looked for in the local cache first",
+        help="a folder or file with weights, a transformers configuration (config.json), or the id of a "
+        "model on the hub (the local cache is searched first)",
     )
     model = made.add_argument_group("the model")
     model.add_argument(
@@ -420,15 +425,15 @@ def estimate() -> Parser:
     )
     text = "the dtypes of the weights to list (default: all)"
     model.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES], help=text)
-    _switch(model, "--trust_remote_code", text="run the code that comes with a model from the hub")
+    _switch(model, "--trust_remote_code", text="run custom code of a model from the hub")
     _add_training(made)
     output = made.add_argument_group("output")
-    _switch(output, "--json", text="write JSON, in bytes")
+    _switch(output, "--json", text="write JSON (sizes in bytes)")
     output.add_argument(
         "--plot",
         metavar="FILE",
-        help="also draw a picture (.svg, .png, .pdf): memory by strategy; with --batch_size over the passes;"
-        " with --memory the device map of inference",
+        help="also draw a picture (.svg, .png, .pdf) of memory by strategy. --batch_size adds memory "
+        "over the passes, --memory adds the device map for inference",
     )
     _switch(output, "--quiet", "-q", text="show the numbers without the notes")
     return made
@@ -437,31 +442,34 @@ def estimate() -> Parser:
 DTYPES = ("float32", "float16", "int8", "int4")
 
 AXIS_NAMES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
-"""The axes of `ParallelismConfig`, which the command does not import."""
+"""The axes of `ParallelismConfig`. The command does not import that class."""
 
 
 def _add_training(made: Parser) -> None:
     training = made.add_argument_group("training")
     _number(training, "--num_devices", "number of devices (default: 1)")
-    text = "memory of each device, as in 80GiB; suggests what fits"
+    text = "memory of each device, such as 80GiB; suggests a config that fits"
     training.add_argument("--memory", type=size, metavar="SIZE", help=text)
-    text = "main memory of each node, for offloading"
+    text = "host memory of each node, for offloading"
     training.add_argument("--host_memory", type=size, metavar="SIZE", help=text)
     _number(training, "--devices_per_machine", "default: %(default)s", default=8)
-    text = "precision of forward and backward passes; fp8 stores what bf16 does (default: %(default)s)"
+    text = (
+        "precision of forward and backward passes (fp8 stores the same tensors as bf16) (default: "
+        "%(default)s)"
+    )
     training.add_argument("--mixed_precision", choices=_PRECISIONS, default="bf16", help=text)
     text = "optimizer of the script; DeepSpeed and Megatron have their own (default: %(default)s)"
     training.add_argument("--optimizer", choices=("adam", "muon", "host_adamw"), default="adam", help=text)
-    _number(training, "--batch_size", "samples per device and micro-batch; adds the activations")
+    _number(training, "--batch_size", "samples per device and micro-batch; includes activations")
     _number(training, "--sequence_length", "tokens (default: %(default)s)", default=512)
     sizes = {"tp_degree": "tensor", "pp_degree": "pipeline", "context_parallel_size": "context"}
     for flag, what in sizes.items():
-        _number(training, f"--megatron_lm_{flag}", f"{what}-parallel size; adds the rows of Megatron")
+        _number(training, f"--megatron_lm_{flag}", f"{what}-parallel size; adds rows for Megatron")
     for axis in AXIS_NAMES:
         _number(
             training,
             f"--parallelism_config_{axis}_size",
-            f"size of the axis {axis}; adds a row for all given axes",
+            f"size of the axis {axis}; adds a row for the combination of axes",
         )
     text = "recompute the activations of blocks in the backward pass"
     _switch(training, "--gradient_checkpointing", text=text)
@@ -473,15 +481,15 @@ def check() -> Parser:
     """Build the parser of `accel check`."""
     made = Parser(
         "check",
-        "Run a script for a few batches as selected ranks of a job, without devices, weights or the other"
-        " processes, and report: the settings, the memory of each rank, collectives that a rank would miss,"
-        " and the files of a checkpoint.",
-        "The flags of `accel launch` are accepted as well.",
+        "Dry-run a script for a few batches as selected ranks of a job, without devices, weights or the "
+        "other processes. Reports the settings, the memory of each rank, collectives that a rank would "
+        "miss, and checkpoint files.",
+        "All flags of `accel launch` are also accepted.",
     )
-    _number(made, "--world", "world size (default: that of the settings, else 2)")
-    made.add_argument("--memory", type=size, metavar="SIZE", help="memory of each device, as in 80GiB")
+    _number(made, "--world", "world size (default: from the settings, else 2)")
+    made.add_argument("--memory", type=size, metavar="SIZE", help="memory of each device, such as 80GiB")
     _number(made, "--devices_per_machine", "default: %(default)s", default=8)
-    _number(made, "--batches", "batches of every loader (default: %(default)s)", default=3)
+    _number(made, "--batches", "batches to read from every loader (default: %(default)s)", default=3)
     made.add_argument(
         "--ranks",
         metavar="LIST",
@@ -494,7 +502,7 @@ def check() -> Parser:
     made.add_argument(
         "--html",
         metavar="FILE",
-        help="also write a report of collectives and memory by rank, readable offline",
+        help="also write an HTML report of collectives and memory by rank, readable offline",
     )
     _switch(made, "--quiet", "-q", text="show only problems")
     made.add_settings(hidden=True)
@@ -506,21 +514,21 @@ def doctor() -> Parser:
     """Build the parser of `accel doctor`."""
     made = Parser(
         "doctor",
-        "Run a script a few optimizer steps long on the ranks and strategy of the settings, and on one"
-        " process with the same global batches, and report where they differ: samples, losses, gradients,"
-        " weights, learning rates, gathered results, and a resumed run. Ranks are processes on this"
-        " machine's CPU. The exit code is 1 if something differs.",
-        "Settings may be given by the flags of `accel launch`, too; without --num_processes there are two.",
+        "Run a script for a few optimizer steps twice: with the ranks and strategy of the settings, and "
+        "in one process with the same global batches. Reports differences in samples, losses, "
+        "gradients, weights, learning rates, gathered results, and a resumed run. Ranks are processes "
+        "on this machine's CPU. The exit code is 1 if the runs differ.",
+        "All flags of `accel launch` are also accepted. The default of --num_processes is 2.",
     )
     text = "optimizer steps of each pass over a training loader (default: %(default)s)"
     _number(made, "--steps", text, default=3)
     _switch(made, "--on_device", text="run on the devices of the settings instead of the CPU")
-    _number(made, "--blocks", "keep the first N layers of each list of layers; the others are left out")
-    _switch(made, "--no_resume", text="do not save a checkpoint and resume from it")
+    _number(made, "--blocks", "keep only the first N layers of each list of layers")
+    _switch(made, "--no_resume", text="skip the check that saves a checkpoint and resumes from it")
     _number(made, "--timeout", "for each run (default: %(default)s)", "SECONDS", default=600)
     add_config_file(made, "use")
     _switch(made, "--json", text="write the report as JSON")
-    _switch(made, "--quiet", "-q", text="show only what differs")
+    _switch(made, "--quiet", "-q", text="show only differences")
     made.add_settings(hidden=True)
     made.add_script("accel doctor [options] script [script_arguments ...]")
     return made
@@ -530,15 +538,16 @@ def merge() -> Parser:
     """Build the parser of `accel merge-weights`."""
     made = Parser(
         "merge-weights",
-        "Merge a sharded checkpoint of FSDP or torch.distributed.checkpoint into full weights.",
+        "Merge a sharded checkpoint (FSDP or torch.distributed.checkpoint) into full weights.",
     )
     made.add_argument(
         "checkpoint_directory",
-        help="the folder of shards (it holds .metadata), or a checkpoint of save_state that holds one",
+        help="the folder of shards (with a .metadata file), or a save_state checkpoint that contains "
+        "such a folder",
     )
-    made.add_argument("output_path", help="the folder to write to")
-    _switch(made, "--unsafe_serialization", text="write pytorch_model.bin rather than safetensors")
-    _switch(made, "--remove_checkpoint_dir", text="delete the shards once the merged weights are written")
+    made.add_argument("output_path", help="the output folder")
+    _switch(made, "--unsafe_serialization", text="write pytorch_model.bin instead of safetensors")
+    _switch(made, "--remove_checkpoint_dir", text="delete the shards after merging")
     _switch(made, "--quiet", "-q", text="print nothing on success")
     return made
 
@@ -551,15 +560,15 @@ def convert() -> Parser:
     """Build the parser of `accel convert-checkpoint`."""
     made = Parser(
         "convert-checkpoint",
-        "Write a checkpoint in another format, one chunk of a tensor at a time. The format of FROM is that of"
-        " its files. Every tensor is read again and compared when it is written.",
+        "Write a checkpoint in another format, one chunk of a tensor at a time. The format of FROM is "
+        "detected from its files. Every written tensor is read back and compared.",
         "FROM and TO are folders, or URLs such as s3://bucket/run; FROM may also be a file of weights.",
     )
     made.add_argument("source", metavar="FROM", help="the checkpoint to read")
-    made.add_argument("target", metavar="TO", help="the folder to write, which is absent or empty")
+    made.add_argument("target", metavar="TO", help="the output folder, which must be absent or empty")
     text = (
-        "safetensors or torch: files of weights, as transformers saves them; full or sharded: a state for"
-        " Accelerator.load_state; dcp: a folder of torch.distributed.checkpoint"
+        "safetensors or torch: weight files as transformers saves them. full or sharded: a state for "
+        "Accelerator.load_state. dcp: a folder of torch.distributed.checkpoint"
     )
     made.add_argument("--to", choices=FORMATS, required=True, help=text)
     text = (
@@ -567,21 +576,21 @@ def convert() -> Parser:
         " the config.json of transformers whose names and layout to use"
     )
     made.add_argument("--base", metavar="DIR", help=text)
-    text = "memory that tensors may take at once (default: %(default)s)"
+    text = "memory limit for tensors (default: %(default)s)"
     made.add_argument("--max_memory", default="1GB", metavar="SIZE", help=text)
-    text = "size of a file of safetensors or torch (default: %(default)s)"
+    text = "maximum size of a weight file (default: %(default)s)"
     made.add_argument("--max_shard_size", default="10GB", metavar="SIZE", help=text)
-    _switch(made, "--dry_run", text="show what would be read and written, and write nothing")
+    _switch(made, "--dry_run", text="show what would be read and written, but write nothing")
     _switch(made, "--quiet", "-q", text="print nothing on success")
     return made
 
 
 def to_fsdp2() -> Parser:
     """Build the parser of `accel to-fsdp2`."""
-    made = Parser("to-fsdp2", "Rewrite a config file for FSDP (version 1) as one for FSDP2.")
+    made = Parser("to-fsdp2", "Convert an FSDP (version 1) config file to FSDP2.")
     add_config_file(made, "read")
     made.add_argument("--output_file", metavar="FILE", help="the file to write")
-    _switch(made, "--overwrite", text="replace the file that is read, or the output file")
+    _switch(made, "--overwrite", text="overwrite the input file or the output file")
     _switch(made, "--quiet", "-q", text="do not print the changes")
     return made
 
@@ -589,26 +598,26 @@ def to_fsdp2() -> Parser:
 def tpu() -> Parser:
     """Build the parser of `accel tpu-config`."""
     made = Parser("tpu-config", "Run commands on all hosts of a Google Cloud TPU pod before training.")
-    pod = made.add_argument_group("the pod (defaults come from the config file)")
+    pod = made.add_argument_group("the pod (defaults: the config file)")
     add_config_file(pod, "read")
     pod.add_argument("--tpu_name", metavar="NAME", help="the name of the TPU [key tpu_name]")
     pod.add_argument("--tpu_zone", metavar="ZONE", help="its zone [key tpu_zone]")
     _switch(pod, "--use_alpha", text="use `gcloud alpha`")
     what = made.add_argument_group("what to run")
-    what.add_argument("--command_file", metavar="FILE", help="a file of commands [key command_file]")
+    what.add_argument("--command_file", metavar="FILE", help="a file with commands [key command_file]")
     text = "a command; may be repeated [key commands]"
     what.add_argument("--command", action="append", nargs="+", metavar="COMMAND", help=text)
-    _switch(what, "--install_accelerate", text="first install accel on the pod")
+    _switch(what, "--install_accelerate", text="install accel on the pod first")
     text = "the version of accel to install (default: %(default)s)"
     what.add_argument("--accelerate_version", default="latest", metavar="VERSION", help=text)
-    _switch(made, "--debug", text="show the command line, and run nothing")
+    _switch(made, "--debug", text="show the command line, but run nothing")
     return made
 
 
 def examples() -> Parser:
     """Build the parser of `accel examples`."""
     made = Parser("examples", "Copy the example scripts and config templates of accel-suite to a folder.")
-    text = "a folder that does not exist or is empty (default: %(default)s)"
+    text = "an absent or empty folder (default: %(default)s)"
     made.add_argument("directory", nargs="?", default="accel-examples", help=text)
     text = "Also copy the documentation, as Markdown pages, to DIRECTORY/docs."
     made.add_argument("--docs", action="store_true", help=text)
@@ -622,7 +631,7 @@ def completion() -> Parser:
         " after compinit; fish: accel completion fish > ~/.config/fish/completions/accel.fish"
     )
     made = Parser(
-        "completion", "Write a completion script of accel's commands and flags for a shell.", epilog
+        "completion", "Print a script that completes accel's commands and flags in a shell.", epilog
     )
     made.add_argument("shell", choices=("bash", "zsh", "fish"))
     return made
@@ -654,7 +663,7 @@ def _number(made: _ActionsContainer, flag: str, text: str, metavar: str = "N", *
 
 
 def count(text: str) -> int:
-    """Read a whole number of at least 1.
+    """Parse a whole number of at least 1.
 
     Example:
         >>> count("8")
@@ -665,12 +674,12 @@ def count(text: str) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return value
 
 
 def size(text: str) -> int:
-    """Read bytes as people write them.
+    """Parse a human-readable size in bytes.
 
     Example:
         >>> size("1GB")

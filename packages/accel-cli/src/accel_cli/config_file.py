@@ -40,7 +40,7 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
     """Read the config file that applies.
 
     Raises:
-        SettingsError: The file cannot be read, is no table, or holds a key or value that cannot be used.
+        SettingsError: The file cannot be read, is not a table, or contains an invalid key or value.
     """
     path = Path(named).expanduser() if named is not None else default_config_file(environ)
     if path is None:
@@ -55,11 +55,11 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
         if written is not None and not compare_versions("accel-cli", ">=", written[1]):
             problems.append(
                 f"{path} was written by accel {written[1]}, and this is accel {version('accel-cli')}: "
-                "install that version, or write the file anew with `accel config`."
+                "install that version, or recreate the file with `accel config`."
             )
         raise SettingsError(*problems) from None
     advice = f"`accel config update --config_file {path}` rewrites the file"
-    notes = [f"{path} is of an older format: {note}" for note in translation.notes]
+    notes = [f"{path} is in an older format: {note}" for note in translation.notes]
     return ConfigFile(
         path=path,
         content=translation.content,
@@ -76,8 +76,8 @@ def read(path: Path) -> dict[str, object]:
     """Read the top-level table of a file: JSON by its suffix, else YAML.
 
     Raises:
-        SettingsError: There is no such file, or it holds something else. The message does not show its
-            content, since the file may be no configuration.
+        SettingsError: The file does not exist, or is not a table. The message does not show its content,
+            since the file may not be a config file.
     """
     try:
         text = read_regular(path, limit=CONFIG_LIMIT, error=SettingsError)
@@ -91,8 +91,9 @@ def read(path: Path) -> dict[str, object]:
         return {}
     if not isinstance(content, dict):
         raise SettingsError(
-            f"config file {str(path)!r} holds one {type(content).__name__}: expected a table of settings, "
-            "such as `num_processes: 2`."
+            f"config file {str(path)!r} holds one {type(content).__name__}: expected a table of "
+            "settings such as"
+            " `num_processes: 2`."
         )
     return {str(key): value for key, value in cast("dict[object, object]", content).items()}
 
@@ -105,7 +106,7 @@ def _read_yaml(text: bytes, path: Path) -> object:
         if node is None:
             return None
         if _count_nodes(node, {}) > _MAX_NODES:
-            raise ValueError(f"its aliases make it more than {_MAX_NODES} values")
+            raise ValueError(f"its aliases expand to more than {_MAX_NODES} values")
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -129,12 +130,12 @@ def _count_nodes(node: Any, counts: dict[int, int]) -> int:
         parts = (part for item in inner for part in (item if isinstance(item, tuple) else (item,)))
         counts[id(node)] = 1 + sum(_count_nodes(part, counts) for part in parts)
     elif not counts[id(node)]:
-        raise ValueError("an alias stands within its own value")
+        raise ValueError("an alias refers to itself")
     return counts[id(node)]
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a table to a file, as JSON if that ends in `.json`, else as YAML; make its folder.
+    """Write a table to a file, as JSON if its name ends in `.json`, else as YAML; create its folder.
 
     Raises:
         SettingsError: It cannot be written.

@@ -96,7 +96,7 @@ class CustomArgumentParser(ArgumentParser):
 
 
 class SubcommandHelpFormatter(RawDescriptionHelpFormatter):
-    """A formatter of help that leaves out how a subcommand is called."""
+    """A help formatter that omits the usage of a subcommand."""
 
     def _format_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any) -> str:
         text = super()._format_usage(usage, actions, groups, prefix)
@@ -104,7 +104,7 @@ class SubcommandHelpFormatter(RawDescriptionHelpFormatter):
 
 
 class CustomHelpFormatter(HelpFormatter):
-    """A formatter of help with room for long flags."""
+    """A help formatter with room for long flags."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"max_help_position": 40, **kwargs})

@@ -56,7 +56,7 @@ _GB = 1e9
 def timeline(records: Sequence[RankRecord]) -> Figure:
     """Draw the collectives of each rank in their order, with the memory that it held at each.
 
-    A rank that calls something else than the first one is marked by a red cross from there on.
+    A red cross marks each call of a rank that differs from the first rank.
     """
     kinds = list(dict.fromkeys(event.kind for record in records for event in record.events))
     colors = {kind: _COLORS[index % len(_COLORS)] for index, kind in enumerate(kinds)}
@@ -135,7 +135,7 @@ _STATES = {"passed": "#8fb996", "failed": "#b03a2e", "skipped": "#c9c9c9", "runn
 
 
 def seconds_by_check(outcomes: Sequence[Outcome]) -> Figure:
-    """Draw how long each check took, coloured by its result."""
+    """Draw the duration of each check, coloured by its result."""
     bar = Bar(
         y=[outcome.name for outcome in outcomes],
         x=[outcome.seconds for outcome in outcomes],
@@ -148,7 +148,7 @@ def seconds_by_check(outcomes: Sequence[Outcome]) -> Figure:
 
 
 def speed_bars(speeds: Mapping[str, float]) -> Figure:
-    """Draw how fast bytes were moved."""
+    """Draw transfer speeds."""
     bar = Bar(
         y=[*speeds],
         x=[speed / _GB for speed in speeds.values()],

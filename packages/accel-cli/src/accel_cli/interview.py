@@ -1,4 +1,4 @@
-"""The questions of `accel config`: which apply, what they suggest, and how the terminal asks them."""
+"""The questions of `accel config`: when they apply, their suggested answers, and the terminal prompts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def interview(ask: Callable[[Question], str], host: HostInfo) -> Settings:
     """Ask the questions that depend on the answers so far.
 
-    A question that is asked again, after the user went back, suggests its earlier answer.
+    After the user goes back, a question suggests its earlier answer.
 
     Args:
         ask: Returns a choice, `"true"` or `"false"`, or a valid text, or raises `PreviousQuestion`.

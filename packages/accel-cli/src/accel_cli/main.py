@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *words = argv
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}.")
-        return _fail("accel", f"{name!r} is no command; {hint}")
+        return _fail("accel", f"{name!r} is not a command; {hint}")
     try:
         return COMMANDS[name].run(words)
     except AccelError as error:
@@ -123,7 +123,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     ),
     "launch": Subcommand(
         target="accel_cli.launch.command",
-        help="Launch a script in one process or many.",
+        help="Launch a script in one or more processes.",
         parser="launch",
     ),
     "test": Subcommand(
@@ -149,7 +149,7 @@ COMMANDS: Mapping[str, Subcommand] = {
     ),
     "doctor": Subcommand(
         target="accel_cli.commands.doctor.command",
-        help="Compare a script on many ranks with the same on one process.",
+        help="Compare a run on many ranks with a run in one process.",
         parser="doctor",
     ),
     "merge-weights": Subcommand(

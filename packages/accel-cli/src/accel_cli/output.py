@@ -50,7 +50,7 @@ def working(what: str) -> Generator[None]:
 
 
 def is_rich(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Return whether a stream shows colours and frames; with `NO_COLOR` and `TERM=dumb` none does.
+    """Return whether a stream shows colours and frames; no stream does with `NO_COLOR` or `TERM=dumb`.
 
     Example:
         >>> import io
@@ -105,7 +105,7 @@ STYLES: Mapping[str, str] = {
 
 
 def redact(name: str, value: Any) -> Any:
-    """Return a value with its secrets replaced, which its name or its form reveals.
+    """Return a value with its secrets replaced; they are detected by name or form.
 
     Example:
         >>> redact("WANDB_API_KEY", "0123"), redact("TOKENIZERS_PARALLELISM", "false")

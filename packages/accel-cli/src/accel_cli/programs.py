@@ -111,7 +111,7 @@ class BaseConfig:
             SettingsError: It has another suffix, or cannot be written.
         """
         if Path(json_file).suffix != ".json":
-            raise SettingsError(f"to_json_file({json_file!r}): the file's suffix has to be .json.")
+            raise SettingsError(f"to_json_file({json_file!r}): the file must have the suffix .json.")
         write(Path(json_file), self.to_dict())
 
     @classmethod
@@ -119,7 +119,7 @@ class BaseConfig:
         """Read a file.
 
         Raises:
-            SettingsError: It cannot be read, or holds what cannot be used.
+            SettingsError: It cannot be read, or contains invalid values.
         """
         return cls(**_record_arguments(yaml_file or default_yaml_config_file, cls))
 
@@ -133,7 +133,7 @@ class BaseConfig:
 class ClusterConfig(BaseConfig):
     """The config file of hosts or a cluster; its fields are keys of the reference page of settings.
 
-    Keys that only accel has are in `further`.
+    Keys specific to accel are in `further`.
 
     Example:
         >>> config = ClusterConfig("LOCAL_MACHINE", "NO", "bf16", use_cpu=True, debug=False, num_processes=2)
@@ -197,7 +197,7 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
 
     Raises:
         FileNotFoundError: There is no such file.
-        SettingsError: It cannot be read, or holds what cannot be used.
+        SettingsError: It cannot be read, or contains invalid values.
     """
     path = config_file or default_config_file
     _existing(path)
@@ -324,7 +324,7 @@ def _existing(path: str) -> Path:
     """Return the path of a config file that exists."""
     if not Path(path).expanduser().is_file():
         raise FileNotFoundError(
-            f"there is no config file {str(path)!r}: name one that exists, or run `accel config`."
+            f"there is no config file {str(path)!r}: pass an existing file, or run `accel config`."
         )
     return Path(path).expanduser()
 
@@ -580,7 +580,7 @@ def check_script(flags: Mapping[str, Any]) -> None:
     """
     script = flags.get("training_script")
     if not script:
-        raise SettingsError(f"args.training_script is {script!r}: name a script.")
+        raise SettingsError(f"args.training_script is {script!r}: pass a script.")
 
 
 def plan_of(
@@ -668,7 +668,9 @@ def mpirun_arguments() -> tuple[str, str, str, str, str]:
     """
     program = next(filter(shutil.which, ("mpirun", "mpiexec")), None)
     if program is None:
-        raise OSError("neither mpirun nor mpiexec is on the path: install an MPI, such as Open MPI.")
+        raise OSError(
+            "neither mpirun nor mpiexec is on the PATH: install an MPI implementation such as Open MPI."
+        )
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
     if "Open MPI" in version:
         return program, "--hostfile", "-n", "--npernode", "--bind-to"
@@ -726,7 +728,7 @@ def default_command_parser(parser: Any, parents: Sequence[ArgumentParser]) -> Ar
 
     Args:
         parser: The result of `ArgumentParser.add_subparsers`.
-        parents: Parsers whose arguments it has, too.
+        parents: Parsers whose arguments it also accepts.
     """
     made = parser.add_parser("default", parents=parents, help="Write the default config file.")
     made.add_argument(
@@ -743,7 +745,7 @@ def update_config(args: Namespace) -> str:
 
 
 def update_config_command(args: Namespace) -> None:
-    """Rewrite a config file in the current format, and say which."""
+    """Rewrite a config file in the current format, and print its path."""
     show(f"{update_config(args)} is in the current format.")
 
 

@@ -201,8 +201,7 @@ class BulletMenu:
         """Ask, and return the index of the choice.
 
         Args:
-            default_choice: The index that is selected first; the answer where there is no terminal and none
-                is entered.
+            default_choice: The index selected first, and the answer if there is no terminal and no input.
         """
         forceWrite(self.prompt or "", "\n")
         self.position = default_choice

@@ -16,7 +16,7 @@ USAGE = "usage: python -m accel_compat (SCRIPT | -m MODULE) [ARGUMENT ...]"
 
 
 def main(arguments: list[str]) -> None:
-    """Run what the arguments name, as Python itself would."""
+    """Run the script or module in the arguments, as Python itself would."""
     match arguments:
         case ["-m", module, *words]:
             install()

@@ -29,25 +29,25 @@ REFERENCE = "accelerate"
 """The import and distribution name of Accelerate, which resolves to accel."""
 
 REFERENCE_VERSION = "1.15.0"
-"""The version of Accelerate whose interface accel has, and which `accelerate.__version__` says."""
+"""The version of Accelerate whose interface accel implements; the value of `accelerate.__version__`."""
 
 _STARTUP = f"{__file__.rpartition(os.sep)[0]}{os.sep}startup"
 
 
 def install() -> None:
-    """Let `accelerate`, its submodules and its metadata resolve to accel, here and in child processes.
+    """Make `accelerate`, its submodules and its metadata resolve to accel, in this and in child processes.
 
     Whether Accelerate itself is installed does not matter. Nothing of accel is imported before it is asked
     for. Calling it again does nothing.
 
     Raises:
-        ImportError: Accelerate itself has been imported already: its objects are in use.
+        ImportError: Accelerate itself is already imported, and its objects are in use.
     """
     if is_installed():
         return
     if REFERENCE in sys.modules:
         raise ImportError(
-            "accel_compat.install() came too late: 'accelerate' has been imported already. Call it before "
+            "accel_compat.install() came too late: 'accelerate' is already imported. Call it before "
             "anything imports accelerate, or run the script with `python -m accel_compat`.",
             name=REFERENCE,
         )
@@ -102,7 +102,7 @@ class AliasFinder:
             raise _absent_error(f"{alias}.{fullname.rpartition('.')[2]}")
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
-        """Yield the distribution `accelerate` if it is asked for, by its name or with all others."""
+        """Yield the distribution `accelerate` if it is requested by name or with all others."""
         if context is None or context.name is None or context.name.lower() == REFERENCE:
             yield accel_compat.AliasDistribution()
 

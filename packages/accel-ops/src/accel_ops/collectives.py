@@ -319,7 +319,7 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
     if runtime.debug:
         compare_in_debug_mode(runtime.collectives, "gather_object")
     if not isinstance(object, (list, tuple)):
-        raise TypeError(f"gather_object concatenates lists, not a {type(object)}; pass [object] instead.")
+        raise TypeError(f"gather_object concatenates lists, not a {type(object)}. Pass [object] instead.")
     return [item for part in runtime.collectives.all_gather_object(object) for item in part]
 
 
@@ -335,7 +335,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 
     Raises:
         TypeError: A leaf is not a tensor.
-        ValueError: There is no process `from_process`.
+        ValueError: The process `from_process` does not exist.
         DistributedOperationException: Structures, types, shapes or `from_process` differ. Every process
             raises it, with what differs.
 
@@ -374,7 +374,7 @@ def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
 
     Raises:
         TypeError: It is not a list.
-        ValueError: There is no process `from_process`.
+        ValueError: The process `from_process` does not exist.
         DistributedOperationException: Lengths or `from_process` differ. Every process raises it.
 
     Example:
@@ -389,7 +389,7 @@ def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
     if runtime.debug:
         compare_in_debug_mode(collectives, "broadcast_object_list", detail=f"from_process={from_process}")
     if not isinstance(object_list, list):
-        raise TypeError(f"broadcast_object_list fills a list in place, and got a {type(object_list)}.")
+        raise TypeError(f"broadcast_object_list fills a list in place, but got a {type(object_list)}.")
     call = f"broadcast_object_list(from_process={from_process})"
     check_same_call(collectives, runtime.device, call, len(object_list))
     collectives.broadcast_object_list(object_list, from_process)
@@ -412,7 +412,7 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
 
     Raises:
         TypeError: A leaf is not a tensor, or is complex and neither added nor averaged.
-        ValueError: `reduction` is something else.
+        ValueError: `reduction` is unknown.
         DistributedOperationException: Structures, types, shapes, `reduction` or `scale` differ. Every process
             raises it, with what differs.
 
@@ -422,7 +422,7 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
     """
     if reduction not in _REDUCTIONS:
         raise ValueError(
-            f"reduction={reduction!r} is unknown; choose one of {', '.join(map(repr, _REDUCTIONS))}."
+            f"reduction={reduction!r} is unknown. Choose one of {', '.join(map(repr, _REDUCTIONS))}."
         )
     runtime = current_or_single()
     collectives = runtime.collectives

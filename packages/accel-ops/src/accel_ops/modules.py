@@ -29,7 +29,7 @@ def extract_model_from_parallel(
     """Return a model without its distributed wrappers.
 
     Args:
-        model: The model, wrapped or not; it stays usable as it is.
+        model: The model, wrapped or not; it stays usable.
         keep_fp32_wrapper: Keep the mixed precision that was put around its `forward`. Without it the
             model itself, the wrapped one included, computes as it did before.
         keep_torch_compile: Return a compiled model compiled again, else the model inside. What was compiled
@@ -182,7 +182,7 @@ def has_wrapped_forward(model: nn.Module) -> bool:
 
 
 def restore_forward(model: nn.Module) -> None:
-    """Undo `wrap_forward`; any other model is left as it is."""
+    """Undo `wrap_forward`; any other model stays unchanged."""
     target = without_compiler(model)
     original = vars(target).pop(_ORIGINAL, None)
     if original is None:
@@ -221,7 +221,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     """Return an attribute by its dotted name.
 
     Raises:
-        AttributeError: One of them does not exist.
+        AttributeError: An attribute does not exist.
 
     Example:
         >>> import torch
@@ -277,7 +277,7 @@ def get_module_children_bottom_up(
     """List all modules of a model, children before their parents, the model itself last.
 
     Args:
-        model: The model. A module that is used in two places comes twice.
+        model: The model. A module that is used in two places occurs twice.
         return_fqns: Return pairs of a module's full name, `""` for the model, and the module.
 
     Example:
@@ -291,7 +291,7 @@ def get_module_children_bottom_up(
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether a model is one of the library `peft`, also in a distributed wrapper.
+    """Return whether a model is a `peft` model, possibly in a distributed wrapper.
 
     Example:
         >>> import torch
@@ -316,7 +316,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
-    """Compile the repeated blocks of a model, and the parts between them, instead of the model as one.
+    """Compile the repeated blocks of a model, and the parts between them, instead of the whole model.
 
     Blocks of one class are compiled for the first of them; the others run the same code. Regions are compiled
     in place, so that names of parameters, classes and references between modules stay what they are. A model

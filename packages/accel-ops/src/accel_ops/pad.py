@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor cannot be padded; it stays as it is."""
+    """A nested tensor cannot be padded and stays unchanged."""
 
 
 def pad_across_processes(
@@ -35,7 +35,7 @@ def pad_across_processes(
 
     Args:
         tensor: Tensors nested in containers, of the same structure on every process.
-        dim: The dimension to pad. Tensors without it stay as they are.
+        dim: The dimension to pad. Tensors without it stay unchanged.
         pad_index: The value to fill with.
         pad_first: Put the new elements in front.
 
@@ -49,7 +49,7 @@ def pad_across_processes(
             pad raises it in the next collective.
 
     Warns:
-        CannotPadNestedTensorWarning: There are nested tensors, which stay as they are.
+        CannotPadNestedTensorWarning: There are nested tensors, which stay unchanged.
 
     Example:
         >>> pad_across_processes(torch.ones(2))
@@ -64,7 +64,7 @@ def pad_across_processes(
         raise stray_leaf(tensor, "pad_across_processes")
     if any(leaf.is_nested for _, leaf in leaves):
         warnings.warn(
-            "A nested tensor cannot be padded across processes; it stays as it is.",
+            "A nested tensor cannot be padded across processes and stays unchanged.",
             CannotPadNestedTensorWarning,
             stacklevel=2,
         )
@@ -81,7 +81,7 @@ def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int =
         tensor: Tensors nested in containers.
         batch_size: Number of rows of the batch.
         num_processes: Number of processes that get equal shards of the batch.
-        dim: The dimension of the batch. Tensors without it stay as they are.
+        dim: The dimension of the batch. Tensors without it stay unchanged.
 
     Returns:
         The same structure; the tensors are longer by `-batch_size % num_processes` rows.

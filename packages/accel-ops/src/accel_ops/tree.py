@@ -48,7 +48,7 @@ TENSOR_TYPE_TO_INT = {
     torch.int64: 9,
     torch.bool: 10,
 }
-"""Numbers by which programs send dtypes to other ranks."""
+"""Numbers that represent dtypes in messages to other ranks."""
 
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
 """Dtypes by these numbers."""
@@ -132,8 +132,8 @@ def recursively_apply(
         func: Called with the leaf, then `args` and `kwargs`.
         data: A leaf, or leaves nested in lists, tuples, named tuples, mappings and dataclasses.
         *args: Passed on to `func`.
-        test_type: Which leaves are for `func`; the others stay as they are.
-        error_on_other_type: Refuse leaves that fail the test instead of keeping them.
+        test_type: Selects the leaves for `func`; the others stay unchanged.
+        error_on_other_type: Raise an error for leaves that fail the test instead of keeping them.
         **kwargs: Passed on to `func`.
 
     Returns:
@@ -183,8 +183,8 @@ def stray_leaf(data: Any, operation: str, test_type: Callable[[Any], bool] = is_
     path, leaf = next((path, leaf) for path, leaf in walk(data) if not test_type(leaf))
     return TypeError(
         f"Unsupported type {type(leaf)} at {'data' + path} passed to `{operation}`. Only nested "
-        f"lists, tuples, dicts and dataclasses of objects that are valid for `{_name(test_type)}` can be "
-        f"passed; take the others out first."
+        f"lists, tuples, dicts and dataclasses of objects that are valid for `{_name(test_type)}` can "
+        "be passed. Remove other objects first."
     )
 
 
@@ -274,7 +274,7 @@ T = TypeVar("T")
 def slice_tensors(
     data: T, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> T:
-    """Take a slice of the first dimension of every tensor; a 0-d tensor stays as it is.
+    """Take a slice of the first dimension of every tensor; a 0-d tensor stays unchanged.
 
     Args:
         data: Nested data.
@@ -308,7 +308,7 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
         {'x': tensor([0., 1., 1.])}
     """
     if not data:
-        raise ValueError(f"Cannot concatenate: there is nothing in {data!r}.")
+        raise ValueError(f"Cannot concatenate the empty {data!r}.")
     first = data[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(data), dim=dim) if first.ndim else torch.stack(list(data))
@@ -348,17 +348,17 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Collection[str] | None = None,
 ) -> T:
-    """Move everything in nested data that has a `to` method to a device; the rest stays as it is.
+    """Move all objects with a `to` method in nested data to a device; the rest stays unchanged.
 
     Args:
         tensor: Tensors, or objects with a `to` method of their own (a batch of a tokenizer), nested in
             lists, tuples, named tuples, mappings and dataclasses.
         device: The target device.
         non_blocking: Do not wait for copies from pinned memory.
-        skip_keys: Keys of mappings (and fields of dataclasses) whose values are left where they are.
+        skip_keys: Keys of mappings (and fields of dataclasses) whose values are not moved.
 
     Returns:
-        The same structure on the device. A tensor that is there already is not copied.
+        The same structure on the device. A tensor that is already there is not copied.
 
     Example:
         >>> send_to_device({"x": torch.ones(1), "label": "cat"}, "cpu")
@@ -438,7 +438,7 @@ _LOW = frozenset({torch.float16, torch.bfloat16})
 
 
 def convert_to_fp32(tensor: T) -> T:
-    """Convert the float16 and bfloat16 tensors in nested data to float32; the rest stays as it is.
+    """Convert the float16 and bfloat16 tensors in nested data to float32; the rest stays unchanged.
 
     Example:
         >>> convert_to_fp32([torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int64)])
@@ -496,7 +496,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a `DTensor`, sharing its memory; any other tensor as it is.
+    """Return this rank's shard of a `DTensor`, sharing its memory; any other tensor unchanged.
 
     Example:
         >>> import torch

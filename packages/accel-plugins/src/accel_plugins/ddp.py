@@ -96,7 +96,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """Return the fields that are arguments of `DistributedDataParallel`.
 
         Args:
-            ignore_keys: Fields to leave out.
+            ignore_keys: Fields to omit.
         """
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
@@ -217,8 +217,8 @@ def _join(joinables: Sequence[Any], divide_by_initial_world_size: bool) -> Abstr
     if not members:
         kinds = [type(joinable).__name__ for joinable in joinables]
         raise SettingsError(
-            f"join_uneven_inputs({kinds}): none of these takes part in joining; give prepared models that "
-            "have something to train."
+            f"join_uneven_inputs({kinds}): none of these can join. Pass prepared models with trainable "
+            "parameters."
         )
     return Join(members, divide_by_initial_world_size=divide_by_initial_world_size)  # pyright: ignore[reportReturnType] - a context manager without annotations
 

@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # bytes, so that every tensor of a bucket is aligned for its dt
 
 @frozen
 class FullParameters:
-    """What is asked of a pass over all full parameters.
+    """The options of a pass over all full parameters.
 
     Args:
         bucket_bytes: Largest size of a bucket; a larger parameter is a bucket of its own.

@@ -208,7 +208,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
     "ParallelismConfig": tuple(
         Effect(
             (f"{axis}_handler",),
-            f"with {axis}_size=1; leave it out",
+            f"with {axis}_size=1; remove it",
             lambda values, axis=axis: values[f"{axis}_size"] > 1,
         )
         for axis in ("tp", "cp", "sp")
@@ -254,7 +254,7 @@ def list_ineffective(owner: object) -> dict[str, str]:
 
 
 def refuse_ineffective(owner: object) -> None:
-    """Refuse fields of a handler or plugin that have no effect; all are named."""
+    """Reject fields of a handler or plugin that have no effect; the message lists all."""
     if problems := list_ineffective(owner):
         raise SettingsError(" ".join(problems.values()))
 
@@ -332,7 +332,7 @@ class DataLoaderConfiguration:
         if self.already_sharded is False and not self.shard_iterable_dataset:
             raise SettingsError(
                 "DataLoaderConfiguration(already_sharded=False, shard_iterable_dataset=False): the two "
-                "contradict each other for iterable datasets; leave one of them out."
+                "contradict each other for iterable datasets. Remove one of them."
             )
         expect(self, "data_seed", "an integer or None", lambda value: value is None or isinstance(value, int))
 
@@ -346,7 +346,7 @@ class ProjectConfiguration:
         logging_dir: Directory of the trackers' files; `project_dir` if `None`.
         automatic_checkpoint_naming: Whether checkpoints are called
             `<project_dir>/checkpoints/checkpoint_<iteration>`.
-        total_limit: Number of those to keep; all if `None`.
+        total_limit: Number of checkpoints to keep; all if `None`.
         iteration: Number of the next checkpoint.
         save_on_each_node: Whether each node's local main process writes the files of the main process, for
             nodes without a shared file system.
@@ -586,7 +586,7 @@ class TilingKwargs(KwargsHandler):
             each tile. The default is `ACCELERATE_MLP_TILE_SIZE` of the environment, else all at once.
 
     Raises:
-        SettingsError: A size is no integer of 1 or more.
+        SettingsError: A size is not an integer of at least 1.
 
     Example:
         >>> TilingKwargs(loss_chunk_size=1024).loss_chunk_size
@@ -602,7 +602,7 @@ class TilingKwargs(KwargsHandler):
             expect(
                 self,
                 name,
-                "a whole number of 1 or more, or None",
+                "a whole number of at least 1, or None",
                 lambda value: value is None or is_count(value, least=1),
             )
 

@@ -285,7 +285,7 @@ class AcceleratedScheduler:
         num_shards: How many processes have batches of their own; all if `None`.
 
     Raises:
-        SettingsError: There is no such clock, or it is given along with `step_with_optimizer=False`.
+        SettingsError: The clock is unknown, or is passed together with `step_with_optimizer=False`.
 
     Example:
         >>> import torch
@@ -310,8 +310,8 @@ class AcceleratedScheduler:
         check_clock(step_per, "step_per")
         if step_per is not None and not step_with_optimizer:
             raise SettingsError(
-                f"step_per={step_per!r} has no effect with step_with_optimizer=False, by which every call of "
-                "step() is one step of the schedule; leave one of the two out."
+                f"step_per={step_per!r} has no effect with step_with_optimizer=False: every call of "
+                "step() is one step of the schedule. Remove one of the two."
             )
         self.scheduler = scheduler
         self.optimizers: Sequence[AcceleratedOptimizer] = (
@@ -331,7 +331,8 @@ class AcceleratedScheduler:
         if step_per is None and step_with_optimizer and processes > 1:
             logger.info(
                 "The learning rate schedule advances %d steps per optimizer step, one for each process, "
-                "because a schedule is taken to be written for the batches of one process. If it is written "
+                "because schedules are assumed to be written for the batches of one process. If it is "
+                "written "
                 "for optimizer steps, pass Accelerator(step_scheduler_per='update'); 'process' keeps "
                 "this behaviour and logs nothing.",
                 processes,
@@ -351,7 +352,7 @@ class AcceleratedScheduler:
         if self._counts_samples:
             loader = state.active_dataloader
             if loader is None or not loader.counts_samples:
-                problem = "no prepared loader is being iterated over; call step() within the loop over one"
+                problem = "no prepared loader is being iterated over. Call step() within its loop"
                 if loader is not None:
                     kind = type(loader).__qualname__
                     problem = f"{kind} has batches of another size each, as its batch sampler says"
@@ -405,6 +406,7 @@ def check_clock(step_per: str | None, argument: str) -> None:
     """Refuse an unknown clock."""
     if step_per is not None and step_per not in get_args(StepPer):
         raise SettingsError(
-            f"{argument}={step_per!r} is no clock of a schedule; use 'process' (one step for every process), "
+            f"{argument}={step_per!r} is not a clock of a schedule. Use 'process' (one step for every "
+            "process), "
             "'update' (one step per optimizer step) or 'sample' (one for every sample)."
         )

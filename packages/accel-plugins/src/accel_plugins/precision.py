@@ -57,7 +57,7 @@ def build_precision(
         master_weights: Whether the strategy puts trained parameters into float32.
 
     Raises:
-        SettingsError: There is no such precision.
+        SettingsError: The precision is unknown.
         UnsupportedError: The device has no autocast, or the precision is not available.
 
     Example:
@@ -74,7 +74,7 @@ def build_precision(
         raise SettingsError(f"mixed_precision={name!r}: expected one of {['no', *DTYPES]}.")
     if not torch.amp.is_autocast_available(device.type):
         raise UnsupportedError(
-            f"mixed_precision={name!r}: torch has no autocast for devices of type {device.type!r}; use 'no'."
+            f"mixed_precision={name!r}: torch has no autocast for devices of type {device.type!r}. Use 'no'."
         )
     scaling = None
     if name == "fp16":
@@ -375,8 +375,8 @@ class LossScaling:
             )
         if optimizer in self._stepped:
             raise RuntimeError(
-                f"{type(optimizer).__name__}.step() was called twice for one loss; "
-                "call accelerator.backward() in between."
+                f"{type(optimizer).__name__}.step() was called twice for one loss. Call "
+                "accelerator.backward() in between."
             )
         if optimizer not in self._optimizers:
             self.add([optimizer])
@@ -411,7 +411,7 @@ class LossScaling:
             self.scaler.load_state_dict(state)
         elif self.scaler.is_enabled():
             logger.warning(
-                "The checkpoint has no state of a loss scaler: scaling begins anew at %s.",
+                "The checkpoint has no state of a loss scaler: scaling restarts at %s.",
                 self.scaler.get_scale(),
             )
 

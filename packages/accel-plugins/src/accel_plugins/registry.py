@@ -161,7 +161,7 @@ def choose(
             f"environment or a config file, ask for {fitting!r}"
         )
         if section not in specs[selected].sections:
-            raise SettingsError(f"{about}: leave one of the two out.")
+            raise SettingsError(f"{about}: remove one of the two.")
         for name, needed in (specs[selected].sections[section] or {}).items():
             actual = getattr(value, name)
             if actual != needed:
@@ -208,7 +208,7 @@ ENGINES: tuple[Engine, ...] = tuple(
         ("megatron_lm_plugin", "megatron", "accel_plugins.megatron.plugin:MegatronLMPlugin"),
     )
 )
-"""Every plugin that there is. In this order each changes the settings from which the strategy is chosen."""
+"""All plugins. In this order, each changes the settings from which the strategy is chosen."""
 
 
 def find_plugins(

@@ -442,7 +442,7 @@ class Generators(Protocol):
 
 
 class Replicas(Protocol):
-    """Groups of processes that train copies of the model, of which any may die and come back.
+    """Groups of processes that train copies of the model; any group may die and return.
 
     The ranks, collectives and main process of a run are those of its own group.
     """

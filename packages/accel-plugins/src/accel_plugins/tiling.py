@@ -291,8 +291,8 @@ def tile_mlps(model: nn.Module, tile_size: int) -> None:
         required = [p for p in inspect.signature(mlp.forward).parameters.values() if p.default is p.empty]
         if len([p for p in required if p.kind is p.POSITIONAL_OR_KEYWORD]) != 1:
             raise UnsupportedError(
-                f"mlp_tile_size={tile_size!r}: {path!r} of {name} takes more than hidden states. Leave it "
-                "out."
+                f"mlp_tile_size={tile_size!r}: {path!r} of {name} takes more than hidden states. Remove "
+                "this option."
             )
         _tile_forward(mlp, tile_size)
 
@@ -324,8 +324,9 @@ def chunk_loss(model: nn.Module, chunk_size: int) -> None:
     name = type(model).__qualname__
     if causal is None or causal.config.is_encoder_decoder:
         raise UnsupportedError(
-            f"loss_chunk_size={chunk_size!r}: {name} is no causal language model of transformers. Leave it "
-            "out, and call accel_plugins.tiling.chunked_cross_entropy in the model's own forward."
+            f"loss_chunk_size={chunk_size!r}: {name} is not a causal language model of transformers. "
+            "Remove this option, and call"
+            " accel_plugins.tiling.chunked_cross_entropy in the model's own forward."
         )
     head = causal.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
@@ -350,7 +351,7 @@ def _replace(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[
 
 
 _PROBE = (-3.0, 0.5, 2.0, 40.0)
-"""Logits that the head returns instead of its own, to see what the model does with them."""
+"""Logits that replace those of the head, to detect how the model processes them."""
 
 
 @dataclass(slots=True)
@@ -405,11 +406,11 @@ class _LossRequest:
         """Be the model's loss function: divide the sum by the number of labels."""
         del vocab_size, options
         if self.loss is None or self.targets is None or logits.shape[-1:] != (len(_PROBE),):
-            raise self._refusal("does not compute its logits by its head alone")
+            raise self._refusal("does not compute its logits with its head alone")
         if labels is not self.labels or shift_labels is not self.shift_labels:
             raise self._refusal("changes its labels before the loss")
         if ignore_index != self.ignore_index:
-            raise self._refusal("has an ignore_index of its own")
+            raise self._refusal("has its own ignore_index")
         if "_loss_is_probed" not in vars(self.model) and active_fake_mode() is None:
             self._check(logits)
         count = (self.targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
@@ -421,7 +422,7 @@ class _LossRequest:
         expected = expected if cap is None else cap * torch.tanh(expected / cap)
         # bfloat16 has three digits.
         if not torch.allclose(logits.reshape(-1, len(_PROBE))[0].float().cpu(), expected, rtol=2e-2):
-            raise self._refusal("changes its logits in a way that its configuration does not tell")
+            raise self._refusal("changes its logits in a way that its configuration does not describe")
         vars(self.model)["_loss_is_probed"] = True
 
     def _refusal(self, reason: str) -> UnsupportedError:

@@ -1,4 +1,4 @@
-"""The strategy of a single process, and what strategies with full models on every rank share."""
+"""The strategy of a single process, and common code of strategies with full models on every rank."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def check_materialised(bundle: Bundle) -> None:
         for name, parameter in model.named_parameters():
             if parameter.is_meta:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} is on the meta device; "
-                    "load the weights before prepare()."
+                    f"{type(model).__name__}: the parameter {name!r} is on the meta device. Load the "
+                    "weights before prepare()."
                 )
 
 
@@ -90,8 +90,8 @@ def check_not_lazy(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise SettingsError(
-                f"{type(model).__name__}: the parameter {name!r} of a lazy module has no shape yet; "
-                "run one batch through the model before prepare()."
+                f"{type(model).__name__}: the parameter {name!r} of a lazy module has no shape yet. Run "
+                "one batch through the model before prepare()."
             )
 
 
@@ -297,13 +297,14 @@ def sync_in_backward(model: nn.Module) -> Generator[None]:
     if isinstance(inner, DistributedDataParallel):
         if inner.find_unused_parameters:
             raise UnsupportedError(
-                "trigger_sync_in_backward() with find_unused_parameters=True: which parameters are unused is "
-                "found out in a forward pass that synchronises; leave the option out, or run the last "
-                "forward pass outside of no_sync()."
+                "trigger_sync_in_backward() with find_unused_parameters=True: unused parameters are "
+                "detected in a forward pass that synchronises. Remove the option, or run the last "
+                "forward pass outside no_sync()."
             )
         before = inner.require_backward_grad_sync, inner.require_forward_param_sync
         inner.require_backward_grad_sync = inner.require_forward_param_sync = True
-        # The forward pass prepares the reducer only outside of `no_sync`: https://docs.pytorch.org/docs/stable/notes/ddp.html
+        # The forward pass prepares the reducer only outside of `no_sync`:
+        # https://docs.pytorch.org/docs/stable/notes/ddp.html
         inner.reducer.prepare_for_backward([])
         try:
             yield

@@ -207,7 +207,7 @@ def refuse_unsupported(
     for what, is_requested in requested.items():
         if is_requested:
             raise UnsupportedError(
-                f"XLA devices do not offer {what}: leave it out, or pass cpu=True to compute on the CPU."
+                f"XLA devices do not support {what}: remove it, or pass cpu=True to compute on the CPU."
             )
 
 
@@ -220,14 +220,14 @@ def build_spmd(
     own, topology = runtime.kind.own_runtime, runtime.topology
     if own is None:
         raise UnsupportedError(
-            f"FullyShardedDataParallelPlugin(xla=True) shards over XLA devices, and this process computes on "
-            f"{str(runtime.device)!r}: leave xla out, or install accel-suite[xla]."
+            "FullyShardedDataParallelPlugin(xla=True) shards over XLA devices, but this process "
+            f"computes on {str(runtime.device)!r}: remove xla, or install accel-suite[xla]."
         )
     refuse_unsupported(settings, runtime, precision, handlers)
     if not (plugin.xla and plugin.xla_fsdp_v2):
         raise UnsupportedError(
-            f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): on XLA "
-            f"devices the compiler shards models; write {SPMD_PLUGIN}."
+            f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): "
+            f"on XLA devices the compiler shards models. Use {SPMD_PLUGIN}."
         )
     names = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
     unsupported = [name for name in names if getattr(plugin, name) is not None]
@@ -236,7 +236,8 @@ def build_spmd(
         unsupported.append("state_dict_type='LOCAL_STATE_DICT'")
     if unsupported:
         raise UnsupportedError(
-            f"{SPMD_PLUGIN} does not go with {', '.join(unsupported)}: leave it out. mixed_precision='bf16' "
+            f"{SPMD_PLUGIN} cannot be combined with {', '.join(unsupported)}: remove it. "
+            "mixed_precision='bf16' "
             "of Accelerator computes in bfloat16."
         )
     # 2. Let the compiler shard: over the mesh that the caller has set, else over all devices.
@@ -280,7 +281,7 @@ class ShardedXlaWrapper:
     mesh: Any
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models on the meta device, and blocks to recompute where there are none."""
+        """Reject models on the meta device, and activation checkpointing without blocks."""
         check_materialised(bundle)
         for model in bundle.models:
             if self._recomputes and len(self._blocks(model)) == 1:

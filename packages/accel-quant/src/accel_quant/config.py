@@ -19,12 +19,12 @@ class BnbQuantizationConfig:
 
     Args:
         load_in_8bit: Linear weights become 8-bit integers with a scale per row.
-        llm_int8_threshold: Inputs above this are computed in 16 bits (8-bit only); 0 turns that off.
+        llm_int8_threshold: Inputs above this are computed in 16 bits (8-bit only); 0 disables this.
         load_in_4bit: Linear weights become 4-bit numbers with a scale per block of 64.
         bnb_4bit_quant_type: `"fp4"` or `"nf4"`, the latter for normally distributed weights.
         bnb_4bit_use_double_quant: Quantise the scales too.
         bnb_4bit_compute_dtype: The type of 4-bit arithmetic: `"fp32"`, `"fp16"`, `"bf16"` or a torch type.
-        torch_dtype: The type of what is not quantised, `torch.float16` by default.
+        torch_dtype: The dtype of tensors that are not quantised, `torch.float16` by default.
         skip_modules: Modules that are not quantised; by default the output head and tied modules.
         keep_in_fp32_modules: Modules that are not quantised and stay in float32.
 

@@ -71,7 +71,7 @@ def check_4bit(where: str, weight: Tensor, statistics: Mapping[str, Tensor], sha
 
 
 def check_8bit(where: str, weight: Tensor, statistics: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
-    """Refuse a saved 8-bit weight that does not fit its layer; arguments as for `check_4bit`."""
+    """Reject a saved 8-bit weight that does not fit its layer; arguments as for `check_4bit`."""
     scales = statistics.get(STATE_8BIT)
     if scales is None:
         raise CheckpointError(f"{where} has no {STATE_8BIT!r}, the scales of an 8-bit weight.")
@@ -84,9 +84,11 @@ def check_8bit(where: str, weight: Tensor, statistics: Mapping[str, Tensor], sha
 
 
 def check_shape(where: str, weight: Tensor, shape: tuple[int, int]) -> None:
-    """Refuse a weight of another shape than its layer's; arguments as for `check_4bit`."""
+    """Reject a weight whose shape differs from its layer's; arguments as for `check_4bit`."""
     if tuple(weight.shape) != shape:
-        raise CheckpointError(f"{where} has the shape {list(weight.shape)}; its layer needs {list(shape)}.")
+        raise CheckpointError(
+            f"{where} has the shape {list(weight.shape)}, but its layer needs {list(shape)}."
+        )
 
 
 def _pop_quant_state(where: str, parts: dict[str, Tensor]) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def _pop_quant_state(where: str, parts: dict[str, Tensor]) -> dict[str, Any]:
     text = bytes(packed.flatten().tolist())
     state: Any = parse_json(text, where, what="weight that can be used")
     if not isinstance(state, dict) or state.get("quant_type") != names[0].removeprefix(STATE_4BIT):  # pyright: ignore[reportUnknownMemberType]
-        raise CheckpointError(f"{where}: {names[0]!r} holds {_shown(state)}, another kind of state.")
+        raise CheckpointError(f"{where}: {names[0]!r} holds {_shown(state)}, a different kind of state.")
     return state  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -129,7 +131,9 @@ def _check_fields(where: str, state: dict[str, Any], shape: tuple[int, int], *, 
     if not isinstance(sizes, list) or [(type(length), length) for length in sizes] != [
         (int, length) for length in shape
     ]:  # pyright: ignore[reportUnknownVariableType]
-        raise CheckpointError(f"{where} says its shape is {_shown(sizes)}; its layer needs {list(shape)}.")
+        raise CheckpointError(
+            f"{where} declares the shape {_shown(sizes)}, but its layer needs {list(shape)}."
+        )
     offset = state.get("nested_offset", 0.0)
     if (type(offset) is not float and type(offset) is not int) or not abs(offset) < torch.finfo().max:
         raise CheckpointError(f"{where}: nested_offset is {_shown(offset)}, and not a float32 number.")
@@ -143,7 +147,8 @@ def _check_tensors(where: str, tensors: Mapping[str, Tensor], expected: Expected
         dtype, count = expected[name]
         if tensor.dtype is not dtype or tensor.numel() != count or tensor.layout is not torch.strided:
             raise CheckpointError(
-                f"{where}: {name} is {tensor.dtype} of shape {list(tensor.shape)}; its layer needs {count} "
+                f"{where}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, but its layer needs "
+                f"{count} "
                 f"elements of {dtype}."
             )
 
@@ -175,7 +180,7 @@ def preserve_exact_state(layer: Any) -> None:
 
 
 def never_pack(layer: Any) -> None:
-    """Undo the packing of a 4-bit layer and let it never be packed again."""
+    """Undo the packing of a 4-bit layer and prevent further packing."""
     if _is_packed(_quant_state(layer)):
         _unpack(layer)
     layer.support_avx512bf16_for_cpu = False
@@ -306,7 +311,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def default_skipped(model: nn.Module) -> list[str]:
-    """Name what is better not quantised: the output head, and modules whose weights are tied.
+    """Name the modules to keep unquantised: the output head, and modules with tied weights.
 
     Example:
         >>> default_skipped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))

@@ -65,7 +65,7 @@ def load_and_quantize_model(
         device_map: Module or tensor name to device, or how to make a map (`"auto"` …); by default all on the
             accelerator, or on the CPU if there is none.
         no_split_module_classes: Classes whose modules stay whole when a map is made.
-        max_memory: What each device may take when a map is made.
+        max_memory: The limit of each device for a new map.
         offload_folder: Where weights for the disk are written.
         offload_state_dict: Nothing to do here: weights are never in memory together. `True` is accepted for a
             meta model, and refused for a loaded model, whose weights are in memory already.
@@ -132,7 +132,7 @@ def _refuse(
         raise SettingsError("the model is on the meta device: pass weights_location, its checkpoint")
     if offload_state_dict and not empty:
         raise SettingsError(
-            "offload_state_dict=True is for a meta model; this model's weights are in memory already"
+            "offload_state_dict=True is for a meta model, but this model's weights are already in memory"
         )
 
 
@@ -223,7 +223,7 @@ def get_quantized_model_device_map(
     max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: str | Sequence[str] | None = None,
 ) -> dict[str, Device]:
-    """Make the device map of a model that has layers of bitsandbytes already.
+    """Make the device map of a model that already has bitsandbytes layers.
 
     Arguments are as for `load_and_quantize_model`.
 

@@ -1,4 +1,4 @@
-"""`AcceleratorState` and `GradientState`: what all `Accelerator`s of a process share."""
+"""`AcceleratorState` and `GradientState`: the state shared by all `Accelerator`s of a process."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class AcceleratorState(SharedState):
 
     Args:
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or an installed recipe; `None` for the environment's.
-        cpu: Compute on the CPU, also if there is an accelerator.
+        cpu: Compute on the CPU even if there is an accelerator.
         dynamo_plugin: The options of `torch.compile`.
-        deepspeed_plugin: How DeepSpeed trains; several by name, of which the first is active. As with all
-            that follow, what was said before holds if `None`.
+        deepspeed_plugin: How DeepSpeed trains; several by name, of which the first is active. As for the
+            arguments below, `None` keeps the earlier value.
         fsdp_plugin: How models are sharded.
         torch_tp_plugin: The tensor-parallel plugin.
         megatron_lm_plugin: How Megatron-LM trains.
@@ -132,8 +132,8 @@ class AcceleratorState(SharedState):
             return
         if mixed_precision not in (None, known):
             raise SettingsError(
-                f"mixed_precision={mixed_precision!r} was asked for, but this process uses {known!r} "
-                "already. Pass it to `Accelerator(mixed_precision=...)`, which may change it."
+                f"mixed_precision={mixed_precision!r} was requested, but this process already uses "
+                f"{known!r}. Pass it to `Accelerator(mixed_precision=...)`, which can change it."
             )
         if cpu:
             PartialState(cpu)
@@ -176,7 +176,7 @@ class AcceleratorState(SharedState):
         """Return the DeepSpeed plugin of a name.
 
         Raises:
-            SettingsError: There is no such plugin.
+            SettingsError: The plugin does not exist.
         """
         return self._deepspeed_plugins_with(name)[name]
 
@@ -187,7 +187,7 @@ class AcceleratorState(SharedState):
             name: The key of the plugin; the first if `None`.
 
         Raises:
-            SettingsError: There is no such plugin.
+            SettingsError: The plugin does not exist.
         """
         if name is None:
             name = next(iter(self.deepspeed_plugins or ()), "")
@@ -201,7 +201,7 @@ class AcceleratorState(SharedState):
         plugins: Mapping[str, Any] = self.deepspeed_plugins or {}
         if name not in plugins:
             names = ", ".join(map(repr, plugins)) or "none"
-            raise SettingsError(f"There is no DeepSpeed plugin {name!r}; those of this run: {names}.")
+            raise SettingsError(f"There is no DeepSpeed plugin {name!r}. This run has: {names}.")
         return plugins
 
     def destroy_process_group(self, group: torch.distributed.ProcessGroup | None = None) -> None:
@@ -263,8 +263,8 @@ def _precision(asked: str | None, state: PartialState) -> str:
     own: dict[str, Any] = {"device": state.device} if is_bf16_available is _is_bf16_available else {}
     if wanted == "bf16" and not is_bf16_available(**own):
         raise SettingsError(
-            f"mixed_precision='bf16' was asked for, but {state.device} does not compute in bfloat16; "
-            "use 'fp16' or 'no'."
+            f"mixed_precision='bf16' was requested, but {state.device} does not support bfloat16. Use "
+            "'fp16' or 'no'."
         )
     return wanted
 
@@ -280,8 +280,8 @@ def _refuse_changes(known: Mapping[str, Any], plugins: Mapping[str, Any]) -> Non
     for name, value in plugins.items():
         if known.get(name) != value:
             raise SettingsError(
-                f"AcceleratorState({name}={value!r}): this process has {known.get(name)!r} already. Pass "
-                "it to `Accelerator`, which may change it."
+                f"AcceleratorState({name}={value!r}): this process has {known.get(name)!r} already. "
+                "Pass it to `Accelerator`, which can change it."
             )
 
 
@@ -322,10 +322,10 @@ class GradientState:
     Attributes:
         sync_gradients (bool): Whether this step ends with synchronised gradients and an optimizer step.
         num_steps (int): Micro-batches per optimizer step.
-        adjust_scheduler (bool): What the plugin was given; has no effect.
+        adjust_scheduler (bool): The value passed to the plugin; has no effect.
         sync_with_dataloader (bool): Whether the end of a loader ends the accumulation too.
-        plugin_kwargs (dict): What the plugin was given.
-        is_xla_gradients_synced (bool): Whether gradients were reduced by hand on XLA devices.
+        plugin_kwargs (dict): The arguments of the plugin.
+        is_xla_gradients_synced (bool): Whether gradients were reduced manually on XLA devices.
 
     Example:
         >>> state = GradientState()

@@ -1,4 +1,4 @@
-"""Table of device families, and what drivers report, without importing torch.
+"""Table of device families, and driver information, without importing torch.
 
 Settings and the command derive their lists from the table; only `probe` and `module` import torch.
 """
@@ -202,7 +202,7 @@ def get_driver_version() -> str:
     """Return the version of the NVIDIA driver, such as `"550.54.14"`.
 
     Raises:
-        MissingDependencyError: There is no NVIDIA driver.
+        MissingDependencyError: No NVIDIA driver is installed.
     """
     return nvidia_smi("driver_version")[0]
 
@@ -249,7 +249,7 @@ def nvidia_smi(field: str) -> list[str]:
     """Query one field of every GPU.
 
     Raises:
-        MissingDependencyError: There is no NVIDIA driver.
+        MissingDependencyError: No NVIDIA driver is installed.
     """
     try:
         answer = subprocess.run(
@@ -260,6 +260,6 @@ def nvidia_smi(field: str) -> list[str]:
         )
     except (OSError, subprocess.CalledProcessError) as error:
         raise MissingDependencyError(
-            f"nvidia-smi does not answer ({error}): install the NVIDIA driver, or ask where there is a GPU."
+            f"nvidia-smi does not respond ({error}): install the NVIDIA driver, or use a machine with a GPU."
         ) from None
     return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

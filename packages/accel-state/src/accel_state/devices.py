@@ -1,4 +1,4 @@
-"""Choose the device of this process, probe which devices there are, and pin it to cores near its GPU."""
+"""Choose the device of this process, probe available devices, and pin the process to cores near its GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def choose_device(
         local_world_size: Number of processes on this node.
 
     Raises:
-        SettingsError: The name is no device that torch knows, or there are fewer devices than processes.
+        SettingsError: The name is not a torch device, or there are fewer devices than processes.
 
     Example:
         >>> choose_device(None, cpu=True, local_rank=3, local_world_size=4)[1]
@@ -105,7 +105,7 @@ def _warn_of_old_torch(kind: DeviceKind) -> None:
     """Warn, once, that torch is older than what devices of a family need."""
     if kind.least_torch is not None and is_torch_version("<", kind.least_torch):
         logger.warning(
-            "torch %s is installed; on %s devices accel needs torch %s or newer. Training may work, but "
+            "torch %s is installed, but accel needs torch %s or newer on %s devices. Training may work, but "
             "copies on streams of their own and groups of some of the ranks can fail: install 'torch>=%s'.",
             *(torch.__version__, kind.name, kind.least_torch, kind.least_torch),
         )
@@ -250,7 +250,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
         check_is_gpu: Whether it also drives a GPU.
 
     Raises:
-        SettingsError: Both are asked for.
+        SettingsError: Both are requested.
     """
     if check_is_tpu and check_is_gpu:
         raise SettingsError("is_torch_xla_available: choose one of check_is_tpu=True and check_is_gpu=True")
@@ -282,7 +282,7 @@ def is_bf16_available(ignore_tpu: bool = False, *, device: torch.device | None =
 
 
 def is_fp16_available() -> bool:
-    """Return whether the best device that is there computes in float16; the first Gaudi alone does not."""
+    """Return whether the best available device computes in float16; only the first Gaudi does not."""
     return not is_habana_gaudi1()
 
 
@@ -299,7 +299,7 @@ _CUDA_MXFP8 = (10, 0)  # Blackwell; the same page
 
 
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Return whether Transformer Engine is there, and a device that scales float8 in blocks (MXFP8)."""
+    """Return whether Transformer Engine and a device with block-scaled float8 (MXFP8) are available."""
     return find_spec("transformer_engine") is not None and _has_capability(_CUDA_MXFP8)
 
 
@@ -309,12 +309,12 @@ def _has_capability(least: tuple[int, int]) -> bool:
 
 @functools.cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Pin this process to the cores near its GPU, once: later calls leave it as it is."""
+    """Pin this process to the cores near its GPU, once; later calls have no effect."""
     override_numa_affinity(local_process_index, verbose)
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Pin this process to the cores near its GPU, also if it is pinned already.
+    """Pin this process to the cores near its GPU, even if it is already pinned.
 
     Does nothing but log where there is no CUDA device, or the machine does not say which cores are near it.
 
@@ -326,7 +326,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if verbose is None:
         verbose = parse_flag_from_env("ACCELERATE_DEBUG_MODE", default=False)
     if not is_cuda_available() or not hasattr(os, "sched_setaffinity"):
-        logger.info("Not pinned to cores: there is no CUDA device that some of them could be near to.")
+        logger.info("Not pinned to cores: there is no CUDA device.")
         return
     address = _pci_address(local_process_index)
     cores = near_cores(address) & os.sched_getaffinity(0) if address else set[int]()

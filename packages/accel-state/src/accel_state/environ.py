@@ -182,7 +182,9 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
         else:
             # Imported here, or every process would pay for it that has the alias.
             import_module("logging").getLogger(__name__).warning(
-                "skipped the variable %r=%r: a line of an environment file cannot hold it", name, text
+                "skipped the variable %r=%r: it cannot be written to a line of an environment file",
+                name,
+                text,
             )
     return lines
 

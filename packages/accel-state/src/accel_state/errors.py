@@ -52,7 +52,7 @@ class CheckpointError(AccelError, ValueError):
 
 
 class CheckpointMismatchError(CheckpointError, RuntimeError):
-    """Names or shapes of a checkpoint differ from the model's; a `RuntimeError` as of `load_state_dict`."""
+    """Names or shapes of a checkpoint differ from the model's; a `RuntimeError`, like `load_state_dict`'s."""
 
 
 class CheckpointWriteError(AccelError, OSError):
@@ -60,7 +60,7 @@ class CheckpointWriteError(AccelError, OSError):
 
 
 class UnsupportedError(AccelError, NotImplementedError):
-    """The active strategy, device or backend does not offer what was asked of it."""
+    """The active strategy, device or backend does not support the request."""
 
 
 class TrackerError(AccelError, RuntimeError):

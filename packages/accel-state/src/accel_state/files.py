@@ -66,7 +66,7 @@ def read_regular(
     limit: int = JSON_LIMIT,
     error: Callable[[str], Exception] = CheckpointError,
 ) -> bytes:
-    """Read a file in full; raise `error` if it is no regular file, or has more bytes than `limit`."""
+    """Read a file in full; raise `error` if it is not a regular file, or has more bytes than `limit`."""
     with open_regular(path, error) as file:
         content = file.read(limit + 1)
     if len(content) > limit:

@@ -198,7 +198,7 @@ class HangMonitor:
             try:
                 self._close_store()
             except RuntimeError as error:
-                logger.debug("the store is gone already: %s", error)
+                logger.debug("the store is already gone: %s", error)
 
     def on_timeout(self, operation: str, error: BaseException) -> str:
         """Make the message for a collective that timed out, and post it to the other ranks."""
@@ -381,7 +381,7 @@ def active() -> HangMonitor | None:
 
 
 def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchronous: bool = False) -> None:
-    """Start to monitor this rank if there are several."""
+    """Start monitoring this rank if there are several ranks."""
     global _active  # noqa: PLW0603 - one process has one monitor, and `collective_scope` must find it in no time
     end()
     if world_size == 1:
@@ -402,7 +402,7 @@ def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchron
 
 
 def end(*, closing: bool = False) -> None:
-    """Stop to monitor; do nothing if nothing is monitored.
+    """Stop monitoring; do nothing if nothing is monitored.
 
     Args:
         closing: Whether this process may take the store with it, as on leaving the process group.

@@ -243,8 +243,8 @@ class Registry(Generic[Row]):
             installed: The entry points to add; those of this environment when `None`.
 
         Raises:
-            SettingsError: Two distributions claim one name, or a built-in one; or what an entry point names
-                cannot be imported, or is no such row.
+            SettingsError: Two distributions use the same name, or a built-in one. Or the object of an entry
+                point cannot be imported or has the wrong type.
         """
         rows: dict[str, Row] = {}
         values: dict[str, str] = dict.fromkeys(self.built_in, "accel's own")

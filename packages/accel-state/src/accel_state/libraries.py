@@ -1,4 +1,4 @@
-"""Find optional libraries, their versions, and what supports FP8, without importing any of them."""
+"""Find optional libraries, their versions and FP8 support, without importing any of them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def installed_version(distribution: str) -> Version:
         return Version(version(distribution))
     except PackageNotFoundError:
         raise MissingDependencyError(
-            f"the version of {distribution!r} was asked for, but no distribution of this name is installed"
+            f"the version of {distribution!r} was requested, but no distribution of this name is installed"
         ) from None
 
 
@@ -122,8 +122,8 @@ class Library:
     """An optional library.
 
     Args:
-        modules: Top-level modules, any of which is enough.
-        distribution: What to install; the module's own name if None.
+        modules: Top-level modules; any of them is sufficient.
+        distribution: The distribution to install; the module's own name if None.
         minimum: The first version that is enough.
     """
 
@@ -188,7 +188,8 @@ def require(name: str, what: str, *, install: str | None = None) -> None:
     Args:
         name: A key of `LIBRARIES`.
         what: The feature that needs it, as the subject of a sentence.
-        install: What to install, such as an extra of one of our packages; its own distribution if None.
+        install: The requirement to install, such as an extra of an accel package; its own distribution if
+            None.
 
     Raises:
         MissingDependencyError: It is not installed, or too old.
@@ -292,7 +293,7 @@ def is_bnb_available(min_version: str | None = None) -> bool:
     """Return whether bitsandbytes is installed, without importing it.
 
     Args:
-        min_version: The first version that is enough; None for any.
+        min_version: The minimum version; None for any.
     """
     return is_installed("bnb") and (
         min_version is None or compare_versions("bitsandbytes", ">=", min_version)
@@ -475,7 +476,7 @@ def choose_backend(
         raise UnsupportedError(f"mixed_precision='fp8': {reason}")
     remedy = f"run `pip install '{wanted.install}'`"
     if wanted.name == "MSAMP":
-        remedy = f"it is no longer developed; {wanted.otherwise}"
+        remedy = f"it is no longer developed: {wanted.otherwise}"
     raise MissingDependencyError(
         f"mixed_precision='fp8' with the backend {wanted.name!r} needs {wanted.title}, which is not "
         f"installed: {remedy}."

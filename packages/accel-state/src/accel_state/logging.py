@@ -68,7 +68,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
             `ACCELERATE_LOG_LEVEL`, and without that the level of `logging`'s own configuration.
 
     Raises:
-        SettingsError: There is no such level.
+        SettingsError: The level does not exist.
 
     Example:
         >>> logger = get_logger("my_script")
@@ -81,7 +81,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     if level:
         known = logging.getLevelNamesMapping()
         if level.upper() not in known:
-            raise SettingsError(f"{source}={level!r} is not a level; use one of {', '.join(known)}.")
+            raise SettingsError(f"{source}={level!r} is not a level. Use one of {', '.join(known)}.")
         logger.setLevel(level.upper())
     return MultiProcessAdapter(logger, {})
 

@@ -101,12 +101,12 @@ def find_executable_batch_size(
     size that was found.
 
     Args:
-        function: Takes the batch size first; leave it out to decorate with arguments.
+        function: Takes the batch size first; omit it to decorate with arguments.
         starting_batch_size: The size to try first.
         reduce_batch_size_fn: Returns the next size to try; nine tenths of the last by default.
 
     Raises:
-        RuntimeError: Not even a batch of one fits; raised by the decorated function.
+        RuntimeError: Even a batch of one does not fit; raised by the decorated function.
         TypeError: The decorated function was called with a batch size; raised by it.
 
     Example:
@@ -162,6 +162,7 @@ def _check_call(
         shown = ", ".join([*map(repr, args[1:]), *(f"{name}={value!r}" for name, value in kwargs.items())])
         name = getattr(function, "__name__", repr(function))
         raise TypeError(
-            f"{error}. The decorator passes the batch size as the first argument of `{name}`: leave it "
-            f"out and call `{name}({shown})`."
+            f"{error}. The decorator passes the batch size as the first argument of `{name}`: remove it "
+            "and call"
+            f" `{name}({shown})`."
         ) from None

@@ -91,7 +91,7 @@ class RankMethods:
     @overload
     def on_main_process(self, function: None = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
     def on_main_process(self, function: Any = None) -> Any:
-        """Decorate a function so that only the main process runs it; the others get `None`.
+        """Decorate a function so that only the main process runs it; others return `None`.
 
         Example:
             >>> from accel_state import PartialState
@@ -129,7 +129,7 @@ class RankMethods:
         """Decorate a function so that only one process runs it.
 
         Args:
-            function: The function; leave it out to decorate with arguments.
+            function: The function; omit it to decorate with arguments.
             process_index: The rank. With one process, every rank is this one.
 
         Raises:
@@ -157,7 +157,7 @@ class RankMethods:
         """Decorate a function so that only one process of each node runs it.
 
         Args:
-            function: The function; leave it out to decorate with arguments.
+            function: The function; omit it to decorate with arguments.
             local_process_index: The local rank. With one process, every local rank is this one.
 
         Raises:
@@ -276,7 +276,8 @@ def shard_inputs(inputs: Any, num_shards: int, index: int, *, apply_padding: boo
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(
-                f"The values of a dict that is split between processes must be equally long; found {lengths}."
+                "The values of a dict that is split between processes must be equally long, but have "
+                f"the lengths {lengths}."
             )
         return {
             key: shard_inputs(value, num_shards, index, apply_padding=apply_padding)
@@ -284,7 +285,7 @@ def shard_inputs(inputs: Any, num_shards: int, index: int, *, apply_padding: boo
         }
     if not isinstance(inputs, (list, tuple, torch.Tensor, np.ndarray)) and not _is_dataset(inputs):
         raise TypeError(
-            f"Cannot split a {type(inputs).__name__} between processes: give a list, a tuple, a tensor, a "
+            f"Cannot split a {type(inputs).__name__} between processes: pass a list, a tuple, a tensor, a "
             "numpy array, a datasets.Dataset, or a dict of these."
         )
     length = len(inputs)
@@ -360,7 +361,7 @@ class PartialState(SharedState):
     already is used as it is.
 
     Args:
-        cpu: Compute on the CPU, also if there is an accelerator.
+        cpu: Compute on the CPU even if there is an accelerator.
         **kwargs: Options of `torch.distributed.init_process_group`: `backend`, `init_method`, `timeout`
             (a `datetime.timedelta`: how long a collective may wait for a rank), `store`, `rank`,
             `world_size` …
@@ -377,8 +378,8 @@ class PartialState(SharedState):
         runtime (Runtime): The record behind this class.
 
     Raises:
-        SettingsError: The environment or `kwargs` ask for what cannot be done, or for something else
-            than what was started before.
+        SettingsError: The environment or `kwargs` request something impossible, or contradict the existing
+            state.
 
     Example:
         >>> state = PartialState(cpu=True)
@@ -504,7 +505,7 @@ class PartialState(SharedState):
         """Destroy a process group.
 
         Args:
-            group: Which one; the default one, and all others with it, if `None`. A process that was forked
+            group: The group to destroy; the default group and all others if `None`. A process that was forked
                 by a notebook's launcher leaves that to the launcher.
         """
         if self.fork_launched and group is None:
@@ -515,7 +516,7 @@ class PartialState(SharedState):
         """Check that a later construction asks for what was initialised."""
         if cpu and not self._cpu:
             raise SettingsError(
-                f"cpu=True was asked for, but this process computes on {self.device} already. Pass cpu=True "
+                f"cpu=True was requested, but this process already computes on {self.device}. Pass cpu=True "
                 "to the first `Accelerator()` or `PartialState()` of the process."
             )
         changed = {name: value for name, value in options.items() if self._options.get(name) != value}
@@ -525,7 +526,8 @@ class PartialState(SharedState):
             self._options["timeout"] = timeout
         if changed:
             logger.warning(
-                "The process group exists already; %s come too late. Pass them to the first `Accelerator()` "
+                "The process group already exists, so %s have no effect. Pass them to the first "
+                "`Accelerator()` "
                 "or `PartialState()` of the process.",
                 ", ".join(f"{name}={value!r}" for name, value in sorted(changed.items())),
             )
@@ -535,7 +537,7 @@ _prepare_backend = PartialState._prepare_backend  # pyright: ignore[reportPrivat
 
 
 def wait_for_everyone() -> None:
-    """Wait until every process has come here; makes the `PartialState` if there is none.
+    """Wait until every process has reached this call; create the `PartialState` if absent.
 
     Example:
         >>> wait_for_everyone()

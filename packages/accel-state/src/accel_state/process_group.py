@@ -76,7 +76,7 @@ FAILED_LIMIT_S = 1.0
 
 
 def destroy(group: Any = None) -> None:
-    """Destroy a process group as torch does; the default one and all others, if `None`.
+    """Destroy a process group as torch does; the default group and all others if `None`.
 
     While an exception is handled or on its way, ranks may never answer: collectives are aborted where the
     backend can do that, and what is not done after a second is left to the end of the process.
@@ -115,8 +115,8 @@ def _destroy_with_timeout(seconds: float, *, abort: bool) -> None:
     thread.join(seconds)
     if thread.is_alive():
         logger.warning(
-            "Left the process group with collectives that have not completed in %.0f s: another rank does "
-            "not take part in them.",
+            "Left the process group with collectives that did not complete within %.0f s: another rank "
+            "does not take part in them.",
             seconds,
         )
 

@@ -43,7 +43,7 @@ class RankStatus:
         failed: File and line of the last collective, if it raised an error.
         host: The name of its node.
         steps: Optimizer steps that it has done.
-        samples: How often it was looked at; see `accel_state.stragglers`.
+        samples: Number of samples of the rank; see `accel_state.stragglers`.
         waits: How often that found it in a collective.
         busy: File, line and source where it was most often otherwise.
         run: Which sampler of its process has counted.
@@ -257,7 +257,7 @@ def explain(calls: Sequence[Call], *, rows_differ: bool = False) -> str:
         for row in rows
     )
     problem = "on data that does not fit together" if same_operation else "different operations"
-    return f"The processes call {problem}; all stop here, since their collectives cannot complete.\n{table}"
+    return f"The processes call {problem}. All stop here, since their collectives cannot complete.\n{table}"
 
 
 def _text(leaf: Description) -> str:

@@ -142,15 +142,15 @@ class RemotePath:
         return self.parent / name
 
     def exists(self) -> bool:
-        """Return whether there is such a file, or a file below it."""
+        """Return whether the file, or a file below it, exists."""
         return self._kind() is not None
 
     def is_file(self) -> bool:
-        """Return whether there is such a file."""
+        """Return whether the file exists."""
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """Return whether there is a file below it."""
+        """Return whether a file below it exists."""
         return self._kind() == "directory"
 
     def is_symlink(self) -> bool:
@@ -235,7 +235,7 @@ class RemotePath:
         return RemoteFile(self)
 
     def copy_to(self, target: AnyPath) -> None:
-        """Copy the file to another path of its store; the bytes do not come here.
+        """Copy the file to another path of its store; the bytes stay in the store.
 
         Raises:
             OSError: It is absent, or cannot be copied.
@@ -313,8 +313,9 @@ def check_scheme(url: str, argument: str) -> None:
         raise MissingDependencyError(f"{argument}={url!r}: {_reason(error)}.") from error
     except ValueError as error:
         raise SettingsError(
-            f"{argument}={url!r}: fsspec knows no file system with the scheme {scheme!r}; give a local path, "
-            "or a URL such as 's3://bucket/run'."
+            f"{argument}={url!r}: fsspec has no file system for the scheme {scheme!r}. Pass a local "
+            "path, or a URL such as"
+            " 's3://bucket/run'."
         ) from error
     _SUPPORTED.add(scheme)
 
@@ -404,7 +405,9 @@ class RemoteFile(io.RawIOBase):
         )
         if len(content) != count:
             raise OSError(
-                errno.EIO, f"it ends at byte {begin + len(content)}: it was replaced meanwhile", self.name
+                errno.EIO,
+                f"it ends at byte {begin + len(content)}: it was replaced in the meantime",
+                self.name,
             )
         return content
 
@@ -415,7 +418,7 @@ class RemoteFile(io.RawIOBase):
 
 
 class RemoteWriter:
-    """A new file of an object store, uploaded in parts while it is written; it is there after `finish`.
+    """A new file of an object store, uploaded in parts while it is written; it exists after `finish`.
 
     A file of one part is uploaded at once. Where the store takes parts in any order, several are uploaded at
     the same time, and each is repeated if it fails. At most `UPLOADS` parts and the next one are in memory.
@@ -516,7 +519,7 @@ class _Upload(Protocol):
         ...
 
     def complete(self) -> None:
-        """Let the file be there."""
+        """Make the file appear."""
         ...
 
     def abort(self) -> None:
@@ -563,7 +566,7 @@ class _S3Upload(_Upload):
         self._path = path
         self._parts: dict[int, str] = {}
         self._sizes: dict[int, int] = {}
-        made = self._call("create_multipart_upload", "beginning an upload")
+        made = self._call("create_multipart_upload", "starting an upload")
         self._where["UploadId"] = made["UploadId"]
 
     def put(self, number: int, content: bytearray) -> None:

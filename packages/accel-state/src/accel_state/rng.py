@@ -71,7 +71,7 @@ def synchronize_rng_state(
         generator: The generator, for `"generator"`.
 
     Raises:
-        SettingsError: There is no such type, or no device for it, or no generator.
+        SettingsError: The type is unknown, or its device or generator is missing.
 
     Example:
         >>> synchronize_rng_state("torch")
@@ -90,7 +90,7 @@ def synchronize_rng_states(
         generator: The generator, for `"generator"`.
 
     Raises:
-        SettingsError: There is no such type, or no device for it, or no generator.
+        SettingsError: The type is unknown, or its device or generator is missing.
     """
     sources = [rng_source(rng_type, generator) for rng_type in rng_types]
     collectives = runtime.current_or_single().collectives
@@ -107,7 +107,7 @@ def rng_source(rng_type: RNGType | str, generator: torch.Generator | None = None
     """Return the generator of a type.
 
     Raises:
-        SettingsError: There is no such type, or no device for it, or no generator.
+        SettingsError: The type is unknown, or its device or generator is missing.
 
     Example:
         >>> rng_source("torch").read().dtype
@@ -123,7 +123,7 @@ def rng_source(rng_type: RNGType | str, generator: torch.Generator | None = None
         return RngSource(read=torch.get_rng_state, write=torch.set_rng_state)
     if key is RNGType.GENERATOR:
         if generator is None:
-            raise SettingsError("rng_type='generator' needs the generator; pass it as `generator`.")
+            raise SettingsError("rng_type='generator' needs a generator: pass it as `generator`.")
         return RngSource(read=generator.get_state, write=generator.set_state)
     return _of_device(next(kind for kind in KINDS if kind.rng_key == key.value))
 
@@ -131,5 +131,5 @@ def rng_source(rng_type: RNGType | str, generator: torch.Generator | None = None
 def _of_device(kind: DeviceKind) -> RngSource:
     rows = [row for row in KINDS if row.rng_key == kind.rng_key]
     if not any(row.probe() for row in rows):
-        raise SettingsError(f"rng_type={kind.rng_key!r} was asked for, but there is no such device here.")
+        raise SettingsError(f"rng_type={kind.rng_key!r} was requested, but this machine has no such device.")
     return RngSource(read=kind.module.get_rng_state, write=kind.module.set_rng_state)

@@ -82,19 +82,19 @@ NCCL_TIMEOUT = timedelta(minutes=10)
 def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False, **group: Any) -> Runtime:
     """Detect topology and device of this process; with several processes, join the process group.
 
-    A default process group that exists already is used as it is.
+    An existing default process group is used unchanged.
 
     Raises:
         SettingsError: The launcher's variables contradict each other, there are fewer devices than
             processes, or the backend cannot serve the device.
-        UnsupportedError: NCCL is not told that the GPUs cannot reach each other's memory.
-        TypeError: `group` holds something that is no such option.
+        UnsupportedError: The GPUs cannot access each other's memory, but NCCL is not configured for this.
+        TypeError: `group` contains an unknown option.
     """
     global _current  # noqa: PLW0603 - the one runtime of a process
     unknown = sorted(set(group) - GROUP_OPTIONS)
     if unknown:
         raise TypeError(
-            f"unexpected arguments {', '.join(map(repr, unknown))}: a process group takes "
+            f"unexpected arguments {', '.join(map(repr, unknown))}: a process group accepts "
             f"{', '.join(sorted(GROUP_OPTIONS))}."
         )
     _check_timeout(group.get("timeout"))
@@ -182,7 +182,7 @@ def destroy_process_group(group: Any = None) -> None:
 
 def _check_timeout(timeout: object) -> None:
     if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout={timeout!r} is no datetime.timedelta; write timedelta(seconds=...).")
+        raise TypeError(f"timeout={timeout!r} is not a datetime.timedelta. Pass timedelta(seconds=...).")
 
 
 def _check_peer_access(kind: DeviceKind, variables: Mapping[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Name the ranks that the others wait for, from samples of what each rank does. It imports no torch.
+"""Name the ranks that the others wait for, from samples of each rank's activity. It imports no torch.
 
 The thread of the hang monitor looks some twenty times a second whether the main thread is in a collective.
 The step itself is not touched. A rank that is slow is in collectives for a smaller share of its time than
@@ -115,7 +115,7 @@ class Window:
     """The samples of one rank during some steps.
 
     Args:
-        samples: How many there are.
+        samples: Number of samples.
         waits: How many found it in a collective.
         host: The name of its node.
         busy: Where it was most often outside of collectives.
@@ -173,7 +173,8 @@ def format_slow(
     more = f"; and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
     ranks, share = format_ranks(sorted(slow)), max(slow.values())
     return (
-        f"In the last {steps} steps ({seconds:.0f} s) the others waited for {ranks} in {share:.0%} of the "
+        f"In the last {steps} steps ({seconds:.0f} s) the others waited for {ranks} in {share:.0%} "
+        "of the "
         f"time: {shown}{more}."
     )
 

@@ -196,7 +196,7 @@ def pinned_if_possible(streams: DeviceStreams, nbytes: int) -> Tensor | None:
 
 
 def tensor_streams(tensor: Tensor) -> DeviceStreams | None:
-    """Return the streams of a tensor's device; for a tensor on the CPU without creating a `torch.device`."""
+    """Return the streams of a tensor's device; for a CPU tensor, without creating a `torch.device`."""
     return None if tensor.is_cpu and not replaced_streams else device_streams(tensor.device)
 
 

@@ -17,7 +17,7 @@ from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 
 DEFAULT_PORT = 29500
-"""Where rank 0 listens when nobody says otherwise; PyTorch's own default."""
+"""The default port of rank 0, as in PyTorch."""
 
 
 @frozen
@@ -74,7 +74,7 @@ class LauncherEnvironment:
         local_world_size: Variable of the local world size.
         node: Variable of the machine's index, for a launcher that lists the numbers of all machines.
         applies: A further condition on the environment.
-        address: Where rank 0 is, if the launcher lets one know.
+        address: The address of rank 0, if the launcher provides it.
         job: Variable of the job's name, in which jobs of one machine differ.
     """
 
@@ -156,7 +156,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         local_world_size="MPI_LOCALNRANKS",
     ),
 )
-"""In the order in which they are asked. Slurm comes before Intel MPI, whose PMI variables srun sets too."""
+"""In the order of detection. Slurm comes before Intel MPI, since srun also sets the PMI variables."""
 
 
 def detect(environ: Mapping[str, str]) -> Topology:
@@ -220,8 +220,9 @@ def rendezvous(environ: Mapping[str, str], topology: Topology) -> Rendezvous:
         address = "127.0.0.1"
     if not address:
         raise SettingsError(
-            f"{topology.launcher} started {topology.world_size} processes on several machines without saying "
-            "where rank 0 is. Set MASTER_ADDR to the host name of rank 0 (and MASTER_PORT to a free port "
+            f"{topology.launcher} started {topology.world_size} processes on several machines without "
+            "the address of rank 0. Set MASTER_ADDR"
+            " to the host name of rank 0 (and MASTER_PORT to a free port "
             "there) for every process, for example with `mpirun -x MASTER_ADDR=node1 ...`."
         )
     if environ.get("MASTER_PORT"):
@@ -264,8 +265,8 @@ def _number(environ: Mapping[str, str], variable: str) -> int:
         return int(environ[variable])
     except ValueError:
         raise SettingsError(
-            f"{variable}={environ[variable]!r} in the environment is not a whole number. The launcher sets "
-            "it; unset it if this process was not launched."
+            f"{variable}={environ[variable]!r} in the environment is not a whole number. The launcher "
+            "sets it. Unset it if this process was not launched."
         ) from None
 
 
@@ -301,7 +302,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Read rank and world size from the environment, whatever launcher set it.
+    """Read rank and world size from the environment of any launcher.
 
     Raises:
         SettingsError: As in `detect`.

@@ -1,4 +1,4 @@
-"""What stands for `torch.xla`, which torch does not have: XLA devices through PJRT. It imports torch_xla."""
+"""Replaces `torch.xla`, which torch does not have: XLA devices through PJRT. It imports torch_xla."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def topology(launched: Topology) -> Topology:
     if launched.world_size not in {1, known.world_size}:
         raise SettingsError(
             f"{launched.launcher} started {launched.world_size} processes, and PJRT (PJRT_DEVICE="
-            f"{runtime.device_type()}) knows of {known.world_size}: XLA devices are for processes that "
-            "torch_xla starts, as `accel launch --tpu` does; pass cpu=True to compute on the CPU."
+            f"{runtime.device_type()}) reports {known.world_size}: XLA devices need processes started "
+            "by torch_xla, as with `accel launch --tpu`. Pass cpu=True to compute on the CPU."
         )
     return known
 
@@ -150,7 +150,7 @@ def run_on_each_device(
         The results by rank.
 
     Raises:
-        SettingsError: There is another number of devices.
+        SettingsError: The number of devices differs.
     """
     library()
     _inherited[:] = [(function, args, count)]
@@ -169,8 +169,8 @@ def _run_inherited() -> Any:
     world_size = import_module("torch_xla.runtime").world_size()
     if count not in {None, world_size}:
         raise SettingsError(
-            f"notebook_launcher(num_processes={count!r}): PJRT runs {world_size}, one for each device; leave "
-            "num_processes out, or pass 1 for one process that drives all devices."
+            f"notebook_launcher(num_processes={count!r}): PJRT runs {world_size}, one for each device. "
+            "Remove num_processes, or pass 1 for one process that drives all devices."
         )
     return function(*args)
 

@@ -15,7 +15,7 @@ class AimTracker(GeneralTracker):
 
     Args:
         run_name: Name of the run.
-        logging_dir: The repository; made if absent.
+        logging_dir: The repository; created if absent.
         **kwargs: More arguments of `aim.Run`.
 
     Raises:
@@ -59,7 +59,7 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, texts and objects of Aim; tensors with several elements as distributions."""
+        """Log numbers, strings and objects of Aim; tensors with several elements as distributions."""
         scalars, vectors = separate_vectors(join_keys(values))
         for name, value in scalars.items():
             tracked = self._aim.Text(value) if isinstance(value, str) else value

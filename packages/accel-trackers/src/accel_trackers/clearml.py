@@ -51,7 +51,7 @@ class ClearMLTracker(GeneralTracker):
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        """Arguments of `Task.init`; an offline task cannot be gone on with."""
+        """Arguments of `Task.init`; an offline task cannot be continued."""
         return {} if run_id.startswith("offline-") else {"continue_last_task": run_id}
 
     @on_main_process
@@ -138,12 +138,12 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def flush(self) -> None:
-        """Send what was reported."""
+        """Send reported values."""
         self.task.flush()
 
     @on_main_process
     def finish(self) -> None:
-        """Close the task if it was begun here."""
+        """Close the task if this tracker started it."""
         if self._is_ours:
             self.task.close()
 

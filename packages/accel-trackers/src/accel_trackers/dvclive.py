@@ -32,8 +32,8 @@ class DVCLiveTracker(GeneralTracker):
         super().__init__()
         if live is not None and kwargs:
             raise SettingsError(
-                f"DVCLiveTracker(live=…) logs to that object, and {', '.join(sorted(kwargs))} would be for a "
-                "new one: leave one of the two out."
+                f"DVCLiveTracker(live=…) logs to that object, and {', '.join(sorted(kwargs))} would be "
+                "for a new one: remove one of the two."
             )
         self.run_name = run_name
         self._dvclive = import_vendor(self.name)
@@ -74,7 +74,7 @@ class DVCLiveTracker(GeneralTracker):
         """Log images; see `GeneralTracker.log_images`. The one option is `dataformats`, the axes of arrays.
 
         Raises:
-            UnsupportedError: Another option was given.
+            UnsupportedError: Another option was passed.
         """
         dataformats = kwargs.pop("dataformats", None)
         if kwargs:
@@ -113,7 +113,7 @@ class DVCLiveTracker(GeneralTracker):
             **kwargs: More arguments of `Live.log_artifact`.
 
         Raises:
-            UnsupportedError: This is no DVC repository.
+            UnsupportedError: This is not a DVC repository.
         """
         if self.live._dvc_repo is None:
             raise UnsupportedError(

@@ -79,7 +79,7 @@ class GeneralTracker:
     part of `init_kwargs`.
 
     Args:
-        _blank: Whether to leave out the check that the attributes are there.
+        _blank: Whether to skip the check of required attributes.
 
     Attributes:
         name: By which `log_with`, `init_kwargs` and `get_tracker` know it.
@@ -239,7 +239,7 @@ class GeneralTracker:
         raise self._unsupported("artifacts")
 
     def flush(self) -> None:
-        """Write what the library still holds back; called by `Accelerator.log`, every ten seconds at most."""
+        """Flush the library's buffers; called by `Accelerator.log` at most every ten seconds."""
 
     def finish(self) -> None:
         """End the run."""
@@ -275,8 +275,9 @@ class GeneralTracker:
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(
-            f"The tracker {self.name!r} has no {what}: use another one, or what its library offers, "
-            f"get_tracker({self.name!r}, unwrap=True)."
+            f"The tracker {self.name!r} has no {what}: use another tracker, or the library itself, "
+            "get_tracker"
+            f"({self.name!r}, unwrap=True)."
         )
 
 
@@ -330,7 +331,7 @@ class NullObject:
 
 
 class NullTracker(GeneralTracker):
-    """Null tracker, for ranks that do not log: it has every method there could be."""
+    """Null tracker for ranks that do not log: it accepts any method."""
 
     requires_logging_directory = False
 

@@ -22,7 +22,7 @@ class MLflowTracker(GeneralTracker):
     It is written before a call returns.
 
     Args:
-        experiment_name: Name of the experiment; made if absent. MLflow's own choice if `None`.
+        experiment_name: Name of the experiment; created if absent. MLflow's own choice if `None`.
         logging_dir: Where artifacts of a new experiment go.
         run_id: A run to resume.
         tags: Of the run, as a dictionary or its JSON.
@@ -84,7 +84,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store hyperparameters as parameters, flattened; what is too long for one is cut, with a warning.
+        """Store hyperparameters as parameters, flattened; long values are truncated, with a warning.
 
         MLflow keeps a parameter for good: where a resumed run has another value, the first one stays, with a
         warning.

@@ -228,7 +228,7 @@ class CometMLTracker(ProjectRunTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """End the experiment: what was logged is sent, or the offline archive written."""
+        """End the experiment: send logged values, or write the offline archive."""
         self.run.end()
 
     def _set_step(self, step: int | None) -> None:
@@ -271,7 +271,7 @@ class SwanLabTracker(ProjectRunTracker):
 
     @on_main_process
     def flush(self) -> None:
-        """Write what the run's file holds back, which SwanLab itself does when the run ends."""
+        """Flush the run's file, which SwanLab itself does only at the end of the run."""
         core = getattr(self.run, "_core", None)
         store = getattr(core, "_store", None)
         if store is not None:

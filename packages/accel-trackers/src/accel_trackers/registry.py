@@ -59,7 +59,7 @@ def register_tracker_class(tracker_class: _T) -> _T:
     one, and its part of `init_kwargs`.
 
     Raises:
-        SettingsError: It is no such class, its name is empty or `"all"`, or it does not say whether it
+        SettingsError: It is not such a class, its name is empty or `"all"`, or it does not declare whether it
             requires a directory.
 
     Warns:
@@ -80,9 +80,7 @@ def register_tracker_class(tracker_class: _T) -> _T:
         raise SettingsError(f"register_tracker_class({candidate!r}): pass a subclass of GeneralTracker.")
     name: Any = getattr(candidate, "name", None)
     if not isinstance(name, str) or name in ("", LoggerType.ALL.value):
-        raise SettingsError(
-            f"{candidate.__name__}.name is {name!r}; give it a text, by which it is known, other than 'all'."
-        )
+        raise SettingsError(f"{candidate.__name__}.name is {name!r}. Set it to a string other than 'all'.")
     if not hasattr(candidate, "requires_logging_directory"):
         raise SettingsError(
             f"{candidate.__name__} has no requires_logging_directory: set this class attribute to True if it "
@@ -96,7 +94,7 @@ def register_tracker_class(tracker_class: _T) -> _T:
 
 
 def get_available_trackers() -> list[LoggerType | str]:
-    """List the trackers that can be used here: libraries that are installed, registered and third-party ones.
+    """List the available trackers: installed libraries, registered and third-party ones.
 
     Returns:
         Members of `LoggerType` for the libraries, names for the others.
@@ -110,7 +108,7 @@ def get_available_trackers() -> list[LoggerType | str]:
 def filter_trackers(
     log_with: Any, logging_dir: str | os.PathLike[str] | None = None
 ) -> list[str | GeneralTracker]:
-    """Check which trackers were asked for, each once; `"all"` stands for all that are available.
+    """Return the requested trackers, each once; `"all"` selects all available ones.
 
     Args:
         log_with: A name, a `LoggerType`, a `GeneralTracker`, or a list of these; `None` for none.
@@ -154,8 +152,8 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     if known is not None:
         if not issubclass(known, GeneralTracker):
             raise SettingsError(
-                f"The entry point {name!r} of {ENTRY_POINT_GROUP} is {known!r}, which is no subclass of "
-                "GeneralTracker; ask the authors of the package."
+                f"The entry point {name!r} of {ENTRY_POINT_GROUP} is {known!r}, which is not a subclass "
+                "of GeneralTracker. Ask the authors of the package."
             )
         return known
     names = [LoggerType.ALL.value, *_known_names()]
@@ -165,7 +163,7 @@ def tracker_class(name: str) -> type[GeneralTracker]:
 
 
 def warn_unknown_names(argument: str, options: Iterable[str], names: Iterable[str]) -> None:
-    """Warn about options for trackers that there are not, with the nearest name.
+    """Warn about options for unknown trackers, with the nearest name.
 
     Args:
         argument: Whose keys they are.
@@ -176,7 +174,7 @@ def warn_unknown_names(argument: str, options: Iterable[str], names: Iterable[st
     for name in options:
         if name not in known:
             hint = did_you_mean(name, known, f"there are {', '.join(map(repr, known))}.", cutoff=0.5)
-            logger.warning("%s has options for %r, which is no tracker: %s", argument, name, hint)
+            logger.warning("%s has options for %r, which is not a tracker: %s", argument, name, hint)
 
 
 def _known_names() -> list[str]:
@@ -192,6 +190,7 @@ def _check(chosen: str | GeneralTracker, logging_dir: str | os.PathLike[str] | N
         require_vendor(chosen, f"log_with={chosen!r}")
     if wanted.requires_logging_directory and logging_dir is None:
         raise SettingsError(
-            f"log_with contains {chosen!r}, which writes files: say where with "
-            "Accelerator(project_dir=…) or ProjectConfiguration(logging_dir=…)."
+            f"log_with contains {chosen!r}, which writes files: set the folder with "
+            "Accelerator(project_dir=…)"
+            " or ProjectConfiguration(logging_dir=…)."
         )

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 OnTrackerError = Literal["raise", "warn"]
 Trackers: TypeAlias = str | LoggerType | GeneralTracker | Sequence[str | LoggerType | GeneralTracker]
-"""What `Accelerator(log_with=…)` takes."""
+"""The values of `Accelerator(log_with=…)`."""
 
 FLUSH_SECONDS = 10.0
 """`log` lets the libraries flush once so much time has passed since the last flush."""
@@ -70,7 +70,7 @@ class TrackerSession:
         on_error: OnTrackerError = "raise",
     ) -> None:
         if on_error not in ("raise", "warn"):
-            raise SettingsError(f"on_tracker_error={on_error!r}: give 'raise' or 'warn'.")
+            raise SettingsError(f"on_tracker_error={on_error!r}: expected 'raise' or 'warn'.")
         self._logging_dir = logging_dir
         self.choose(log_with)
         self.trackers: list[GeneralTracker] = []
@@ -109,7 +109,8 @@ class TrackerSession:
         plain = {} if config is None else to_plain(config)
         if not isinstance(plain, dict):
             raise SettingsError(
-                f"init_trackers(config={config!r}): give a dictionary, a dataclass or an argparse namespace."
+                f"init_trackers(config={config!r}): expected a dictionary, a dataclass or an argparse "
+                "namespace."
             )
         if self._stage == "running":
             self.finish()
@@ -163,17 +164,17 @@ class TrackerSession:
             by_name = {tracker.name: tracker for tracker in self.trackers}
             if name not in by_name:
                 names = ", ".join(map(repr, by_name)) or "none: call init_trackers() first"
-                raise SettingsError(f"get_tracker({name!r}): there is no such tracker; there are {names}.")
+                raise SettingsError(f"get_tracker({name!r}): no such tracker. Available are {names}.")
             wanted = by_name[name]
         return wanted.tracker if unwrap else wanted
 
     def write(self) -> None:
-        """Wait for every value that was logged, hand it to the trackers, and let them flush."""
+        """Wait for all logged values, pass them to the trackers, and make them flush."""
         self._submit_ready(wait=True)
         self._flush()
 
     def finish(self) -> None:
-        """Write everything and finish every tracker; without effect where nothing is running.
+        """Write everything and finish every tracker; do nothing if none is running.
 
         Raises:
             Exception: The first error of a tracker, when all are finished.
@@ -272,19 +273,19 @@ class TrackerSession:
     def _check_log(self, values: Any) -> None:
         """Check a call of `log` as on a rank that logs."""
         if self.log_with and self._stage == "new" and self._may_log():
-            raise TrackerError("log() was called before init_trackers(); call that first.")
+            raise TrackerError("log() was called before init_trackers(). Call init_trackers() first.")
         if self.log_with and self._stage == "finished":
             raise TrackerError(
-                "log() was called after end_training(), when the trackers are finished; call it earlier, or "
-                "init_trackers() again."
+                "log() was called after end_training(), which finishes the trackers. Call it earlier, "
+                "or call init_trackers() again."
             )
         if self.log_with and self._stage == "forked":
             raise TrackerError(
-                "log() was called in a process that was forked from the one that started the trackers, whose "
-                "runs it would damage: log there, or also call init_trackers() here."
+                "log() was called in a process forked from the one that started the trackers, and would "
+                "damage their runs. Log in the parent process, or call init_trackers() in this process."
             )
         if self.log_with and not isinstance(values, Mapping):
-            raise UnsupportedError(f"log() got {values!r}: give a dictionary of values by name.")
+            raise UnsupportedError(f"log() got {values!r}: expected a dictionary of values by name.")
 
     def _submit_ready(self, *, wait: bool) -> None:
         """Submit queued calls whose values are ready, in order; with `wait`, all of them."""
@@ -326,8 +327,8 @@ class TrackerSession:
         """Raise the error of a tracker; with `on_error="warn"`, log the first one of each."""
         if not self._warns:
             error.add_note(
-                f"The tracker {name!r} failed in {method}(); with on_tracker_error='warn' the training "
-                "goes on."
+                f"The tracker {name!r} failed in {method}(). With on_tracker_error='warn', training "
+                "continues."
             )
             raise error
         self._failures[name] = self._failures.get(name, 0) + 1

@@ -103,7 +103,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def flush(self) -> None:
-        """Write what the writer holds."""
+        """Flush the writer."""
         self.writer.flush()
 
     @on_main_process

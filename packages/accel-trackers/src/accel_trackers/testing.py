@@ -1,4 +1,4 @@
-"""The conformance suite of trackers: what every one must do, whoever wrote it.
+"""The conformance suite for trackers: required behaviour of every tracker.
 
 from accel_trackers.testing import Record, check_tracker
 
@@ -25,7 +25,7 @@ from accel_trackers.general import GeneralTracker, check_attributes
 from accel_trackers.values import to_flat, to_plain
 
 MEDIA = ("images", "tables", "histograms", "text", "artifacts")
-"""What a tracker may log besides numbers."""
+"""Kinds of values that a tracker may log besides numbers."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -35,7 +35,7 @@ class Record:
     Args:
         config: Hyperparameters in one level, keys joined with dots.
         numbers: By name and step.
-        media: How many there are of each kind in `MEDIA`.
+        media: Number of values of each kind in `MEDIA`.
     """
 
     config: dict[str, Any] = dataclasses.field(default_factory=dict[str, Any])
@@ -81,7 +81,7 @@ def check_tracker(
         media: Which of `MEDIA` it has.
 
     Raises:
-        AssertionError: It does not; the message lists everything.
+        AssertionError: A requirement is not met; the message lists all problems.
     """
     problems = [*_on_another_rank(make)]
     tracker = make()
@@ -172,10 +172,10 @@ def _log_media(tracker: GeneralTracker, media: Collection[str]) -> list[str]:
                 call()
             except UnsupportedError:
                 if kind in media:
-                    problems.append(f"it says that it has no {kind}")
+                    problems.append(f"it declares that it has no {kind}")
             else:
                 if kind not in media:
-                    problems.append(f"it takes {kind} without saying that it has none")
+                    problems.append(f"it accepts {kind} without declaring that it has none")
         tracker.flush()
     return problems
 

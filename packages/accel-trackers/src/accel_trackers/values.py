@@ -127,7 +127,7 @@ def _joined(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
 
 
 def to_number(value: Any) -> Any:
-    """Convert tensors and arrays with one element to numbers; leave everything else.
+    """Convert tensors and arrays with one element to numbers; keep everything else.
 
     Example:
         >>> import torch
@@ -250,8 +250,9 @@ def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.
         axes = "HW"
     if axes is None or len(axes) != array.ndim or set(axes) - set("NHWC"):
         raise UnsupportedError(
-            f"log_images() got {name!r} of shape {array.shape} with dataformats={dataformats!r}: give "
-            "(H, W), (H, W, C), (C, H, W) or a batch of these, with 1, 3 or 4 channels."
+            f"log_images() got {name!r} of shape {array.shape} with dataformats={dataformats!r}: "
+            "expected (H, W), (H, W, C),"
+            " (C, H, W) or a batch of these, with 1, 3 or 4 channels."
         )
     for missing in "CN":
         if missing not in axes:

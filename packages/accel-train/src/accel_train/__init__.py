@@ -1,4 +1,4 @@
-"""Training: `Accelerator`, its data loaders, optimizer and scheduler wrappers. This is the export table."""
+"""Training: `Accelerator`, its data loaders, optimizer and scheduler wrappers. It is the export table."""
 
 from accel_state.lazy import attach
 

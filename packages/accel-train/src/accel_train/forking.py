@@ -60,21 +60,22 @@ def launch_forked(function: Callable[..., Any], args: Sequence[Any], config: Lau
 
     Raises:
         WorkerFailedError: The function failed.
-        SettingsError: This process is one of several already.
+        SettingsError: This process is already one of several.
         UnsupportedError: This system cannot fork.
     """
     if sys.platform == "win32":
         raise UnsupportedError(
-            "Windows cannot fork, and a function of a notebook cannot be sent to a new process. Write it to "
-            "a file and start that with `accel launch`."
+            "Windows cannot fork, and a notebook function cannot be sent to a new process. Write it to "
+            "a file and start the file with"
+            " `accel launch`."
         )
     if not callable(function):
-        raise SettingsError(f"{function!r} is no function; `accel.launch` runs scripts, too.")
+        raise SettingsError(f"{function!r} is not a function. `accel.launch` also runs scripts.")
     if isinstance(args, str) or not isinstance(args, Sequence):
-        raise SettingsError(f"args={args!r}: expected all that the function is called with, as a tuple.")
+        raise SettingsError(f"args={args!r}: expected the arguments of the function as a tuple.")
     if torch.distributed.is_initialized() or detect(environ.read()).world_size > 1:
         raise SettingsError(
-            "This process is one of several already; a launcher starts processes from a single one."
+            "This process is already one of several. A launcher starts processes from a single process."
         )
     barrier = ForkBarrier(config.nproc_per_node)
     entry: Any = partial(_run_after_barrier, barrier, _signal_handlers(), function)
@@ -120,7 +121,7 @@ def _describe_failures(failures: Mapping[int, ProcessFailure], folder: Path) -> 
         elif failure.exitcode < 0:  # a killed process writes no error file, and torch names the signal
             message = f"Rank {rank} failed: {content}"
         else:
-            message = f"Rank {rank} failed: it ended with exit code {failure.exitcode}."
+            message = f"Rank {rank} failed: it exited with code {failure.exitcode}."
         messages[rank] = float(failure.timestamp), message
     first_rank = next(rank - failure.local_rank for rank, failure in failures.items())  # of this node
     for file in find_error_files(folder):
@@ -266,8 +267,9 @@ class _Pickled:
             self._data = bytes(ForkingPickler.dumps(result))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(
-                f"The function has returned {result!r:.200}, which cannot be pickled to be handed to "
-                f"the process that has launched it: {error}"
+                f"The function returned {result!r:.200}, which cannot be pickled and returned to the "
+                "launching process:"
+                f" {error}"
             ) from None
 
     def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
@@ -314,8 +316,8 @@ def reserve_port(port: int, option: str, *, or_any: bool = False) -> Generator[i
     except (OSError, OverflowError) as error:
         if not or_any:
             raise SettingsError(
-                f"{option}={port}: this process cannot listen there ({error}); choose another port, or on "
-                "one machine 0 for any that is free."
+                f"{option}={port}: cannot listen on this port ({error}). Choose another port, or 0 for "
+                "any free port (on one machine)."
             ) from None
         server = _listen(0)
     port = server.getsockname()[1]
@@ -348,9 +350,9 @@ def refuse_initialised_devices() -> None:
     if not names:
         return
     raise SettingsError(
-        f"This process has initialised {names[0]}, and processes that it forks cannot. Restart the "
-        "notebook, make the `Accelerator`, models and tensors on devices within the launched function only, "
-        "and import libraries that touch the device there, too."
+        f"This process has initialised {names[0]}, so forked processes cannot use it. Restart the "
+        "notebook. Create the `Accelerator`, models and device tensors only within the launched "
+        "function, and import libraries that use the device there."
     )
 
 

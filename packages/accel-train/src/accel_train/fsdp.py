@@ -124,7 +124,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any
             if new is None:
                 raise SettingsError(
                     f"fsdp2_switch_optimizer_parameters(): the optimizer has a parameter of shape "
-                    f"{tuple(parameter.shape)} that is not in the mapping; it would not be trained."
+                    f"{tuple(parameter.shape)} that is not in the mapping and would not be trained."
                 )
             replacements[parameter] = new
     switch_parameters(optimizer, replacements)

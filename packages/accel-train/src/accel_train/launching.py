@@ -56,33 +56,33 @@ def notebook_launcher(
     machine is not forked but runs here. Make the `Accelerator`, and touch accelerators, in the function only.
 
     Args:
-        function: What to run. Its result has to be picklable.
-        args: What it is called with.
-        num_processes: How many processes on this machine; one for every accelerator, or one, if `None`. On
-            TPUs one process drives all chips if 1, as sharding by the compiler (SPMD) needs it, else there is
-            one for every chip, and the arguments of the rendezvous are not used.
+        function: The function to run. Its result must be picklable.
+        args: Its arguments.
+        num_processes: Number of processes on this machine. If `None`, one per accelerator, or one without
+            accelerators. On TPUs, with 1 one process drives all chips, as sharding by the compiler (SPMD)
+            requires. Otherwise there is one process per chip, and the rendezvous arguments are not used.
         mixed_precision: For `Accelerator`s that are not given one: `"fp16"` or `"bf16"`; `"no"` leaves it
             to the environment.
-        use_port: Where rank 0 listens; 0 for any free port. If the usual one is taken on a single machine,
-            another one is used.
+        use_port: The port of rank 0; 0 for any free port. If the default port is in use on a single machine,
+            another port is used.
         master_addr: The address of the first machine.
-        node_rank: Which machine this is.
-        num_nodes: On how many machines this function is called.
-        rdzv_backend: How machines find each other: `"static"` or `"c10d"`.
-        rdzv_endpoint: Where they do; `<master_addr>:<use_port>` if empty.
+        node_rank: The rank of this machine.
+        num_nodes: Number of machines that call this function.
+        rdzv_backend: The rendezvous backend: `"static"` or `"c10d"`.
+        rdzv_endpoint: The rendezvous endpoint; `<master_addr>:<use_port>` if empty.
         rdzv_conf: Further options of the rendezvous.
         rdzv_id: The id of this job, the same on all its nodes.
-        max_restarts: How often all processes are started again when one has failed.
+        max_restarts: How often all processes are restarted after a failure.
         monitor_interval: Seconds between two checks of the processes.
-        log_line_prefix_template: If given, the processes' output passes through this one, every line with
-            this in front; `${rank}`, `${local_rank}` and `${role_name}` are replaced.
+        log_line_prefix_template: If set, this process prints the output of the processes, each line with this
+            prefix; `${rank}`, `${local_rank}` and `${role_name}` are replaced.
 
     Returns:
         The results of this machine's processes by rank.
 
     Raises:
-        SettingsError: An argument cannot be used, or a device was initialised already, with which no forked
-            process could work any more.
+        SettingsError: An argument is invalid, or a device is already initialised, which forked processes
+            could not use.
         WorkerFailedError: The function failed in a forked process.
         UnsupportedError: This system cannot fork.
 
@@ -138,7 +138,7 @@ def _notebook_port(use_port: str | int, num_nodes: int, node_rank: int) -> Abstr
         raise SettingsError(f"notebook_launcher(use_port={use_port!r}): expected the number of a port.")
     port = int(use_port)
     if num_nodes > 1 and port == 0:
-        raise SettingsError("notebook_launcher(use_port=0): several machines need to know the port.")
+        raise SettingsError("notebook_launcher(use_port=0): several machines need a fixed port.")
     if node_rank > 0:
         return nullcontext(port)
     is_default = num_nodes == 1 and port == DEFAULT_PORT
@@ -148,18 +148,18 @@ def _notebook_port(use_port: str | int, num_nodes: int, node_rank: int) -> Abstr
 def debug_launcher(
     function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
 ) -> dict[int, Any]:
-    """Run a training function in several processes on the CPU, to try it out or test it.
+    """Run a training function in several processes on the CPU, for tests and debugging.
 
     Args:
-        function: What to run. Its result has to be picklable.
-        args: What it is called with.
-        num_processes: How many processes.
+        function: The function to run. Its result must be picklable.
+        args: Its arguments.
+        num_processes: Number of processes.
 
     Returns:
         The results by rank.
 
     Raises:
-        SettingsError: `num_processes` is no number of processes, or this is one of several already.
+        SettingsError: `num_processes` is invalid, or this process is already one of several.
         WorkerFailedError: The function failed.
         UnsupportedError: This system cannot fork.
 
@@ -189,7 +189,7 @@ def launch(
     *,
     config: Settings | Mapping[str, Any] | None = None,
 ) -> dict[int, Any]:
-    """Run a function or a script in as many processes as the settings say, as `accel launch` does.
+    """Run a function or a script in the configured number of processes, as `accel launch` does.
 
     Neither a config file nor the variables of settings in the environment are read: the settings are all.
 
@@ -201,12 +201,12 @@ def launch(
             process per accelerator.
 
     Returns:
-        By rank, for the processes of this machine: what the function returned, or what the script calls
-        `result`, None if nothing.
+        By rank, for the processes of this machine: the function's result, or the script's variable `result`
+            (None if absent).
 
     Raises:
-        SettingsError: The settings do not fit together, ask for what only the command does, or there is no
-            such script; or a device was initialised already.
+        SettingsError: The settings contradict each other or need the command, the script does not exist, or a
+            device is already initialised.
         WorkerFailedError: A process failed; the message has rank and traceback.
         UnsupportedError: This system cannot fork.
 
@@ -276,8 +276,8 @@ def _resolve_settings(config: Settings | Mapping[str, Any] | None) -> Settings:
     refused = [path for path in _COMMAND_ONLY if value_at(settings, path) != value_at(defaults, path)]
     if refused:
         raise SettingsError(
-            f"launch(config=...): {', '.join(refused)} {'is' if len(refused) == 1 else 'are'} carried out by "
-            "the command `accel launch` only."
+            f"launch(config=...): {', '.join(refused)} {'is' if len(refused) == 1 else 'are'} supported "
+            "only by the command `accel launch`."
         )
     return settings
 
@@ -290,7 +290,7 @@ def _choose_device_kind(settings: Settings) -> DeviceKind:
     kind = available_kind()
     if requested is not None and requested.startswith("MULTI_") and requested != kind.distributed_type.value:
         raise SettingsError(
-            f"launch(config=...): distributed_type is {requested!r}, but this machine shows no such device."
+            f"launch(config=...): distributed_type is {requested!r}, but this machine has no such device."
         )
     return kind
 
@@ -308,7 +308,7 @@ def _make_callable(work: Callable[..., Any] | str | PathLike[str], *, is_module:
         raise SettingsError(f"launch({work!r}): expected a function, or the path of a script.")
     name = fspath(work)
     if not (is_module or Path(name).is_file()):
-        raise SettingsError(f"launch({name!r}): there is no such script.")
+        raise SettingsError(f"launch({name!r}): the script does not exist.")
     return partial(_run_module if is_module else _run_script, name)
 
 
@@ -338,7 +338,7 @@ def _function_rendezvous(settings: Settings) -> Generator[str]:
     address = "127.0.0.1" if chosen.num_machines == 1 else chosen.main_process_ip
     if address is None:
         raise SettingsError(
-            f"launch(config=...): {chosen.num_machines} machines need to know where to meet: set "
+            f"launch(config=...): {chosen.num_machines} machines need a rendezvous: set "
             "launch.main_process_ip."
         )
     port = chosen.main_process_port or (0 if chosen.num_machines == 1 else DEFAULT_PORT)
@@ -394,8 +394,7 @@ class PrepareForLaunch:
             if missing:
                 raise SettingsError(
                     f"PrepareForLaunch(debug=True) needs {' and '.join(missing)} in the environment: a "
-                    "file that does not exist yet, and the number of processes. debug_launcher() takes "
-                    "care of all."
+                    "file that does not exist yet, and the number of processes. debug_launcher() sets both."
                 )
             world_size = int(variables["WORLD_SIZE"])
             store = torch.distributed.FileStore(  # pyright: ignore[reportPrivateImportUsage]

@@ -71,7 +71,7 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
 CATEGORIES = frozenset({"cpu_op", "user_annotation", "python_function", "cuda_runtime"})
 """The categories of events that nest on a thread of the host."""
 _MIN_SHARE = 0.001
-"""The share of the time below which a flame graph leaves a call out."""
+"""The share of the time below which a flame graph omits a call."""
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ def write_flame_graph(trace: Path, page: Path) -> None:
         )
     )
     figure.update_layout(
-        title=f"{trace.name}: time on the host by call; click to enlarge",
+        title=f"{trace.name}: time on the host by call (click to enlarge)",
         margin={"t": 50, "l": 5, "r": 5, "b": 5},
     )
     figure.write_html(page, include_plotlyjs=True)
@@ -203,8 +203,7 @@ class StepMeter:
     def read(self) -> dict[str, Any]:
         """Return what was measured since the last time; nothing if no optimizer has stepped since then.
 
-        Time in which nothing was trained, such as that of an evaluation, is left out if `read` is called
-        before it and after it.
+        Time without training, such as an evaluation, is excluded if `read` is called before and after it.
         """
         now = perf_counter()
         num_steps = self._prepared.num_steps()

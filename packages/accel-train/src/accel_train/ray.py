@@ -23,7 +23,7 @@ def report(
 ) -> None:
     """Report metrics, and a checkpoint from which Ray Train resumes when a worker dies after this call.
 
-    To be called on every rank. The folder of `accelerator.save_state` must be on storage that all ranks
+    Call it on every rank. The folder of `accelerator.save_state` must be on storage that all ranks
     share. The main process uploads it; each rank waits until Ray Train has registered it, so that a failure
     in the very next step loses nothing.
 
@@ -34,7 +34,7 @@ def report(
 
     Raises:
         MissingDependencyError: Ray Train is not installed.
-        SettingsError: This is no worker of Ray Train.
+        SettingsError: This process is not a Ray Train worker.
 
     Example:
         >>> report(Accelerator(), {"loss": 1.0})  # doctest: +SKIP
@@ -50,7 +50,7 @@ def report(
 
 
 def load_state(accelerator: Accelerator) -> bool:
-    """Load the checkpoint that was registered last, if there is one.
+    """Load the last registered checkpoint, if there is one.
 
     To be called on every rank, after `prepare` and `register_for_checkpointing`.
 
@@ -58,11 +58,11 @@ def load_state(accelerator: Accelerator) -> bool:
         accelerator: The `Accelerator` that has prepared the objects to load.
 
     Returns:
-        Whether there was one: False in a run that begins.
+        Whether there was one; False in a new run.
 
     Raises:
         MissingDependencyError: Ray Train is not installed.
-        SettingsError: This is no worker of Ray Train.
+        SettingsError: This process is not a Ray Train worker.
 
     Example:
         >>> load_state(Accelerator())  # doctest: +SKIP
@@ -90,7 +90,7 @@ def shard_loader(accelerator: Accelerator, name: str = "train", **options: Any) 
 
     Raises:
         MissingDependencyError: Ray Train is not installed.
-        SettingsError: This is no worker of Ray Train, or it has no data set of that name.
+        SettingsError: This process is not a Ray Train worker, or it has no dataset of that name.
 
     Example:
         >>> for batch in shard_loader(Accelerator(), batch_size=8):  # doctest: +SKIP
@@ -131,6 +131,6 @@ def _ray_train() -> Any:
         train.get_context()
     except RuntimeError as error:
         raise SettingsError(
-            f"accel_train.ray is for the train_loop_per_worker of a TorchTrainer, where this is not: {error}"
+            f"accel_train.ray only works within the train_loop_per_worker of a TorchTrainer: {error}"
         ) from None
     return train

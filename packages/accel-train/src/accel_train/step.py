@@ -195,7 +195,7 @@ class EngineCalls:
             what = f"arguments {', '.join(kwargs)}" if kwargs else "a tensor that no model returned"
             raise SettingsError(
                 f"backward() got {what}: the strategy {self._name!r} computes gradients when the model is "
-                "called, of the loss that it returns; pass that very tensor, and nothing else."
+                "called, for the loss that it returns. Pass only that tensor."
             )
 
     def _remember(self, tensor: Tensor) -> Tensor:
@@ -245,8 +245,8 @@ class ItemWindow:
         """Count the items of one micro-batch, before its backward pass."""
         if self._refusing is not None:
             raise UnsupportedError(
-                f"backward(num_items={num_items!r}) within {self._refusing}: counting the items of a window "
-                "needs every process, and one that has no batches left would be missing."
+                f"backward(num_items={num_items!r}) within {self._refusing}: counting the items of a "
+                "window needs every process, but a process without batches would not take part."
             )
         count = self._tensor(num_items)
         gradients = self._gradients()
@@ -314,20 +314,20 @@ class ItemWindow:
         if isinstance(num_items, torch.Tensor):
             if num_items.numel() != 1:
                 raise ValueError(
-                    f"backward(num_items=…) got a tensor of shape {tuple(num_items.shape)}; give one number, "
-                    "such as `(labels != -100).sum()`."
+                    f"backward(num_items=…) got a tensor of shape {tuple(num_items.shape)}. Pass one "
+                    "number, such as `(labels != -100).sum()`."
                 )
             return num_items.detach().to(device=device, dtype=dtype).reshape(())
         if isinstance(num_items, bool) or not num_items >= 0:
-            raise ValueError(f"backward(num_items={num_items!r}): give the number of items, 0 or more.")
+            raise ValueError(f"backward(num_items={num_items!r}): pass the number of items, 0 or more.")
         return torch.tensor(num_items, device=device, dtype=dtype)
 
     def _gradients(self) -> list[torch.Tensor]:
         parameters = {id(parameter): parameter for parameter in self._parameters()}
         if not parameters:
             raise ValueError(
-                "backward(num_items=…) divides the gradients of prepared models and optimizers, and nothing "
-                "was prepared; pass them through accelerator.prepare() first."
+                "backward(num_items=…) divides the gradients of prepared models and optimizers, but "
+                "nothing was prepared. Pass them to accelerator.prepare() first."
             )
         return [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
 
@@ -340,19 +340,19 @@ def _scale(operation: Callable[..., object], gradients: list[torch.Tensor], numb
 def fused_backward(
     optimizers: Iterable[AcceleratedOptimizer], loss: Tensor, learning_rate: float | None
 ) -> None:
-    """Let every optimizer of lomo-optim run the backward pass, in which it steps."""
+    """Make every lomo-optim optimizer run the backward pass, in which it steps."""
     require("lomo", "lomo_backward()")
     if learning_rate is None:
         raise SettingsError(
-            "lomo_backward(learning_rate=None): Lomo steps in here, so give the learning rate."
+            "lomo_backward(learning_rate=None): Lomo steps in this call, so pass the learning rate."
         )
     inner: list[Any] = [wrapped.optimizer for wrapped in optimizers]
     fused = [optimizer for optimizer in inner if is_lomo(optimizer)]
     if not fused:
         names = [type(optimizer).__qualname__ for optimizer in inner]
         raise SettingsError(
-            f"lomo_backward() needs a prepared optimizer of lomo-optim (Lomo or AdaLomo), and found {names}; "
-            "use backward() for others."
+            "lomo_backward() needs a prepared optimizer of lomo-optim (Lomo or AdaLomo), but found "
+            f"{names}. Use backward() for others."
         )
     for optimizer in fused:
         optimizer.fused_backward(loss, learning_rate)
@@ -387,19 +387,20 @@ class Trigger:
 class LocalSGD:
     """Context manager in which ranks train on local gradients and average their models every few steps.
 
-    Communication takes place every `local_sgd_steps` optimizer steps instead of every one, at the price of
-    other results (https://arxiv.org/abs/1805.09767). At its end all processes have the same model again.
+    Communication takes place every `local_sgd_steps` optimizer steps instead of every step, which changes the
+    results (https://arxiv.org/abs/1805.09767). At its end, all processes have the same model again.
     `backward(num_items=…)` divides by the items of each process within it.
 
     Args:
         accelerator: The `Accelerator` that has prepared the model.
         model: The prepared model.
         local_sgd_steps: Optimizer steps between two averages.
-        enabled: Whether to do anything at all; with one process there is nothing to do.
+        enabled: Whether to average; with one process there is nothing to average.
 
     Raises:
-        SettingsError: `local_sgd_steps` is no number of steps.
-        UnsupportedError: The strategy has no gradients of single processes, or there are replica groups.
+        SettingsError: `local_sgd_steps` is not a positive integer.
+        UnsupportedError: The strategy does not have gradients of single processes, or there are replica
+            groups.
 
     Example:
         >>> from accel_train import Accelerator
@@ -453,9 +454,9 @@ class LocalSGD:
             self._sync_and_avg_model_params()
 
     def step(self) -> None:
-        """Count an optimizer step, and average the models if it is time to.
+        """Count an optimizer step, and average the models if they are due.
 
-        Call it after every optimizer step, on all processes. Micro-batches that complete no step do not
+        Call it after every optimizer step, on all processes. Micro-batches that do not complete a step do not
         count.
         """
         if not self._parts.gradient_state.sync_gradients:

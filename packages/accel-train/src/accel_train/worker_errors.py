@@ -24,7 +24,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @frozen
 class WorkerErrors:
-    """How a worker ended in an error.
+    """Describes the failure of a worker.
 
     Args:
         how: What follows its rank in a sentence.
@@ -152,12 +152,12 @@ _POLL_INTERVAL = 1.0  # seconds
 
 
 def die_with_parent(parent: int) -> None:
-    """Have this process killed when its parent ends, for whatever reason.
+    """Kill this process when its parent ends for any reason.
 
     The signal is SIGKILL: the parent keeps the store of the job, without which no collective ends, and a
     process that waits for other ranks in C++ would not run the handler of another signal. On Linux the
     kernel sends it, also after this process has become another program; elsewhere a thread polls the parent
-    once a second. Windows is left out.
+    once a second. Windows is not supported.
 
     Args:
         parent: The id of the process that has started this one; if it has ended already, this one ends at

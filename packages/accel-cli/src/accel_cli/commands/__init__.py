@@ -1,1 +1,1 @@
-"""The subcommands other than `launch`, `config` and `env`."""
+"""Subcommands other than `launch`, `config` and `env`."""

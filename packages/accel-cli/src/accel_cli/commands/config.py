@@ -35,21 +35,21 @@ from accel_state.settings.model import BY_PATH, as_text
 def run(options: Namespace) -> int:
     """Run `accel config`."""
     if options.mixed_precision is not None and options.action != "default":
-        raise SettingsError("argument --mixed_precision is only for `accel config default`.")
+        raise SettingsError("argument --mixed_precision is only valid with `accel config default`.")
     if options.action == "default":
         return _write_default(options)
     if options.action == "update":
         path, notes = update_config_file(options.config_file)
-        show(*notes[:-1], f"{path} is in the current format.")
+        show(*notes[:-1], f"{path} is already in the current format.")
         return 0
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError(
-            "`accel config` asks questions, which need a terminal. `accel config default` writes a file "
-            "without questions, and docs/reference/settings.md lists the keys of a file."
+            "`accel config` asks questions and needs a terminal. `accel config default` writes a file "
+            "without questions. docs/reference/settings.md lists the keys of a file."
         )
     environ = read()
     path, host = path_to_write(options.config_file, environ), probe_host(environ)
-    show("Esc goes back to the question before; Ctrl-C ends, and writes nothing.", "")
+    show("Press Esc to return to the previous question, or Ctrl-C to quit without writing.", "")
     try:
         settings = interview(ask, host)
         show("", summarize(settings))
@@ -57,19 +57,19 @@ def run(options: Namespace) -> int:
         show(*(f"Conflict: {conflict}" for conflict in conflicts))
         if options.config_file is None:
             show(SHARED_FILE.format(path))
-        replaces = " (replaces the existing file)" if path.exists() else ""
-        if not confirm(f"Write this to {path}{replaces}?", default=not conflicts):
+        replaces = " (overwrites the existing file)" if path.exists() else ""
+        if not confirm(f"Write these settings to {path}{replaces}?", default=not conflicts):
             show("Nothing was written.")
             return 1
     except KeyboardInterrupt:
         show("", "Nothing was written.")
         return 130
     write(path, to_content(settings))
-    show(f"Written to {path}. To run a script:", *list_commands(settings, options.config_file))
+    show(f"Saved to {path}. To run a script:", *list_commands(settings, options.config_file))
     return 0
 
 
-SHARED_FILE = "{} is also the default config file of Accelerate: `accelerate launch` reads it."
+SHARED_FILE = "{} is also the default config file of Accelerate, and `accelerate launch` reads it."
 """Shown before the default config file is written."""
 
 
@@ -110,8 +110,8 @@ def _write_default(options: Namespace) -> int:
     if not written:
         path = path_to_write(options.config_file, read())
         show(
-            f"The config file {path} exists already and is unchanged. Run `accel config` to replace it, or "
-            "name another file with --config_file."
+            f"The config file {path} already exists and is unchanged. Run `accel config` to replace it, "
+            "or pass another file with --config_file."
         )
         return 0
     show(f"Written to {written}.")
@@ -125,8 +125,8 @@ def update_config_file(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
     file = read_config(config_file, read())
     if file.path is None:
         raise SettingsError(
-            f"there is no config file at {path_to_write(None, read())}: run `accel config` to write one, or "
-            "name another with --config_file."
+            f"there is no config file at {path_to_write(None, read())}: run `accel config` to create "
+            "one, or pass another with --config_file."
         )
     write(file.path, to_content(merge_layers(file.sourced).settings))
     return file.path, file.notes
@@ -142,10 +142,10 @@ def write_basic_config(
 
     Args:
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
-        save_location: The file to write; variables of the environment win over the default.
+        save_location: The file to write. Environment variables override the default.
 
     Returns:
-        The file, or False if it exists already; it is then unchanged.
+        The file, or False if it already exists and was left unchanged.
 
     Raises:
         SettingsError: The precision is unknown, or the file cannot be written.
@@ -178,7 +178,7 @@ def run_to_fsdp2(options: Namespace) -> int:
     """Run `accel to-fsdp2`: rewrite a config file."""
     file = read_config(options.config_file, read())
     if file.path is None:
-        raise SettingsError("the default config file does not exist; name one with --config_file.")
+        raise SettingsError("the default config file does not exist: pass one with --config_file.")
     source = file.path
     target = target_of(options, source)
     converted = to_fsdp2(file.content)
@@ -192,14 +192,14 @@ def target_of(options: Namespace, source: Path) -> Path:
     """Return the file that `accel to-fsdp2` writes.
 
     Raises:
-        SettingsError: None is named, or it exists and is not to be replaced.
+        SettingsError: No file is named, or the file exists and may not be replaced.
     """
     if options.output_file is None and not options.overwrite:
-        raise SettingsError(f"name an --output_file, or pass --overwrite to replace {str(source)!r}.")
+        raise SettingsError(f"pass --output_file, or --overwrite to replace {str(source)!r}.")
     target = source if options.output_file is None else Path(options.output_file).expanduser()
     if target.exists() and not options.overwrite:
         raise SettingsError(
-            f"argument --output_file: {str(target)!r} exists already; --overwrite replaces it."
+            f"argument --output_file: {str(target)!r} already exists: pass --overwrite to replace it."
         )
     return target
 
@@ -225,13 +225,13 @@ def to_fsdp2(config: Mapping[str, Any]) -> Conversion:
     """
     table = config.get("fsdp_config")
     if not isinstance(table, dict):
-        raise SettingsError(f"key fsdp_config is {table!r}; expected settings of FSDP to rewrite.")
+        raise SettingsError(f"key fsdp_config is {table!r}; expected FSDP settings to convert.")
     if str(table.get("fsdp_version", 1)) == "2":
-        raise SettingsError("key fsdp_config.fsdp_version is 2 already; there is nothing to rewrite.")
+        raise SettingsError("key fsdp_config.fsdp_version is already 2: there is nothing to convert.")
     notes = [f"fsdp_config.{key} was removed: {why}." for key, why in REMOVED.items() if key in table]
     changed = {*REMOVED, _SHARDING, _RESHARD, "fsdp_version"}
     unchanged = {key: value for key, value in table.items() if key not in changed}
-    notes += [f"fsdp_config.{key} is unknown, and was kept." for key in unchanged if key not in UNCHANGED]
+    notes += [f"fsdp_config.{key} is unknown and was kept." for key in unchanged if key not in UNCHANGED]
     fsdp: dict[str, Any] = {"fsdp_version": 2, **unchanged}
     if _SHARDING in table or _RESHARD in table:
         fsdp[_RESHARD] = _convert_sharding(table, notes)
@@ -257,8 +257,8 @@ UNCHANGED = (
 
 REMOVED: Mapping[str, str] = {
     "fsdp_backward_prefetch": "FSDP2 always prefetches before the backward pass of a block",
-    "fsdp_forward_prefetch": "FSDP2 prefetches in the order of execution by itself",
-    "fsdp_sync_module_states": "FSDP2 broadcasts the weights if needed",
+    "fsdp_forward_prefetch": "FSDP2 always prefetches in execution order",
+    "fsdp_sync_module_states": "FSDP2 broadcasts weights when needed",
     "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
 }
 """The keys that version 2 lacks, with the reason."""
@@ -312,7 +312,7 @@ _BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 
 
 class ConversionStatus(Enum):
-    """What became of a key of version 1 that has no counterpart."""
+    """Describes how a key of version 1 without a counterpart was handled."""
 
     NOT_YET_IMPLEMENTED = 0
     REMOVED = -1

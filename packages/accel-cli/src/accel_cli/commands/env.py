@@ -35,8 +35,8 @@ _LIBRARIES = (
     "torchvision", "transformer-engine", "transformers", "triton",
 )  # fmt: skip
 
-_EXPERIMENTAL = {"megatron-core": "training by Megatron has not run on several GPUs yet"}
-"""Features that have not run on the hardware that they are for, by the library that they need."""
+_EXPERIMENTAL = {"megatron-core": "training with Megatron has not yet been run on several GPUs"}
+"""Features not yet run on their target hardware, by the library that they need."""
 
 _PROGRAMS = ("gcloud", "g++", "mpirun", "ninja", "nvcc", "nvidia-smi", "pdsh", "sbatch", "srun")
 """The programs of launchers and cluster managers, and those that build the kernels of engines."""
@@ -53,7 +53,7 @@ def run(options: Namespace) -> int:
 
     A library, driver or setting that is broken is reported as such.
     """
-    with working("looking at devices and libraries"):
+    with working("inspecting devices and libraries"):
         facts = report(read(), options.config_file, IMPORTED_FACTS)
     sys.stdout.write(json.dumps(facts, indent=2) + "\n" if options.json else as_text(facts))
     return 0
@@ -182,7 +182,7 @@ def _import_and_report(module: str, collect: Callable[[Any], Any]) -> Any:
     try:
         return collect(import_module(module))
     except (ImportError, OSError, RuntimeError) as error:  # The installation or the driver is broken.
-        return f"cannot be asked: {type(error).__name__}: {error}"
+        return f"cannot be queried: {type(error).__name__}: {error}"
 
 
 def _launcher(environ: Mapping[str, str]) -> str:

@@ -15,7 +15,7 @@ def run(options: Namespace) -> int:
     """Copy the examples, with `--docs` also the documentation, and print how to run the first one."""
     target = Path(options.directory).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise SettingsError(f"{str(target)!r} exists and is not empty: name another folder.")
+        raise SettingsError(f"{str(target)!r} exists and is not empty: choose another folder.")
     try:
         shutil.copytree(find_folder("examples"), target, ignore=_LEFT_OUT, dirs_exist_ok=True)
         if options.docs:
@@ -24,7 +24,8 @@ def run(options: Namespace) -> int:
         raise SettingsError(f"the examples cannot be copied to {str(target)!r}: {error}.") from None
     scripts = len([*target.rglob("*.py")])
     show(
-        f"Copied {scripts} scripts to {target}; most need scikit-learn, some transformers. To run the first:",
+        f"Copied {scripts} scripts to {target}. Most need scikit-learn, some need transformers. To run "
+        "the first one:",
         f"accel launch {target / 'digits.py'}",
         *([f"The documentation begins at {target / 'docs' / 'index.md'}."] if options.docs else []),
     )

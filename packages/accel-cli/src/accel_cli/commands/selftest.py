@@ -81,7 +81,7 @@ def combine(reports: Sequence[RankReport], names: Sequence[str]) -> tuple[Outcom
         if failed:
             state, detail = FAILED, f"{ranks_text(failed)}: {outcomes[min(failed)].detail}"
         elif unfinished:
-            state, detail = FAILED, f"{ranks_text(unfinished)} did not come to its end"
+            state, detail = FAILED, f"{ranks_text(unfinished)} did not finish"
         seconds = max(outcome.seconds for outcome in outcomes.values())
         combined.append(Outcome(name=name, state=state, detail=detail, seconds=seconds))
     return tuple(combined)
@@ -89,24 +89,26 @@ def combine(reports: Sequence[RankReport], names: Sequence[str]) -> tuple[Outcom
 
 ABOUT: Mapping[str, str] = {
     "processes": (
-        "The processes do not find each other, or share a device: look at num_processes, gpu_ids and, on"
-        " several machines, main_process_ip, main_process_port and the firewall. `accel launch --explain`"
-        " says where each value comes from."
+        "The processes cannot reach each other, or share a device. Check num_processes, gpu_ids and, on "
+        "several machines, main_process_ip, main_process_port and the firewall. `accel launch "
+        "--explain` shows the source of each value."
     ),
     "collectives": (
-        "Data arrives damaged or not at all: try NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 helps where the"
-        " IOMMU or ACS stand between GPUs, NCCL_SOCKET_IFNAME where there are several networks."
+        "Data is damaged or lost in transfer. Run with NCCL_DEBUG=INFO for details. Set "
+        "NCCL_P2P_DISABLE=1 if the IOMMU or ACS blocks transfers between GPUs, or NCCL_SOCKET_IFNAME if "
+        "there are several networks."
     ),
-    "data loader": "Samples are lost or repeated: please report this, with the output of `accel env`.",
+    "data loader": "Samples are lost or repeated. Please report this with the output of `accel env`.",
     "training": (
-        "Training differs from that of one process: if collectives passed, please report this, with the"
-        " output of `accel env`."
+        "Training differs from training in one process. If collectives passed, please report this with "
+        "the output of `accel env`."
     ),
     "mixed precision": (
-        "The precision of the config does not work on this device: take bf16 on recent GPUs and CPUs, fp16 on"
-        " older GPUs, or mixed_precision: no."
+        "The configured precision does not work on this device. Use bf16 on recent GPUs and CPUs, fp16 "
+        "on older GPUs, or mixed_precision: no."
     ),
-    "checkpoint": "Saving and loading does not give the same state: is the disk full, the folder not shared?",
+    "checkpoint": "A loaded state differs from the saved one. Check that the disk is not full and that "
+    "the folder is shared.",
 }
 """The advice for a check that failed, by its name."""
 
@@ -122,7 +124,7 @@ def advice(outcomes: Sequence[Outcome], reports: Sequence[RankReport], *, cores:
 
     Example:
         >>> advice([Outcome(name="data loader", state="failed")], [], cores=2)
-        ['Samples are lost or repeated: please report this, with the output of `accel env`.']
+        ['Samples are lost or repeated. Please report this with the output of `accel env`.']
     """
     lines = [ABOUT[check.name] for check in outcomes if check.state == FAILED and check.name in ABOUT]
     if not reports:
@@ -134,8 +136,8 @@ def advice(outcomes: Sequence[Outcome], reports: Sequence[RankReport], *, cores:
     reduce = first.speeds.get("all-reduce")
     if not on_accelerator and first.facts.get("accelerators"):
         lines.append(
-            f"There is an accelerator ({first.facts['accelerators']}), but the config computes on the CPU:"
-            " look at use_cpu and at ACCELERATE_USE_CPU."
+            f"There is an accelerator ({first.facts['accelerators']}), but the config uses the CPU: "
+            "check use_cpu and ACCELERATE_USE_CPU."
         )
     if threads > 2 * cores:
         lines.append(
@@ -144,13 +146,13 @@ def advice(outcomes: Sequence[Outcome], reports: Sequence[RankReport], *, cores:
         )
     if on_accelerator and copy is not None and copy < _SLOW_COPY:
         lines.append(
-            f"Copies to the device reach {copy / 1e9:.1f} GB/s: look at the width of its PCIe link"
+            f"Copies to the device reach {copy / 1e9:.1f} GB/s: check the width of its PCIe link"
             " (`nvidia-smi -q -d PERFORMANCE`, `lspci -vv`)."
         )
     if on_accelerator and reduce is not None and reduce < _SLOW_REDUCE:
         lines.append(
-            f"All-reduce reaches {reduce / 1e9:.1f} GB/s: look at how devices are connected (`nvidia-smi topo"
-            " -m`), at NCCL_P2P_DISABLE, and at the network between machines."
+            f"All-reduce reaches {reduce / 1e9:.1f} GB/s: check how devices are connected (`nvidia-smi "
+            "topo -m`), NCCL_P2P_DISABLE, and the network between machines."
         )
     return lines
 
@@ -162,7 +164,7 @@ def run(options: Namespace) -> int:
     """Run the checks and show the results.
 
     Returns:
-        0 if all passed, 1 if one failed, 2 if nothing could be started.
+        0 if all checks passed, 1 if one failed, 2 if nothing could be started.
     """
     if options.html is not None:
         require("plotly", "--html", install="accel-cli[plot]")
@@ -234,7 +236,7 @@ def launch_line(options: Namespace, folder: Path) -> list[str]:
 
 
 def launch(line: Sequence[str], limit: float) -> tuple[int, str]:
-    """Run a command line for at most `limit` seconds; return its exit code, and what it wrote."""
+    """Run a command line for at most `limit` seconds; return its exit code and output."""
     with tempfile.TemporaryFile() as output:
         with subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

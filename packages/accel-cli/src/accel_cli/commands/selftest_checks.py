@@ -85,7 +85,7 @@ def processes(session: Session) -> str:
 
 
 def collectives(session: Session) -> str:
-    """Check gather, reduce, broadcast and pad against arithmetic, also with nested and uneven data."""
+    """Check gather, reduce, broadcast and pad against arithmetic, including nested and uneven data."""
     rank, size, device = session.accelerator.process_index, session.world_size, session.accelerator.device
     nested: dict[str, Any] = {
         "a": torch.full((2,), float(rank), device=device),
@@ -115,7 +115,7 @@ def collectives(session: Session) -> str:
 
 
 def data_loader(session: Session) -> str:
-    """Check that an epoch has every sample once, also with uneven last batches and shuffling."""
+    """Check that an epoch has every sample once, including uneven last batches and shuffling."""
     accelerator = session.accelerator
     count = _ROWS * session.world_size * 3 + 1
     seen: list[list[int]] = []
@@ -144,7 +144,7 @@ def training(session: Session) -> str:
 
 
 def mixed_precision(session: Session) -> str:
-    """Check that training in the config's precision gives about the same losses."""
+    """Check that training in the configured precision gives about the same losses."""
     if session.precision == "no" or _needs_other_model(session):
         return ""
     result = _train(session, precision=session.precision)
@@ -156,7 +156,7 @@ def mixed_precision(session: Session) -> str:
 
 
 def checkpoint(session: Session) -> str:
-    """Check that training resumes from a checkpoint as if it had not stopped."""
+    """Check that training resumes from a checkpoint as if it had never stopped."""
     if _needs_other_model(session):
         return ""
     accelerator = session.accelerator
@@ -169,7 +169,7 @@ def checkpoint(session: Session) -> str:
     second = _epoch(accelerator, model, optimizer, loader)
     accelerator.free_memory()
     _expect_close(second, first, 1e-5, "the losses after loading")
-    return "saved, loaded, the same again"
+    return "saved and loaded, same losses"
 
 
 CHECKS: Mapping[str, Callable[[Session], str]] = {
@@ -187,7 +187,7 @@ def check_script() -> None:
     """Run the checks of `accel test` on this rank of a program that is launched already.
 
     Raises:
-        AssertionError: A result is not what plain PyTorch or arithmetic gives.
+        AssertionError: A result differs from plain PyTorch or arithmetic.
     """
     session = _current_session()
     for check in CHECKS.values():
@@ -198,7 +198,7 @@ def check_operations() -> None:
     """Check the ranks and the collectives on this rank of a program that is launched already.
 
     Raises:
-        AssertionError: A result is not what arithmetic gives.
+        AssertionError: A result differs from arithmetic.
     """
     session = _current_session()
     processes(session)
@@ -209,7 +209,7 @@ def check_gradient_sync() -> None:
     """Check when gradients are synchronised, on this rank of a program that is launched already.
 
     Raises:
-        AssertionError: Gradients or steps are not those of plain PyTorch.
+        AssertionError: Gradients or steps differ from plain PyTorch.
     """
     accelerator = Accelerator(gradient_accumulation_steps=2)
     rank, size, device = accelerator.process_index, accelerator.num_processes, accelerator.device
@@ -467,7 +467,7 @@ def main(folder: Path, timeout: timedelta) -> int:
 
     Args:
         folder: The folder.
-        timeout: How long ranks wait for each other.
+        timeout: Seconds that ranks wait for each other.
     """
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
     session = Session(accelerator=accelerator, precision=str(accelerator.mixed_precision), folder=folder)
@@ -512,7 +512,7 @@ def _run_check(name: str, session: Session) -> tuple[Outcome, bool]:
         lines = str(error).strip().splitlines() or [""]
         detail, state, in_step = f"{type(error).__name__}: {lines[0]}", FAILED, False
     if not detail:
-        detail, state = "the config does not ask for it", SKIPPED
+        detail, state = "not enabled in the config", SKIPPED
     seconds = time.perf_counter() - start
     return Outcome(name=name, state=state, detail=detail, seconds=seconds), in_step
 

@@ -65,7 +65,9 @@ def _commands(options: Namespace, config: Mapping[str, Any]) -> list[str]:
     commands: list[str] = [" ".join(words) for words in options.command or ()]
     file = options.command_file or (None if commands else config.get("command_file"))
     if commands and options.command_file:
-        raise SettingsError("arguments --command and --command_file contradict each other; give one of them.")
+        raise SettingsError(
+            "arguments --command and --command_file are mutually exclusive: pass only one of them."
+        )
     if file:
         commands = read_commands(str(file), "command file")
     elif not commands:
@@ -88,7 +90,7 @@ def _installation(options: Namespace) -> list[str]:
         return [f"pip install {DISTRIBUTION} -U"]
     if not _VERSION.fullmatch(version):
         raise SettingsError(
-            f"argument --accelerate_version is {version!r}: expected 'latest' or a version, as 0.1.0."
+            f"argument --accelerate_version is {version!r}: expected 'latest' or a version such as 0.1.0."
         )
     return [f"pip install {DISTRIBUTION}=={version}"]
 
@@ -106,13 +108,13 @@ def install_xla(upgrade: bool = False) -> None:
         upgrade: Upgrade torch first, to the latest for which there is a torch_xla.
 
     Raises:
-        UnsupportedError: There is no TPU here that could be used.
-        InstallationError: There is no torch to which it could fit, or the installer failed.
+        UnsupportedError: There is no usable TPU on this machine.
+        InstallationError: No matching torch is installed, or the installer failed.
     """
     if not has_tpu(read(), Path("/dev")):
         raise UnsupportedError(
-            "install_xla() works in Google Colab and on machines with a TPU, and this is neither. Elsewhere "
-            "install torch_xla as https://github.com/pytorch/xla says."
+            "install_xla() works only in Google Colab and on machines with a TPU. Elsewhere, follow the "
+            "instructions at https://github.com/pytorch/xla."
         )
     for line in commands(_installed("torch"), upgrade=upgrade):
         logger.info("Running %s", shlex.join(line))
@@ -150,7 +152,7 @@ def commands(torch: str | None, *, upgrade: bool, python: str = sys.executable) 
     """Return the command lines that install torch_xla.
 
     Raises:
-        InstallationError: torch is absent, or no release.
+        InstallationError: torch is not installed, or is not a release.
 
     Example:
         >>> commands("2.9.1+cpu", upgrade=False, python="python")[0][4:6]
@@ -162,8 +164,8 @@ def commands(torch: str | None, *, upgrade: bool, python: str = sys.executable) 
     release = _RELEASE.match(torch or "")
     if release is None:
         raise InstallationError(
-            f"torch_xla is built for releases of torch, and {torch!r} is installed; "
-            "install_xla(upgrade=True) installs both."
+            f"torch_xla is built only for releases of torch, but {torch!r} is installed. "
+            "install_xla(upgrade=True) installs matching versions of both."
         )
     fitting = f"torch_xla[tpu]~={release[1]}.{release[2]}.0"
     return [[*install, f"torch=={release[0]}", fitting, "--find-links", WHEELS]]

@@ -38,7 +38,7 @@ class LaunchFacts:
         return self.merged.source_of(path)
 
     def origin(self, path: str) -> str:
-        """Return the source of a setting as messages name it."""
+        """Return the source of a setting, as named in messages."""
         return self.source_of(path).origin
 
     @property
@@ -107,7 +107,9 @@ def count_processes(facts: LaunchFacts) -> int:
 def _check_device_type(facts: LaunchFacts) -> Iterator[str]:
     switch, kind = facts.source_of("process.use_cpu"), facts.source_of("launch.distributed_type")
     if facts.settings.process.use_cpu and kind.value in VISIBLE_DEVICES and kind.layer == switch.layer:
-        yield f"{switch.origin} asks for the CPU and {kind.origin} for {kind.value}: leave one out."
+        yield (
+            f"{switch.origin} requests the CPU, but {kind.origin} requests {kind.value}: remove one of them."
+        )
 
 
 def _check_devices(facts: LaunchFacts) -> Iterator[str]:
@@ -117,13 +119,13 @@ def _check_devices(facts: LaunchFacts) -> Iterator[str]:
         return
     if kind.value in VISIBLE_DEVICES and kind.value != "MULTI_GPU":
         if launch.num_processes is None and not launch.device_ids:
-            yield f"{kind.origin} is {kind.value}, whose devices cannot be counted: give --num_processes."
+            yield f"{kind.origin} is {kind.value}, whose devices cannot be counted: pass --num_processes."
         return
     if (kind.value == "MULTI_GPU" or launch.device_ids) and not machine.installed:
         asking = kind if kind.value == "MULTI_GPU" else facts.source_of("launch.gpu_ids")
         yield (
-            f"{asking.origin} asks for GPUs, but this machine shows none: check `nvidia-smi` and "
-            "CUDA_VISIBLE_DEVICES, or run with --cpu."
+            f"{asking.origin} requests GPUs, but none are visible on this machine: check `nvidia-smi` "
+            "and CUDA_VISIBLE_DEVICES, or run with --cpu."
         )
         return
     absent = [id_ for id_ in launch.device_ids if id_.isdecimal() and int(id_) >= machine.installed]
@@ -136,8 +138,8 @@ def _check_devices(facts: LaunchFacts) -> Iterator[str]:
     visible = min(machine.gpus, machine.installed)
     if (visible or kind.value == "MULTI_GPU") and not launch.device_ids and local > visible:
         yield (
-            f"{facts.origin('launch.num_processes')} asks for {local} processes on this "
-            f"machine, which shows {visible} GPUs: each needs one of its own; or run with --cpu."
+            f"{facts.origin('launch.num_processes')} requests {local} processes on this machine, but "
+            f"{visible} GPUs are visible. Start one process per GPU, or run with --cpu."
         )
 
 
@@ -146,8 +148,8 @@ def _check_process_count(facts: LaunchFacts) -> Iterator[str]:
     asked = facts.settings.launch.num_processes or 1
     if kind.value == "NO" and asked > 1 and number.layer >= kind.layer and facts.is_local:
         yield (
-            f"{number.origin} asks for {asked} processes and {kind.origin} for one ('NO'): change one of the "
-            "two."
+            f"{number.origin} requests {asked} processes, but {kind.origin} requests one ('NO'): change "
+            "one of the two."
         )
 
 
@@ -157,8 +159,8 @@ def _check_nodes(facts: LaunchFacts) -> Iterator[str]:
         return
     if processes % machines and not facts.reaches_hosts:
         yield (
-            f"{processes} processes cannot be divided by {machines} machines: "
-            "--num_processes counts those of all machines."
+            f"{processes} processes cannot be divided by {machines} machines: --num_processes is the "
+            "total over all machines."
         )
     if launch.machine_rank >= machines:
         yield (
@@ -168,14 +170,14 @@ def _check_nodes(facts: LaunchFacts) -> Iterator[str]:
     by_launcher = facts.reaches_hosts or facts.settings.mpi.hostfile is not None
     if machines > 1 and not (launch.main_process_ip and launch.main_process_port) and not by_launcher:
         yield (
-            f"{machines} machines need to know where to meet: give --main_process_ip and "
-            "--main_process_port, the same on each of them."
+            f"{machines} machines need a rendezvous: pass the same --main_process_ip and "
+            "--main_process_port on each of them."
         )
     ids = launch.device_ids
     if ids and processes // machines > len(ids):
         yield (
-            f"{processes // machines} processes on this machine want a device each, but gpu_ids "
-            f"is {launch.gpu_ids!r}."
+            f"{processes // machines} processes on this machine need one device each, but gpu_ids is"
+            f" {launch.gpu_ids!r}."
         )
 
 
@@ -184,16 +186,16 @@ def _check_cluster(facts: LaunchFacts) -> Iterator[str]:
     for path, value in facts.merged.sourced.items():
         readers = _CLUSTER_READERS.get(path.partition("cluster.")[2], ())
         if readers and facts.settings.launch.launcher not in readers:
-            yield f"{value.origin} is about a job of a cluster: add --launcher {' or '.join(readers)}."
+            yield f"{value.origin} only applies to cluster jobs: add --launcher {' or '.join(readers)}."
     if not facts.remote:
         return
     processes, gpus = count_processes(facts), facts.settings.cluster.gpus_per_node
     if processes % nodes:
-        yield f"{number.origin} asks for {processes} processes, which cannot be divided by {nodes} nodes."
+        yield f"{number.origin} requests {processes} processes, which cannot be divided by {nodes} nodes."
     elif gpus is not None and processes // nodes > gpus and not uses_cpu(facts.merged):
         yield (
-            f"{number.origin} asks for {processes // nodes} processes on each node, and "
-            f"{facts.origin('cluster.gpus_per_node')} for {gpus} GPUs: each process needs one of its own."
+            f"{number.origin} requests {processes // nodes} processes on each node, but "
+            f"{facts.origin('cluster.gpus_per_node')} requests {gpus} GPUs: each process needs its own GPU."
         )
 
 
@@ -216,7 +218,7 @@ def _check_elasticity(facts: LaunchFacts) -> Iterator[str]:
     if launch.min_machines is None:
         return
     if launch.min_machines > launch.num_machines:
-        yield (f"{least.origin} is {launch.min_machines}, more than the {launch.num_machines} machines.")
+        yield (f"{least.origin} is {launch.min_machines}, but there are only {launch.num_machines} machines.")
     if launch.rdzv_backend == "static":
         yield (
             f"{least.origin} allows nodes to leave, which a static rendezvous does not support: add "
@@ -247,7 +249,7 @@ def _check_engines(facts: LaunchFacts) -> Iterator[str]:
     for section in ("deepspeed", "megatron"):
         if value_at(facts.settings, section) and section not in facts.machine.engines:
             yield (
-                f"{facts.origin(section)} asks for {TITLES[section]}, which is not installed: "
+                f"{facts.origin(section)} requests {TITLES[section]}, which is not installed: "
                 f"`pip install 'accel-plugins[{section}]'`."
             )
 
@@ -274,7 +276,7 @@ def _check_fp8(facts: LaunchFacts) -> Iterator[str]:
         return
     if facts.settings.megatron is not None:
         origin = facts.origin("precision.mixed_precision")
-        yield f"{origin} asks for FP8, which is not supported with Megatron: use --use_fsdp, or bf16."
+        yield f"{origin} requests FP8, which is not supported with Megatron: use --use_fsdp or bf16."
     problem = find_fp8_problem(facts.merged, facts.machine)
     if problem is not None:
         yield problem
@@ -283,8 +285,8 @@ def _check_fp8(facts: LaunchFacts) -> Iterator[str]:
     sharding = [name for name in ("fsdp", "deepspeed", "parallelism") if value_at(settings, name)]
     if sharding and settings.fp8 is not None and settings.fp8.backend == "MSAMP":
         yield (
-            f"{facts.origin('fp8.backend')} asks for MS-AMP, which trains in one process or under DDP, and "
-            f"{facts.origin(sharding[0])} for sharded parameters: use --fp8_backend ao."
+            f"{facts.origin('fp8.backend')} requests MS-AMP, which trains in one process or under DDP, but "
+            f"{facts.origin(sharding[0])} requests sharded parameters: use --fp8_backend ao."
         )
 
 
@@ -295,14 +297,14 @@ def find_fp8_problem(merged: Merged, machine: HostDevices) -> str | None:
     try:
         choose_backend(None if fp8 is None else fp8.backend, device, installed=machine.fp8_backends)
     except AccelError as error:
-        return f"{merged.source_of('precision.mixed_precision').origin} asks for FP8: {error}"
+        return f"{merged.source_of('precision.mixed_precision').origin} requests FP8: {error}"
     return None
 
 
 def _check_alias(facts: LaunchFacts) -> Iterator[str]:
     if facts.settings.process.as_accelerate and facts.machine.alias is None:
         origin = facts.origin("process.as_accelerate")
-        yield f"{origin} asks for accel-compat, which is not installed: `pip install accel-compat`."
+        yield f"{origin} requests accel-compat, which is not installed: `pip install accel-compat`."
 
 
 def _check_deepspeed_file(facts: LaunchFacts) -> Iterator[str]:
@@ -319,7 +321,7 @@ def _check_deepspeed_file(facts: LaunchFacts) -> Iterator[str]:
     if origins:
         yield (
             f"{file.origin} names the file "
-            f"{section.hf_ds_config!r}, which decides about what {', '.join(origins)} sets: set it there."
+            f"{section.hf_ds_config!r}, which overrides {', '.join(origins)}: set the value in that file."
         )
 
 
@@ -345,9 +347,9 @@ def _check_fp8_options(facts: LaunchFacts) -> Iterator[str]:
     if asked and facts.settings.precision.mixed_precision != "fp8":
         precision = facts.source_of("precision.mixed_precision")
         yield (
-            f"{', '.join(asked.values())} {'is' if len(asked) == 1 else 'are'} about FP8, but the precision "
-            f"is {facts.settings.precision.mixed_precision!r} ({precision.origin}): leave out what is about "
-            "FP8."
+            f"{', '.join(asked.values())} {'is' if len(asked) == 1 else 'are'} about FP8, but the "
+            f"precision is {facts.settings.precision.mixed_precision!r} ({precision.origin}): remove "
+            "the FP8 settings."
         )
     elif backend is not None:
         unread = [
@@ -355,7 +357,7 @@ def _check_fp8_options(facts: LaunchFacts) -> Iterator[str]:
         ]
         if unread:
             origin = facts.origin("fp8.backend")
-            yield f"{', '.join(unread)} would not be read: {origin} is {backend!r}, so leave that out."
+            yield f"{', '.join(unread)} would have no effect, since {origin} is {backend!r}: remove it."
 
 
 _FP8_BACKENDS = {
@@ -404,12 +406,12 @@ def _check_host_filters(facts: LaunchFacts) -> Iterator[str]:
     if number.value is not None and facts.machines != number.value:
         yield (
             f"{number.origin} is {number.value}, but the hostfile {hosts.hostfile!r} has {facts.machines} "
-            "machines that take part: leave one out."
+            "usable machines: remove one of the two settings."
         )
     if hosts.inclusion and hosts.exclusion:
         yield (
             f"{facts.origin('hosts.inclusion')} and {facts.origin('hosts.exclusion')} "
-            "cannot be used together: DeepSpeed takes one of the two."
+            "cannot be used together: DeepSpeed accepts only one of them."
         )
 
 
@@ -419,10 +421,13 @@ def _check_sagemaker(facts: LaunchFacts) -> Iterator[str]:
         return
     missing = [name for name in ("ec2_instance_type", "iam_role_name") if not getattr(cloud, name)]
     if missing:
-        yield f"a job of Amazon SageMaker needs {' and '.join(missing)} in the config file."
+        yield f"an Amazon SageMaker job needs {' and '.join(missing)} in the config file."
     if facts.settings.process.use_cpu and launch.distributed_type not in {None, "NO"}:
         kind, switch = facts.source_of("launch.distributed_type"), facts.source_of("process.use_cpu")
-        yield f"{kind.origin} is {kind.value}, which SageMaker has on GPUs only, and {switch.origin} is true."
+        yield (
+            f"{kind.origin} is {kind.value}, which SageMaker supports only on GPUs, but "
+            f"{switch.origin} is true."
+        )
 
 
 def _check_tpu_pod(facts: LaunchFacts) -> Iterator[str]:

@@ -78,7 +78,7 @@ def run(options: Namespace) -> int:
     """Run `accel launch`.
 
     Returns:
-        0 after explanations, and after a dry run. Otherwise this process becomes the script or its launcher.
+        0 after an explanation or a dry run. Otherwise this process becomes the script or its launcher.
     """
     line = LaunchArguments.from_options(options)
     plan, notes = plan_launch(line)
@@ -235,7 +235,8 @@ def make_plan(
     """Make the launch plan.
 
     Raises:
-        SettingsError: Settings contradict each other or do not fit the machine; all problems are named.
+        SettingsError: Settings contradict each other or do not fit the machine. The message lists all
+            problems.
     """
     defaults = dict(LAUNCH_DEFAULTS)
     if merged.source_of("fsdp.auto_wrap_policy").value != "SIZE_BASED_WRAP":
@@ -308,7 +309,7 @@ def prepare_command(plan: LaunchPlan, notes: Sequence[str] = ()) -> Command:
 def explain(
     plan: LaunchPlan, command: Command, environ: Mapping[str, str], notes: Sequence[str] = ()
 ) -> list[Table | str]:
-    """Return tables and lines that show what a plan runs, and the source of each setting."""
+    """Return tables and lines that show the command of a plan and the source of each setting."""
     after = command.environ
     differences = [
         f"{name}={shown if (shown := redact(name, value)) != value else shlex.quote(value)}"
@@ -320,7 +321,7 @@ def explain(
         Table(head=("setting", "value", "comes from"), rows=tuple(_settings_table(plan))),
         f"\nway: {plan.launcher.explain}",
         f"\ncommand:\n  {shlex.join(command.command)}",
-        "\n  ".join(["\nenvironment, as far as it differs:", *(differences or ["(nothing)"])]),
+        "\n  ".join(["\nenvironment changes:", *(differences or ["(nothing)"])]),
         *(f"\nnote: {note}" for note in notes),
     ]
 
@@ -348,7 +349,7 @@ def _settings_table(plan: LaunchPlan) -> list[tuple[str, str, str]]:
 def become(command: Command) -> int:
     """Replace this process by another program, so that signals, exit code and streams are its own.
 
-    Windows has no such call: there the program is started and waited for, and its exit code returned.
+    Windows has no such call. There, the program is started and awaited, and its exit code is returned.
     """
     sys.stdout.flush()
     sys.stderr.flush()

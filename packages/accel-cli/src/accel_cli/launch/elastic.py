@@ -78,8 +78,9 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
             if "EADDRINUSE" not in str(error):
                 raise
             _write(
-                f"accel launch: error: another process has taken main_process_port {args.master_port} while "
-                "this one started. Choose another, or none for any free port (on one machine).\n"
+                f"accel launch: error: another process took main_process_port {args.master_port} during "
+                "startup. Choose another port, or omit it to use any free port (on one machine)."
+                "\n"
             )
             return ERROR
     return 0
@@ -210,7 +211,7 @@ _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 _FORWARDED_SIGNALS = ("SIGUSR1", "SIGUSR2")
 
 
-_WAITING = "accel launch: waiting for the processes to end; Ctrl-C ends them at once\n"
+_WAITING = "accel launch: waiting for the processes to end. Press Ctrl-C to end them immediately\n"
 """Printed at the first signal that asks to end."""
 
 

@@ -135,7 +135,7 @@ def read_hosts(file: str, inclusion: str | None = None, exclusion: str | None = 
     """Read a hostfile of DeepSpeed.
 
     Raises:
-        SettingsError: The file cannot be used, or a filter names what is not in it.
+        SettingsError: The file is invalid, or a filter names a machine or slot that is not in it.
     """
     return filter_hosts(parse_hosts(read_lines(file, "hostfile"), file), inclusion, exclusion)
 
@@ -157,7 +157,7 @@ def parse_hosts(lines: Sequence[str], source: str) -> dict[str, int]:
             continue
         match = _LINE.fullmatch(text)
         if match is None or match["host"] in slots:
-            expected = "that machine is there already" if match else "expected `<machine> slots=<number>`"
+            expected = "that machine is already listed" if match else "expected `<machine> slots=<number>`"
             raise SettingsError(
                 f"line {number} of hostfile {source!r} is {line.strip()[:100]!r}: {expected}."
             )
@@ -197,7 +197,7 @@ def filter_hosts(
         slots = {host: used - dropped.get(host, set()) for host, used in slots.items()}
     result = {host: len(used) for host, used in slots.items() if used}
     if not result:
-        raise SettingsError("the filters leave no machine of the hostfile.")
+        raise SettingsError("the filters exclude all machines of the hostfile.")
     return result
 
 
@@ -212,10 +212,10 @@ def _parse_filter(text: str, slots: Mapping[str, set[int]], kind: str) -> dict[s
         try:
             chosen = {int(number) for number in numbers.split(",")} if colon else slots[host]
         except ValueError:
-            raise SettingsError(f"the {kind} filter {text!r}: {numbers!r} are no numbers of slots.") from None
+            raise SettingsError(f"the {kind} filter {text!r}: {numbers!r} are not slot numbers.") from None
         if not chosen <= slots[host]:
             raise SettingsError(
-                f"the {kind} filter {text!r} names slots of {host!r} that it has not: "
+                f"the {kind} filter {text!r} names slots that {host!r} does not have: "
                 f"{sorted(chosen - slots[host])}."
             )
         selected[host] = selected.get(host, set()) | chosen
@@ -223,10 +223,10 @@ def _parse_filter(text: str, slots: Mapping[str, set[int]], kind: str) -> dict[s
 
 
 def first_machine(file: str) -> str:
-    """Return the first machine that a hostfile of MPI lists.
+    """Return the first machine in an MPI hostfile.
 
     Raises:
-        SettingsError: The file cannot be read, or lists none.
+        SettingsError: The file cannot be read, or lists no machine.
     """
     for line in read_lines(file, "hostfile"):
         if words := line.partition("#")[0].split():
@@ -243,7 +243,7 @@ def read_lines(file: str, what: str) -> list[str]:
     """Read the lines of a text file.
 
     Raises:
-        SettingsError: It is no regular file, larger than 10 MB, no text in UTF-8, or cannot be read.
+        SettingsError: It is not a regular file, is larger than 10 MB, is not UTF-8 text, or cannot be read.
     """
     try:
         return read_regular(Path(file).expanduser(), limit=_LIMIT, error=SettingsError).decode().splitlines()

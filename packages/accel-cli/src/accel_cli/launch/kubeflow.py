@@ -52,12 +52,13 @@ def manifest(plan: LaunchPlan, name: str) -> dict[str, Any]:
     """Return what is submitted.
 
     Raises:
-        SettingsError: There is no image.
+        SettingsError: No image is set.
     """
     cluster = plan.merged.settings.cluster
     if cluster.image is None:
         raise SettingsError(
-            "--launcher kubeflow runs a container: give its --image, which has accel and the script."
+            "--launcher kubeflow runs a container: pass --image with an image that contains accel and "
+            "the script."
         )
     labels = {} if cluster.queue is None else {"labels": {"kueue.x-k8s.io/queue-name": cluster.queue}}
     namespace = {} if cluster.namespace is None else {"namespace": cluster.namespace}
@@ -165,7 +166,7 @@ class KubernetesJob:
 
     def _run(self) -> int:
         self._jobs.create_namespaced_custom_object(*self._kind, self._job)
-        _say(f"job {self._name} is submitted; Ctrl-C deletes it")
+        _say(f"job {self._name} was submitted. Press Ctrl-C to delete it")
         while True:
             code = self._code()
             self._follow_pods()
@@ -198,7 +199,7 @@ class KubernetesJob:
             return 0
         if "Failed" in states:
             code = next(filter(None, self._container_codes()), 1)
-            _say(f"job {self._name} has failed: a container has ended with {code}")
+            _say(f"job {self._name} failed: a container exited with {code}")
             return code
         return None
 
@@ -280,9 +281,9 @@ def main(arguments: Sequence[str]) -> int:
         namespace = namespace or _current_namespace(config)
         return KubernetesJob(job, namespace, client).run()
     except config.ConfigException as error:
-        _say(f"error: no cluster of Kubernetes is configured: {error}")
+        _say(f"error: no Kubernetes cluster is configured: {error}")
     except client.ApiException as error:
-        _say(f"error: Kubernetes refuses the request: {_reason(error)}")
+        _say(f"error: Kubernetes rejected the request: {_reason(error)}")
     return ERROR
 
 

@@ -108,8 +108,8 @@ def choose_launcher(facts: LaunchFacts, launch: LaunchSettings) -> Launcher:
     origin = facts.merged.source_of("launch.launcher").origin
     if not selected.applies(facts, launch):
         raise SettingsError(
-            f"{origin} selects the launcher {selected.name!r} ({selected.explain}), which cannot start what "
-            f"was asked for; {fitting.name!r} can ({fitting.explain}): leave the selection out."
+            f"{origin} selects the launcher {selected.name!r} ({selected.explain}), which cannot start "
+            f"this job, but {fitting.name!r} can ({fitting.explain}): remove the selection."
         )
     return selected
 
@@ -152,7 +152,7 @@ def find_program(plan: LaunchPlan) -> str:
     """Return the path of the program that `--no_python` runs, as a shell would find it."""
     path = shutil.which(plan.script, path=plan.environ.get("PATH"))
     if path is None:
-        raise SettingsError(f"--no_python: there is no program {plan.script!r} on the path.")
+        raise SettingsError(f"--no_python: the program {plan.script!r} is not on the PATH.")
     return path
 
 
@@ -163,7 +163,7 @@ def require_script(plan: LaunchPlan) -> None:
         SettingsError: It does not, or it imports accel and only the command is installed.
     """
     if not (plan.launch.module or plan.launch.no_python or Path(plan.script).exists()):
-        raise SettingsError(f"there is no script {plan.script!r} to run.")
+        raise SettingsError(f"the script {plan.script!r} does not exist.")
     script = Path(plan.script)
     siblings = (script.parent / "accel", script.parent / "accel.py")
     if (
@@ -172,8 +172,7 @@ def require_script(plan: LaunchPlan) -> None:
         and _has_accel_import(script)
     ):
         raise SettingsError(
-            f"{plan.script!r} imports accel, which is not installed here, only the command is: "
-            "`pip install accel-suite`."
+            f"{plan.script!r} imports accel, but only the command is installed: `pip install accel-suite`."
         )
 
 
@@ -234,8 +233,8 @@ def requested_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is
     port = launch.main_process_port
     if port and launch.machine_rank == 0 and is_in_use(port):
         raise SettingsError(
-            f"main_process_port {port} of this machine is taken by another process. Choose another, or none "
-            "for any free port (on one machine)."
+            f"main_process_port {port} of this machine is used by another process. Choose another port, "
+            "or omit it to use any free port (on one machine)."
         )
     return port or None
 
@@ -318,7 +317,8 @@ def mpi_command(plan: LaunchPlan) -> Command:
     mpirun = shutil.which("mpirun", path=plan.environ.get("PATH"))
     if mpirun is None or plan.machine.mpirun is None:
         raise MissingDependencyError(
-            "mpirun_hostfile asks for mpirun, which is not on the path: install an MPI, such as Open MPI."
+            "mpirun_hostfile requests mpirun, which is not on the PATH: install an MPI implementation "
+            "such as Open MPI."
         )
     require_script(plan)
     hostfile = plan.merged.settings.mpi.hostfile or ""
@@ -394,7 +394,7 @@ def find_mpi_vendor(version: str) -> MpiVendor:
         if vendor.sign in version:
             return vendor
     known = ", ".join(vendor.name for vendor in MPI_VENDORS)
-    raise SettingsError(f"mpirun says {version.strip()[:80]!r} of itself: known are {known}.")
+    raise SettingsError(f"the version of mpirun is {version.strip()[:80]!r}: supported are {known}.")
 
 
 def deepspeed_command(plan: LaunchPlan) -> Command:
@@ -446,9 +446,7 @@ def pod_command(plan: LaunchPlan) -> Command:
     """Return `gcloud`, which runs this command on all machines of the pod, as the program."""
     gcloud = shutil.which("gcloud", path=plan.environ.get("PATH"))
     if gcloud is None:
-        raise MissingDependencyError(
-            "a TPU pod is reached with gcloud, which is not on the path: install it."
-        )
+        raise MissingDependencyError("a TPU pod needs gcloud, which is not on the PATH: install it.")
     return Command(command=(gcloud, *pod_arguments(plan)), environ=plan.environ)
 
 
@@ -465,7 +463,9 @@ def ssh_arguments(name: str | None, zone: str | None, command: str, worker: str 
         SettingsError: `gcloud` could take the name for an option.
     """
     if name is not None and name.startswith("-"):
-        raise SettingsError(f"tpu_name is {name!r}, which gcloud would take for an option: it is no name.")
+        raise SettingsError(
+            f"tpu_name is {name!r}, which gcloud would read as an option: it is not a valid name."
+        )
     pod = ("compute", "tpus", "tpu-vm", "ssh", name or "", f"--zone={zone or ''}")
     return [*pod, f"--command={command}", f"--worker={worker}"]
 
@@ -524,8 +524,8 @@ def _own_group_variables(plan: LaunchPlan) -> Mapping[str, str]:
 def _require_sbatch(plan: LaunchPlan) -> None:
     if shutil.which("sbatch", path=plan.environ.get("PATH")) is None:
         raise MissingDependencyError(
-            "--launcher slurm submits a job with sbatch, which is not on the path: run it where Slurm is, or "
-            "print the job with --dry_run."
+            "--launcher slurm submits a job with sbatch, which is not on the PATH: run it on a Slurm "
+            "node, or print the job with --dry_run."
         )
 
 
@@ -579,7 +579,7 @@ BUILT_IN: Mapping[str, Launcher] = {
             name="xla_spmd",
             applies=lambda facts, _: facts.settings.is_sharded_on_xla,
             job=partial(xla_command, processes=PER_HOST),
-            explain="one process drives all chips of this machine, over which the compiler shards",
+            explain="one process drives all chips of this machine, and the compiler shards over them",
             environ=_xla_formats_of,
         ),
         Launcher(
@@ -593,7 +593,7 @@ BUILT_IN: Mapping[str, Launcher] = {
             name="slurm",
             applies=lambda _, launch: launch.launcher == "slurm",
             job="accel_cli.launch.slurm:slurm_command",
-            explain="a job of Slurm runs this command on each of its nodes",
+            explain="a Slurm job runs this command on each of its nodes",
             check=_require_sbatch,
             remote=True,
             dry_run="accel_cli.launch.slurm:batch_script",
@@ -611,7 +611,7 @@ BUILT_IN: Mapping[str, Launcher] = {
             name="kubeflow",
             applies=lambda _, launch: launch.launcher == "kubeflow",
             job="accel_cli.launch.kubeflow:kubeflow_command",
-            explain="pods of a job of Kubernetes run this command",
+            explain="pods of a Kubernetes job run this command",
             check=partial(_require_library, "kubeflow", "kubernetes", "the client of Kubernetes"),
             remote=True,
             dry_run="accel_cli.launch.kubeflow:dry_run",
@@ -620,7 +620,7 @@ BUILT_IN: Mapping[str, Launcher] = {
             name="replicas",
             applies=_starts_replica_groups,
             job="accel_cli.launch.replicas:replicas_command",
-            explain="an elastic agent starts each replica group; torchft finds which are alive",
+            explain="an elastic agent starts each replica group, and torchft tracks which are alive",
             check=partial(_require_library, "replicas", "torchft", "torchft"),
         ),
         Launcher(

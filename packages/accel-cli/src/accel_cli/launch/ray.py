@@ -57,7 +57,7 @@ def job_of(plan: LaunchPlan) -> dict[str, Any]:
     sourced = [plan.merged.source_of(f"launch.{name}") for name in _OF_OTHERS]
     if names := [source.origin for source in sourced if source.value is not None]:
         is_one = "is" if len(names) == 1 else "are"
-        raise SettingsError(f"{', '.join(names)} {is_one} of no use with --launcher ray: leave that out.")
+        raise SettingsError(f"{', '.join(names)} {is_one} not supported with --launcher ray.")
     launch, cluster, local = plan.launch, plan.merged.settings.cluster, plan.local_processes
     gpus = {} if cluster.gpus_per_node is None else {"GPU": cluster.gpus_per_node}
     threads = launch.num_cpu_threads_per_process
@@ -291,7 +291,7 @@ class Job:
             if group is None or self._ended_by:
                 break
             if attempt:
-                _say(f"all ranks start again: restart {attempt} of {self._job['max_restarts']}")
+                _say(f"restarting all ranks: restart {attempt} of {self._job['max_restarts']}")
             code = self._attempt(group, attempt)
             if not code:
                 break
@@ -308,7 +308,9 @@ class Job:
             if not is_reported and time.monotonic() - since > _NOTICE_TIMEOUT:
                 is_reported = True
                 has = {name: int(n) for name, n in self._ray.cluster_resources().items() if name in _SHOWN}
-                _say(f"waits for {len(bundles)} bundles of {bundles[0]} ({strategy}); the cluster has {has}")
+                _say(
+                    f"waiting for {len(bundles)} bundles of {bundles[0]} ({strategy}); the cluster has {has}"
+                )
         return group
 
     def _attempt(self, group: Any, attempt: int) -> int:
@@ -340,7 +342,7 @@ class Job:
                 ]
             )
         except ray.exceptions.RayError as error:
-            _say(f"the ranks could not be started: {_first_line(error)}")
+            _say(f"could not start the ranks: {_first_line(error)}")
             return LOST
         finally:
             for rank in actors:
@@ -391,7 +393,7 @@ class Job:
                     waiting[actor.read.remote()] = rank
                 elif code and not first and not self._ended_by:
                     first = 128 - code if code < 0 else code
-                    _say(f"{name} has ended with {first}")
+                    _say(f"{name} exited with {first}")
                     deadline = self._end(ranks, waiting.values(), signal.SIGTERM)
             is_second = bool(self._ended_by)
             for number in self._received():
@@ -477,7 +479,7 @@ def main(arguments: Sequence[str]) -> int:
         _require_listener(job["address"])
         ray.init(address=job["address"], log_to_driver=False, logging_level="WARNING")
     except (OSError, ValueError, RuntimeError) as error:
-        _say(f"error: there is no cluster of Ray at {job['address']!r}: {_first_line(error)}")
+        _say(f"error: no Ray cluster found at {job['address']!r}: {_first_line(error)}")
         return ERROR
     try:
         return Job(job, ray).run()

@@ -1,6 +1,6 @@
 """Run replica groups on this machine: torchft's lighthouse, and an elastic agent for each group.
 
-A group that fails is started again, and the others go on. The launcher prints what happens to groups.
+A failed group is restarted while the others continue. The launcher logs these events.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def replicas_command(plan: LaunchPlan) -> Command:
     """Return this module, with the job as JSON, as the program.
 
     Raises:
-        SettingsError: Groups would differ in size, or there are fewer than are needed.
+        SettingsError: Groups would differ in size, or there are fewer groups than required.
     """
     require_script(plan)
     settings, launch = plan.merged.settings.replicas, plan.launch
@@ -42,17 +42,17 @@ def replicas_command(plan: LaunchPlan) -> Command:
     per_group = 1 if is_counted and total < groups else total // groups
     if per_group * groups != total and not (is_counted and total < groups):
         raise SettingsError(
-            f"num_processes is {total}, the processes of all groups, and replica_groups {groups}: give a "
-            "multiple of it."
+            f"num_processes is {total}, the total over all groups, and replica_groups is {groups}: use "
+            "a multiple of it."
         )
     if settings.min_groups > groups:
         raise SettingsError(
-            f"min_replica_groups is {settings.min_groups}, more than replica_groups {groups}."
+            f"min_replica_groups is {settings.min_groups}, more than replica_groups ({groups})."
         )
     if launch.num_machines > 1:
         raise SettingsError(
-            "--replica_groups starts groups on this machine alone: on others, run the command with "
-            "REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and --lighthouse, once for each group."
+            "--replica_groups starts groups only on this machine. For groups on other machines, run the "
+            "command once for each group with REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and --lighthouse."
         )
     launch_of_group = replace(launch, num_processes=per_group, main_process_port=None)
     # The launcher starts groups again: an agent that did would keep the store of the processes that died.
@@ -148,12 +148,12 @@ class ReplicaJob:
                 elif self._restarts[group] < self._job["max_restarts"]:
                     self._restarts[group] += 1
                     _say(
-                        f"replica group {group} has ended with {ended}; it starts again: restart "
+                        f"replica group {group} ended with {ended} and is restarting: restart "
                         f"{self._restarts[group]} of {self._job['max_restarts']}"
                     )
                     self._start(group)
                 else:
-                    _say(f"replica group {group} has ended with {ended}, and is not started again")
+                    _say(f"replica group {group} ended with {ended} and is not restarted")
                     if len(self._running) < self._job["min_groups"]:
                         code = ended
                         self._end(signal.SIGTERM)

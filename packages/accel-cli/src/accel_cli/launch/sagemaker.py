@@ -25,7 +25,7 @@ def sagemaker_command(plan: LaunchPlan) -> Command:
     """
     if not Path(plan.script).is_file() or plan.launch.module or plan.launch.no_python:
         raise SettingsError(
-            f"Amazon SageMaker runs a Python file, which {plan.script!r} is not: give the path of a script."
+            f"Amazon SageMaker runs a Python file, but {plan.script!r} is not one: pass the path of a script."
         )
     cloud = plan.merged.settings.sagemaker
     keys = {
@@ -92,13 +92,14 @@ def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
         name, equals, text = remaining.pop(0).partition("=")
         if not name.startswith("--"):
             raise SettingsError(
-                f"Amazon SageMaker takes named arguments only: {name!r} of the script is none."
+                f"Amazon SageMaker accepts only named arguments: {name!r} of the script is positional."
             )
         if not equals:
             if not remaining or remaining[0].startswith("--"):
                 raise SettingsError(
-                    f"Amazon SageMaker gives every flag a value, and {name!r} of the script has none: let "
-                    f"the script take `{name} True`."
+                    f"Amazon SageMaker passes a value to every flag, but {name!r} of the script has "
+                    "none: make the script accept"
+                    f" `{name} True`."
                 )
             text = remaining.pop(0)
         values[name.removeprefix("--")] = _parse_value(text)
@@ -131,7 +132,7 @@ def _read_rows(file: str | None, first: str) -> list[tuple[str, str]]:
     lines = read_lines(file, f"file of {first}s")
     rows = [tuple(line.split("\t")) for line in lines[1:] if line.strip()]
     if any(len(row) != 2 for row in rows):
-        raise SettingsError(f"{file!r}: every line has a {first}, a tab, and what belongs to it.")
+        raise SettingsError(f"{file!r}: expected lines with a {first}, a tab, and its value.")
     return [(row[0].strip(), row[1].strip()) for row in rows if len(row) == 2]
 
 
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
         estimators = load("sagemaker.huggingface")
     except ImportError:
         raise MissingDependencyError(
-            "Amazon SageMaker is reached with its SDK: `pip install 'accel-cli[sagemaker]'`."
+            "Amazon SageMaker jobs need its SDK: `pip install 'accel-cli[sagemaker]'`."
         ) from None
     estimators.HuggingFace(**request["estimator"]).fit(inputs=request["inputs"])
 

@@ -55,7 +55,7 @@ def batch_script(plan: LaunchPlan) -> str:
 
 _RESTART = """\
 if [ "$code" -ne 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
-    echo "accel launch: the job ended with $code, and is queued again" >&2
+    echo "accel launch: the job ended with $code and is queued again" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi"""
 
@@ -90,7 +90,7 @@ def _split_options(text: str, origin: str) -> list[str]:
     """Split options as a shell does.
 
     Raises:
-        SettingsError: They are none, or do not fit into a line of the script.
+        SettingsError: They are not options, or do not fit on a line of the script.
     """
     try:
         words = shlex.split(text)
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str]) -> int:
     if done.returncode:
         return ERROR
     job = done.stdout.strip().partition(";")[0]  # The name of the cluster may follow.
-    sys.stderr.write(f"accel launch: job {job} is submitted; Ctrl-C cancels it\n")
+    sys.stderr.write(f"accel launch: job {job} was submitted. Press Ctrl-C to cancel it\n")
     return JobFollower(job).follow()
 
 
@@ -221,10 +221,10 @@ class JobFollower:
 
 
 def show_job(job: str) -> list[dict[str, str]] | None:
-    """Return what Slurm says of a job, a record for each task of an array.
+    """Return Slurm's status of a job: a record for each task of an array.
 
     Returns:
-        None if the scheduler does not answer now; nothing if it knows the job no longer.
+        None if the scheduler does not answer now; empty if it no longer knows the job.
     """
     done = subprocess.run(
         ["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False
@@ -245,7 +245,7 @@ def parse_record(line: str) -> dict[str, str]:
 
 
 def has_ended(record: Mapping[str, str]) -> bool:
-    """Return whether a job has ended for good.
+    """Return whether a job has ended and will not restart.
 
     Example:
         >>> has_ended({"JobState": "PREEMPTED", "Requeue": "1"}), has_ended({"JobState": "FAILED"})

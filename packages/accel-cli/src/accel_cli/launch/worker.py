@@ -1,7 +1,7 @@
 """Become the user's script in a rank: run it as `__main__`, write its error file, end with the launcher.
 
-torch.distributed.run starts this module for every rank. It is the module `__main__`, and its names give way
-to those of the script.
+torch.distributed.run starts this module for every rank. It runs as the module `__main__`, and the script's
+names replace its own.
 """
 
 from __future__ import annotations

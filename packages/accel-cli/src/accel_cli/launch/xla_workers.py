@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
 
     Raises:
         MissingDependencyError: torch_xla is not installed, or was built for another torch.
-        SettingsError: The script does not have the function.
+        SettingsError: The script does not define the function.
     """
     processes, function, *words = arguments
     is_module = words[:1] == ["-m"] and bool(words.pop(0))
@@ -37,8 +37,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
     module = load(words[0]) if is_module else _import_script(Path(words[0]))
     if not hasattr(module, function):
         raise SettingsError(
-            f"{words[0]} has no function {function!r} for the processes to run: name another with "
-            "--main_training_function."
+            f"{words[0]} has no function {function!r} to run: pass another with --main_training_function."
         )
     target: Callable[[], object] = getattr(module, function)
     if processes == PER_HOST:
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
 def _import_script(script: Path) -> Any:
     spec = spec_from_file_location(script.stem, script)
     if spec is None or spec.loader is None:
-        raise SettingsError(f"{str(script)!r} is no Python script.")
+        raise SettingsError(f"{str(script)!r} is not a Python script.")
     sys.path.insert(0, str(script.resolve().parent))
     module = module_from_spec(spec)
     sys.modules[script.stem] = module
@@ -74,7 +73,7 @@ def _explain_import_error() -> MissingDependencyError:
     except PackageNotFoundError:
         pass
     return MissingDependencyError(
-        "training on a TPU needs torch_xla: install the version that belongs to that of torch."
+        "training on a TPU needs torch_xla: install the version that matches torch."
     )
 
 

@@ -288,7 +288,8 @@ def _raw_content(file: IO[bytes], record: zipfile.ZipInfo) -> bytes:
     """Read an uncompressed record, whose checksum may be absent."""
     file.seek(record.header_offset)
     header = file.read(_LOCAL_HEADER)
-    # The lengths of the name and of the padding behind it: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
+    # The lengths of the name and of the padding behind it:
+    # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
     lengths = (int.from_bytes(header[begin : begin + 2], "little") for begin in (26, 28))
     file.seek(record.header_offset + _LOCAL_HEADER + sum(lengths))
     return file.read(record.file_size)

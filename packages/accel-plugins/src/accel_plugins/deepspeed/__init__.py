@@ -1,1 +1,1 @@
-"""What configures DeepSpeed, and what stands around its engine. The library is imported only when used."""
+"""Configuration of DeepSpeed, and the code around its engine. The library is imported only when used."""

@@ -127,7 +127,7 @@ class HfDeepSpeedConfig:
         return self._stage == 2
 
     def is_zero3(self) -> bool:
-        """Return whether the ZeRO stage is 3: parameters are sharded, too."""
+        """Return whether the ZeRO stage is 3, which also shards parameters."""
         return self._stage == 3
 
     def is_offload(self) -> bool:
@@ -175,8 +175,8 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         if is_file:
             raise SettingsError(f"The DeepSpeed configuration in {where} cannot be read: {error}.") from None
         raise SettingsError(
-            f"There is no DeepSpeed configuration file {str(source)!r}, and the text is not base64; pass the "
-            "path of a JSON file."
+            f"There is no DeepSpeed configuration file {str(source)!r}, and the text is not base64. "
+            "Pass the path of a JSON file."
         ) from None
 
     # 2. Parse it.
@@ -371,7 +371,7 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def refuse_mismatches(mismatches: Sequence[str]) -> None:
-    """Raise one error that names all contradictions, if there are any."""
+    """Raise one error that lists all contradictions, if any."""
     if mismatches:
         raise SettingsError(
             "The DeepSpeed configuration contradicts other settings: "
@@ -381,14 +381,14 @@ def refuse_mismatches(mismatches: Sequence[str]) -> None:
 
 
 def refuse_misspelt(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Refuse misspelt top-level keys of a configuration; return other unknown ones, which have no effect."""
+    """Reject misspelt top-level keys of a configuration; return other unknown keys, which have no effect."""
     known = sorted(set(names))
     unknown = [name for name in config if name not in known]
     for name in unknown:
         if hint := did_you_mean(name, known, "", cutoff=0.8):
             raise SettingsError(
-                f"The DeepSpeed configuration has {name!r}: {config[name]!r}, which the installed version of "
-                f"DeepSpeed does not know; {hint}"
+                f"The DeepSpeed configuration has {name!r}: {config[name]!r}, which the installed "
+                f"version of DeepSpeed does not support; {hint}"
             )
     return unknown
 
@@ -437,7 +437,7 @@ _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_fields(config: HfDeepSpeedConfig) -> None:
-    """Check the values that DeepSpeed would refuse later, or ignore."""
+    """Check the values that DeepSpeed would later reject or ignore."""
     problems = [
         f"{key}={value!r}: expected {wanted}"
         for key, (wanted, holds) in _WANTED.items()
@@ -463,10 +463,10 @@ def check_fields(config: HfDeepSpeedConfig) -> None:
     if config.get_value("managed_gradient_accumulation") is False:
         problems.append(
             "managed_gradient_accumulation=False: accel sets the engine's accumulation boundary itself; "
-            "leave it out"
+            "remove it"
         )
     if problems:
-        raise SettingsError(f"The DeepSpeed configuration cannot be used: {'; '.join(problems)}.")
+        raise SettingsError(f"The DeepSpeed configuration is invalid: {'; '.join(problems)}.")
 
 
 def without_none(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -526,7 +526,7 @@ def autofill(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
         raise SettingsError(
             "The DeepSpeed configuration has 'auto' for keys whose value is not known: "
             + ", ".join(f"{key}='auto'" for key in open_keys)
-            + ". Give a value, or leave the key out for DeepSpeed's own default."
+            + ". Set a value, or remove the key to use DeepSpeed's default."
         )
     result = filled.config
     for key, known in batches.items():

@@ -62,7 +62,7 @@ class DeepSpeedEngineWrapper:
         if unknown:
             raise UnsupportedError(
                 f"backward({', '.join(sorted(unknown))}): DeepSpeed's engine accepts a 0-d loss and the "
-                "option retain_graph; leave the others out."
+                "option retain_graph. Remove the other arguments."
             )
         optimizer = self.optimizer
         # 1. Copy reduced gradients, which stages 1 and 2 overwrite in another completing backward pass.
@@ -118,15 +118,15 @@ class DeepSpeedEngineWrapper:
         configured = self.engine.gradient_clipping()
         if configured and configured != max_norm:
             raise SettingsError(
-                f"clip_grad_norm_(max_norm={max_norm!r}) contradicts gradient_clipping={configured!r} in the "
-                "DeepSpeed configuration; set that to 'auto', or use the same number."
+                f"clip_grad_norm_(max_norm={max_norm!r}) contradicts gradient_clipping={configured!r} "
+                "in the DeepSpeed configuration. Set the latter to 'auto', or use the same number."
             )
         if not hasattr(self.optimizer, "clip_grad"):  # It is the prepared one; gradients are in `.grad`.
             return self._clip_grad_attributes(max_norm, norm_type) if self._is_complete else None
         if norm_type != 2:
             raise UnsupportedError(
-                f"clip_grad_norm_(norm_type={norm_type!r}): DeepSpeed clips by the 2-norm only; leave "
-                "norm_type out."
+                f"clip_grad_norm_(norm_type={norm_type!r}): DeepSpeed clips only by the 2-norm. Remove "
+                "norm_type."
             )
         self._max_grad_norm = max_norm
         if not self._is_complete:
@@ -166,8 +166,8 @@ class DeepSpeedEngineWrapper:
             return True
         if not self._is_complete:
             raise UnsupportedError(
-                "optimizer.step() after a backward pass within no_sync(): DeepSpeed steps only with reduced "
-                "gradients; run the last backward pass of a step outside of no_sync()."
+                "optimizer.step() after a backward pass within no_sync(): DeepSpeed steps only with "
+                "reduced gradients. Run the last backward pass of a step outside no_sync()."
             )
         configured = self.engine.gradient_clipping()
         if configured and not hasattr(self.optimizer, "clip_grad"):  # The engine would not store the norm.
@@ -323,13 +323,13 @@ class DeepSpeedStepper:
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
         if closure is not None:
             raise UnsupportedError(
-                "optimizer.step(closure): DeepSpeed's engine steps without one; leave it out."
+                "optimizer.step(closure): DeepSpeed's engine steps without a closure. Remove it."
             )
         self._check_own(optimizer)
         return self.wrapper.step()
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Drop the gradients of the optimizer, also those that the engine has reduced already."""
+        """Drop the gradients of the optimizer, including those that the engine has already reduced."""
         self._check_own(optimizer)
         self.wrapper.discard()
 
@@ -345,8 +345,8 @@ class DeepSpeedStepper:
     def _check_own(self, optimizer: Any) -> None:
         if self._wrapper is not None and optimizer is not self._wrapper.optimizer:
             raise SettingsError(
-                f"{type(optimizer).__name__}.step(): this optimizer is not that of the model that "
-                "DeepSpeed trains; use the one that accelerator.prepare() has returned last."
+                f"{type(optimizer).__name__}.step(): this optimizer does not belong to the model that "
+                "DeepSpeed trains. Use the last one that accelerator.prepare() returned."
             )
 
 

@@ -41,8 +41,8 @@ def read_folder(folder: Path) -> EngineFolder:
     ranks = counts if isinstance(counts, int) else max(counts)
     if ranks != len(states):
         raise CheckpointError(
-            f"{str(folder)!r} has the optimizer states of {len(states)} ranks of {ranks}; copy the files of "
-            "all ranks into it."
+            f"{str(folder)!r} has the optimizer states of {len(states)} ranks of {ranks}. Copy the "
+            "files of all ranks into it."
         )
     return EngineFolder(folder=folder, models=[load_file(path) for path in models], optimizers=states)
 
@@ -69,8 +69,8 @@ def _list_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
         match = pattern.fullmatch(path.name)
         if match is not None and int(match[2]):
             raise CheckpointError(
-                f"{str(path)!r} is of a tensor- or pipeline-parallel model, which cannot be converted; load "
-                "it with the engine that saved it."
+                f"{str(path)!r} is of a tensor- or pipeline-parallel model, which cannot be converted. "
+                "Load it with the engine that saved it."
             )
         if match is not None:
             paths.append((int(match[1] or 0), path))
@@ -145,8 +145,9 @@ class EngineFolder:
         state = self.models[0].get("optimizer")
         if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
             raise CheckpointError(
-                f"{str(self.folder)!r} is of ZeRO stage 0 with 16-bit weights, whose optimizer state cannot "
-                "be converted; load it with DeepSpeed at stage 0."
+                f"{str(self.folder)!r} is of ZeRO stage 0 with 16-bit weights, whose optimizer state "
+                "cannot be converted. Load it"
+                " with DeepSpeed at stage 0."
             )
         return cast("dict[str, Any]", state)
 
@@ -156,8 +157,9 @@ class EngineFolder:
         bases = [state[key] for state in self.optimizers]
         if not all(isinstance(base, dict) for base in bases):
             raise CheckpointError(
-                f"{str(self.folder)!r} was written with elastic_checkpoint, whose optimizer state cannot be "
-                "converted; load it with the world size with which it was saved."
+                f"{str(self.folder)!r} was written with elastic_checkpoint, whose optimizer state "
+                "cannot be converted. Load it"
+                " with the world size with which it was saved."
             )
         states: dict[str, dict[str, Any]] = {name: {} for group in self._shapes() for name in group}
         for name in sorted({name for base in bases for entry in base["state"].values() for name in entry}):

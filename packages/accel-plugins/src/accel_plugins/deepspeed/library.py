@@ -135,7 +135,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> None:
-    """Refuse a DeepSpeed that lacks what we use of it, before a run depends on it."""
+    """Reject a DeepSpeed that lacks names used here, before a run depends on them."""
     absent: list[str] = []  # as `module:class.name`
     for owner, attributes in names.items():
         module, _, inner = owner.partition(":")
@@ -149,7 +149,7 @@ def check_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> None:
     if absent:
         raise MissingDependencyError(
             f"deepspeed {version('deepspeed')} does not have {', '.join(absent)}, which this version of "
-            "accel uses of it: install another version of deepspeed, such as 0.19, or a newer accel."
+            "accel requires: install another version of deepspeed, such as 0.19, or a newer accel."
         )
 
 
@@ -206,7 +206,7 @@ def GatheredParameters(  # noqa: N802 - the documented name
         params: One or several parameters.
         modifier_rank: The rank whose changes are broadcast at the end; `None` if nothing is changed.
         fwd_module: The module that uses another one's parameters in its forward pass.
-        enabled: Whether to gather; if false, do nothing.
+        enabled: Whether to gather; if false, nothing happens.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))

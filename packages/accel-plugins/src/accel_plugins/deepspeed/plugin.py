@@ -63,11 +63,11 @@ class DeepSpeedPlugin:
             `Accelerator.get_state_dict` always does.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, separated by commas, whose parameters
             are gathered together at stage 3.
-        enable_msamp: Not supported: refused if true.
-        msamp_opt_level: Not supported: refused if set.
+        enable_msamp: Not supported: must be false.
+        msamp_opt_level: Not supported: must not be set.
 
     Raises:
-        SettingsError: Values are invalid, or contradict the configuration; all of them are named.
+        SettingsError: Values are invalid or contradict the configuration. The message lists all.
         UnsupportedError: MS-AMP is enabled.
 
     Example:
@@ -99,8 +99,9 @@ class DeepSpeedPlugin:
         if self.enable_msamp or self.msamp_opt_level is not None:
             raise UnsupportedError(
                 f"DeepSpeedPlugin(enable_msamp={self.enable_msamp!r}, "
-                f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is no longer developed, and its engine "
-                "cannot be imported beside DeepSpeed 0.19; use mixed_precision='fp8' with "
+                f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is no longer developed, and its "
+                "engine cannot be imported together with DeepSpeed 0.19. Use mixed_precision='fp8'"
+                " with "
                 "AORecipeKwargs() (torchao) or TERecipeKwargs() (TransformerEngine), under any ZeRO stage."
             )
         expect_flags(self, "zero3_init_flag", "zero3_save_16bit_model", "enable_msamp")
@@ -208,8 +209,9 @@ class DeepSpeedPlugin:
         if node[last] == AUTO:
             if ds_key_long not in kwargs:
                 raise SettingsError(
-                    f"The DeepSpeed configuration has {ds_key_long}='auto', but its value is not known; give "
-                    f"it a value, or pass {ds_key_long!r} as an argument."
+                    f"The DeepSpeed configuration has {ds_key_long}='auto', but its value is unknown. "
+                    "Set a value, or pass"
+                    f" {ds_key_long!r} as an argument."
                 )
             node[last] = kwargs[ds_key_long]
             self.hf_ds_config.set_stage_and_offload()
@@ -240,7 +242,7 @@ class DeepSpeedPlugin:
             **kwargs: Known values by dotted key.
 
         Raises:
-            SettingsError: A value stays `"auto"`, or contradicts; all such keys are named.
+            SettingsError: A value remains `"auto"`, or contradicts the run. The message lists all such keys.
 
         Example:
             >>> plugin = DeepSpeedPlugin(hf_ds_config={"train_batch_size": "auto", "zero_optimization": {}})

@@ -48,8 +48,8 @@ class MaskCheck:
         if isinstance(mask, Tensor) and mask.dim() == 2 and bool(has_padding_before_tokens(mask)):
             raise UnsupportedError(
                 f"sp_size={self.size}: the attention_mask of a batch has padding before tokens, but "
-                "attention over sharded sequences has no masks; pad on the right, which causal attention "
-                "ignores."
+                "attention over sharded sequences has no masks. Pad on the right, which causal "
+                "attention ignores."
             )
         if not self.by_position and bool(packs_samples(positions)):
             raise UnsupportedError(
@@ -117,8 +117,8 @@ class SequenceParallel:
         used = getattr(config, "_attn_implementation", None)
         if used is None or not getattr(model, "_supports_attention_backend", False):
             raise SettingsError(
-                f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} is not a model of "
-                "transformers whose attention can be replaced, as DeepSpeed's Ulysses does; use context "
+                f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} is not a transformers "
+                "model with replaceable attention, which DeepSpeed's Ulysses needs. Use context "
                 "parallelism (cp_size), which supports any model."
             )
         if used != self.attention:
@@ -131,12 +131,13 @@ class SequenceParallel:
         if heads % self.size:
             raise SettingsError(
                 f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} has {heads} attention "
-                f"heads, which is not a multiple of {self.size}; choose an sp_size that divides it."
+                f"heads, which is not a multiple of {self.size}. Choose an sp_size that divides it."
             )
         if shared % self.size and self.size % shared:
             raise SettingsError(
                 f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} has {shared} heads of keys "
-                f"and values, of which {self.size} is neither a multiple nor a divisor; choose another one."
+                f"and values, of which {self.size} is neither a multiple nor a divisor. Choose another "
+                "sp_size."
             )
 
     def register(self, model: nn.Module) -> None:
@@ -182,8 +183,8 @@ def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequencePara
     ):
         if kind in handlers:
             raise SettingsError(
-                f"Accelerator({name}={handlers[kind]!r}) cannot be combined with a DeepSpeedPlugin; leave "
-                "one of the two out."
+                f"Accelerator({name}={handlers[kind]!r}) cannot be combined with a DeepSpeedPlugin; "
+                "remove one of the two."
             )
     config: ParallelismConfig | None = handlers.get(ParallelismConfig)
     if config is None:
@@ -198,7 +199,7 @@ def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequencePara
     if config.sp_enabled and config.sp_backend == "torch":
         raise SettingsError(
             f"ParallelismConfig(sp_size={config.sp_size}, sp_backend='torch') cannot be combined with a "
-            "DeepSpeedPlugin; leave sp_backend out, for DeepSpeed's Ulysses, or train with FSDP2."
+            "DeepSpeedPlugin. Remove sp_backend to use DeepSpeed's Ulysses, or train with FSDP2."
         )
     config.check_world(runtime.topology.world_size)
     full_mesh = config.get_device_mesh(runtime.device.type) if config.sp_enabled else None

@@ -93,7 +93,7 @@ class EngineState:
         """Load a full state dict, also into the float32 master weights."""
         if assign:
             raise UnsupportedError(
-                "load_state_dict(assign=True): DeepSpeed's engine keeps its own tensors; leave assign out."
+                "load_state_dict(assign=True): DeepSpeed's engine keeps its own tensors. Remove assign."
             )
         # 1. Refuse a state dict that does not fit.
         current = self._module.state_dict(keep_vars=True)
@@ -201,8 +201,8 @@ class EngineState:
         if counts != [len(group) for group in self._groups]:
             raise CheckpointError(
                 f"The checkpoint has the state of an optimizer with groups of {counts} parameters, but the "
-                f"prepared one has groups of {[len(group) for group in self._groups]}; build it as in the "
-                "run that was saved."
+                f"prepared one has groups of {[len(group) for group in self._groups]}. Build it as in "
+                "the saved run."
             )
         for group, before in zip(outer.optimizer.param_groups, saved, strict=False):
             group.update({name: value for name, value in before.items() if name != "params"})
@@ -235,7 +235,7 @@ class EngineState:
             raise CheckpointError(
                 f"The checkpoint has the state of an optimizer of {len(saved)} group(s), without "
                 f"{', '.join(lost) or 'further parameters'}; the prepared one has {len(current)} group(s). "
-                "Build it as in the run that was saved."
+                "Build it as in the saved run."
             )
         self.load_optimizer(names_to_indices(state, current))
 
@@ -381,7 +381,7 @@ class DeepSpeedPersister:
                 engine.save_checkpoint(str(directory), tag=folder_name(index))
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Load the native checkpoint, also one that was written with another sharding."""
+        """Load the native checkpoint, written with any sharding."""
         owner = self.stepper.owner_of(model)
         if owner is None:
             path = directory / f"{folder_name(index)}.bin"
@@ -404,7 +404,9 @@ class DeepSpeedPersister:
             with _replace_methods(engine.checkpoint_engine, load=load_safely):
                 loaded, _ = engine.load_checkpoint(str(directory), tag=folder.name)
             if loaded is None:
-                raise CheckpointError(f"DeepSpeed could not load {str(folder)!r}; its log has the reason.")
+                raise CheckpointError(
+                    f"DeepSpeed could not load {str(folder)!r}. See its log for the reason."
+                )
             return
         # 2. Load the full states of any other.
         state.load_weights(saved.weights())

@@ -1,1 +1,1 @@
-"""FP8: what torchao, TransformerEngine and MS-AMP need to train within `Accelerator`."""
+"""FP8: train with torchao, TransformerEngine and MS-AMP within `Accelerator`."""

@@ -67,12 +67,12 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence[str]) -> bool:
-    """Return whether a layer may be converted: none of those that are left out, and of sizes divisible by 16.
+    """Return whether a layer may be converted: it is not excluded, and its sizes are divisible by 16.
 
     Args:
         module: The layer; one that is not linear passes.
         fqn: Its name.
-        layers_to_filter: The names of layers that are left out.
+        layers_to_filter: The names of excluded layers.
 
     Example:
         >>> [filter_linear_layers(nn.Linear(16, 16), name, ["head"]) for name in ("head", "body")]
@@ -236,8 +236,8 @@ def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_typ
     """Make the recipe: `sharded` by FSDP2 or not, under a strategy that `keeps_types` of weights or not."""
     if handler.config == "mxfp8" and not keeps_types:
         raise UnsupportedError(
-            "AORecipeKwargs(config='mxfp8') trains in one process, with DDP and FSDP2, and not with FSDP1, "
-            "tensor parallelism or DeepSpeed; use 'rowwise'."
+            "AORecipeKwargs(config='mxfp8') trains in one process, with DDP and FSDP2, but not with "
+            "FSDP1, tensor parallelism or DeepSpeed. Use 'rowwise'."
         )
     library = TorchAo(handler=handler, device=runtime.device, sharded=sharded)
     gathers = getattr(library.config, "enable_fsdp_float8_all_gather", False)
@@ -261,15 +261,15 @@ def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
             make, recipes = training.MXFP8TrainingOpConfig.from_recipe, training.MXFP8TrainingRecipe
         except (ImportError, AttributeError):
             raise UnsupportedError(
-                "AORecipeKwargs(config='mxfp8'): the installed torchao has no MXFP8 training; install 0.17 "
-                "or newer, or use 'rowwise'."
+                "AORecipeKwargs(config='mxfp8'): the installed torchao has no MXFP8 training. Install "
+                "0.17 or newer, or use 'rowwise'."
             ) from None
         if device.type == "cpu":
             return make(recipes.MXFP8_EMULATED_RCEIL)
         if device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0):
             raise UnsupportedError(
-                f"AORecipeKwargs(config='mxfp8'): blocks that are scaled by themselves need a GPU of compute "
-                f"capability 10.0 or newer (Blackwell), which {device} is not; use 'rowwise'."
+                "AORecipeKwargs(config='mxfp8'): block scaling needs a GPU of compute capability 10.0 "
+                f"or newer (Blackwell), which {device} is not. Use 'rowwise'."
             )
         return make(recipes.MXFP8_RCEIL)
     if not isinstance(named, str):
@@ -306,8 +306,8 @@ def _convert(
             chosen.add(name)
     if "" in chosen:
         raise SettingsError(
-            f"mixed_precision='fp8': the model is itself a {type(model).__name__} layer, which cannot be "
-            "converted in place; put it into a module."
+            f"mixed_precision='fp8': the model is itself a {type(model).__name__} layer, which cannot "
+            "be converted in place. Put it into a module."
         )
     if is_by_blocks:
         return _convert_to_blocks(model, config, chosen, pad=pad)
@@ -332,8 +332,8 @@ def _convert_to_blocks(model: nn.Module, config: Any, chosen: set[str], *, pad: 
     for name, layer in layers.items():
         if type(layer) is not nn.Linear:
             raise UnsupportedError(
-                f"AORecipeKwargs(config='mxfp8'): {name!r} is a layer of class {type(layer).__name__}, and "
-                "only torch.nn.Linear itself is converted; leave it out with module_filter_func."
+                f"AORecipeKwargs(config='mxfp8'): {name!r} is a layer of class {type(layer).__name__}, "
+                "but only torch.nn.Linear itself is converted. Exclude it with module_filter_func."
             )
 
     def is_chosen(_: nn.Module, name: str) -> bool:

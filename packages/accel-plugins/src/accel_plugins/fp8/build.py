@@ -41,7 +41,9 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
     requested = [handlers[kind] for kind in (*HANDLERS, FP8RecipeKwargs) if kind in handlers]
     if len(requested) > 1:
         names = " and ".join(type(recipe).__name__ for recipe in requested)
-        raise SettingsError(f"kwargs_handlers contains {names}, which stand for one recipe each; give one.")
+        raise SettingsError(
+            f"kwargs_handlers contains {names}, each of which selects a recipe. Pass only one."
+        )
     handler = requested[0] if requested else None
     if isinstance(handler, FP8RecipeKwargs):
         named = handler.backend
@@ -54,7 +56,8 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
     backend = choose_backend(named, fp8_device(runtime.device), emulate=emulate)
     if named is None:
         logger.warning_once(
-            "mixed_precision='fp8' uses %s; fp8_backend or a kwargs handler chooses another library.",
+            "mixed_precision='fp8' uses %s. Set fp8_backend or pass a kwargs handler to choose another "
+            "library.",
             backend.title,
         )
     # 2. Make its recipe.

@@ -102,8 +102,8 @@ def build_recipe(
         for kind in () if spec is recipe else recipe.handlers:
             if kind in handlers:
                 raise SettingsError(
-                    f"kwargs_handlers contains {kind.__name__}, which is for "
-                    f"mixed_precision={recipe.name!r}, and it is {name!r}; change one of the two."
+                    f"kwargs_handlers contains {kind.__name__}, which needs "
+                    f"mixed_precision={recipe.name!r}, but it is {name!r}. Change one of the two."
                 )
     return None if spec is None else RECIPES.resolve(name, spec.build)(settings, runtime, handlers)
 
@@ -188,7 +188,7 @@ class AORecipeKwargs(KwargsHandler):
         if self.enable_fsdp_float8_all_gather and isinstance(self.config, str) and not tensorwise:
             raise SettingsError(
                 f"AORecipeKwargs(config={self.config!r}, enable_fsdp_float8_all_gather=True): only weights "
-                "that are scaled tensorwise are all-gathered in 8 bits; leave one of the two out."
+                "that are scaled tensorwise are all-gathered in 8 bits; remove one of the two."
             )
         if self.config is None or isinstance(self.config, str):
             resolve_fields(self, "fp8", {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": tensorwise})
@@ -225,7 +225,7 @@ class TERecipeKwargs(KwargsHandler):
     """Train in FP8 with TransformerEngine. A field that is `None` comes from `ACCELERATE_FP8_…`, else below.
 
     Args:
-        use_autocast_during_eval: Whether evaluation computes in FP8, too; default false.
+        use_autocast_during_eval: Whether evaluation also computes in FP8; default false.
         margin: Margin of the scaling factors, in powers of 2; default 0.
         interval: Steps between two computations of the scaling factors; default 1. TransformerEngine 2
             computes them in every step, and takes nothing else.
@@ -288,8 +288,8 @@ class TERecipeKwargs(KwargsHandler):
         )
         if blocks is not None and self.recipe not in {None, "mxfp8" if blocks else self.recipe}:
             raise SettingsError(
-                f"{type(self).__name__}(use_mxfp8_block_scaling={blocks!r}, recipe={self.recipe!r}): the two "
-                "contradict each other; give one."
+                f"{type(self).__name__}(use_mxfp8_block_scaling={blocks!r}, recipe={self.recipe!r}): "
+                "the two contradict each other. Pass only one."
             )
         self.recipe = self.recipe or ("mxfp8" if self.use_mxfp8_block_scaling else "delayed")
         self.use_mxfp8_block_scaling = self.recipe == "mxfp8"
@@ -304,7 +304,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
             state in 8 and 16 bits, too); `ACCELERATE_FP8_OPT_LEVEL`, else `"O2"`.
 
     Raises:
-        SettingsError: There is no such level.
+        SettingsError: The level does not exist.
 
     Example:
         >>> MSAMPRecipeKwargs().opt_level
@@ -372,7 +372,7 @@ def check_converted(
     bundle: Bundle,
     replaced: Mapping[Tensor, Tensor],
 ) -> None:
-    """Refuse converted models if parameters that an optimizer trained would not be trained any more.
+    """Reject converted models if parameters of an optimizer would no longer be trained.
 
     Args:
         recipe: The recipe.
@@ -400,7 +400,7 @@ def check_converted(
     if lost:
         raise SettingsError(
             f"The precision recipe {recipe.name!r} has replaced {len(lost)} parameters, the first of which "
-            f"is {lost[0]!r}, and its convert() does not say by what: they would not be trained."
+            f"is {lost[0]!r}, and its convert() does not return the replacements: they would not be trained."
         )
     trained = {*held.values()}
     frozen = [
@@ -412,7 +412,7 @@ def check_converted(
     if frozen:
         raise SettingsError(
             f"The precision recipe {recipe.name!r} has untied {frozen[0]!r} from a parameter that it was "
-            "shared with, so that no optimizer would train it; its convert() must share the new one, too."
+            "shared with, so no optimizer would train it. Its convert() must also share the new one."
         )
 
 

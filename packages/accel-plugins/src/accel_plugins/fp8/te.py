@@ -1,4 +1,4 @@
-"""FP8 with TransformerEngine: its layers take the place of torch's, its autocast is around `forward`."""
+"""FP8 with TransformerEngine: its layers replace torch's, and its autocast wraps `forward`."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def contextual_fp8_autocast(
     Args:
         model_forward: The bound `forward` of a model.
         fp8_recipe: A recipe of TransformerEngine.
-        use_during_eval: Whether models in evaluation mode compute in FP8, too.
+        use_during_eval: Whether models in evaluation mode also compute in FP8.
 
     Returns:
         A function that is bound to the model with `types.MethodType`.
@@ -162,7 +162,7 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
     if kind is None:
         raise UnsupportedError(
             f"TERecipeKwargs(recipe={name!r}): the installed TransformerEngine has no "
-            f"{RECIPE_CLASSES[name]}; install a newer one, or use recipe='delayed'."
+            f"{RECIPE_CLASSES[name]}. Install a newer version, or use recipe='delayed'."
         )
     wanted = recipe_options(handler, inspect.signature(kind).parameters)
     if "fp8_format" in wanted:
@@ -185,7 +185,7 @@ def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[st
         elif name not in known and value != defaults[name]:
             raise UnsupportedError(
                 f"TERecipeKwargs({name}={value!r}): {RECIPE_CLASSES[handler.recipe or 'delayed']} of the "
-                f"installed TransformerEngine does not take {name}; leave it out."
+                f"installed TransformerEngine does not support {name}. Remove it."
             )
     return arguments
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: the plugin, and what models and optimizers go through for it."""
+"""Fully sharded data parallelism: the plugin, and the preparation of models and optimizers."""
 
 from accel_state.lazy import attach
 

@@ -50,7 +50,7 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
     if not wanted:
         raise SettingsError(
             f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no _no_split_modules "
-            "with the classes of its blocks; name them in transformer_cls_names_to_wrap."
+            "with the classes of its blocks. Pass them in transformer_cls_names_to_wrap."
         )
     classes = {type(module).__name__: type(module) for module in model.modules()}
     missing = [name for name in wanted if name not in classes]
@@ -64,7 +64,7 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
     if not classes_to_wrap:
         raise SettingsError(
             f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no module of the classes "
-            f"{wanted} of its _no_split_modules; name the classes of its blocks in "
+            f"{wanted} of its _no_split_modules. Pass the classes of its blocks in "
             "transformer_cls_names_to_wrap."
         )
     return classes_to_wrap
@@ -225,8 +225,8 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     if compare_versions("transformer-engine", "<", FIRST_VERSION):
         raise UnsupportedError(
             "FullyShardedDataParallelPlugin(activation_checkpointing=True): TransformerEngine "
-            f"{FIRST_VERSION} or newer is needed to recompute its layers in FP8; upgrade it, or use the FP8 "
-            "backend 'AO'."
+            f"{FIRST_VERSION} or newer is needed to recompute its layers in FP8. Upgrade it, or use the "
+            "FP8 backend 'AO'."
         )
 
     def checkpoint_in_fp8(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -306,7 +306,7 @@ def modules_named(modules: Iterable[nn.Module] | str | None, model: nn.Module) -
     selected = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
     if not selected:
         raise SettingsError(
-            f"ignored_modules={modules!r} matches the name of no module of {type(model).__name__}; "
+            f"ignored_modules={modules!r} matches no module name of {type(model).__name__}. "
             "model.named_modules() lists the names."
         )
     return selected

@@ -173,7 +173,7 @@ class Fsdp1Wrapper:
             id(parameter) in originals or self.remap.replaces(parameter) for parameter in optimizer.state
         ):
             raise SettingsError(
-                f"{kind} has state of parameters of which FSDP1 makes flat ones; create it after prepare() "
+                f"{kind} has state for parameters that FSDP1 flattens. Create it after prepare() "
                 "of the model, load its state afterwards, or set "
                 "FullyShardedDataParallelPlugin(use_orig_params=True)."
             )
@@ -292,8 +292,8 @@ def _checkpoint_blocks(root: FullyShardedDataParallel, plugin: FullyShardedDataP
     if not blocks:
         raise SettingsError(
             f"FullyShardedDataParallelPlugin(activation_checkpointing={recompute!r}, "
-            f"activation_checkpointing_offload={offload!r}): no block of the model is wrapped on its own, so "
-            "there is nothing to recompute; choose an auto_wrap_policy."
+            f"activation_checkpointing_offload={offload!r}): no block of the model is wrapped on its "
+            "own, so there is nothing to recompute. Choose an auto_wrap_policy."
         )
 
     def wrap_block(module: nn.Module) -> nn.Module:
@@ -328,8 +328,9 @@ def _clip_norm(
     } - ids
     if absent:
         raise SettingsError(
-            f"clip_grad_norm_() was given {len(clipped)} parameters, and {len(absent)} more of the same "
-            "model are missing. FSDP1 computes the norm over all of them: pass model.parameters() of the "
+            f"clip_grad_norm_() was given {len(clipped)} parameters, but {len(absent)} more of the same "
+            "model are missing."
+            " FSDP1 computes the norm over all of them: pass model.parameters() of the "
             "prepared model."
         )
     outside = [parameter for parameter in clipped if id(parameter) not in inside]
@@ -370,7 +371,7 @@ class Fsdp1Shards:
         return state | {name: state[first] for name, first in tied.items()}
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a sharded state dict; one name of tied weights is enough."""
+        """Load a sharded state dict; tied weights need only one name."""
         root = self.roots.of_model(model)
         if root is None:
             self._plain.load_model(model, state, **options)

@@ -211,8 +211,8 @@ class FullSharding:
         for name, module in (experts_of(model) if self.experts is not None else {}).items():
             if id(module) in unsharded:
                 raise SettingsError(
-                    f"{type(model).__name__}: the experts in {name!r} are sharded (ep_size), and in a module "
-                    "of ignored_modules; leave it out there."
+                    f"{type(model).__name__}: the experts in {name!r} are sharded (ep_size), but belong "
+                    "to ignored_modules. Remove the module from ignored_modules."
                 )
         ignored = {id(parameter) for part in modules for parameter in part.parameters()}
         for name, parameter in model.named_parameters():
@@ -220,8 +220,9 @@ class FullSharding:
                 continue
             if parameter.dim() == 0:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} is a scalar and has no dim to shard; "
-                    "give it the shape (1,), or add its module to ignored_modules."
+                    f"{type(model).__name__}: the parameter {name!r} is a scalar and has no dim to "
+                    "shard. Give it the shape (1,), or add"
+                    " its module to ignored_modules."
                 )
             if hook_of(parameter) == "register_hook":
                 raise SettingsError(
@@ -231,8 +232,9 @@ class FullSharding:
                 )
             if parameter.numel() == 0:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} of shape {tuple(parameter.shape)} has "
-                    "no elements to shard; remove it, or add its module to ignored_modules."
+                    f"{type(model).__name__}: the parameter {name!r} of shape {tuple(parameter.shape)} "
+                    "has no elements to shard. Remove it, or add"
+                    " its module to ignored_modules."
                 )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         policy = fsdp2_prepare_auto_wrap_policy(self.plugin, model)
@@ -248,8 +250,8 @@ class FullSharding:
                 listed = ", ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
                 raise SettingsError(
                     f"{type(model).__name__} has trained parameters of several dtypes in one block: "
-                    f"{listed}. FSDP2 shards a block in one dtype: cast them to one, freeze the others, or "
-                    "let auto_wrap_policy make blocks of their own."
+                    f"{listed}. FSDP2 shards a block in one dtype. Cast them to one dtype, freeze the "
+                    "others, or give them separate blocks with auto_wrap_policy."
                 )
 
     @property
@@ -273,7 +275,7 @@ def _precision(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class MonitoredAllGather(DefaultAllGather):
-    """FSDP2's all-gather of parameters, monitored as a collective, also in the forward pass."""
+    """FSDP2's all-gather of parameters, monitored as a collective, including in the forward pass."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with hang_monitor.collective_scope("all_gather of parameters"):

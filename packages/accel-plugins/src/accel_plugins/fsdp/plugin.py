@@ -174,8 +174,8 @@ class FullyShardedDataParallelPlugin:
             if not self.sync_module_states:
                 raise SettingsError(
                     "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, "
-                    "sync_module_states=False): weights that only rank 0 has must be broadcast; leave "
-                    "sync_module_states out."
+                    "sync_module_states=False): weights that only rank 0 has must be broadcast. Remove "
+                    "sync_module_states."
                 )
             enable_fsdp_ram_efficient_loading()
 
@@ -263,8 +263,8 @@ class FullyShardedDataParallelPlugin:
         if self.version == 2:
             if self.state_dict_type is StateDictType.LOCAL_STATE_DICT:
                 raise SettingsError(
-                    "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT', fsdp_version=2): "
-                    "version 2 has no flat parameters; use 'SHARDED_STATE_DICT'."
+                    "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT', "
+                    "fsdp_version=2): version 2 has no flat parameters. Use 'SHARDED_STATE_DICT'."
                 )
             return
         if self.state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -411,8 +411,9 @@ def policy_of(policy: Any, version: int) -> Any:
             dtype = getattr(torch, _SHORT.get(value, value).removeprefix("torch."), None)
             if not isinstance(dtype, torch.dtype):
                 raise SettingsError(
-                    f"FullyShardedDataParallelPlugin(mixed_precision_policy={{{name!r}: {value!r}}}): torch "
-                    "has no such dtype; write 'float32', 'bfloat16' or 'float16'."
+                    f"FullyShardedDataParallelPlugin(mixed_precision_policy={{{name!r}: {value!r}}}): "
+                    "torch has no such dtype. Use 'float32',"
+                    " 'bfloat16' or 'float16'."
                 )
             arguments[name] = dtype
     return kind(**arguments)

@@ -124,8 +124,9 @@ def _check_plugins(
     if FullyShardedDataParallelPlugin in handlers:
         raise SettingsError(
             f"{name} is sharded already, as by from_pretrained(distributed_config=...), and "
-            f"{handlers[FullyShardedDataParallelPlugin]!r} would shard it again. Leave out the plugin (and "
-            "--use_fsdp), or load the model without these arguments."
+            f"{handlers[FullyShardedDataParallelPlugin]!r} would shard it again. Remove the plugin (and "
+            "--use_fsdp), or"
+            " load the model without these arguments."
         )
     config: ParallelismConfig | None = handlers.get(ParallelismConfig)
     sizes = (num_shards, world_size // num_shards)
@@ -135,20 +136,22 @@ def _check_plugins(
         and ((config.data_parallel_size, config.sizes["tp"]) != sizes)
     ):
         raise SettingsError(
-            f"{name} is sharded already so that {about}, and {config!r} says otherwise. Leave out the "
-            "parallelism_config, or give both the same sizes."
+            f"{name} is sharded already so that {about}, and {config!r} contradicts this. Remove the "
+            "parallelism_config, or give both the same"
+            " sizes."
         )
     experts = size_at_load(model, "ep_size") or 1
     if config is not None and config.ep_enabled and config.ep_size != experts:
         raise SettingsError(
-            f"{name} is sharded already, its experts over {experts} ranks, and {config!r} says otherwise. "
-            "Leave out the parallelism_config, or give both the same ep_size."
+            f"{name} is sharded already, its experts over {experts} ranks, and {config!r} contradicts "
+            "this. Remove the parallelism_config, or give both the same"
+            " ep_size."
         )
     plugin: TorchTensorParallelPlugin | None = handlers.get(TorchTensorParallelPlugin)
     if plugin is not None and plugin.tp_size != world_size // num_shards:
         raise SettingsError(
             f"{name} is sharded already so that {about}, and torch_tp_plugin has tp_size={plugin.tp_size!r}. "
-            "Leave out the plugin, or give both the same size."
+            "Remove the plugin, or give both the same size."
         )
 
 
@@ -168,13 +171,13 @@ class PreshardedWrapper:
             shards = 1 if mesh is None else mesh.size()
             if shards != expected or not any(isinstance(p, DTensor) for p in model.parameters()):
                 raise SettingsError(
-                    f"{type(model).__qualname__} has batches for {shards} ranks, and the model that was "
-                    f"prepared first is sharded already, with batches for {expected}: an Accelerator "
-                    "trains models that are sharded alike."
+                    f"{type(model).__qualname__} has batches for {shards} ranks, but the first prepared "
+                    f"model is already sharded, with batches for {expected}: all models of an "
+                    "Accelerator must have the same sharding."
                 )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Let FSDP2's collectives be monitored, and keep what it does not manage equal on its ranks."""
+        """Monitor FSDP2's collectives, and keep state that it does not manage equal on its ranks."""
         if evaluation:
             return replace(bundle, models=move_to_device(bundle, self.runtime.device))
         mesh = self.mesh

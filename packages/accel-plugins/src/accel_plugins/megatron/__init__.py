@@ -1,1 +1,1 @@
-"""What configures Megatron, and what stands around its engine. The library is imported only when used."""
+"""Configuration of Megatron, and the code around its engine. The library is imported only when used."""

@@ -72,7 +72,7 @@ _OF_SCHEDULES = (
 
 
 def base_args(plugin: MegatronLMPlugin) -> dict[str, Any]:
-    """Return the arguments that are known before anything is prepared; `other_megatron_args` included."""
+    """Return the arguments known before preparation, including `other_megatron_args`."""
     args = {argument: getattr(plugin, field) for field, argument in _RENAMED.items()}
     args |= {name: getattr(plugin, name) for name in _SAME}
     return args | (plugin.other_megatron_args or {})
@@ -110,14 +110,15 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
     step = unwrap(type(optimizer).step)  # torch wraps the method when the first object is made.
     if not any(step is unwrap(kind.step) for kind in (Adam, AdamW, SGD)):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} has a step() of its own, which Megatron would not call: it steps by "
-            "an optimizer that it makes of the groups. Use torch.optim.AdamW, Adam or SGD itself."
+            f"{type(optimizer).__name__} has its own step(), which Megatron would not call: it builds "
+            "its own optimizer from the groups."
+            " Use torch.optim.AdamW, Adam or SGD itself."
         )
     defaults = optimizer.defaults
     for name in ("amsgrad", "maximize", "nesterov"):
         if defaults.get(name):
             raise UnsupportedError(
-                f"{type(optimizer).__name__}({name}=True): Megatron's optimizer has no {name}; leave it out."
+                f"{type(optimizer).__name__}({name}=True): Megatron's optimizer has no {name}. Remove it."
             )
     shared = {"lr": float(defaults["lr"]), "weight_decay": defaults["weight_decay"]}
     if isinstance(optimizer, Adam | AdamW):  # Before torch 2.7 AdamW is not a subclass of Adam.
@@ -142,8 +143,8 @@ def schedule_args(plugin: MegatronLMPlugin, scheduler: MegatronLMDummyScheduler)
     if steps is None and samples is None:
         if scheduler.total_num_steps is None:
             raise SettingsError(
-                "MegatronLMDummyScheduler has no total_num_steps, and MegatronLMPlugin neither train_iters "
-                "nor train_samples: give one of them."
+                "MegatronLMDummyScheduler has no total_num_steps, and MegatronLMPlugin neither "
+                "train_iters nor train_samples: set one of them."
             )
         steps = scheduler.total_num_steps // ranks
     warmup_steps, warmup_samples = plugin.lr_warmup_iters, plugin.lr_warmup_samples

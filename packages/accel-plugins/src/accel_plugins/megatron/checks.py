@@ -20,7 +20,7 @@ from accel_state.errors import SettingsError, UnsupportedError
 
 
 def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int) -> int:
-    """Return how many replicas of a model there are.
+    """Return the number of replicas of a model.
 
     Example:
         >>> data_parallel_size(2, 2, 1, 8)
@@ -53,8 +53,9 @@ def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
     virtual, layers = plugin.num_layers_per_virtual_pipeline_stage, sizes.layers
     if stages > 1 and sizes.encoder_layers:
         problems.append(
-            f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages: leave "
-            "it out, and use tp_degree, which divides every layer, or use_distributed_optimizer"
+            f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages: "
+            "remove it, and use tp_degree,"
+            " which divides every layer, or use_distributed_optimizer"
         )
     elif last is not None:
         if layers - last < stages - 1 or (layers - last) % (stages - 1):
@@ -70,7 +71,7 @@ def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
             f"num_layers_per_virtual_pipeline_stage={virtual}"
         )
     if problems:
-        raise SettingsError(f"{sizes.name} cannot be divided so: {'; '.join(problems)}.")
+        raise SettingsError(f"{sizes.name} cannot be divided in this way: {'; '.join(problems)}.")
 
 
 def check_schedule(plugin: MegatronLMPlugin, *, has_optimizer: bool, has_placeholder: bool) -> None:
@@ -85,7 +86,7 @@ def check_schedule(plugin: MegatronLMPlugin, *, has_optimizer: bool, has_placeho
 
 
 def check_data_options(plugin: MegatronLMPlugin, *, has_indexed: bool, has_placeholder: bool) -> None:
-    """Refuse options of indexed data sets where loaders are others; a schedule has a length, too."""
+    """Reject options of indexed datasets without such loaders; a schedule also needs a length."""
     has_reader = has_indexed or has_own_code(plugin)
     _check_effects(plugin, _OF_DATA, has_reader=has_reader, has_length=has_reader or has_placeholder)
 
@@ -131,7 +132,7 @@ def _check_effects(plugin: MegatronLMPlugin, effects: Iterable[Effect], **facts:
 
 
 def check_positions(plugin: MegatronLMPlugin, kind: str | None, name: str) -> None:
-    """Refuse to give a model other positions than its weights were made for.
+    """Reject positions for which the weights of a model were not made.
 
     `kind` is the model's `position_embedding_type` of megatron-core, `None` for learned positions.
     """

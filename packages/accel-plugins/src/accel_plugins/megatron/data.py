@@ -169,7 +169,7 @@ def with_real_loaders(loaders: Sequence[Any], context: Any) -> list[Any]:
         if loader is None:
             raise SettingsError(
                 "A MegatronLMDummyDataLoader is prepared for training, validation and test, in this order, "
-                "each with a share of splits_string: one of them has no samples; leave it out."
+                "each with a share of splits_string: one of them has no samples. Remove it."
             )
         result.append(loader)
     return result
@@ -194,7 +194,7 @@ class _Documents:
 
 
 def num_samples(plugin: MegatronLMPlugin) -> tuple[int, int, int]:
-    """Return how many samples training, all validations and the test read.
+    """Return the numbers of samples for training, all validations and the test.
 
     Example:
         >>> from types import SimpleNamespace
@@ -209,7 +209,8 @@ def num_samples(plugin: MegatronLMPlugin) -> tuple[int, int, int]:
         samples = steps * batch
     if samples is None or batch is None:
         raise SettingsError(
-            "How many samples to read is not known: give MegatronLMPlugin train_iters or train_samples, and "
+            "The number of samples to read is unknown: set MegatronLMPlugin train_iters or "
+            "train_samples, and "
             "MegatronLMDummyDataLoader micro_batch_size."
         )
     steps = -(-samples // batch)

@@ -183,7 +183,7 @@ def check_options(requested: Mapping[str, Any]) -> dict[str, Any]:
     values = options | {"is_sampled": options.get("do_sample", bool(sampling))}
     for (name, *_), sentence in find_ineffective(_EFFECTS, values):
         raise UnsupportedError(
-            f"megatron_generate({name}={options[name]!r}) {sentence}: add that, or leave it out."
+            f"megatron_generate({name}={options[name]!r}) {sentence}: add it, or remove this option."
         )
     return options
 

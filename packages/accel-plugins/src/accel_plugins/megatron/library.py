@@ -40,8 +40,8 @@ def check_device() -> None:
         torch.cuda.current_device()
     except (RuntimeError, AssertionError) as error:  # the latter without CUDA in torch
         raise UnsupportedError(
-            "Megatron trains on GPUs, and finds none here: start the run where there are some, or shard the "
-            "model by FSDP and parallelism_config_tp_size, which run on the CPU, too."
+            "Megatron trains on GPUs, but this machine has none: use a machine with GPUs, or shard the "
+            "model with FSDP and parallelism_config_tp_size, which also run on the CPU."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""`MegatronLMPlugin`: the options of Megatron, which values they take, and which have no effect together."""
+"""`MegatronLMPlugin`: the options of Megatron, their valid values, and combinations without effect."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class MegatronLMPlugin:
     Args:
         tp_degree: Tensor-parallel size; default 1.
         pp_degree: Pipeline-parallel size; default 1.
-        use_custom_fsdp: Not supported: refused if true.
+        use_custom_fsdp: Not supported: must be false.
         overlap_cpu_optimizer_d2h_h2d: Whether an offloaded optimizer copies while it computes.
-        no_load_optim: Whether `load_state` leaves the optimizer as it is.
-        eod_mask_loss: Whether the loss leaves out the ends of documents of indexed data sets.
-        no_save_optim: Whether `save_state` leaves out the optimizer's state of each parameter.
+        no_load_optim: Whether `load_state` skips the optimizer.
+        eod_mask_loss: Whether the loss ignores the ends of documents of indexed datasets.
+        no_save_optim: Whether `save_state` omits the optimizer's state of each parameter.
         optimizer_cpu_offload: Whether optimizer state is kept, and the step computed, on the CPU: all of it,
             unless `other_megatron_args` has an `optimizer_offload_fraction`. Needs
             `use_precision_aware_optimizer`.
@@ -83,12 +83,12 @@ class MegatronLMPlugin:
         recompute_num_layers: With `"full"`: layers per recompute unit, or that are recomputed; default 1.
         attention_backend: `"auto"` (default), `"flash"`, `"fused"`, `"unfused"` or `"local"`; true stands for
             the first and false for `"unfused"`.
-        expert_model_parallel_size: Not supported: refused if not 1.
+        expert_model_parallel_size: Not supported: must be 1.
         context_parallel_size: Context-parallel size; default 1.
         attention_dropout: Dropout probability of attention weights; the model's own by default.
         hidden_dropout: Dropout probability of hidden states; the model's own by default.
         attention_softmax_in_fp32: Whether the softmax of attention computes in float32; default true.
-        expert_tensor_parallel_size: Not supported: refused if not 1.
+        expert_tensor_parallel_size: Not supported: must be 1.
         calculate_per_token_loss: Whether the loss of a step is the mean over all its tokens, rather than over
             its micro-batches and ranks.
         use_rotary_position_embeddings: Whether positions are rotary; as the model has them by default, and
@@ -99,7 +99,7 @@ class MegatronLMPlugin:
             sequence dim.
         recompute_activations: The same as `recompute_granularity="selective"`.
         use_distributed_optimizer: Whether optimizer state is sharded across data-parallel ranks.
-        pipeline_model_parallel_split_rank: Not supported: refused if set.
+        pipeline_model_parallel_split_rank: Not supported: must not be set.
         num_layers_per_virtual_pipeline_stage: Layers of each of the stages that a rank has in the interleaved
             schedule; by default a rank has one stage.
         is_train_batch_min: Whether the smallest batch size of several loaders is the micro-batch size, else
@@ -128,8 +128,8 @@ class MegatronLMPlugin:
             positions.
         encoder_seq_length: The same, of the encoder of a T5.
         decoder_seq_length: The same, of its decoder.
-        tensorboard_dir: Not supported: refused if set.
-        set_all_logging_options: Not supported: refused if true.
+        tensorboard_dir: Not supported: must not be set.
+        set_all_logging_options: Not supported: must be false.
         eval_iters: Steps of an evaluation, which decide how long an indexed data set for it is.
         eval_interval: Training steps between two evaluations, for the same.
         return_logits: Whether the model returns logits beside the loss.
@@ -146,8 +146,8 @@ class MegatronLMPlugin:
             `{"overlap_grad_reduce": True}`.
 
     Raises:
-        SettingsError: Values are invalid, exclude each other or have no effect; all are named.
-        UnsupportedError: A field is not supported; the message says what to use instead.
+        SettingsError: Values are invalid, exclude each other or have no effect. The message lists all.
+        UnsupportedError: A field is not supported. The message names an alternative.
 
     Example:
         >>> plugin = MegatronLMPlugin(tp_degree=2, recompute_activations=True)
@@ -238,13 +238,13 @@ class MegatronLMPlugin:
         """Return the settings with Megatron enabled.
 
         Raises:
-            SettingsError: Another engine was asked for, too.
+            SettingsError: Another engine was also requested.
             MissingDependencyError: megatron-core is not installed.
         """
         for section in ("deepspeed", "fsdp", "parallelism"):
             if getattr(settings, section) is not None:
                 raise SettingsError(
-                    f"Megatron was asked for, and {TITLES[section]} too: use one of them. The sizes of "
+                    f"Megatron and {TITLES[section]} were both requested: use one of them. The sizes of "
                     "Megatron's groups are tp_degree, pp_degree, context_parallel_size of MegatronLMPlugin."
                 )
         require("megatron_lm", "MegatronLMPlugin", install=EXTRA)
@@ -296,7 +296,7 @@ class MegatronLMPlugin:
         """Enter the schedule into `megatron_lm_default_args`; `set_training_args` comes first.
 
         Args:
-            scheduler: Says how many steps there are, if the plugin does not.
+            scheduler: Defines the number of steps, if the plugin does not.
 
         Raises:
             SettingsError: The length of the schedule is not known.
@@ -311,7 +311,7 @@ class MegatronLMPlugin:
             batch_data: A batch, whose sequence lengths are used unless the plugin has some.
 
         Raises:
-            SettingsError: The type of the model is not known; the message says how to add it.
+            SettingsError: The type of the model is unknown. The message explains how to add it.
         """
         enter_network_args(self, model, batch_data)
 
@@ -319,7 +319,7 @@ class MegatronLMPlugin:
         """Raise: trackers log a run.
 
         Raises:
-            UnsupportedError: Always; the message says what to use instead.
+            UnsupportedError: Always. The message names an alternative.
         """
         raise UnsupportedError(
             "set_tensorboard_logging_options(): these are options of Megatron-LM's own training loop; use "
@@ -499,17 +499,17 @@ def check_fields(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
 def _contradictions(fields: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
     for name, other in _ALTERNATIVES:
         if fields[name] is not None and fields[other] is not None:
-            yield f"{sources[name]} and {sources[other]} exclude each other: leave one out"
+            yield f"{sources[name]} and {sources[other]} exclude each other: remove one of them"
     for names, sentence in find_ineffective(EFFECTS["MegatronLMPlugin"], fields):
         yield from (f"{sources[name]} {sentence}: add that, or leave it out" for name in names)
     if fields["recompute_activations"] and fields["recompute_granularity"] == "full":
         yield (
             f"{sources['recompute_activations']} recomputes selected activations and "
-            f"{sources['recompute_granularity']} all: leave one out"
+            f"{sources['recompute_granularity']} all: remove one of them"
         )
     start, end = fields["start_weight_decay"], fields["end_weight_decay"]
     if (start is None) != (end is None):
-        yield "start_weight_decay and end_weight_decay belong together: give both, or neither"
+        yield "start_weight_decay and end_weight_decay belong together: set both, or neither"
     elif start != end and fields["weight_decay_incr_style"] == "constant":
         yield (
             f"start_weight_decay={start!r} and end_weight_decay={end!r} differ, but "

@@ -105,7 +105,7 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
             raise UnsupportedError(
                 f"other_megatron_args: window_size={config.window_size!r} and softmax_type="
                 f"{config.softmax_type!r} beside context_parallel_size={config.context_parallel_size} need "
-                "TransformerEngine's attention: install transformer-engine, or leave one of them out."
+                "TransformerEngine's attention: install transformer-engine, or remove one of them."
             )
         is_wanted = config.attention_backend.name != "unfused" and config.attention_softmax_in_fp32
         if is_sharded or (is_plain and is_wanted):

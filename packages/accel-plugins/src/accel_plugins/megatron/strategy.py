@@ -363,7 +363,7 @@ class MegatronStepper:
         del parameters, optimizers
         if norm_type != 2.0:
             raise UnsupportedError(
-                f"clip_grad_norm_(norm_type={norm_type!r}): Megatron clips by the 2-norm; leave it out."
+                f"clip_grad_norm_(norm_type={norm_type!r}): Megatron clips by the 2-norm. Remove norm_type."
             )
         optimizer = self.engine.optimizer
         if not self._prepare():
@@ -379,7 +379,7 @@ class MegatronStepper:
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
         if closure is not None:
             raise UnsupportedError(
-                "optimizer.step(closure): Megatron's engine steps without one; leave it out."
+                "optimizer.step(closure): Megatron's engine steps without a closure. Remove it."
             )
         engine = self.engine
         copy_hyperparameters(optimizer, engine.optimizer)
@@ -508,7 +508,7 @@ _LARGEST_SEED = 2**31
 
 
 def check_shared(groups: Groups) -> None:
-    """Refuse groups beside those of other sizes that are in use: megatron-core has one set per process."""
+    """Reject groups if those of other sizes are in use: megatron-core has one set per process."""
     if _references and not core("parallel_state").model_parallel_is_initialized():
         _references.clear()  # Their process group was destroyed.
     if _references:
@@ -520,8 +520,9 @@ def check_shared(groups: Groups) -> None:
                 for sizes in (reference.groups, groups)
             )
             raise SettingsError(
-                f"Another Accelerator trains by Megatron with groups of {in_use}, here they are of {wanted}, "
-                "but megatron-core has one set per process: call free_memory() on it first."
+                f"Another Accelerator trains with Megatron in groups of {in_use}, this one in groups of "
+                f"{wanted}, but"
+                " megatron-core has one set per process: call free_memory() on it first."
             )
 
 
@@ -588,4 +589,4 @@ class MegatronGenerators:
             return None
         _seed((state.get("seed", _seeds[-1]) + 1) % _LARGEST_SEED)
         origin = f"those of groups of {state['sizes']}" if state else "absent"
-        return f"Megatron's, for groups of {self.groups.axes}, are {origin}, and are seeded anew"
+        return f"Megatron's, for groups of {self.groups.axes}, are {origin}, and are seeded again"

@@ -18,11 +18,11 @@ from accel_plugins.megatron.stages import gather_chunks, own_chunks, sum_over_co
 from accel_state.errors import SettingsError, UnsupportedError
 
 IGNORED = -100
-"""The label of tokens that the loss leaves out."""
+"""The label of tokens that the loss ignores."""
 
 
 class AbstractTrainStep(ABC):
-    """How a batch is read, what the model computes, and what the loss is.
+    """Defines how a batch is read, the computation of the model, and the loss.
 
     Args:
         name: Name of the class of models.
@@ -139,7 +139,7 @@ def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tup
     Context-parallel ranks have chunks of its sequences, and a part of the mean each.
 
     Args:
-        loss_mask: 0 for tokens that are left out.
+        loss_mask: 0 for ignored tokens.
         output_tensor: Their losses, or a pair of these and of logits split by the vocabulary.
         per_token: Return the sum and the number of the tokens in place of the mean.
     """
@@ -235,7 +235,7 @@ class BertTrainStep(_BatchTrainStep):
         args: `MegatronLMPlugin.megatron_lm_default_args` as attributes.
 
     Raises:
-        UnsupportedError: The plugin wants the loss by token.
+        UnsupportedError: The plugin requests the loss per token.
     """
 
     def __init__(self, accelerator: Any, args: Namespace) -> None:

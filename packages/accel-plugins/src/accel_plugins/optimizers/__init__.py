@@ -1,4 +1,4 @@
-"""Optimizers that know shards: Muon with AdamW for what is no matrix; an AdamW with its state on the host."""
+"""Shard-aware optimizers: Muon for matrices, AdamW for other parameters; AdamW with state on the host."""
 
 from accel_state.lazy import attach
 

@@ -21,7 +21,7 @@ from accel_state.torch_private import active_fake_mode, version_of
 
 Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
 
-_LATE = "; the step had begun in the backward pass and cannot be undone. Pass HostAdamW(overlap=False)."
+_LATE = ". The step started in the backward pass and cannot be undone. Pass HostAdamW(overlap=False)."
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class HostAdamW(torch.optim.Optimizer):
             steps out, wants False.
 
     Raises:
-        ValueError: torch refuses an option.
+        ValueError: torch rejects an option.
 
     Example:
         >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)

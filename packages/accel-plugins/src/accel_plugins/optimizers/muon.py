@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
     Raises:
         SettingsError: There is no such algorithm, `exclude` matches nothing, or Muon shall train a parameter
             that is no matrix.
-        ValueError: torch refuses an option.
+        ValueError: torch rejects an option.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 2))
@@ -118,8 +118,8 @@ class Muon(torch.optim.Optimizer):
                 raise SettingsError(f"'algorithm': {algorithm!r} of a group: expected one of {ALGORITHMS}.")
             if algorithm == "muon" and tensor.ndim not in (2, 3):
                 raise SettingsError(
-                    f"Muon cannot train a parameter of shape {tuple(tensor.shape)}, which is no matrix; "
-                    "leave it to AdamW, with 'algorithm': 'adamw' in its group."
+                    f"Muon cannot train a parameter of shape {tuple(tensor.shape)}, which is not a "
+                    "matrix. Train it with AdamW: set 'algorithm': 'adamw' in its group."
                 )
             by_algorithm.setdefault(algorithm, []).append(member)
         for algorithm in ALGORITHMS:

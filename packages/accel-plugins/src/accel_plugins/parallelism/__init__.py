@@ -1,1 +1,1 @@
-"""N-d parallelism: the axes of the device mesh, and what tensor and context parallelism do."""
+"""N-d parallelism: the axes of the device mesh, tensor parallelism and context parallelism."""

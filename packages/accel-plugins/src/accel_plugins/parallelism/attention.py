@@ -78,8 +78,8 @@ def check_layers(model: nn.Module, setting: str, *, limited: frozenset[str] = fr
             continue
         if layer.span is None:
             raise SettingsError(
-                f"{setting}: {layer}, which would see one shard of each sequence and not what comes before; "
-                "train this model without sharding its sequences."
+                f"{setting}: {layer}, which would see only one shard of each sequence and not the "
+                "tokens before it. Train this model without sharding its sequences."
             )
         if layer.longest is None or layer.span < layer.longest:
             raise SettingsError(

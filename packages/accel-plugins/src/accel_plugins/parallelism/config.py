@@ -84,7 +84,7 @@ class DeepSpeedSequenceParallelConfig:
         expect(
             self,
             "sp_seq_length",
-            "a whole number of 1 or more, or None",
+            "a whole number of at least 1, or None",
             lambda value: value is None or is_count(value, least=1),
         )
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
@@ -93,8 +93,8 @@ class DeepSpeedSequenceParallelConfig:
             )
         if self.sp_attn_implementation == "eager":
             raise SettingsError(
-                "DeepSpeedSequenceParallelConfig(sp_attn_implementation='eager'): eager attention needs the "
-                "mask of full sequences, and each rank has a shard; use 'sdpa'."
+                "DeepSpeedSequenceParallelConfig(sp_attn_implementation='eager'): eager attention needs "
+                "the mask of full sequences, but each rank has a shard. Use 'sdpa'."
             )
         expect(
             self, "sp_attn_implementation", f"one of {[*_ATTENTION[1:]]}", lambda value: value in _ATTENTION
@@ -119,8 +119,7 @@ class TorchTensorParallelConfig:
         expect_flags(self)
         if self.enable_async_tp:
             raise UnsupportedError(
-                "TorchTensorParallelConfig(enable_async_tp=True) is not available in this version; leave it "
-                "out."
+                "TorchTensorParallelConfig(enable_async_tp=True) is not available in this version. Remove it."
             )
 
 
@@ -150,10 +149,10 @@ class TorchTensorParallelPlugin:
             if self.tp_size not in {1, size}:
                 raise SettingsError(
                     f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}, torch_device_mesh={mesh!r}): the "
-                    f"axis 'tp' of the mesh has {size} ranks; leave tp_size out."
+                    f"axis 'tp' of the mesh has {size} ranks. Remove tp_size."
                 )
             self.tp_size = size
-        expect(self, "tp_size", "a whole number of 2 or more", lambda value: is_count(value, least=2))
+        expect(self, "tp_size", "a whole number of at least 2", lambda value: is_count(value, least=2))
 
     def to_settings(self, settings: Settings) -> Settings:
         """Return the settings with the tensor-parallel size."""
@@ -161,7 +160,7 @@ class TorchTensorParallelPlugin:
         if known is not None and known.tp_size not in {None, 1, self.tp_size}:
             raise SettingsError(
                 f"torch_tp_plugin has tp_size={self.tp_size!r}, but the parallelism settings have "
-                f"{known.tp_size!r}; give one of the two."
+                f"{known.tp_size!r}; pass only one of the two."
             )
         return replace(settings, parallelism=replace(known or ParallelismSettings(), tp_size=self.tp_size))
 
@@ -200,7 +199,7 @@ class TorchPipelineParallelConfig:
         self.pp_schedule = known.get(str(self.pp_schedule).lower(), self.pp_schedule)
         expect(self, "pp_schedule", f"one of {[*_STAGES_PER_RANK]}", lambda value: value in _STAGES_PER_RANK)
         for name in ("pp_num_microbatches", "pp_stages_per_rank"):
-            wanted = "a whole number of 1 or more, or None"
+            wanted = "a whole number of at least 1, or None"
             expect(self, name, wanted, lambda value: value is None or is_count(value, least=1))
         expected = _STAGES_PER_RANK[str(self.pp_schedule)]
         if self.pp_stages_per_rank is None:
@@ -298,8 +297,8 @@ class ParallelismConfig:
         for name in (f"{axis}_size" for axis in (*AXES, "ep")):
             if not is_count(getattr(self, name), least=1):
                 raise SettingsError(
-                    f"ParallelismConfig({name}={getattr(self, name)!r}): expected a whole number of 1 or "
-                    "more."
+                    f"ParallelismConfig({name}={getattr(self, name)!r}): expected a whole number of at "
+                    "least 1."
                 )
         for name, backends in _BACKENDS.items():
             expect(self, name, f"one of {[*backends]}", lambda value, known=backends: value in known)
@@ -461,12 +460,12 @@ class ParallelismConfig:
         """
         if self.device_mesh is None:
             if device_type is None:
-                raise SettingsError("get_device_mesh() needs a device_type, as there is no mesh yet.")
+                raise SettingsError("get_device_mesh() needs a device_type, since there is no mesh yet.")
             return self.build_device_mesh(device_type)
         if device_type not in {None, self.device_mesh.device_type}:
             raise SettingsError(
-                f"get_device_mesh({device_type!r}): there is a mesh for {self.device_mesh.device_type!r} "
-                "already."
+                f"get_device_mesh({device_type!r}): there is already a mesh for "
+                f"{self.device_mesh.device_type!r}."
             )
         return self.device_mesh
 
@@ -478,8 +477,9 @@ class ParallelismConfig:
         """
         if self._chosen_backend == "deepspeed":
             raise SettingsError(
-                f"ParallelismConfig(sp_size={self.sp_size}, sp_backend='deepspeed'): DeepSpeed is not in "
-                "use. Leave sp_backend out, for sequence parallelism with FSDP2; or pass a deepspeed_plugin "
+                f"ParallelismConfig(sp_size={self.sp_size}, sp_backend='deepspeed'): DeepSpeed is not "
+                "in use. Remove sp_backend for sequence parallelism with FSDP2. Or pass"
+                " a deepspeed_plugin "
                 "to Accelerator, or start the script with `accel launch --use_deepspeed`."
             )
         handler = self.sp_handler
@@ -584,8 +584,8 @@ def refuse_experts(config: ParallelismConfig) -> None:
     """
     if config.ep_enabled:
         raise SettingsError(
-            f"ParallelismConfig(ep_size={config.ep_size!r}): FSDP2 shards the experts, and another strategy "
-            "was selected; leave out either."
+            f"ParallelismConfig(ep_size={config.ep_size!r}): FSDP2 shards the experts, but another "
+            "strategy was selected. Remove one of them."
         )
 
 
@@ -750,7 +750,8 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
     if config is not None:
         if plugin is not None and (plugin.torch_device_mesh or plugin.tp_size != config.sizes["tp"]):
             raise SettingsError(
-                f"torch_tp_plugin={plugin!r} contradicts parallelism_config={config!r}; give one of the two."
+                f"torch_tp_plugin={plugin!r} contradicts parallelism_config={config!r}; pass only one "
+                "of the two."
             )
         return config
     if plugin is not None and plugin.torch_device_mesh is not None:

@@ -147,14 +147,14 @@ class ContextParallel:
         ranks = self.mesh.size()
         if not buffers or len(buffers) != len(dims):
             raise SettingsError(
-                f"maybe_context_parallel() got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; pass "
-                "every tensor that has a sequence dim (inputs, labels, positions), and that dim of each."
+                f"maybe_context_parallel() got {len(buffers)} buffers and {len(dims)} buffer_seq_dims. "
+                "Pass every tensor with a sequence dim (inputs, labels, positions), and the dim of each."
             )
         for buffer, dim in zip(buffers, dims, strict=True):
             if buffer.requires_grad:
                 raise SettingsError(
-                    f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)} that requires "
-                    "grad, but it shards tensors in place; pass the inputs of the model instead."
+                    f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)} that "
+                    "requires grad, but tensors are sharded in place. Pass the inputs of the model instead."
                 )
             if buffer.shape[dim] != buffers[0].shape[dims[0]]:
                 raise SettingsError(
@@ -165,11 +165,11 @@ class ContextParallel:
             if buffer.shape[dim] % ranks:
                 raise SettingsError(
                     f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)}, whose dim "
-                    f"{dim} is not a multiple of cp_size={ranks}; pad the sequences."
+                    f"{dim} is not a multiple of cp_size={ranks}. Pad the sequences."
                 )
         if any(all(tensor is not buffer for buffer in buffers) for tensor in not_restored):
             raise SettingsError(
-                "maybe_context_parallel() got no_restore_buffers that are not in buffers; pass them in both."
+                "maybe_context_parallel() got no_restore_buffers that are not in buffers. Pass them in both."
             )
 
 
@@ -191,8 +191,8 @@ def _one_thread(block: _Block) -> Generator[Callable[..., Any]]:
     with _lock:
         if any(other.thread != block.thread for other in _inside):
             raise UnsupportedError(
-                "maybe_context_parallel() was entered while another thread is inside; it changes attention "
-                "for the whole process. Let one thread train with context parallelism."
+                "maybe_context_parallel() was entered while another thread is inside, but it changes "
+                "attention for the whole process. Train with context parallelism in only one thread."
             )
         _inside.append(block)
     try:
@@ -216,8 +216,8 @@ def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
             return plain(query, key, value, attn_mask, *args, **more)
         if attn_mask is not None:
             raise UnsupportedError(
-                "scaled_dot_product_attention(attn_mask=…) within maybe_context_parallel(): a mask is of "
-                "full sequences, and each rank has a shard; use is_causal=True, or no mask."
+                "scaled_dot_product_attention(attn_mask=…) within maybe_context_parallel(): a mask "
+                "covers full sequences, but each rank has a shard. Use is_causal=True, or no mask."
             )
         return attention(query, key, value, None, *args, **more)
 
@@ -322,7 +322,7 @@ def _check_inputs(
     if window is not None and window < block.length:
         raise UnsupportedError(
             f"{where}: it has a window of {window} tokens, but sequences are of {block.length}, and "
-            "attention over sharded sequences has no masks; shorten the sequences."
+            "attention over sharded sequences has no masks. Shorten the sequences."
         )
     mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
@@ -333,7 +333,7 @@ def _check_inputs(
     if mask is not None and bool(block.padded.get(id(mask), has_padding_before_tokens(mask))):
         raise UnsupportedError(
             f"{where}: the attention_mask has padding before tokens, but attention over sharded sequences "
-            "has no masks; pad on the right, which causal attention ignores."
+            "has no masks. Pad on the right, which causal attention ignores."
         )
     if positions is not None and id(positions) in block.packed and bool(block.packed[id(positions)]):
         raise UnsupportedError(
@@ -359,8 +359,8 @@ def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         if not getattr(module, "is_causal", True):
             raise UnsupportedError(
                 f"{type(module).__name__} within maybe_context_parallel(): attention that is not causal has "
-                "a padding mask of full sequences, and each rank has a shard; leave attention_mask and "
-                "padding out."
+                "a padding mask of full sequences, but each rank has a shard. Remove attention_mask and "
+                "padding."
             )
         kwargs = {**kwargs, "attention_mask": None}
     return args, kwargs

@@ -196,7 +196,7 @@ def _find_other_form(name: str, module: nn.Module) -> str:
 
 @contextmanager
 def local_experts(module: nn.Module, num_local: int) -> Generator[None]:
-    """Let a module of experts see this rank's parameters as if there were no others, within the block."""
+    """Make a module of experts see only this rank's parameters within the block."""
     local = {name: _to_local(parameter) for name, parameter in module.named_parameters(recurse=False)}
     with replaced_attributes(module, {**local, "num_experts": num_local}):
         yield

@@ -51,7 +51,7 @@ def build(
     refuse_experts(axes.config)
     if axes.tensor is None:
         raise SettingsError(
-            "strategy='tp' was selected, and the tensor-parallel size is 1: pass "
+            "strategy='tp' was selected, but the tensor-parallel size is 1: pass "
             "ParallelismConfig(tp_size=…) with 2 or more."
         )
     stage = TensorParallel(mesh=axes.tensor)
@@ -110,7 +110,7 @@ class ShardedExperts(ParallelStyle):
         for leaf, parameter in module.named_parameters(recurse=False):
             placement = self.placements.get(leaf)
             if placement is None:
-                problem = problem or f"the plan says nothing of its parameter {leaf!r}"
+                problem = problem or f"the plan does not cover its parameter {leaf!r}"
             elif parameter.shape[placement.dim] % (size * getattr(placement, "split_factor", 1)):
                 problem = problem or (
                     f"its parameter {leaf!r} has the shape {tuple(parameter.shape)}, whose dim "

@@ -253,7 +253,7 @@ class Pipeline:
         stage = self._stage
         if stage is None:
             raise UnsupportedError(
-                f"{self.layout.names[position]!r} is on another stage of the pipeline: call the whole model."
+                f"{self.layout.names[position]!r} is on another stage of the pipeline. Call the whole model."
             )
         if self._calls is not None:
             self._calls.append(position)

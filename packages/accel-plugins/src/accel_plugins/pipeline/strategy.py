@@ -49,7 +49,7 @@ def build(
     axes = axes_of(runtime, handlers, sharded=False)
     if axes.pipeline is None or axes.config.pp_handler is None:
         raise SettingsError(
-            "strategy='pipeline' was selected, and the pipeline-parallel size is 1: pass "
+            "strategy='pipeline' was selected, but the pipeline-parallel size is 1: pass "
             "ParallelismConfig(pp_size=…) with 2 or more."
         )
     options, group = axes.config.pp_handler, axes.pipeline.get_group()
@@ -301,8 +301,8 @@ class StageCutter:
         """Refuse models that cannot be cut."""
         if model_has_dtensor(model):
             raise SettingsError(
-                f"{type(model).__name__} is sharded already, and pp_size={self.group.size()} would cut "
-                "it: leave one of the two out."
+                f"{type(model).__name__} is already sharded, and pp_size={self.group.size()} would cut "
+                "it. Remove one of the two."
             )
         if getattr(text_config(model), "output_router_logits", False):
             raise SettingsError(

@@ -49,7 +49,7 @@ def iter_merged(model: nn.Module, request: FullParameters, iterate: Iterate) -> 
         for name, tensor in iterate(others):
             if tensor.is_meta:
                 raise UnsupportedError(
-                    f"merge_adapters=True: {name!r} is offloaded; load it to memory, or merge with peft."
+                    f"merge_adapters=True: {name!r} is offloaded. Load it into memory, or merge with peft."
                 )
             bare = adapters.name_of(name)
             if bare is not None:
@@ -147,7 +147,7 @@ def _find_adapters(core: nn.Module) -> _Adapters:
             ):
                 raise UnsupportedError(
                     f"merge_adapters=True: {path!r} has an adapter of {type(part).__name__} that is not a "
-                    "plain product of two matrices, as DoRA or a bias is not; take the parameters unmerged."
+                    "plain product of two matrices(DoRA and biases are not). Read the parameters unmerged."
                 )
             for kind in _FACTORS:
                 for adapter, value in getattr(part, kind).items():
@@ -160,5 +160,5 @@ def _find_adapters(core: nn.Module) -> _Adapters:
 
 def _no_adapters(core: nn.Module) -> UnsupportedError:
     return UnsupportedError(
-        f"merge_adapters=True: {type(core).__name__} has no LoRA adapters of peft; leave merge_adapters out."
+        f"merge_adapters=True: {type(core).__name__} has no LoRA adapters of peft. Remove merge_adapters."
     )

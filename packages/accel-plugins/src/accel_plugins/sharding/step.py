@@ -83,8 +83,8 @@ def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
 
 def _refuse_join(strategy: str, *_: Any) -> NoReturn:
     raise UnsupportedError(
-        f"join(): under the strategy {strategy!r} every rank has parts of the parameters, and none can "
-        "finish early; use even_batches=True."
+        f"join(): under the strategy {strategy!r} every rank has parts of the parameters, so no rank "
+        "can finish early. Use even_batches=True."
     )
 
 

@@ -67,7 +67,7 @@ def _storage_of(folder: AnyPath, index: Metadata, position: MetadataIndex) -> An
     if getattr(stored, "transform_descriptors", None):
         raise CheckpointError(
             f"{str(folder)!r} has {position.fqn!r} compressed by an extension, "
-            f"{', '.join(stored.transform_descriptors)}; save it without."
+            f"{', '.join(stored.transform_descriptors)}; save it without compression."
         )
     return stored
 

@@ -50,7 +50,7 @@ class ParamRemap:
         self._optimizers: WeakSet[Optimizer] = WeakSet()
 
     def has(self, model: nn.Module) -> bool:
-        """Return whether a model was sharded already."""
+        """Return whether a model is already sharded."""
         return model in self._models
 
     def knows(self, optimizer: Optimizer) -> bool:
@@ -140,7 +140,7 @@ class ShardedWrapper:
     remap: ParamRemap = field(default_factory=ParamRemap)
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models that cannot be sharded or that differ between ranks; all ranks raise if one does."""
+        """Reject models that cannot be sharded or that differ between ranks; all ranks raise if one does."""
         problem = ""
         models = [model for model in map(without_compiler, bundle.models) if not self.remap.has(model)]
         try:
@@ -537,8 +537,9 @@ def warn_about_master_weights(model: nn.Module, precision: str) -> None:
     if low_precision:
         dtypes = ", ".join(sorted({str(parameter.dtype) for parameter in low_precision}))
         logger.warning(
-            "%d parameters of %s are in %s; with mixed_precision=%r they are trained and saved in float32, "
-            "as small updates would be lost in their own dtype; mixed_precision='no' keeps it.",
+            "%d parameters of %s are in %s. With mixed_precision=%r they are trained and saved in "
+            "float32, since small updates would be lost in their own dtype. Use mixed_precision='no' to "
+            "keep the dtype.",
             len(low_precision),
             type(model).__name__,
             dtypes,

@@ -38,7 +38,7 @@ def demand_equal(
     results: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float, what: str
 ) -> None:
     """Demand that named tensors have the same names, shapes and, but for a tolerance, values."""
-    demand([*results] == [*wanted], f"{what}: the names are {[*results]} where they should be {[*wanted]}.")
+    demand([*results] == [*wanted], f"{what}: the names are {[*results]}, but expected are {[*wanted]}.")
     for name, right in wanted.items():
         result = results[name].detach().to("cpu", right.dtype)
         demand(
@@ -294,7 +294,7 @@ def unwrapping_undoes_wrapping(subject: StrategySubject) -> None:
     wrapped = strategy.wrapper.wrap(bundle)
     demand(
         [*wrapped.dataloaders] == ["a", "b"] and [*wrapped.others] == ["c"],
-        "wrap changed what it should pass on.",
+        "wrap changed an object that it should pass through.",
     )
     core = strategy.wrapper.unwrap(wrapped.models[0])
     demand(core is model, "unwrap(wrap(model)) is not the model.")
@@ -304,7 +304,7 @@ def unwrapping_undoes_wrapping(subject: StrategySubject) -> None:
     demand(not is_renamed, "wrap changed the names in the model's state dict.")
     demand(strategy.wrapper.unwrap(core) is core, "unwrap changed a model that is not wrapped.")
     again = strategy.wrapper.wrap(wrapped)
-    demand(again.models[0] is wrapped.models[0], "wrap wrapped a model that was wrapped already.")
+    demand(again.models[0] is wrapped.models[0], "wrap wrapped a model that was already wrapped.")
     still = strategy.wrapper.wrap(Bundle(models=[frozen])).models[0]
     demand(
         strategy.wrapper.unwrap(still) is frozen,

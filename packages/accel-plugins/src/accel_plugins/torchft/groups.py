@@ -1,4 +1,4 @@
-"""Replica groups: the quorum of each step, and what a group that comes back gets from another.
+"""Replica groups: the quorum of each step, and the state that a returning group gets from another.
 
 This is the only importer of torchft in the library. A group is the job that its launcher starts, with ranks
 and collectives of its own; torchft's managers find the other groups through a lighthouse.
@@ -53,7 +53,7 @@ class ReplicaGroups:
 
     Raises:
         MissingDependencyError: torchft is not installed.
-        SettingsError: There is no lighthouse, or no such group.
+        SettingsError: There is no lighthouse, or the group does not exist.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class ReplicaGroups:
         if settings.lighthouse is None:
             raise SettingsError(
                 "strategy='torchft' needs a lighthouse: start the script with `accel launch --replica_groups "
-                "N`, or give the address of yours with --lighthouse (TORCHFT_LIGHTHOUSE)."
+                "N`, or pass its address with --lighthouse (TORCHFT_LIGHTHOUSE)."
             )
         if not 0 <= settings.group < settings.groups:
             raise SettingsError(
@@ -234,7 +234,7 @@ class ReplicaGroups:
             manager.shutdown(wait=False)
 
     def _begin(self) -> None:
-        """Start the manager; at the start of a job wait until all groups are there."""
+        """Start the manager; at the start of a job wait until all groups are present."""
         self._load_checkpoint_once()
         self.manager = manager = self._make_manager()
         manager.load_state_dict({"step": 0, "batches_committed": 0} | self._saved)
@@ -266,9 +266,9 @@ class ReplicaGroups:
             self._sync = self._make_sync(self._apart)
         if self.settings.restarts and manager.is_participating() and not manager.current_step():
             self._warn(
-                "Replica group %d was started again, has found no checkpoint, and no group is further: it "
-                "begins at step 0. ProjectConfiguration(automatic_checkpoint_naming=True) and save_state() "
-                "leave one.",
+                "Replica group %d was restarted, found no checkpoint, and no group is further: it "
+                "begins at step 0. Use ProjectConfiguration(automatic_checkpoint_naming=True) and "
+                "save_state() to write checkpoints.",
                 self.settings.group,
             )
 
@@ -309,8 +309,8 @@ class ReplicaGroups:
         self._is_resumed = True
         if folder := self._load_last():
             self._warn(
-                "Replica group %d was started again and has loaded the last checkpoint in %s; a group that "
-                "is further heals it.",
+                "Replica group %d was restarted and loaded the last checkpoint in %s. A group that is "
+                "further heals it.",
                 self.settings.group,
                 folder,
             )
@@ -399,7 +399,7 @@ class ReplicaGroups:
                 self._unit.capitalize(),
                 before + 1,
                 ", with the batches of all groups" if self._apart is None else "",
-                self.manager.errored() or f"{present} of {groups} groups are there",
+                self.manager.errored() or f"{present} of {groups} groups are present",
             )
         if present == self._participants:
             return

@@ -49,8 +49,8 @@ def build(
     options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
     if options.comm_hook is not DDPCommunicationHookType.NO:
         raise SettingsError(
-            f"DistributedDataParallelKwargs(comm_hook={options.comm_hook.value!r}): strategy='torchft' has a "
-            "communication hook of its own, which averages over the groups that are alive."
+            f"DistributedDataParallelKwargs(comm_hook={options.comm_hook.value!r}): strategy='torchft' "
+            "has its own communication hook, which averages over the living groups."
         )
     groups = ReplicaGroups(settings.replicas, runtime, apart=handlers.get(ReplicaSyncKwargs))
     inner = Strategy(

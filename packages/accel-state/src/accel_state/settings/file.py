@@ -32,13 +32,13 @@ _MOVED = {
     "ipex_config": (None, None),
     "use_ipex": (None, None),
 }
-"""Old key to the table and the key that have it now; no key where it has no meaning any more."""
+"""Old key to its current table and key; no key if it no longer has a meaning."""
 
 _WHY = {
     "use_mps_device": "Apple GPUs are found without it",
     "use_xpu": "Intel GPUs are found without it",
-    "ipex_config": "PyTorch has what the extension for Intel devices had",
-    "use_ipex": "PyTorch has what the extension for Intel devices had",
+    "ipex_config": "PyTorch includes the features of the extension for Intel devices",
+    "use_ipex": "PyTorch includes the features of the extension for Intel devices",
     "mpirun_config.mpirun_ccl": "oneCCL is not configured by the command",
 }
 _TENSOR_PARALLEL = {"tp_size": "parallelism_config_tp_size"}
@@ -84,7 +84,7 @@ def translate(content: Mapping[str, Any]) -> Translation:
 
 def _move(result: dict[str, Any], key: str, value: Any, table: str | None, name: str | None) -> str:
     if name is None:
-        return f"'{key}' is not needed any more: {_WHY[key]}"
+        return f"'{key}' is no longer needed: {_WHY[key]}"
     target = result if table is None else result.setdefault(table, {})
     if isinstance(target, dict):
         target.setdefault(name, value)
@@ -110,7 +110,7 @@ def _inside(content: Mapping[str, Any], result: dict[str, Any]) -> list[str]:
                 notes.append(f"'fsdp_config.{key}' is 'fsdp_config.fsdp_{key}' now")
     if isinstance(result.get("mpirun_config"), dict) and "mpirun_ccl" in result["mpirun_config"]:
         del result["mpirun_config"]["mpirun_ccl"]
-        notes.append(f"'mpirun_config.mpirun_ccl' is not needed any more: {_WHY['mpirun_config.mpirun_ccl']}")
+        notes.append(f"'mpirun_config.mpirun_ccl' is no longer needed: {_WHY['mpirun_config.mpirun_ccl']}")
     if str(content.get("distributed_type")).upper() == "TPU":
         result["distributed_type"] = "XLA"
         notes.append("'distributed_type: TPU' is 'distributed_type: XLA' now")
@@ -137,7 +137,7 @@ ALWAYS_WRITTEN = (
 """The settings that a file always has, defaults included: other readers of such files expect them."""
 
 _MANY = 20
-"""More unknown keys than this are no misspellings."""
+"""More unknown keys than this are not misspellings."""
 
 _TABLES = frozenset(key.partition(".")[0] for key in BY_KEY if "." in key)
 
@@ -172,10 +172,10 @@ def parse_file(content: Mapping[str, Any], source: str) -> dict[str, SourcedValu
         source: The file's name, for messages.
 
     Returns:
-        Path to value and origin. A key whose value is empty counts as not given.
+        Path to value and origin. A key with an empty value counts as unset.
 
     Raises:
-        SettingsError: Keys are unknown, or their values cannot be used; the message names all.
+        SettingsError: Keys are unknown, or their values are invalid. The message lists all.
 
     Example:
         >>> parse_file({"num_machines": 2}, "c.yaml")["launch.num_machines"].value
@@ -187,8 +187,9 @@ def parse_file(content: Mapping[str, Any], source: str) -> dict[str, SourcedValu
     unknown = [key for key, _ in entries if key not in BY_KEY]
     if len(unknown) > _MANY:
         raise SettingsError(
-            f"{source} is no config file of accel: {len(unknown)} of its {len(entries)} keys are unknown, "
-            f"such as {unknown[0][:60]!r}"
+            f"{source} is not an accel config file: {len(unknown)} of its {len(entries)} keys are "
+            "unknown, such as"
+            f" {unknown[0][:60]!r}"
         )
     for key, value in entries:
         with problems:

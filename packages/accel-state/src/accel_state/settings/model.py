@@ -248,7 +248,7 @@ def parse(option: Option, text: str, layer: Layer, origin: str) -> SourcedValue 
         The value and its origin, or None if the text stands for "not given".
 
     Raises:
-        SettingsError: The text cannot be used; the message names it and its origin.
+        SettingsError: The text is invalid. The message names it and its origin.
 
     Example:
         >>> from accel_state.settings.model import BY_KEY
@@ -312,8 +312,8 @@ def merge_sources(*sources: Mapping[str, SourcedValue]) -> Merged:
         asked[by_kind] = replace(kind, value=True)
     on = sorted((switch.layer, name) for name, switch in asked.items() if switch.value)
     conflicts = tuple(
-        f"{asked[on[0][1]].origin} asks for {TITLES[on[0][1]]} and {asked[name].origin} for {TITLES[name]}: "
-        "choose one."
+        f"{asked[on[0][1]].origin} requests {TITLES[on[0][1]]}, but {asked[name].origin} requests "
+        f"{TITLES[name]}: choose one."
         for layer, name in on[1:]
         if layer == on[0][0]
     )
@@ -349,7 +349,7 @@ def parse_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     """Read every documented variable that is set, by path; an empty variable counts as unset.
 
     Raises:
-        SettingsError: Variables cannot be read; the message names all.
+        SettingsError: Variables are invalid. The message lists all.
     """
     values: dict[str, SourcedValue | None] = {}
     problems = ErrorCollector()
@@ -370,7 +370,8 @@ def from_environ(environ: Mapping[str, str]) -> Settings:
     """Read the settings of a process from its environment.
 
     Raises:
-        SettingsError: A variable cannot be read, or two ask for different engines; the message names them.
+        SettingsError: A variable is invalid, or two variables request different engines. The message names
+            them.
 
     Example:
         >>> from_environ({"ACCELERATE_MIXED_PRECISION": "bf16"}).precision.mixed_precision
@@ -384,7 +385,7 @@ def from_environ(environ: Mapping[str, str]) -> Settings:
 def to_environ(settings: Settings) -> dict[str, str]:
     """Write what differs from the defaults as variables; `from_environ` reads the same settings back.
 
-    Settings that only the command reads are left out: workers learn their topology from their launcher.
+    Settings that only the command reads are omitted: workers get their topology from their launcher.
 
     Example:
         >>> from accel_state.settings.model import PrecisionSettings

@@ -185,7 +185,7 @@ class Option:
         path: Its path in `Settings`, as `"section.field"`; a section alone for its switch.
         help: One sentence for the command's help and the reference page.
         topic: The heading under which help and reference show it.
-        parse: Text to value; raises `ValueError` that says what was expected. None means "not given".
+        parse: Text to value; raises a `ValueError` that describes valid values. None means "unset".
         choices: The texts that are allowed, as they are written; the empty tuple allows what `parse` does.
         variable: The environment variable; None for settings that only the command reads.
         flags: Command line flags, spelled with underscores.
@@ -195,7 +195,7 @@ class Option:
         key: The key of a config file; a dot leads into a nested table.
         key_aliases: Further spellings of the key that are read, and not written.
         launch_default: The value that `accel launch` passes to workers by default; None passes none.
-        question: The question of `accel config`; None if it asks none.
+        question: The question of `accel config`; None if there is none.
         ask_if: Decides by the previous answers whether to ask.
         skip_reason: Why `accel config` does not ask.
     """
@@ -219,7 +219,7 @@ class Option:
 
     @property
     def section(self) -> str:
-        """The section of `Settings` that the path begins with."""
+        """The section of `Settings` at the start of the path."""
         return self.path.partition(".")[0]
 
     @property

@@ -148,7 +148,7 @@ class LaunchSettings:
         ask_if=_has_devices,
     )
     num_cpu_threads_per_process: int | None = _row(
-        "Threads per process (OMP_NUM_THREADS); by default, processes share the cores.",
+        "Threads per process (OMP_NUM_THREADS); by default, the processes share the cores.",
         skip_reason="The default fits, and Accelerate rejects a file with this key.",
     )
     max_restarts: int = _row(
@@ -161,10 +161,10 @@ class LaunchSettings:
         "Seconds between checks of the workers.",
         default=0.1,
         parse=number(0, of="seconds"),
-        skip_reason="Only tests need another value.",
+        skip_reason="Only tests need a different value.",
     )
     shutdown_timeout: int | None = _row(
-        "Seconds that processes have to end after a signal before they are killed; torch's default is 30.",
+        "Seconds between a signal and killing the processes; torch's default is 30.",
         skip_reason="Depends on the run, not on the machine.",
     )
     tee: str = _row(
@@ -358,19 +358,19 @@ _ONE_JOB = "Depends on the job, not on the machine."
 class ClusterSettings:
     """A job that the scheduler of a cluster starts, with --launcher slurm, ray or kubeflow."""
 
-    gpus_per_node: int | None = _of_cluster("GPUs of each node, each for one process; without, none.")
+    gpus_per_node: int | None = _of_cluster("GPUs per node, one for each process; by default none.")
     time: str | None = _of_cluster(
-        "Slurm: the longest time that the job may take, as 90 (minutes), 1:30:00 or 2-00:00:00.",
+        "Slurm: time limit of the job, such as 90 (minutes), 1:30:00 or 2-00:00:00.",
         parse=_slurm_time,
     )
     sbatch_args: tuple[str, ...] = _of_cluster(
-        "Slurm: more options of sbatch, as '--partition=a --account=b'; may be repeated.",
+        "Slurm: more sbatch options, such as '--partition=a --account=b'; repeatable.",
         default=(),
         kind="list",
     )
     ray_address: str = _of_cluster(
-        "Ray: the cluster, as HOST:PORT or ray://HOST:PORT; auto finds that of this machine or RAY_ADDRESS,"
-        " local starts one.",
+        "Ray: the cluster, as HOST:PORT or ray://HOST:PORT; auto uses RAY_ADDRESS or the cluster of "
+        "this machine, local starts one.",
         default="auto",
     )
     ray_strategy: str = _of_cluster(
@@ -381,11 +381,11 @@ class ClusterSettings:
     )
     image: str | None = _of_cluster("Kubernetes: the container's image, which has accel and the script.")
     namespace: str | None = _of_cluster(
-        "Kubernetes: the namespace of the job; that of the context by default."
+        "Kubernetes: the namespace of the job; by default that of the context."
     )
     queue: str | None = _of_cluster("Kubernetes: the local queue of Kueue that admits the job.")
     format: str = _of_cluster(
-        "Kubernetes: what to submit, a trainjob of Kubeflow's Trainer or a jobset.",
+        "Kubernetes: the kind of job, a trainjob (Kubeflow Trainer) or a jobset.",
         default="trainjob",
         choices=("trainjob", "jobset"),
     )
@@ -432,7 +432,7 @@ class ReplicaSettings:
         skip_reason=_ONE_JOB,
     )
     lighthouse: str | None = setting(
-        help="Address of torchft's lighthouse, as http://HOST:PORT; by default the launcher starts it.",
+        help="Address of torchft's lighthouse, http://HOST:PORT; by default, the launcher starts one.",
         variable="TORCHFT_LIGHTHOUSE",
         flags=("--lighthouse",),
         key="lighthouse",
@@ -495,7 +495,7 @@ class TpuSettings:
         question="Which machines, separated by commas? (empty: the whole pod)",
     )
     env: tuple[str, ...] = _of_pod(
-        "Environment variable for the machines of the pod, as NAME=value; repeatable.",
+        "Environment variable for the machines of the pod, NAME=value; repeatable.",
         default=(),
         flags=("--env",),
         kind="list",

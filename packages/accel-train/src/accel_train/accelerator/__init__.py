@@ -68,7 +68,7 @@ class Accelerator(
         megatron_lm_plugin: Train with Megatron: tensor, pipeline, sequence and data parallelism.
         rng_types: The random generators that loaders synchronise across ranks at the start of an epoch;
             `["generator"]`, that of the sampler, if `None`.
-        log_with: Experiment trackers: a name such as `"tensorboard"`, `"all"` for all that are installed, a
+        log_with: Experiment trackers: a name such as `"tensorboard"`, `"all"` for all installed ones, a
             custom `GeneralTracker`, or a list of these.
         project_dir: Directory of the project's files.
         project_config: Directories and naming of checkpoints and logs.
@@ -85,16 +85,16 @@ class Accelerator(
         step_scheduler_per: How far an optimizer step advances a learning rate schedule: `"process"` once per
             process, `"update"` once, `"sample"` by the number of samples; `"process"` if `None`, which is
             logged.
-        on_tracker_error: What happens on an error of a tracker: `"raise"` raises it on the main process,
-            `"warn"` logs it, and training continues.
+        on_tracker_error: How to handle a tracker's error: `"raise"` raises it on the main process; `"warn"`
+            logs it and continues training.
         strategy: Training strategy: a name such as `"ddp"`, including those of installed distributions, or a
             `StrategySpec`. If `None`, that of an earlier `Accelerator`, else
             `ACCELERATE_STRATEGY`, else the first that applies to the plugins and the number of processes.
-        log_system_metrics: Whether `log` adds step time, throughput, device memory and the share of time in
-            which data was waited for, under names that begin with `system/`.
+        log_system_metrics: Whether `log` adds step time, throughput, device memory and the share of time
+            spent waiting for data, under names that begin with `system/`.
 
     Raises:
-        SettingsError: An argument, or its environment variable, cannot be used.
+        SettingsError: An argument or its environment variable is invalid.
         UnsupportedError: A requested feature is not available.
 
     Example:

@@ -64,7 +64,7 @@ logger = get_logger(__name__)
 
 
 class _Unset:
-    """The default of `split_batches`, which tells an absent argument from `False`."""
+    """The default of `split_batches`, which distinguishes an absent argument from `False`."""
 
     def __repr__(self) -> str:
         return "<unset>"
@@ -115,7 +115,7 @@ class AcceleratorConfig:
             if self.deepspeed_plugin is not None:
                 raise SettingsError(
                     f"Accelerator(deepspeed_plugin={self.deepspeed_plugin!r}, "
-                    f"deepspeed_plugins={self.deepspeed_plugins!r}): give one of the two."
+                    f"deepspeed_plugins={self.deepspeed_plugins!r}): pass only one of the two."
                 )
             plugins["deepspeed_plugin"] = self.deepspeed_plugins
         return plugins
@@ -135,11 +135,11 @@ class PreparedObjects:
         return any(candidate is prepared for kind in kinds for prepared in kind)
 
     def num_steps(self) -> int:
-        """Return how often the optimizer that stepped most has stepped."""
+        """Return the largest number of steps of any optimizer."""
         return max((optimizer.num_steps for optimizer in self.optimizers), default=0)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Iterate over the parameters of optimizers and models; some come more than once."""
+        """Iterate over the parameters of optimizers and models; some occur more than once."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 yield from group["params"]
@@ -205,7 +205,7 @@ class Parts:
 
 @frozen
 class StartedParts:
-    """The parts that there are before a strategy is built."""
+    """The parts that exist before a strategy is built."""
 
     process: PartialState
     state: AcceleratorState
@@ -302,8 +302,7 @@ def _hooks_after_step(
 def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
     """Return the parts with the FP8 recipe of another handler; it converts what is prepared from now on.
 
-    A run has one recipe, and so the handler takes the place of any other. Without FP8 it is kept, and nothing
-    reads it.
+    A run has one recipe, so the handler replaces any other. Without FP8, the handler is kept but not used.
     """
     kinds = {kind for spec in RECIPES.built_in.values() for kind in spec.handlers}
     handlers = {kind: known for kind, known in parts.handlers.items() if kind not in kinds}
@@ -327,7 +326,7 @@ def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
 def _start_preemption(
     checkpoints: CheckpointContext, accelerator: Any, variables: Mapping[str, str]
 ) -> Preemption | None:
-    """Handle the signals of schedulers from now on, if that was asked for."""
+    """Handle the signals of schedulers from now on, if requested."""
     if not checkpoints.project.save_on_preemption:
         return None
     _ = checkpoints.numbered  # refuses a project without a directory
@@ -363,7 +362,7 @@ HANDLERS: tuple[type[Any], ...] = (
     ReplicaSyncKwargs,
     TilingKwargs,
 )
-"""What `Accelerator(kwargs_handlers=[…])` takes, one of each."""
+"""The types that `Accelerator(kwargs_handlers=[…])` accepts, one of each."""
 
 
 def index_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
@@ -381,10 +380,11 @@ def index_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
             kind = next((known for known in of_recipes if isinstance(handler, known)), None)
         if kind is None:
             names = ", ".join(known.__name__ for known in HANDLERS)
-            raise SettingsError(f"kwargs_handlers contains {handler!r}; it takes one of each of {names}.")
+            raise SettingsError(f"kwargs_handlers contains {handler!r}; accepted are one of each of {names}.")
         if kind in by_type:
             raise SettingsError(
-                f"kwargs_handlers contains two {kind.__name__}: {by_type[kind]!r} and {handler!r}; pass one."
+                f"kwargs_handlers contains two {kind.__name__}: {by_type[kind]!r} and {handler!r}; pass "
+                "only one."
             )
         by_type[kind] = handler
     return by_type
@@ -399,19 +399,19 @@ def resolve_dataloading(config: AcceleratorConfig) -> DataLoaderConfiguration:
         return DataLoaderConfiguration(split_batches=split)
     if dataloading.split_batches != split:
         raise SettingsError(
-            f"Accelerator(split_batches={split!r}, dataloader_config={dataloading!r}): the two contradict "
-            "each other; say it in dataloader_config alone."
+            f"Accelerator(split_batches={split!r}, dataloader_config={dataloading!r}): the two "
+            "contradict each other. Set it only in dataloader_config."
         )
     return dataloading
 
 
 def check_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[str | RNGType]:
-    """Return the random generators that loaders synchronise; refuse unknown names."""
+    """Return the random generators that loaders synchronise; reject unknown names."""
     types: list[str | RNGType] = ["generator"] if rng_types is None else [*rng_types]
     for rng_type in types:
         if rng_type not in RNGType:
             raise SettingsError(
-                f"rng_types contains {rng_type!r}; it takes {', '.join(map(repr, RNGType.list()))}."
+                f"rng_types contains {rng_type!r}; accepted are {', '.join(map(repr, RNGType.list()))}."
             )
     return types
 
@@ -433,19 +433,19 @@ def resolve_compiler(config: AcceleratorConfig) -> TorchDynamoPlugin:
         return TorchDynamoPlugin(backend=backend)
     if backend is not None:
         raise SettingsError(
-            f"Accelerator(dynamo_backend={backend!r}, dynamo_plugin={plugin!r}): give one of the two."
+            f"Accelerator(dynamo_backend={backend!r}, dynamo_plugin={plugin!r}): pass only one of the two."
         )
     return plugin
 
 
 def check_scheduler_clock(config: AcceleratorConfig) -> None:
-    """Refuse an unknown clock of schedules, and any clock for schedules that do not follow the optimizer."""
+    """Reject an unknown clock of schedules, and any clock for schedules that do not follow the optimizer."""
     step_per = config.step_scheduler_per
     check_clock(step_per, "step_scheduler_per")
     if step_per is not None and not config.step_scheduler_with_optimizer:
         raise SettingsError(
-            f"Accelerator(step_scheduler_per={step_per!r}, step_scheduler_with_optimizer=False): without the "
-            "optimizer every call of step() is one step of the schedule; leave one of the two out."
+            f"Accelerator(step_scheduler_per={step_per!r}, step_scheduler_with_optimizer=False): "
+            "without the optimizer, every call of step() is one step of the schedule. Remove one of the two."
         )
 
 
@@ -467,7 +467,7 @@ def resolve_accumulation(
     elif steps != 1:
         raise SettingsError(
             f"Accelerator(gradient_accumulation_steps={steps!r}, "
-            f"gradient_accumulation_plugin={accumulation!r}): give one of the two."
+            f"gradient_accumulation_plugin={accumulation!r}): pass only one of the two."
         )
     if accumulation.num_steps is None:
         accumulation = replace(accumulation, num_steps=settings.training.gradient_accumulation_steps)
@@ -476,8 +476,8 @@ def resolve_accumulation(
     configured: int | None = None if deepspeed is None else deepspeed.gradient_accumulation_steps
     if configured is not None and configured != accumulation.num_steps:
         logger.warning_once(
-            "Accelerator has gradient_accumulation_steps=%r, and the DeepSpeed configuration %r, which is "
-            "used; say it in one place, or 'auto' in the configuration.",
+            "Accelerator has gradient_accumulation_steps=%r, and the DeepSpeed configuration %r, which "
+            "takes effect. Set it in one place, or use 'auto' in the configuration.",
             accumulation.num_steps,
             configured,
         )
@@ -551,7 +551,8 @@ def _build_strategy(
     strategy = load(spec)(settings, runtime, precision, handlers)
     if ignores and strategy.precision is None:
         logger.warning_once(
-            "mixed_precision='fp16' on the CPU computes in float32, as with Accelerate; 'bf16' is faster "
-            "where the CPU has instructions for it. kwargs_handlers=[GradScalerKwargs()] asks for float16."
+            "mixed_precision='fp16' on the CPU computes in float32, as with Accelerate; 'bf16' is "
+            "faster if the CPU has instructions for it. Pass kwargs_handlers=[GradScalerKwargs()] to "
+            "compute in float16."
         )
     return strategy, strategy.precision or precision

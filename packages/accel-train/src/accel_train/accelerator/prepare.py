@@ -60,7 +60,7 @@ Placement: TypeAlias = "Sequence[bool | None] | None"
 
 
 class PrepareFacet(SeamFacet):
-    """`prepare`, and what undoes it."""
+    """`prepare`, and the methods that undo it."""
 
     __slots__ = ()
 
@@ -158,17 +158,17 @@ class PrepareFacet(SeamFacet):
         """Prepare objects for this run: move and wrap models, shard what the strategy shards.
 
         Args:
-            *args: Models, optimizers, data loaders and schedulers, in any order and number. Anything else,
-                and what this accelerator has prepared before, is returned as it is.
-            device_placement: For every argument, whether it may be moved to the device; `None`, also in the
-                list, means what `Accelerator(device_placement=…)` says.
+            *args: Models, optimizers, data loaders and schedulers, in any order and number. Other objects,
+                and objects that this accelerator has already prepared, are returned unchanged.
+            device_placement: For every argument, whether it may be moved to the device. `None`, as a whole or
+                in the list, uses the value of `Accelerator(device_placement=…)`.
 
         Returns:
-            The prepared objects in the order of the arguments; not a tuple if there is one argument only.
+            The prepared objects in the order of the arguments; a single object if there is only one argument.
 
         Raises:
-            ValueError: `device_placement` has another length than the arguments.
-            UnsupportedError: The strategy cannot train what it was given, such as a model that is spread over
+            ValueError: `device_placement` and the arguments differ in length.
+            UnsupportedError: The strategy cannot train the objects, such as a model that is spread over
                 several devices and processes.
 
         Example:
@@ -197,8 +197,8 @@ class PrepareFacet(SeamFacet):
         Args:
             model: The model.
             device_placement: Whether it may be moved to the device; the accelerator's default if `None`.
-            evaluation_mode: The model is not trained: it is moved to the device, gets its precision, and is
-                wrapped only if it cannot run otherwise.
+            evaluation_mode: Whether the model is only evaluated: it is moved to the device and converted to
+                its precision, and wrapped only if it cannot run otherwise.
         """
         return self._prepare_single("models", model, device_placement, evaluation=evaluation_mode)
 
@@ -207,7 +207,7 @@ class PrepareFacet(SeamFacet):
         optimizer: Optimizer,
         device_placement: bool | None = None,
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer; `device_placement` says whether its state follows its parameters."""
+        """Prepare an optimizer; `device_placement` sets whether its state follows its parameters."""
         return self._prepare_single("optimizers", optimizer, device_placement)
 
     def prepare_data_loader(
@@ -221,8 +221,7 @@ class PrepareFacet(SeamFacet):
         Args:
             data_loader: A PyTorch `DataLoader`.
             device_placement: Whether it moves batches to the device; the accelerator's default if `None`.
-            slice_fn_for_dispatch: How a loader that reads on the main process alone cuts a batch for the
-                others.
+            slice_fn_for_dispatch: Splits the batches of a loader that reads only on the main process.
         """
         return self._prepare_single(
             "dataloaders", data_loader, device_placement, slice_fn=slice_fn_for_dispatch
@@ -235,12 +234,12 @@ class PrepareFacet(SeamFacet):
 
         Args:
             scheduler: The scheduler.
-            step_per: What one step of it stands for; what `Accelerator(step_scheduler_per=…)` says if `None`.
+            step_per: The unit of one step; the value of `Accelerator(step_scheduler_per=…)` if `None`.
         """
         return self._prepare_single("schedulers", scheduler, None, step_per=step_per)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Return whether a device map has spread a model, or a part of it, over several devices.
+        """Return whether a device map spreads a model, or a part of it, over several devices.
 
         One process runs such a model; several cannot train it.
 
@@ -271,7 +270,7 @@ class PrepareFacet(SeamFacet):
             *objects: Further objects of the caller to release.
 
         Returns:
-            As many `None` as there were objects, to be assigned to the caller's names for them.
+            One `None` for each object, to assign to the caller's variables.
 
         Example:
             >>> from accel_train import Accelerator
@@ -312,7 +311,7 @@ class PrepareFacet(SeamFacet):
 
     @property
     def rng_types(self) -> Sequence[str | RNGType]:
-        """Which sources of randomness loaders synchronise between processes at their beginning."""
+        """The random generators that loaders synchronise between processes at the start of a pass."""
         return self._parts.rng_types
 
     @rng_types.setter
@@ -331,7 +330,7 @@ class PrepareFacet(SeamFacet):
 
     @property
     def even_batches(self) -> bool:
-        """Whether every process gets the same number of samples; loaders prepared later follow a change."""
+        """Whether every process gets equally many samples; a change applies to loaders prepared later."""
         return self._parts.dataloading.even_batches
 
     @even_batches.setter
@@ -457,7 +456,7 @@ def sort_arguments(
     if len(device_placement) != len(arguments):
         raise ValueError(
             f"device_placement={device_placement!r} has {len(device_placement)} entries for the "
-            f"{len(arguments)} arguments of prepare(); give one for each, None for the default."
+            f"{len(arguments)} arguments of prepare(). Pass one for each, or None for the default."
         )
     _warn_unprepared(arguments)
     by_kind: dict[str, list[Any]] = {kind: [] for kind in (*(kind for kind, _ in _KINDS), _OTHERS)}
@@ -478,7 +477,7 @@ def sort_argument(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, dict
     types = dict(_KINDS)[kind]
     if kind != "schedulers" and not isinstance(argument, types):
         names = " or ".join(f"{expected.__module__}.{expected.__qualname__}" for expected in types)
-        raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is no {names}.")
+        raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is not a {names}.")
     fields: dict[str, Any] = {kind: (_without_wrapper(argument),), "order": ((kind, 0),)}
     placements = {known: [move] if known == kind else [] for known, _ in _KINDS}
     return Bundle(**fields, placements=placements["models"]), placements
@@ -495,20 +494,20 @@ def kind_of(argument: object) -> str:
 
 
 def _warn_unprepared(arguments: Sequence[Any]) -> None:
-    """Warn about arguments that are passed through although they look like models or optimizers."""
+    """Warn about arguments that look like models or optimizers but are passed through."""
     for argument in arguments:
         items: Any = argument if isinstance(argument, list | tuple) else ()
         first = next((item for item in items if kind_of(item) != _OTHERS), None)
         if first is not None:
             logger.warning(
-                "prepare() got a %s with a %s in it, and returns it as it is: pass each "
-                "object by itself, as in prepare(*objects).",
+                "prepare() got a %s that contains a %s, and returns it unchanged. Pass each object "
+                "separately, as in prepare(*objects).",
                 type(argument).__name__,
                 type(first).__qualname__,
             )
         elif isinstance(argument, type) and issubclass(argument, tuple(t for _, ts in _KINDS for t in ts)):
             logger.warning(
-                "prepare() got the class %s, and returns it as it is: pass an object of it.",
+                "prepare() got the class %s, and returns it unchanged. Pass an instance.",
                 argument.__qualname__,
             )
 
@@ -560,8 +559,9 @@ def _check(bundle: Bundle, request: PrepareRequest) -> Bundle:
         for model in bundle.models:
             if has_device_map(model):
                 raise UnsupportedError(
-                    f"{type(model).__qualname__} is spread over several devices by a device map, and cannot "
-                    "be trained by several processes; load it without device_map, or start one process."
+                    f"{type(model).__qualname__} is spread over several devices by a device map and "
+                    "cannot be trained by several processes. Load it without device_map, or start one "
+                    "process."
                 )
     for argument in (*bundle.optimizers, *bundle.schedulers):
         if isinstance(argument, (DummyOptim, DummyScheduler, MegatronLMDummyScheduler)):
@@ -584,13 +584,14 @@ def _check_quantised(model: nn.Module, device: torch.device) -> None:
         if bits and offloaded:
             raise SettingsError(
                 f"{type(part).__qualname__} is quantised to {bits[0]} bits and has parts on "
-                f"{' and '.join(sorted(offloaded))}, by its device map: such a model cannot be trained. Load "
+                f"{' and '.join(sorted(offloaded))}, because of its device map. Such a model cannot be "
+                "trained. Load "
                 "it with all parts on one device, or prepare it with evaluation_mode=True."
             )
 
 
 def has_device_map(model: nn.Module) -> bool:
-    """Return whether a device map has spread a model, or a part of it, over several devices."""
+    """Return whether a device map spreads a model, or a part of it, over several devices."""
     return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
 
@@ -640,8 +641,8 @@ def _tiles(bundle: Bundle, request: PrepareRequest) -> Bundle:
         return bundle
     if parts.engine is not None and not parts.strategy.calls_forward:
         raise UnsupportedError(
-            f"{sizes!r}: the strategy {parts.strategy.name!r} runs the full training step, and would not see "
-            f"{' and '.join(wanted)}. Leave it out."
+            f"{sizes!r}: the strategy {parts.strategy.name!r} runs the full training step and would "
+            f"ignore {' and '.join(wanted)}. Remove it."
         )
     for model in models:
         if sizes.mlp_tile_size is not None:
@@ -677,7 +678,7 @@ def _compile(bundle: Bundle, request: PrepareRequest) -> Bundle:
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool = False) -> nn.Module:
-    """Compile a model with the plugin's options; leave a compiled one as it is.
+    """Compile a model with the plugin's options; do not change a compiled one.
 
     With regions or `in_place`, the unwrapped model is compiled in place; otherwise the result wraps it.
     """

@@ -29,7 +29,7 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
     name = type(sharded[0]).__qualname__
     if parts.strategy.name not in {"ddp", "tp", "fsdp2"}:
         raise UnsupportedError(
-            f"{name} is sharded already, as by from_pretrained(distributed_config=...), and the strategy "
+            f"{name} is already sharded, as by from_pretrained(distributed_config=...), but the strategy "
             f"{parts.strategy.name!r} shards models itself. Load it without these arguments."
         )
     stages = size_at_load(sharded[0], "pp_size") or 1
@@ -41,12 +41,12 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
         )
     if parts.converter is not None:
         raise UnsupportedError(
-            f"{name} is sharded already, and mixed_precision={parts.state.mixed_precision!r} replaces "
+            f"{name} is already sharded, but mixed_precision={parts.state.mixed_precision!r} replaces "
             "layers, which must come first. Use 'bf16'."
         )
     if parts.prepared.optimizers or parts.prepared.dataloaders or parts.prepared.models:
         raise SettingsError(
-            f"{name} is sharded already and says which ranks read different batches. Prepare it before "
+            f"{name} is already sharded and determines which ranks read different batches. Prepare it before "
             "anything else, or together with its optimizer and loaders."
         )
     runtime, handlers = parts.process.runtime, parts.handlers
@@ -76,7 +76,7 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
 
 
 def _is_sharded(model: nn.Module, mesh: DeviceMesh | None) -> bool:
-    """Return whether others have sharded a model; under tensor parallelism, its layers may be DTensors."""
+    """Return whether a model was already sharded; under tensor parallelism, its layers may be DTensors."""
     if getattr(model, "is_distributed_loading_by_transformers", False):
         return True
     if "_is_accelerate_prepared" in vars(model):

@@ -52,27 +52,28 @@ class CollectFacet(Facet):
         input_data: T,
         use_gather_object: bool = False,
     ) -> T:
-        """Gather what the processes computed for the batch that a prepared loader yielded last.
+        """Gather the results of all processes for the batch that a prepared loader yielded last.
 
-        Loaders fill up the last batches so that all processes have equally many samples; these repeated
-        samples are cut off, so that over an epoch every sample of the data set comes exactly once. Processes
-        that compute parts of the same layers have the same samples, and one of them counts. Of an incomplete
-        last batch no more rows are kept than it has samples, whatever is given.
+        Loaders pad the last batches so that all processes have equally many samples. These repeated samples
+        are removed, so that every sample of the dataset occurs exactly once per epoch. Processes that compute
+        parts of the same layers have the same samples, and only one of them counts. Of an incomplete last
+        batch, at most as many rows are kept as it has samples.
 
         Args:
             input_data: Tensors as for `gather`, with one row per sample of the batch; 0-d ones are gathered
-                as they are. Or a list, or a plain tuple, of one object per sample; a named tuple, a tuple of
-                containers and a list of tensors and other things are fields.
+                as they are. Or a list or plain tuple with one object per sample. A named tuple, a tuple of
+                containers, and a list of tensors and other objects are treated as fields.
             use_gather_object: Gather as objects even if there are only tensors.
 
         Returns:
-            Tensors gathered as by `gather`; or the objects of all processes in one list; of a single process
-            the objects as they are.
+            Tensors gathered as by `gather`, or the objects of all processes in one list. With a single
+            process, the objects unchanged.
 
         Raises:
             ValueError: There is padding in the batch, and `input_data` is neither tensors nor one object per
                 sample.
-            DistributedOperationException: That is so on another process, or the data does not fit together.
+            DistributedOperationException: The same error on another process, or the data of the processes
+                does not match.
 
         Example:
             >>> import torch
@@ -86,7 +87,7 @@ class CollectFacet(Facet):
         sharding, replicas = parts.strategy.sharding, parts.strategy.replicas
         if replicas is not None:
             logger.warning_once(
-                "gather_for_metrics() covers the samples of %s, not those of the other groups.",
+                "gather_for_metrics() covers only the samples of %s, not those of other groups.",
                 replicas.covers,
             )
         return gather_real(
@@ -101,8 +102,8 @@ class CollectFacet(Facet):
 
         Args:
             tensor: A tensor or nested tensors, of the same shapes on all processes.
-            reduction: `"sum"`, `"mean"`, or `"none"` for none.
-            scale: What the result is multiplied with.
+            reduction: `"sum"`, `"mean"` or `"none"`.
+            scale: The factor of the result.
         """
         return collectives.reduce(tensor, reduction, scale)
 
@@ -113,7 +114,7 @@ class CollectFacet(Facet):
         pad_index: int = 0,
         pad_first: bool = False,
     ) -> T:
-        """Make tensors of all processes equally long along a dimension.
+        """Pad the tensors of all processes to the same length along a dimension.
 
         Args:
             tensor: A tensor or nested tensors.
@@ -132,7 +133,7 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bo
     kept as there are samples in the last batches together: Accelerate does that, and
     `transformers.Trainer` relies on it for the weight of the last batch's loss.
 
-    Without an active loader nothing is cut off. Where ranks share batches, `repeats` says whether this rank
+    Without an active loader, nothing is removed. Where ranks share batches, `repeats` says whether this rank
     has the samples of another rank, and contributes nothing.
     """
     # 1. Trim this rank's data to its real samples.
@@ -250,7 +251,7 @@ def trim_objects(data: Any, *, real: int) -> Any:
     if not has_object_per_sample(data):
         raise ValueError(
             f"gather_for_metrics got a {type(data).__qualname__} for a batch that ends in padding, and "
-            "cannot cut the padding off; give a list with one object per sample."
+            "cannot remove the padding. Pass a list with one object per sample."
         )
     objects: Sequence[Any] = data
     return objects[:real]
@@ -267,7 +268,7 @@ def trim_tensors(data: Any, *, real: int) -> Any:
 
 
 class TrackingFacet(Facet):
-    """Log hyperparameters and values. Every method may be called on every process; the main one logs."""
+    """Log hyperparameters and values. Call methods on any process; only the main process logs."""
 
     __slots__ = ()
 
@@ -297,19 +298,19 @@ class TrackingFacet(Facet):
     ) -> None:
         """Start every tracker of `log_with`, and store hyperparameters.
 
-        It may be called on the main process alone, unless a tracker of yours logs on every process.
+        It may be called on the main process alone, unless a custom tracker logs on every process.
         After `load_state`, the runs that the checkpoint names are resumed. Runs of an earlier `init_trackers`
         are finished first.
 
         Args:
-            project_name: Name of the project, or of the run where a tracker has no projects.
+            project_name: Name of the project, or of the run if a tracker has no projects.
             config: Hyperparameters: a dictionary, a dataclass or an argparse namespace. It is not changed.
             init_kwargs: More arguments for a tracker's construction, by its name, such as
                 `{"wandb": {"name": "baseline"}}`.
 
         Raises:
             SettingsError: `config` has another type.
-            Exception: What a tracker raised, with `on_tracker_error="raise"`.
+            Exception: The error of a tracker, with `on_tracker_error="raise"`.
 
         Example:
             >>> import tempfile
@@ -338,7 +339,7 @@ class TrackingFacet(Facet):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log values with every tracker; nothing without trackers.
+        """Log values with every tracker; do nothing without trackers.
 
         It does not wait for a device: tensors there are copied on the side and written by a later call, in
         order, by `save_state`, by `end_training`, or at the end of the program, also by an exception. Every
@@ -346,17 +347,17 @@ class TrackingFacet(Facet):
         the last call is added.
 
         Args:
-            values: By name numbers, texts, tensors, dictionaries of these, and what else a tracker's library
-                takes. Tensors with several elements become histograms where the library has them; what it
-                cannot take is skipped with one warning for each name.
+            values: By name: numbers, strings, tensors, dictionaries of these, and library-specific objects.
+                Tensors with several elements become histograms if the library supports them. Unsupported
+                values are skipped, with one warning for each name.
             step: The step.
             log_kwargs: More arguments of a tracker's `log`, by its name.
 
         Raises:
-            TrackerError: It is too early, before `init_trackers`, too late, after `end_training`, or in a
-                process that was forked from the one that called `init_trackers`.
-            UnsupportedError: `values` is no dictionary.
-            Exception: What a tracker raised, with `on_tracker_error="raise"`.
+            TrackerError: It was called before `init_trackers`, after `end_training`, or in a process forked
+                from the one that called `init_trackers`.
+            UnsupportedError: `values` is not a dictionary.
+            Exception: The error of a tracker, with `on_tracker_error="raise"`.
         """
         parts = self._parts
         if parts.meter is not None and isinstance(values, Mapping):
@@ -368,28 +369,28 @@ class TrackingFacet(Facet):
     @overload
     def get_tracker(self, name: str, unwrap: bool) -> Any: ...
     def get_tracker(self, name: str, unwrap: bool = False) -> GeneralTracker | Any:
-        """Find a tracker, for what only it can do, such as `log_images`.
+        """Find a tracker, to call its own methods such as `log_images`.
 
         Args:
             name: Its name.
             unwrap: Whether to return the library's own object, such as the run of wandb.
 
         Returns:
-            The tracker; on other ranks, and without trackers, a placeholder that does nothing.
+            The tracker. On other ranks, and without trackers, a placeholder that does nothing.
 
         Raises:
-            SettingsError: There are trackers, but none of that name.
+            SettingsError: There are trackers, but none with that name.
         """
         return self._parts.trackers.get(name, unwrap=unwrap)
 
     def end_training(self) -> None:
-        """Write what was logged, finish the trackers, and leave the process group.
+        """Flush logged values, finish the trackers, and destroy the process group.
 
-        The last call of a program. Without trackers and with one process it does nothing. While an exception
-        is on its way, as in `finally`, it does not wait for ranks that do not answer.
+        Call it last in a program. Without trackers and with one process it does nothing. While an exception
+        propagates, as in `finally`, it does not wait for ranks that do not respond.
 
         Raises:
-            Exception: What a tracker raised, with `on_tracker_error="raise"`.
+            Exception: The error of a tracker, with `on_tracker_error="raise"`.
         """
         if self._parts.preemption is not None:
             self._parts.preemption.uninstall()
@@ -408,10 +409,10 @@ def resume_runs(trackers: TrackerSession, folder: AnyPath) -> None:
         read: Any = json.loads(file.read_text())
     except ValueError as error:
         raise CheckpointError(
-            f"{file} is damaged: {error}. Load another checkpoint, or remove it."
+            f"{file} is damaged: {error}. Load another checkpoint, or remove this file."
         ) from error
     if not isinstance(read, dict) or not all(isinstance(value, str) for value in read.values()):
         raise CheckpointError(
-            f"{file} holds no ids of runs by tracker. Load another checkpoint, or remove it."
+            f"{file} contains no run ids by tracker. Load another checkpoint, or remove this file."
         )
     trackers.resume(read)

@@ -42,7 +42,7 @@ class Facet(ABC):
         return self._parts.handlers.get(kind)
 
     def _assign(self, **parts: Any) -> None:
-        """Replace parts, for attributes that scripts assign; what is prepared later follows."""
+        """Replace parts, for attributes that scripts assign; objects prepared later use them."""
         self._parts = replace(self._parts, **parts)
 
     if not TYPE_CHECKING:  # type checkers are to report unknown attributes
@@ -106,7 +106,7 @@ class ProcessFacet(Facet, RankMethods):
 
     @property
     def fp8_enabled(self) -> bool:
-        """Whether matrices are multiplied in 8 bits; models that are prepared after a change follow it."""
+        """Whether matrices are multiplied in 8 bits; a change applies to models prepared later."""
         return self.fp8_backend is not FP8BackendType.NO
 
     @fp8_enabled.setter
@@ -133,7 +133,7 @@ class ProcessFacet(Facet, RankMethods):
 
     @property
     def multi_device(self) -> bool:
-        """Whether several processes each have an accelerator of their own."""
+        """Whether there are several processes, each with its own accelerator."""
         process = self._parts.process
         return process.num_processes > 1 and process.device.type != "cpu"
 
@@ -175,7 +175,7 @@ class ParallelFacet(Facet):
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The active DeepSpeed plugin; `None` where DeepSpeed is not used."""
+        """The active DeepSpeed plugin; `None` if DeepSpeed is not used."""
         return self._parts.state.deepspeed_plugin
 
     @property
@@ -197,7 +197,7 @@ class ParallelFacet(Facet):
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether parameters are `DTensor`s, so that several kinds of parallelism combine."""
+        """Whether parameters are `DTensor`s, which allows combining several kinds of parallelism."""
         return self._parts.strategy.mesh is not None
 
     @property
@@ -242,7 +242,7 @@ class ParallelFacet(Facet):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Shard sequences within the block under context parallelism; do nothing without.
+        """Shard sequences within the block under context parallelism; otherwise do nothing.
 
         Scaled-dot-product attention within it sees full sequences although every rank has a shard of them.
 
@@ -271,7 +271,7 @@ class ParallelFacet(Facet):
         return split(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Let a loader shard the sequences of its batches under Ulysses.
+        """Make a loader shard the sequences of its batches under Ulysses.
 
         `prepare` does so for loaders that are passed together with the model.
 
@@ -294,16 +294,16 @@ class ParallelFacet(Facet):
             return dl
         if model not in parts.prepared:
             raise SettingsError(
-                f"deepspeed_ulysses_dl_adapter(): {type(model).__name__} is not prepared; pass what "
-                "prepare() has returned."
+                f"deepspeed_ulysses_dl_adapter(): {type(model).__name__} is not prepared. Pass the "
+                "result of prepare()."
             )
         if isinstance(dl, PreparedLoader):
             dl.shard_sequences = shard_sequences
             return dl
         if parts.strategy.name != "deepspeed":
             raise SettingsError(
-                f"deepspeed_ulysses_dl_adapter(): {type(dl).__name__} is not prepared, and adapting it needs "
-                "DeepSpeed; pass it to prepare() first."
+                f"deepspeed_ulysses_dl_adapter(): {type(dl).__name__} is not prepared, and adapting it "
+                "needs DeepSpeed. Pass it to prepare() first."
             )
         mesh: Any = parts.strategy.mesh
         sequences = mesh["sp"]
@@ -387,7 +387,7 @@ class ObserveFacet(Facet):
         HTML page of each, which opens offline.
 
         Args:
-            profile_handler: What to record; the accelerator's `ProfileKwargs` if `None`.
+            profile_handler: The options; the accelerator's `ProfileKwargs` if `None`.
 
         Raises:
             SettingsError: The profiler cannot be built with the handler's options.

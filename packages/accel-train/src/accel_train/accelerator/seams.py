@@ -99,11 +99,11 @@ class SeamFacet(Facet):
         """Refuse: MS-AMP is no recipe of this version."""
         del args, device_placement
         raise UnsupportedError(
-            "MS-AMP is not supported; mixed_precision='fp8' uses torchao or TransformerEngine."
+            "MS-AMP is not supported. mixed_precision='fp8' uses torchao or TransformerEngine."
         )
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """Let models work on shards of sequences."""
+        """Make models work on shards of sequences."""
         return self._run_single_stage("sequences", args)
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
@@ -166,13 +166,12 @@ def replaced_stages(accelerator: SeamFacet) -> dict[str, str]:
 
 
 def warn_of_uncalled(accelerator: SeamFacet) -> None:
-    """Warn once of what a program has replaced and nothing here calls."""
+    """Warn once about methods that a program has replaced but that are never called."""
     names = [f"Accelerator.{method}" for method in UNCALLED if _is_replaced(accelerator, method)]
     names += replaced_absent_names()
     if names:
         logger.warning_once(
-            "The program replaces %s, which accel has no counterpart of and never calls: the replacement has "
-            "no effect.",
+            "The program replaces %s, which accel never calls: the replacement has no effect.",
             ", ".join(names),
         )
 

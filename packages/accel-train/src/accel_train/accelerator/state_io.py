@@ -71,29 +71,30 @@ class StateIoFacet(Facet):
         """Save models, optimizers, schedulers, positions of data loaders, random numbers, registered objects.
 
         The checkpoint is written to a staging folder, and committed when every rank has written its files: it
-        is complete or absent. Call it on every rank. Where nothing is sharded, rank 0 alone saves what it
-        has, with a warning, once it knows that the other ranks are elsewhere.
+        is complete or absent. Call it on every rank. If nothing is sharded, rank 0 may save alone, with a
+        warning, once it has detected that the other ranks do not participate.
 
         Args:
-            output_dir: The folder, or its fsspec URL, such as `"s3://bucket/run"`. Files of a checkpoint that
-                is there already are replaced, all at once; other files stay. Not used where checkpoints are
-                numbered (`ProjectConfiguration(automatic_checkpoint_naming=True)`).
+            output_dir: The folder, or its fsspec URL, such as `"s3://bucket/run"`. Files of an existing
+                checkpoint are replaced, all at once; other files remain. Not used if checkpoints are numbered
+                (`ProjectConfiguration(automatic_checkpoint_naming=True)`).
             safe_serialization: Write weights as safetensors; else as `torch.save` does.
             blocking: Return when the checkpoint is committed. Otherwise return as soon as everything is
                 copied to host memory, which is kept for the next time, and write in the background. The next
                 save, `load_state` and the end of the program wait for it, and raise what went wrong.
-            flush: Let the checkpoint count only when it is on disk, so that it survives also a crash of the
-                machine. Without, it survives the death of processes only. If `None`, as
-                `ProjectConfiguration(durable=…)` says, which is true by default.
-            **save_model_func_kwargs: Nothing: the strategies of this version have no options for it.
+            flush: Commit the checkpoint only when it is on disk, so that it survives a crash of the machine.
+                Otherwise it only survives the death of processes. If `None`, the value of
+                `ProjectConfiguration(durable=…)`, which is true by default.
+            **save_model_func_kwargs: Unused: no strategy of this version has such options.
 
         Returns:
             The folder; if not `blocking`, a handle with `wait()`, `done` and `path`.
 
         Raises:
-            SettingsError: There is no folder to save to, or the numbered one is there already.
-            CheckpointWriteError: A process could not write, as on a full disk. Older checkpoints stay.
-            DistributedOperationException: It was not called on every process, unless rank 0 may save alone;
+            SettingsError: No folder is given, or the numbered folder already exists.
+            CheckpointWriteError: A process could not write, for example because the disk is full. Older
+                checkpoints remain.
+            DistributedOperationException: It was not called on every process (unless rank 0 may save alone),
                 or not with the same arguments.
             TypeError: An unknown argument was given.
 
@@ -109,7 +110,7 @@ class StateIoFacet(Facet):
         if save_model_func_kwargs:
             names = ", ".join(sorted(save_model_func_kwargs))
             raise TypeError(
-                f"save_state() got {names}: the strategy {self._parts.strategy.name!r} has no use for it"
+                f"save_state() got {names}, which the strategy {self._parts.strategy.name!r} does not support"
             )
         saving = checkpoint.save.save(
             self._parts.checkpoints,
@@ -126,13 +127,13 @@ class StateIoFacet(Facet):
         load_kwargs: Mapping[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Load what `save_state` has saved, also with another number of processes. Call it on every process.
+        """Load a checkpoint of `save_state`, with any number of processes. Call it on every process.
 
-        The runs of trackers are resumed. A warning names what is not restored. No code in a file is executed:
-        of `torch.save` files, only tensors, arrays of numbers and plain containers are read.
+        The runs of trackers are resumed. A warning lists the objects that are not restored. No code in a file
+        is executed: of `torch.save` files, only tensors, arrays of numbers and plain containers are read.
 
         Args:
-            input_dir: The folder or its fsspec URL; if `None`, the newest complete one of the numbered ones.
+            input_dir: The folder or its fsspec URL; if `None`, the newest complete numbered checkpoint.
             load_kwargs: More arguments of `torch.load`.
             **load_model_func_kwargs: More arguments of `Module.load_state_dict`, such as `strict=False`; and
                 `map_location`, where the states of optimizers are read to first: `"cpu"`, `"on_device"` or a
@@ -140,7 +141,7 @@ class StateIoFacet(Facet):
 
         Raises:
             SettingsError: No folder is given, and checkpoints are not numbered.
-            CheckpointError: There is no complete checkpoint, or it does not fit what was prepared.
+            CheckpointError: There is no complete checkpoint, or it does not match the prepared objects.
             DistributedOperationException: It was not called on every process, or not with the same arguments.
         """
         folder = checkpoint.load.load(
@@ -153,7 +154,7 @@ class StateIoFacet(Facet):
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether `load_state()` will find a numbered checkpoint to resume from. Read it on every rank.
+        """Whether there is a numbered checkpoint for `load_state()` to resume from. Read it on every rank.
 
         Example:
             >>> from accel_train import Accelerator
@@ -163,7 +164,7 @@ class StateIoFacet(Facet):
         return checkpoint.load.has_checkpoint(self._parts.checkpoints)
 
     def exit_if_preempted(self) -> None:
-        """Save and exit here if the job is preempted; do nothing otherwise. Call it on every rank.
+        """Save and exit if the job is preempted; otherwise do nothing. Call it on every rank.
 
         With `ProjectConfiguration(save_on_preemption=True)`. Loops over prepared loaders need no call: their
         step ends when the next batch is asked for after an optimizer step, and with the last batch. Where
@@ -186,7 +187,7 @@ class StateIoFacet(Facet):
             *objects: Each with `state_dict` and `load_state_dict`. The order counts.
 
         Raises:
-            ValueError: One does not have these.
+            ValueError: An object lacks one of these methods.
 
         Example:
             >>> import torch
@@ -211,8 +212,8 @@ class StateIoFacet(Facet):
         Args:
             hook: Called as `hook(models, weights, output_dir)` on every process, with the prepared models
                 without their wrappers, their state dicts, and the staging folder in which the checkpoint is
-                written. Files that it writes there become part of the checkpoint; what it removes from
-                `weights` is not saved.
+                written. Files that it writes there become part of the checkpoint. Weights that it removes
+                from `weights` are not saved.
 
         Returns:
             A handle whose `remove()` undoes it.
@@ -224,8 +225,8 @@ class StateIoFacet(Facet):
 
         Args:
             hook: Called as `hook(models, input_dir)` on every process, with a list of the prepared models
-                without their wrappers, and the folder of the checkpoint. What it removes
-                from `models` is not loaded.
+                without their wrappers, and the folder of the checkpoint. Models that it removes from `models`
+                are not loaded.
 
         Returns:
             A handle whose `remove()` undoes it.
@@ -239,20 +240,20 @@ class StateIoFacet(Facet):
         max_shard_size: int | str = DEFAULT_SHARD_SIZE,
         safe_serialization: bool = True,
     ) -> None:
-        """Save the weights of a model in the form that other libraries load. Call it on every process.
+        """Save the weights of a model in the format that other libraries load. Call it on every process.
 
         Of a sharded model, the process that writes holds no more than one file at a time.
-        Offloaded weights are saved, too, also into the folder from which they are mapped.
+        Offloaded weights are included, even if they are saved into the folder from which they are mapped.
 
         Args:
             model: Prepared or not.
-            save_directory: The folder, made if absent; or its fsspec URL.
+            save_directory: The folder, created if absent, or its fsspec URL.
             max_shard_size: The largest size of a file, in bytes or as `"5GB"`; a larger model gets several
                 files and an index. A tensor larger than that has a file of its own.
             safe_serialization: Write safetensors; else as `torch.save` does.
 
         Raises:
-            TypeError: `model` is no module.
+            TypeError: `model` is not a module.
             SettingsError: `save_directory` is a URL with a scheme that fsspec does not know.
             FileExistsError: `save_directory` is a file; raised on every process.
 
@@ -293,7 +294,7 @@ class StateIoFacet(Facet):
         to_main_only: bool = False,
         merge_adapters: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and full parameters of a model bucket by bucket, as an inference engine wants them.
+        """Yield the names and full parameters of a model bucket by bucket, as for an inference engine.
 
         Call it on every process, and iterate to the end on each: every bucket is a collective, and the order
         is the same everywhere. Tensors are on the device of the run, and bit for bit those of
@@ -318,11 +319,11 @@ class StateIoFacet(Facet):
             An iterator over `(name, tensor)`, with the names of the unwrapped model.
 
         Raises:
-            SettingsError: `model` is `None`, and not exactly one model is prepared; or an argument is no size
-                or no floating-point dtype.
-            TypeError: `model` is no module.
-            UnsupportedError: There are no adapters that can be merged, or the weights of a Megatron model
-                have no names in transformers.
+            SettingsError: `model` is `None`, and not exactly one model is prepared; or an argument is not a
+                valid size or floating-point dtype.
+            TypeError: `model` is not a module.
+            UnsupportedError: No adapters can be merged, or the weights of a Megatron model have no names in
+                transformers.
 
         Example:
             >>> import torch
@@ -337,14 +338,15 @@ class StateIoFacet(Facet):
         prepared = self._parts.checkpoints.prepared.models
         if model is None and len(prepared) != 1:
             raise SettingsError(
-                f"named_full_parameters() needs a model where {len(prepared)} are prepared: pass one of them."
+                f"named_full_parameters() needs a model, since {len(prepared)} models are prepared: "
+                "pass one of them."
             )
         model = prepared[0] if model is None else model
         _expect_model(model, "named_full_parameters")
         if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise SettingsError(f"bucket_bytes={bucket_bytes!r} is no number of bytes above 0.")
+            raise SettingsError(f"bucket_bytes={bucket_bytes!r} is not a positive number of bytes.")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise SettingsError(f"dtype={dtype!r} is no floating-point dtype, such as torch.bfloat16.")
+            raise SettingsError(f"dtype={dtype!r} is not a floating-point dtype such as torch.bfloat16.")
         request = FullParameters(
             bucket_bytes=bucket_bytes,
             dtype=dtype,
@@ -366,7 +368,7 @@ class StateIoFacet(Facet):
             unwrap: Whether to use the names of the unwrapped model.
 
         Raises:
-            TypeError: `model` is no module.
+            TypeError: `model` is not a module.
         """
         _expect_model(model, "get_state_dict")
         if not unwrap:
@@ -378,7 +380,7 @@ class StateIoFacet(Facet):
         """Save an object on the main process; on one of every host with `save_on_each_node`.
 
         Args:
-            obj: What `torch.save` takes; with `safe_serialization`, a dictionary of tensors.
+            obj: Any object for `torch.save`; with `safe_serialization`, a dictionary of tensors.
             f: The file, replaced when the new one is complete.
             safe_serialization: Write safetensors; else as `torch.save` does.
         """
@@ -432,6 +434,6 @@ def _register(hooks: Any, hook: Callable[..., None]) -> RemovableHandle:
 def _expect_model(model: object, name: str) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"{name}() takes a model, prepared or not, and got an object of type {type(model).__name__!r}: "
+            f"{name}() takes a model, prepared or not, but got an object of type {type(model).__name__!r}: "
             "pass the torch.nn.Module itself."
         )

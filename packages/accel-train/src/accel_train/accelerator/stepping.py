@@ -40,23 +40,24 @@ class SteppingFacet(Facet):
     def backward(self, loss: Tensor, *, num_items: ItemCount | None = None, **kwargs: Any) -> None:
         """Compute gradients, scaled for accumulation and, with float16, for precision.
 
-        Without `num_items`, the optimizer steps along the mean of the micro-batches' losses, also where some
-        of them hold more items than others. With it, along the mean over all items of all micro-batches and
-        processes: exactly the gradient of one big batch.
+        Without `num_items`, the optimizer follows the mean of the micro-batches' losses, even if their
+        numbers of items differ. With it, the optimizer follows the mean over all items of all micro-batches
+        and processes: exactly the gradient of one large batch.
 
         Args:
             loss: The loss of one micro-batch, 0-d: its mean over the samples of this process; with
                 `num_items` the sum over its items.
             num_items: How many items (tokens, samples) `loss` is the sum of; 0 or more, a number or a tensor
-                of one element. The counts of all backward passes of a window add up: of several losses
-                over the same items, give it with one, and 0 with the others. Gradients are divided by the
-                total when the window is complete.
+                of one element. The counts of all backward passes of a window add up: for several losses over
+                the same items, pass the count with one of them and 0 with the others. Gradients are divided
+                by the total when the window is complete.
             **kwargs: Passed to `Tensor.backward`; or `learning_rate`, as for `lomo_backward`.
 
         Raises:
-            TypeError: The loss is no tensor.
-            ValueError: `num_items` is no such number, or was given in some backward passes of a window only.
-            UnsupportedError: The strategy cannot count items, or is asked to within `join_uneven_inputs`.
+            TypeError: The loss is not a tensor.
+            ValueError: `num_items` is invalid, or was passed only in some backward passes of a window.
+            UnsupportedError: The strategy cannot count items, or `num_items` was passed within
+                `join_uneven_inputs`.
 
         Example:
             >>> import torch
@@ -72,7 +73,7 @@ class SteppingFacet(Facet):
             parts.meter.count_batch()
         if not isinstance(loss, Tensor):
             raise TypeError(
-                f"backward({loss!r}): expected the loss as a tensor, which has gradients, not as item()."
+                f"backward({loss!r}): expected the loss as a tensor with gradients, not as item()."
             )
         if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, **kwargs)
@@ -82,8 +83,8 @@ class SteppingFacet(Facet):
             return
         if parts.items.is_open:
             raise ValueError(
-                "backward() without num_items follows backward(num_items=…) before an optimizer step; say "
-                "for every loss of a step how many items it is the sum of, 0 for items counted already."
+                "backward() without num_items follows backward(num_items=…) before an optimizer step. "
+                "Pass num_items with every loss of a step, and 0 for items that are already counted."
             )
         if kwargs:
             parts.backward(loss, accumulation=state.num_steps, sync=state.sync_gradients, **kwargs)
@@ -99,7 +100,7 @@ class SteppingFacet(Facet):
 
         Raises:
             MissingDependencyError: lomo-optim is not installed.
-            SettingsError: There is no learning rate, or no such optimizer was prepared.
+            SettingsError: The learning rate is missing, or no such optimizer was prepared.
         """
         parts = self._parts
         fused_backward(parts.prepared.optimizers, parts.precision.scale(loss), learning_rate)
@@ -110,7 +111,7 @@ class SteppingFacet(Facet):
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
         """Synchronise gradients in backward passes within the block, whose forward passes ran in `no_sync`.
 
-        For several forward passes before as many backward passes, of which only the last one shall
+        Use it for several forward passes followed by as many backward passes, if only the last one shall
         communicate.
 
         Args:
@@ -133,10 +134,10 @@ class SteppingFacet(Facet):
         return sync_in_backward(model)
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Run one micro-batch, of `gradient_accumulation_steps` that make one optimizer step.
+        """Run one of the `gradient_accumulation_steps` micro-batches of an optimizer step.
 
-        Within it, prepared optimizers and schedulers act only if the micro-batch completes the step, which
-        the last one of a loader always does; until then, gradients stay local.
+        Within it, prepared optimizers and schedulers act only if the micro-batch completes the step. The last
+        micro-batch of a loader always does. Until then, gradients stay local.
 
         Args:
             *models: The models that are trained within the block.
@@ -176,12 +177,12 @@ class SteppingFacet(Facet):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> Generator[None]:
-        """Let ranks have different numbers of batches: a rank without batches takes part in the collectives.
+        """Allow ranks to have different numbers of batches: a rank without batches still joins collectives.
 
         Args:
             joinables: The prepared models, and optimizers that are `torch.distributed` joinables.
-            even_batches: What to use instead of the accelerator's `even_batches` within the context;
-                applies to prepared loaders of map-style datasets.
+            even_batches: Replaces the accelerator's `even_batches` within the context, for prepared loaders
+                of map-style datasets.
 
         Raises:
             UnsupportedError: The strategy does not support uneven inputs.
@@ -204,13 +205,13 @@ class SteppingFacet(Facet):
         Args:
             parameters: Tensors with gradients.
             max_norm: The largest norm allowed.
-            norm_type: The p of the norm; `float("inf")` for the largest absolute value.
+            norm_type: The order of the norm; `float("inf")` for the largest absolute value.
 
         Returns:
             The norm before clipping, 0-d, the same on all processes.
 
         Raises:
-            RuntimeError: A scaled loss is being accumulated, so that the gradients are not complete.
+            RuntimeError: A scaled loss is being accumulated, so the gradients are incomplete.
 
         Example:
             >>> import torch
@@ -234,8 +235,8 @@ class SteppingFacet(Facet):
             clip_value: The largest absolute value allowed.
 
         Raises:
-            UnsupportedError: The strategy keeps gradients where they cannot be clamped.
-            RuntimeError: A scaled loss is being accumulated, so that the gradients are not complete.
+            UnsupportedError: The strategy stores gradients in a form that cannot be clamped.
+            RuntimeError: A scaled loss is being accumulated, so the gradients are incomplete.
         """
         what = "clip_grad_value_()"
         _check_parameters(parameters, "clip_grad_value_")
@@ -252,7 +253,7 @@ class SteppingFacet(Facet):
             optimizer: The optimizer, or optimizers, of these gradients; all prepared ones if `None`.
 
         Raises:
-            RuntimeError: A scaled loss is being accumulated, so that the gradients are not complete.
+            RuntimeError: A scaled loss is being accumulated, so the gradients are incomplete.
         """
         known = self._scaled_optimizers("unscale_gradients()")
         self._normalize_gradients()
@@ -268,7 +269,7 @@ class SteppingFacet(Facet):
             autocast_handler: Options for this block; those of the accelerator if `None`.
 
         Raises:
-            TypeError: It is something else.
+            TypeError: `autocast_handler` has another type.
         """
         if not isinstance(autocast_handler, AutocastKwargs | None):
             raise TypeError(f"autocast({autocast_handler!r}): expected AutocastKwargs(enabled=…).")
@@ -368,7 +369,7 @@ class SteppingFacet(Facet):
 
     @property
     def fp8_recipe_handler(self) -> AORecipeKwargs | TERecipeKwargs | MSAMPRecipeKwargs | None:
-        """The recipe of FP8, whichever there is; models that are prepared after a change follow it."""
+        """The FP8 recipe, if any; a change applies to models prepared later."""
         return self.ao_recipe_handler or self.te_recipe_handler or self.msamp_recipe_handler
 
     @fp8_recipe_handler.setter
@@ -416,7 +417,7 @@ class SteppingFacet(Facet):
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether schedulers follow their optimizers; those that are prepared after a change follow it."""
+        """Whether schedulers follow their optimizers; a change applies to schedulers prepared later."""
         return self._parts.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
@@ -450,8 +451,9 @@ class SteppingFacet(Facet):
         parts = self._parts
         if parts.precision.scaler is not None and not parts.gradient_state.sync_gradients:
             raise RuntimeError(
-                f"{what} was called while gradients are accumulated: they are still scaled, and incomplete. "
-                "Call it only `if accelerator.sync_gradients:`."
+                f"{what} was called while gradients are being accumulated: they are still scaled and "
+                "incomplete. Call it only"
+                " `if accelerator.sync_gradients:`."
             )
         return [optimizer.optimizer for optimizer in parts.prepared.optimizers]
 
@@ -463,5 +465,5 @@ def _without_wrapper(optimizer: Any) -> Any:
 def _check_parameters(parameters: object, name: str) -> None:
     if not isinstance(parameters, Iterable):  # a tensor is iterable, too
         raise TypeError(
-            f"{name}({parameters!r}, …): expected a tensor or several, such as model.parameters()."
+            f"{name}({parameters!r}, …): expected one or more tensors, such as model.parameters()."
         )

@@ -61,7 +61,7 @@ class SingleProcess:
 
 
 class AbsentRankError(DistributedOperationException):
-    """A rank does something else, or has ended: it will not join."""
+    """A rank is in another operation, or has exited, and will not join."""
 
 
 MIN_PAUSE_S = 0.001  # between two polls of the store, at first
@@ -126,8 +126,9 @@ class StoreAllGather:
             raise
         except RuntimeError as error:  # older torch has no type for errors of a store
             raise DistributedOperationException(
-                f"{operation}: the store of the process group cannot be reached; rank 0, which keeps it, has "
-                f"ended or failed ({str(error).splitlines()[0]})."
+                f"{operation}: the store of the process group cannot be reached: rank 0, which hosts "
+                "it, has exited or failed"
+                f" ({str(error).splitlines()[0]})."
             ) from error
         return values
 
@@ -224,7 +225,7 @@ POLL_S = 0.5  # between two polls; more where so many ranks share the store that
 RANKS_PER_S = 200  # that post their status in a second, as in the hang monitor
 
 
-_DEAD = "gives no sign of life"
+_DEAD = "does not respond"
 
 
 class StragglerMonitor:

@@ -174,9 +174,11 @@ def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
         if key in states:
             complaints += _write_device(kind, states[key])
         else:
-            complaints.append(f"{key!r} is absent: the state was saved where there was no such device")
+            complaints.append(f"{key!r} is absent: the state was saved on a machine without such a device")
     known = {*_HOST_KEYS, *map(_device_key, present), "step", ENGINE_KEY}
-    complaints += [f"{key!r} is for devices that are not here" for key in sorted(states) if key not in known]
+    complaints += [
+        f"{key!r} is for devices that this machine lacks" for key in sorted(states) if key not in known
+    ]
     return complaints
 
 
@@ -215,7 +217,7 @@ def _write_device(kind: DeviceKind, states: Any) -> list[str]:
         namespace.set_rng_state(state, index)
     if len(states) == count:
         return []
-    return [f"{_device_key(kind)!r} holds states of {len(states)} devices, and there are {count}"]
+    return [f"{_device_key(kind)!r} has states of {len(states)} devices, but there are {count}"]
 
 
 def form_of_run(run: CheckpointContext) -> StateForm:
@@ -224,21 +226,23 @@ def form_of_run(run: CheckpointContext) -> StateForm:
 
 
 def check_shared(run: CheckpointContext) -> None:
-    """Refuse a sharded checkpoint whose nodes write to folders of their own."""
+    """Reject a sharded checkpoint if each node writes to its own folder."""
     topology = run.runtime.topology
     several_hosts = topology.world_size > topology.local_world_size
     if run.project.save_on_each_node and several_hosts and form_of_run(run) is not StateForm.FULL:
         raise SettingsError(
-            "ProjectConfiguration(save_on_each_node=True): every host would keep a part of the model only; "
-            "use state_dict_type='FULL_STATE_DICT', or a folder that all hosts share."
+            "ProjectConfiguration(save_on_each_node=True): every host would keep only a part of the "
+            "model. Use state_dict_type="
+            "'FULL_STATE_DICT', or a folder that all hosts share."
         )
 
 
 def check_remote(run: CheckpointContext, target: RemotePath) -> None:
-    """Refuse what an object store cannot hold."""
+    """Reject checkpoints that an object store cannot hold."""
     if run.project.save_on_each_node:
         raise SettingsError(
-            f"ProjectConfiguration(save_on_each_node=True): all hosts share {str(target)!r}; leave it out."
+            f"ProjectConfiguration(save_on_each_node=True): all hosts share {str(target)!r}. Remove "
+            "this option."
         )
     if form_of_run(run) is StateForm.NATIVE:
         raise SettingsError(
@@ -359,7 +363,9 @@ def _restore_engine_optimizer(run: CheckpointContext, engine: Path, optimizer: O
 
 def _local(folder: AnyPath) -> Path:
     if isinstance(folder, RemotePath):
-        raise CheckpointError(f"{str(folder)!r} has files of an engine, which reads local ones: download it.")
+        raise CheckpointError(
+            f"{str(folder)!r} has files of an engine, which only reads local files. Download it."
+        )
     return folder
 
 
@@ -384,7 +390,7 @@ EXTRA_STATE = "_extra_state"
 def restore_model_shards(
     run: CheckpointContext, folder: AnyPath, model: nn.Module, *, strict: bool = True, **options: Any
 ) -> None:
-    """Load a model from shards, whatever its sharding is now."""
+    """Load a model from shards, for any current sharding."""
     if run.strategy.shards is None:
         state = sharding.folder.read_all(folder, _full)
         run.strategy.persister.load_full_state_dict(model, _unwrap(state), strict=strict, **options)
@@ -401,7 +407,7 @@ def restore_model_shards(
         unknown = sorted({".".join(map(str, path[1:])) for path in paths if path not in known})
         if unknown:
             raise CheckpointError(
-                f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have; pass "
+                f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have. Pass "
                 "strict=False to load the rest."
             )
     sharding.folder.read_into(folder, wrapped, strict=strict, planners=run.strategy.planners)
@@ -409,7 +415,7 @@ def restore_model_shards(
 
 
 def restore_optimizer_shards(run: CheckpointContext, folder: AnyPath, optimizer: Optimizer) -> None:
-    """Load an optimizer from shards, whatever its sharding is now."""
+    """Load an optimizer from shards, for any current sharding."""
     models = run.prepared.models
     if run.strategy.shards is None:
         state = _unwrap(sharding.folder.read_all(folder, _full))

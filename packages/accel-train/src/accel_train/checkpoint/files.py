@@ -425,7 +425,7 @@ def lock(path: Path, folder: Path, *, timeout: float) -> FolderLock:
     deadline = time.monotonic() + timeout
     held = try_lock(path)
     if held is None:
-        problem = f"{holder(path)} saves to {str(folder)!r} at this moment; use another folder for each job"
+        problem = f"{holder(path)} is saving to {str(folder)!r}. Use a separate folder for each job"
         logger.warning("%s. Waiting until it is done.", problem)
         while held is None:
             if time.monotonic() > deadline:
@@ -504,7 +504,9 @@ def _is_locked(descriptor: int) -> bool:
     except OSError as error:
         if error.errno in _HELD_BY_OTHERS:
             return False
-        logger.debug("No locks in this file system (%s): two jobs in one folder are not noticed.", error)
+        logger.debug(
+            "This file system has no locks (%s): two jobs that save to one folder are not detected.", error
+        )
     return True
 
 

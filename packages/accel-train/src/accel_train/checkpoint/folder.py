@@ -214,7 +214,7 @@ def wait_until_replaced(target: AnyPath, *, repair: bool = True, timeout: float 
 
 
 def is_taken(target: AnyPath) -> bool:
-    """Return whether there is something where a new checkpoint is to go; an interrupted upload is resumed."""
+    """Return whether the folder of a new checkpoint is occupied; an interrupted upload is resumed."""
     return stores.has_checkpoint(target) if isinstance(target, RemotePath) else target.exists()
 
 
@@ -242,7 +242,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
     except FileNotFoundError:
         if not path.is_symlink():
             return None
-        reason = "it is a link to nothing"
+        reason = "it is a broken link"
     except OSError as error:
         reason = error.strerror or repr(error)
     raise CheckpointError(f"{str(path)!r} cannot be read ({reason}): load another checkpoint.")
@@ -276,8 +276,8 @@ def _check_foreign(folder: AnyPath) -> None:
     ]
     if not names and not folders:
         raise CheckpointError(
-            f"{str(folder)!r} is no checkpoint: it has neither {layout.MANIFEST_NAME!r} nor any file that a "
-            "checkpoint consists of."
+            f"{str(folder)!r} is not a checkpoint: it has neither {layout.MANIFEST_NAME!r} nor any other "
+            "file of a checkpoint."
         )
     for name in names:
         if name in layout.ENGINE_ROOT_FILES:
@@ -297,13 +297,13 @@ _ZIP = b"PK\x03\x04"
 
 
 def _check_saved(path: AnyPath) -> None:
-    """Refuse a file of `torch.save` that was cut off."""
+    """Reject a truncated file of `torch.save`."""
     with path.open("rb") as file:
         start = file.read(len(_ZIP))
         # Files of torch before 1.6 are no zip files: only reading them shows whether they are complete.
         is_cut_off = not start or (start == _ZIP and not zipfile.is_zipfile(cast("IO[bytes]", file)))
     if is_cut_off:
-        raise CheckpointError(f"{str(path)!r} is incomplete: it was cut off while it was written.")
+        raise CheckpointError(f"{str(path)!r} is truncated: writing it was interrupted.")
 
 
 SMALL = 1 << 20
@@ -324,7 +324,7 @@ def verify(
         folder: The checkpoint.
         manifest: Its manifest.
         names: The files to hash and compare.
-        records: Of files that were hashed before, which are compared, too.
+        records: Records of files that are already hashed; they are also compared.
         record_of: Hashes a file.
 
     Raises:
@@ -353,7 +353,7 @@ def list_complete(project: AnyPath) -> list[int]:
             wait_until_replaced(folder, timeout=0)
             check(folder)
         except (OSError, CheckpointError) as error:
-            logger.warning("Passed over: %s", error)
+            logger.warning("Skipped: %s", error)
         else:
             complete.append(iteration)
     return complete

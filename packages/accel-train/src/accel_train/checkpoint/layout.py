@@ -282,8 +282,8 @@ class Manifest:
             RecursionError,
         ) as error:
             raise CheckpointError(
-                f"{str(where)!r} is damaged ({str(error)[:200]!r}), so that nothing is known about this "
-                "checkpoint: load another one."
+                f"{str(where)!r} is damaged ({str(error)[:200]!r}), so this checkpoint cannot be "
+                "verified. Load another one."
             ) from error
         raise CheckpointError(
             f"{str(where)!r} has format {version!r} with checksums {table.get('checksum')!r}; this "
@@ -310,7 +310,7 @@ def _relative(name: str) -> str:
     """Refuse a name that leads out of the folder: files are deleted and moved by the names of a manifest."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise ValueError(f"{name!r} is not in the folder")
+        raise ValueError(f"{name!r} is outside the folder")
     return name
 
 
@@ -319,7 +319,7 @@ _Value = TypeVar("_Value")
 
 def _typed(value: object, kind: type[_Value]) -> _Value:
     if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind.__name__}")
+        raise TypeError(f"{value!r} is not a {kind.__name__}")
     return value
 
 

@@ -81,8 +81,8 @@ def load(
             _restore(run, source, to_model)
         if not source.is_open and not source.is_unchanged():
             raise CheckpointError(
-                f"{str(source.folder)!r} was replaced while it was loaded, so that what was loaded may be of "
-                "two checkpoints: call load_state() again."
+                f"{str(source.folder)!r} was replaced while it was loaded, so the loaded state may mix "
+                "two checkpoints. Call load_state() again."
             )
     except RuntimeError as error:
         failure = shortened(error)
@@ -139,8 +139,8 @@ def _candidates(run: CheckpointContext, input_dir: str | os.PathLike[str] | None
     complete = _complete_on_all(proposals)
     if not complete:
         raise CheckpointError(
-            f"There is no complete checkpoint in {str(run.numbered)!r}. Ask accelerator.has_checkpoint "
-            "before load_state()."
+            f"There is no complete checkpoint in {str(run.numbered)!r}. Check "
+            "accelerator.has_checkpoint before load_state()."
         )
     return [run.numbered / layout.numbered_name(iteration) for iteration in reversed(complete)]
 
@@ -200,12 +200,12 @@ def open_newest_complete(
     for folder in candidates:
         deadline = time.monotonic() + _REPLACED_TIMEOUT
         while (source := _attempt(run, folder, options, deadline)) is None:
-            logger.debug("%s was replaced while it was being opened.", folder)
+            logger.debug("%s was replaced while it was opened.", folder)
         if isinstance(source, CheckpointReader):
             return source
         problems.append(source)
         if len(candidates) > 1:
-            logger.warning("Passed over: %s", source)
+            logger.warning("Skipped: %s", source)
     raise CheckpointError(problems[0] if len(problems) == 1 else f"No checkpoint is complete. {problems[0]}")
 
 
@@ -519,7 +519,7 @@ def _exchange(
         return first_problem(problems)
     if any(late):
         raise CheckpointError(
-            f"{str(source.folder)!r} is replaced by another process again and again: try later."
+            f"{str(source.folder)!r} is repeatedly replaced by another process. Try again later."
         )
     return None
 
@@ -553,7 +553,7 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
         run.precision.load_state_dict(source.read(layout.SCALER_NAME))
     elif scaler or source.has(layout.SCALER_NAME):
         logger.warning(
-            "The checkpoint %s was saved %s a loss scaler, and this run is %s one.",
+            "The checkpoint %s was saved %s a loss scaler, but this run is %s one.",
             source.folder,
             *(("without", "with") if scaler else ("with", "without")),
         )
@@ -664,7 +664,7 @@ def restore_states(
         load(source.read(name_of(index), map_location=source.map_location))
     if source.has(name_of(len(loads))):
         logger.warning(
-            "%s is in the checkpoint %s, but no object was prepared or registered for it here.",
+            "%s is in the checkpoint %s, but no object was prepared or registered for it.",
             name_of(len(loads)),
             source.folder,
         )
@@ -685,7 +685,7 @@ def _restore_recipe(run: CheckpointContext, source: CheckpointReader) -> None:
 
 
 def restore_positions(source: CheckpointReader, dataloaders: Sequence[Any]) -> None:
-    """Resume the epoch of the loaders, also with another number of ranks.
+    """Resume the epoch of the loaders, with any number of ranks.
 
     Stateful loaders, and those with `resume_mid_epoch`, resume at the next batch; others restart the epoch.
     """
@@ -698,7 +698,7 @@ def restore_positions(source: CheckpointReader, dataloaders: Sequence[Any]) -> N
     states = source.read(name)["loaders"]
     if len(states) != len(dataloaders):
         logger.warning(
-            "The checkpoint %s knows the position of %d data loaders, and %d are prepared.",
+            "The checkpoint %s has the positions of %d data loaders, but %d are prepared.",
             source.folder,
             len(states),
             len(dataloaders),
@@ -720,20 +720,20 @@ def _restore_foreign_positions(source: CheckpointReader, dataloaders: Sequence[A
             lost.append(index)
     if lost:
         logger.warning(
-            "The checkpoint %s does not say where data loader(s) %s were: they begin a new epoch.",
+            "The checkpoint %s has no position of data loader(s) %s: they begin a new epoch.",
             source.folder,
             ", ".join(map(str, lost)),
         )
     unread = layout.sampler_name(0)
     if source.has(unread):
-        logger.warning("%s holds a pickled sampler, and is not read.", source.folder / unread)
+        logger.warning("%s contains a pickled sampler and is not read.", source.folder / unread)
 
 
 def restore_rng(source: CheckpointReader, generators: Generators | None = None) -> None:
     """Restore the RNG states of this rank, and those of an engine."""
     saved_rank = source.rng_rank()
     if saved_rank is None:
-        logger.warning("The checkpoint %s has no states of random numbers.", source.folder)
+        logger.warning("The checkpoint %s has no random number states.", source.folder)
         return
     states: dict[str, Any] = source.read(layout.rng_name(saved_rank))
     if saved_rank == source.rank:
@@ -741,7 +741,7 @@ def restore_rng(source: CheckpointReader, generators: Generators | None = None) 
         complaints += _restore_engine(states, generators)
         if complaints:
             logger.warning(
-                "Random numbers of rank %d, from %s, were restored in part: %s.",
+                "Random number states of rank %d, from %s, were partly restored: %s.",
                 source.rank,
                 source.folder,
                 "; ".join(complaints),
@@ -750,7 +750,8 @@ def restore_rng(source: CheckpointReader, generators: Generators | None = None) 
         seed_per_rank(states, source.rank)
         _restore_engine(states, generators)
         logger.warning(
-            "The checkpoint %s is of %d rank(s): rank %d has random numbers seeded from those of rank %d.",
+            "The checkpoint %s is from %d rank(s): the random numbers of rank %d are seeded from those "
+            "of rank %d.",
             source.folder,
             len(source.ranks()),
             source.rank,
@@ -760,7 +761,7 @@ def restore_rng(source: CheckpointReader, generators: Generators | None = None) 
 
 def _restore_engine(states: Mapping[str, Any], generators: Generators | None) -> list[str]:
     if generators is None:
-        return [f"{ENGINE_KEY!r} is of an engine that is not here"] if ENGINE_KEY in states else []
+        return [f"{ENGINE_KEY!r} is from an engine that is not in use"] if ENGINE_KEY in states else []
     problem = generators.load_state_dict(states.get(ENGINE_KEY, {}))
     return [] if problem is None else [problem]
 

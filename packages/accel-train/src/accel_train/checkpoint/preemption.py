@@ -83,14 +83,14 @@ class Preemption:
         global _active  # noqa: PLW0603 - a process has one handler of a signal
         if threading.current_thread() is not threading.main_thread():
             raise SettingsError(
-                f"{_OPTION}: Python handles signals in the main thread only; build the Accelerator there."
+                f"{_OPTION}: Python handles signals only in the main thread. Create the Accelerator there."
             )
         end()
         self._handlers = {number: signal.signal(number, self._on_notice) for number in _NOTICES}
         _active = self
 
     def uninstall(self) -> None:
-        """Let signals do again what they did before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._handlers.items():
             # A handler that C installed is None and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -145,7 +145,7 @@ class Preemption:
 
     def _leave(self) -> None:
         folder = self._save()
-        logger.warning("This job is preempted: saved %s; exiting with %d.", folder, PREEMPTED)
+        logger.warning("This job is preempted. Saved %s, exiting with %d.", folder, PREEMPTED)
         if self._is_restarted and self._runtime.topology.is_local_main:
             os.kill(os.getppid(), signal.SIGTERM)
         raise SystemExit(PREEMPTED)
@@ -156,7 +156,7 @@ class Preemption:
         if monitor is None and is_initialized() and get_backend() == "fake":
             return  # `accel check` has no other ranks.
         if monitor is None:
-            raise SettingsError(f"{_OPTION}: the ranks have no store through which they could agree.")
+            raise SettingsError(f"{_OPTION}: the ranks have no store to agree through.")
         store = clone_store(get_default_store())
         number = store.add(f"accel/preemption/{rank}", 1)  # An earlier one of this process has other keys.
         self._store = PrefixStore(f"accel/preemption/{number}", store)
@@ -180,13 +180,13 @@ class Preemption:
             gather = make_all_gather(self._runtime, "preemption", in_main_thread=False)
             self._last_step = max(gather.exchange(_OPTION, steps)) + 1
         except (RuntimeError, DistributedOperationException) as error:
-            logger.warning("This job is preempted, and saves no checkpoint: %s", error)
+            logger.warning("This job is preempted and saves no checkpoint: %s", error)
         finally:
             self._agreed.set()
 
 
 def end() -> None:
-    """Stop to handle signals; do nothing if none are handled."""
+    """Stop handling signals; do nothing if none are handled."""
     global _active
     preemption, _active = _active, None
     if preemption is not None:

@@ -83,8 +83,9 @@ def save(
         if run.rank > 0 or run.strategy.shards is not None:
             raise
         logger.warning(
-            "save_state() is called on rank 0 alone, which waits until it knows that, and saves what it has: "
-            "random states of other ranks are not in the checkpoint. Call it on every rank. (%s)",
+            "save_state() was called only on rank 0. It waits to detect this and saves only its own "
+            "state: the random states of other ranks are not in the checkpoint. Call it on every rank."
+            " (%s)",
             error,
         )
         agreement = SingleProcess()
@@ -184,7 +185,7 @@ def _make_staging(request: SaveRequest, target: AnyPath) -> tuple[Staging | None
     except (OSError, CheckpointError) as error:
         name = getattr(error, "filename", None) or target
         reason = getattr(error, "strerror", None) or str(error)
-        return None, SaveProposal(request=request, problem=f"{str(name)!r} could not be made: {reason}")
+        return None, SaveProposal(request=request, problem=f"{str(name)!r} could not be created: {reason}")
     if request.iteration is not None and folder.is_taken(target):  # another job was faster
         staging.discard()
         return None, _refuse_existing(request, target)
@@ -194,7 +195,7 @@ def _make_staging(request: SaveRequest, target: AnyPath) -> tuple[Staging | None
 def _refuse_existing(request: SaveRequest, target: AnyPath) -> SaveProposal:
     number = max(folder.numbers(target.parent)) + 1
     problem = (
-        f"{str(target)!r} exists already, from an earlier run. Resume from it with load_state(), or set "
+        f"{str(target)!r} already exists from an earlier run. Resume from it with load_state(), or set "
         f"ProjectConfiguration(iteration={number})."
     )
     return SaveProposal(request=request, problem=problem, exists=True)
@@ -298,7 +299,7 @@ def _save(run: CheckpointContext, request: SaveRequest, job: WriteTask, agreemen
             parts[:] = staged_parts(parts, run.staging)
     except Exception as error:  # noqa: BLE001 - hooks and state dicts are users' code, and all ranks need the error
         failure = error
-        report.error = f"rank {job.rank} failed before it could write: {error!r}"
+        report.error = f"rank {job.rank} failed before writing: {error!r}"
     # 2. Let the thread write and commit them, or commit what was written.
     if failure is None and not request.blocking:
         run.saving = saving
@@ -393,7 +394,7 @@ def commit_when_written(job: WriteTask, report: WriteResult, agreement: Agreemen
     """Commit the checkpoint once every rank has written its files.
 
     Raises:
-        CheckpointWriteError: A rank has failed. Nothing is left of the checkpoint; older ones are unchanged.
+        CheckpointWriteError: A rank has failed. The checkpoint is removed, and older ones are unchanged.
     """
     # 1. All-gather what was written.
     if job.hook_folder != job.staging:
@@ -428,8 +429,9 @@ def _commit(job: WriteTask, reports: Mapping[int, WriteResult]) -> str:
         absent = [] if is_remote else sorted(set(files) - set(sizes_in(job.staging)))
         if absent:
             return (
-                f"rank {job.rank} does not see {absent[0]!r}, which another rank has written to "
-                f"{str(job.staging)!r}: hosts do not share this folder. Choose a folder that they share, or "
+                f"rank {job.rank} cannot find {absent[0]!r}, which another rank wrote to "
+                f"{str(job.staging)!r}: the hosts do not share this folder."
+                f" Choose a folder that they share, or "
                 "pass ProjectConfiguration(save_on_each_node=True)"
             )
         unhashed: set[str] = set()
@@ -457,7 +459,7 @@ def _prune(job: WriteTask) -> None:
     try:
         complete = list_complete(project)
     except OSError as error:
-        logger.warning("No older checkpoint is deleted, since %s cannot be listed: %s", project, error)
+        logger.warning("No older checkpoints were deleted, since %s cannot be listed: %s", project, error)
         return
     for iteration in to_prune(complete, newest=newest, limit=job.limit):
         try:

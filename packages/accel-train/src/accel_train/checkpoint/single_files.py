@@ -85,7 +85,7 @@ def save_accelerator_state(
     of all ranks at once.
 
     Args:
-        output_dir: The folder; made if absent.
+        output_dir: The folder; created if absent.
         model_states: The state dict of every model.
         optimizers: In the order of preparation.
         schedulers: In the order of preparation.
@@ -233,7 +233,7 @@ def save_fsdp_model(
         fsdp_plugin: Its `state_dict_type` chooses a file, a folder that all ranks write, or a file per rank.
         accelerator: The `Accelerator` that has prepared the model.
         model: The prepared model.
-        output_dir: The folder; made if absent.
+        output_dir: The folder; created if absent.
         model_index: Number of the model, part of the name.
         adapter_only: Whether only the adapter of a PEFT model is saved. Other models are saved in full.
         use_dcp: Whether shards go to a folder that any number of ranks can read; else every rank writes a
@@ -271,7 +271,7 @@ def load_fsdp_model(
         input_dir: The folder that was saved to; for shards also the folder of the shards.
         model_index: Number of the model.
         adapter_only: Whether only the adapter of a PEFT model was saved.
-        use_dcp: As it was when the model was saved.
+        use_dcp: The value used when the model was saved.
 
     Raises:
         CheckpointError: There is no such model, or it does not fit.
@@ -306,7 +306,7 @@ def save_fsdp_optimizer(
         accelerator: The `Accelerator` that has prepared the optimizer.
         optimizer: The prepared optimizer.
         model: The prepared model that it trains.
-        output_dir: The folder; made if absent.
+        output_dir: The folder; created if absent.
         optimizer_index: Number of the optimizer, part of the name.
         use_dcp: As for `save_fsdp_model`.
     """
@@ -344,7 +344,7 @@ def load_fsdp_optimizer(
         input_dir: The folder that was saved to; for shards also the folder of the shards.
         optimizer_index: Number of the optimizer.
         adapter_only: Without effect: an optimizer has the states of the parameters that it trains.
-        use_dcp: As it was when the optimizer was saved.
+        use_dcp: The value used when the optimizer was saved.
 
     Raises:
         CheckpointError: There is no such optimizer, or it has other parameters.
@@ -375,8 +375,8 @@ class _Access:
         self.topology: Topology = parts.process.runtime.topology
         if parts.strategy.shards is None:
             raise SettingsError(
-                f"The strategy {parts.strategy.name!r} shards nothing; use save_state() and load_state(), "
-                "which work under every strategy."
+                f"The strategy {parts.strategy.name!r} does not shard anything. Use save_state() and "
+                "load_state(), which work under every strategy."
             )
         self.shards: ShardedStates = parts.strategy.shards
         self.local = LocalFiles(shards=self.shards, topology=self.topology)
@@ -424,7 +424,7 @@ def _make_folder(folder: str | os.PathLike[str]) -> Path:
 
 def _require_file(path: Path) -> Path:
     if not path.is_file():
-        raise CheckpointError(f"There is no {str(path)!r}.")
+        raise CheckpointError(f"{str(path)!r} does not exist.")
     return path
 
 
@@ -524,7 +524,7 @@ def _folder_of_model(source: AnyPath) -> AnyPath:
         return inside[0]
     if not inside:
         raise CheckpointError(
-            f"{str(source)!r} holds no shards of a model: pass the folder "
+            f"{str(source)!r} contains no shards of a model. Pass the folder "
             f"{layout.sharded_model_name(0)!r} of a checkpoint that was saved with SHARDED_STATE_DICT."
         )
     raise CheckpointError(
@@ -565,7 +565,7 @@ def get_state_dict_from_offload(
         module: A module with a hook that offloads it, or without.
         module_name: The name in the model of one of its tensors, such as `"layers.0.weight"`.
         state_dict: Tensors by name in the model; those of the module that it has are replaced.
-        device_to_put_offload: The device of what is put there.
+        device_to_put_offload: The device of the new tensors.
 
     Returns:
         `state_dict`.
@@ -608,8 +608,8 @@ def _offloaded_weight(model: nn.Module, name: str) -> Tensor:
         child, _, path = path.partition(".")
         if not path:
             raise CheckpointError(
-                f"{name!r} of {type(model).__name__} is on the meta device, and no hook keeps its values: "
-                "load weights before you save the model."
+                f"{name!r} of {type(model).__name__} is on the meta device, and no hook stores its "
+                "values. Load weights before saving the model."
             )
         module = module.get_submodule(child)
 

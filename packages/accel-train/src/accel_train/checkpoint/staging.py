@@ -253,8 +253,9 @@ def read_object(path: AnyPath, *, file: Any = None, **kwargs: Any) -> Any:
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()
         raise CheckpointError(
-            f"{str(path)!r} holds objects that can only be read by running code from the file. "
-            "If you trust who wrote it, pass load_kwargs={'weights_only': False}, or name the classes with "
+            f"{str(path)!r} contains objects that can only be read by running code from the file. If "
+            "you trust its author, pass"
+            " load_kwargs={'weights_only': False}, or name the classes with "
             f"torch.serialization.add_safe_globals. ({next((x for x in reason if 'GLOBAL' in x), reason[0])})"
         ) from error
     except (EOFError, RuntimeError) as error:

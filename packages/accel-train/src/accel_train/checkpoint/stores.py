@@ -84,7 +84,7 @@ class UploadJournal:
         except FileNotFoundError:
             pass
         except (ValueError, TypeError, AttributeError) as error:
-            logger.warning("%s is damaged (%s): all files are uploaded again.", self._path, error)
+            logger.warning("%s is damaged (%s): uploading all files again.", self._path, error)
 
     def write(self, name: str, write: Callable[[Any], object]) -> FileRecord:
         """Upload a file, unless an interrupted save has uploaded the same bytes."""
@@ -93,7 +93,7 @@ class UploadJournal:
             sink = HashingSink()
             write(sink)
             if sink.finish() == before:
-                logger.info("%s is there already, from an interrupted save.", self._staging / name)
+                logger.info("%s already exists from an interrupted save.", self._staging / name)
                 return before
         record = write_file(self._staging / name, write, to_disk=False)
         self._records[name] = record
@@ -129,7 +129,7 @@ def commit(staging: RemotePath, target: RemotePath, manifest: Manifest) -> None:
     """
     absent = absent_files(staging, manifest.files)
     if absent:
-        raise CheckpointError(f"{str(staging)!r} does not have what was uploaded: {', '.join(absent[:5])}")
+        raise CheckpointError(f"{str(staging)!r} lacks uploaded files: {', '.join(absent[:5])}")
     if staging == target:
         _delete_files(target, _stale_files(target, manifest))
     (staging / layout.MANIFEST_NAME).write_bytes(manifest.to_text().encode())

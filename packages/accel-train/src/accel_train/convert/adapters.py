@@ -31,7 +31,7 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
     """Return the weights of the base with the adapter merged into them, as `merge_and_unload` does.
 
     Args:
-        folder: What `save_pretrained` of a peft model wrote.
+        folder: A folder written by `save_pretrained` of a peft model.
         base: The checkpoint whose first model the adapter was trained for.
 
     Raises:

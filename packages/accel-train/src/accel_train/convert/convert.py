@@ -29,7 +29,7 @@ _LEAST_MEMORY = 4_000_000
 
 @frozen
 class ConversionReport:
-    """What a conversion reads and writes.
+    """The result of a conversion: the tensors read and the files written.
 
     Attributes:
         source: The checkpoint that is read.
@@ -90,7 +90,7 @@ def convert_checkpoint(
     if not isinstance(folder, RemotePath) and folder.exists() and not folder.is_dir():
         raise SettingsError(f"target={str(folder)!r} is a file.")
     if sizes_in(folder):
-        raise SettingsError(f"target={str(folder)!r} has files already; write to a new folder.")
+        raise SettingsError(f"target={str(folder)!r} already contains files. Write to a new folder.")
     contents = open_checkpoint(any_path(source, "source"), None if base is None else any_path(base, "base"))
     plan = WRITERS[to](contents, convert_file_size_to_int(max_shard_size))
     report = ConversionReport(
@@ -162,7 +162,5 @@ def _write(contents: CheckpointContents, plan: WritePlan, folder: Path, limit: i
     missing = plan.labels ^ written.digests.keys()
     if differing or missing:
         names = (".".join(map(str, label[2:])) for label in sorted(differing | missing, key=str))
-        raise CheckpointError(
-            f"The written checkpoint has other values than what was read: {some_of(names)}."
-        )
+        raise CheckpointError(f"The written checkpoint differs from the source: {some_of(names)}.")
     flush_folder(folder)

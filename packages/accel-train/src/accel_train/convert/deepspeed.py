@@ -34,7 +34,9 @@ def read_engine_state(
         CheckpointError: A file is damaged or absent, or it is on a store.
     """
     if not isinstance(folder, Path):
-        raise CheckpointError(f"{str(folder)!r} has files of an engine, which reads local ones: download it.")
+        raise CheckpointError(
+            f"{str(folder)!r} has files of an engine, which only reads local files. Download it."
+        )
     models: list[dict[str, LazyTensor]] = []
     optimizers: list[OptimizerContents] = []
     dropped: list[str] = []
@@ -74,7 +76,9 @@ def read_universal(folder: AnyPath, weights_in: Callable[..., Any]) -> Checkpoin
         CheckpointError: A file is damaged or absent, or it is on a store.
     """
     if not isinstance(folder, Path):
-        raise CheckpointError(f"{str(folder)!r} has files of an engine, which reads local ones: download it.")
+        raise CheckpointError(
+            f"{str(folder)!r} has files of an engine, which only reads local files. Download it."
+        )
     saved = load_file(Path(str(_model_file(folder))))
     dropped: list[str] = []
     weights = weights_in(_lazily(dict(saved["module"])), folder.name, dropped)
@@ -108,7 +112,7 @@ def read_universal(folder: AnyPath, weights_in: Callable[..., Any]) -> Checkpoin
         groups = [{**_lazily(group), "params": of_names} for group, of_names in of_group]
         optimizers.append(OptimizerContents(states=states, groups=groups))
     else:
-        dropped.append("optimizer 0: zero/optimizer_state.pt, which has its groups, is not there")
+        dropped.append("optimizer 0: zero/optimizer_state.pt, which has its groups, does not exist")
     form = "universal checkpoint of DeepSpeed"
     return CheckpointContents(form=form, models=[weights], optimizers=optimizers, dropped=dropped)
 

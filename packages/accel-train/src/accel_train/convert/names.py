@@ -47,7 +47,7 @@ def name_parameters(
     )
 
 
-_NO_ORDER = "its file has numbers of parameters, and that of the weights has not their order"
+_NO_ORDER = "its file numbers the parameters, but the weights file has a different order"
 
 
 def _saved_names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]] | None:
@@ -66,7 +66,7 @@ def _names_by_shape(
     for number, group in enumerate(groups):
         shapes = [_shape_of(states.get(parameter, {})) for parameter in group["params"]]
         if None in shapes:
-            return None, "its file has numbers of parameters, some of them without a state that has a shape"
+            return None, "its file numbers the parameters, but some have no state with a shape"
         known = {shape for shape in shapes if shape is not None}
         fitting = {
             name: lazy
@@ -76,8 +76,8 @@ def _names_by_shape(
         in_order = [lazy.shape for lazy in fitting.values()] == shapes
         if known & seen or not in_order or len({lazy.dtype for lazy in fitting.values()}) > 1:
             return None, (
-                f"its file has numbers of parameters, and those of group {number} are not all the weights of "
-                "their shapes, in the order of the model"
+                f"its file numbers the parameters, but those of group {number} do not match the weights "
+                "in the order of the model"
             )
         seen |= known
         names.append([*fitting])

@@ -58,7 +58,7 @@ def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointCon
     if path.is_file():
         return _weights(path)
     if not path.is_dir():
-        raise FileNotFoundError(f"no checkpoint at {str(path)!r}: neither a file nor a folder")
+        raise FileNotFoundError(f"no checkpoint at {str(path)!r}: no such file or folder")
     for row in READERS:
         if row.fits(path):
             return row.read(path)
@@ -122,7 +122,7 @@ def _full_state(folder: AnyPath) -> CheckpointContents:
     for index in numbers:
         state = lazy_torch_file(folder / layout.optimizer_name(index), load=_load_object)
         if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
-            dropped.append(f"{layout.optimizer_name(index)}: it is not the state of an optimizer of torch")
+            dropped.append(f"{layout.optimizer_name(index)}: it is not the state of a torch optimizer")
             continue
         fits = len(models) == len(numbers) or len(models) == 1
         weights = models[min(index, len(models) - 1)] if fits else {}

@@ -83,7 +83,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     Args:
         dataset: The dataset to load.
-        use_stateful_dataloader: Be a `StatefulDataLoader` of torchdata, too, which also saves the state of
+        use_stateful_dataloader: Whether to also be torchdata's `StatefulDataLoader`, which saves the state of
             stateful datasets.
         batch_sampler: Yields batches of indices.
         **kwargs: As for `torch.utils.data.DataLoader`.
@@ -168,7 +168,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         """
         if self._resume is not None and self._resume_epoch not in {None, epoch}:
             logger.warning(
-                "set_epoch(%d) drops the position in epoch %d that was loaded: epoch %d will be complete.",
+                "set_epoch(%d) drops the loaded position in epoch %d: epoch %d will be complete.",
                 epoch,
                 self._resume_epoch,
                 epoch,
@@ -225,8 +225,8 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         """Resume from a position in the next pass.
 
         Args:
-            state_dict: A state of `state_dict`, also from a run with another number of processes; or the
-                state of a `StatefulDataLoader`.
+            state_dict: A state of `state_dict`, from a run with any number of processes, or the state of a
+                `StatefulDataLoader`.
 
         Raises:
             ValueError: The position belongs to another kind of loader.
@@ -236,7 +236,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
             return
         if state_dict.get("format") != STATE_FORMAT:
             raise ValueError(
-                f"This is no position of a data loader that this version of accel can read: it has the keys "
+                f"This version of accel cannot read this data loader position: it has the keys "
                 f"{sorted(state_dict)!r} and format={state_dict.get('format')!r}, not {STATE_FORMAT}."
             )
         position = state_dict["position"]
@@ -292,19 +292,19 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         unit, workers = self._unit, self._readers
         if position.unit == "remote":
             raise ValueError(
-                "The saved data position is that of a process which was sent its batches. Load the one that "
-                "the main process has saved."
+                "The saved data position is from a process that received its batches. Load the position "
+                "saved by the main process."
             )
         if position.unit != unit:
             raise ValueError(
-                f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. Build "
-                "the loader as in the run that was saved."
+                f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. "
+                "Build the loader as in the saved run."
             )
         if self._base is None and self._indices is None and len(position.consumed) != workers:
             raise ValueError(
-                f"The saved data position is that of {len(position.consumed)} worker(s), each with a part of "
-                f"the iterable dataset, but this loader has {workers}. Give it "
-                f"num_workers={len(position.consumed)!r} as in the run that was saved."
+                f"The saved data position is for {len(position.consumed)} worker(s), each with a part of "
+                f"the iterable dataset, but this loader has {workers}. Pass "
+                f"num_workers={len(position.consumed)!r} as in the saved run."
             )
         return position
 
@@ -326,7 +326,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     @property
     def stride(self) -> int:
-        """By how much one batch on every rank moves the position."""
+        """The change of the position by one batch on every rank."""
         return self._inner_stride * self._batches_per_step
 
     @property
@@ -686,18 +686,18 @@ def _sharding_first(shard: Callable[[Any], Any], start_copy: StartCopy | None) -
 
 @contextmanager
 def override_even_batches(loaders: Iterable[Any], even_batches: bool | None) -> Generator[None]:
-    """Give loaders another `even_batches` until the context ends.
+    """Change `even_batches` of loaders until the context ends.
 
     Args:
         loaders: Prepared loaders. A loader whose data we do not shard logs a warning.
-        even_batches: The value; `None` leaves all as they are.
+        even_batches: The value; `None` changes nothing.
     """
     sharders: list[Any] = []
     if even_batches is not None:
         for loader in loaders:
             if (sharder := loader.sharder) is None:
                 logger.warning(
-                    "even_batches=%r has no effect on %s: nothing shards its data across the processes.",
+                    "even_batches=%r has no effect on %s: its data is not sharded across the processes.",
                     even_batches,
                     type(loader).__name__,
                 )

@@ -44,9 +44,9 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
     Args:
         dataset: The dataset to load; only the main process reads it.
         split_batches: Whether every batch is sharded across ranks; otherwise each gets a full one.
-        skip_batches: How many batches the first pass leaves out; later ones are complete.
+        skip_batches: Number of batches that the first pass skips; later passes are complete.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
-        _drop_last: Whether a last round of batches that is not complete is left out.
+        _drop_last: Whether to drop an incomplete last round of batches.
         _non_blocking: Whether batches are copied to the device without waiting.
         slice_fn: Called on the main process as `slice_fn(batch, rows, process_index=..., num_processes=...)`
             with the batches of a round joined into one, and the slice of rows of a process. If `None`, the
@@ -54,9 +54,9 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         torch_device_mesh: The device mesh; ranks that differ along some of its axes only have the
             same batches.
         iteration: The epoch that comes first.
-        device: Where batches are moved to; the device of this process if `None`.
-        even_batches: Whether the last round is completed with its first samples: all processes get equally
-            many.
+        device: The device of batches; the device of this process if `None`.
+        even_batches: Whether the last round is completed with its first samples, so that all processes get
+            equally many.
         micro_batches: The number of equal parts into which an engine cuts the batch of a process: the last
             round is completed to a multiple of it.
         **kwargs: As for `torch.utils.data.DataLoader`.
@@ -255,9 +255,7 @@ def shard_of_ranks(mesh: Any) -> list[int]:
     """
     names = mesh.mesh_dim_names
     if names is None:
-        raise ValueError(
-            f"torch_device_mesh={mesh!r} has no mesh_dim_names, which say what its axes are for."
-        )
+        raise ValueError(f"torch_device_mesh={mesh!r} has no mesh_dim_names to identify its axes.")
     sharded_axes = [axis for axis, name in enumerate(names) if name not in SHARED_AXES]
     shared = [axis for axis, name in enumerate(names) if name in SHARED_AXES]
     groups = mesh.mesh.permute(*sharded_axes, *shared)
@@ -304,10 +302,10 @@ class RowSplit:
         try:
             joined = batches[0] if len(batches) == 1 else join_rows(batches)
             if not rows:
-                raise ValueError("nothing in a batch has one row per sample")
+                raise ValueError("no value of the batch has one row per sample")
         except ValueError as error:
             if self.split or self.slice_fn is not None:
-                raise ValueError(f"The main process cannot split what it has read: {error}.") from error
+                raise ValueError(f"The main process cannot split the batch that it read: {error}.") from error
             return self._full_batches(batches, rows)
         return self._slices(joined, rows)
 

@@ -30,10 +30,10 @@ class DataLoaderShard(PreparedLoader[T_co]):
 
     Args:
         dataset: The dataset to load.
-        device: Where batches are moved to; not moved if `None`.
+        device: The device of batches; not moved if `None`.
         rng_types: The generators that are synchronised across ranks at the beginning of each pass.
         synchronized_generator: The generator that `"generator"` in `rng_types` means.
-        skip_batches: How many batches the first pass skips; later passes are complete.
+        skip_batches: Number of batches that the first pass skips; later passes are complete.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
         _drop_last: Whether an incomplete last batch is dropped.
         _non_blocking: Whether a batch is copied to the device while the loop computes with the one before.
@@ -133,7 +133,7 @@ class CopyStream:
         return self._start(item)
 
     def finish_copy(self, pending: PendingCopy) -> Any:
-        """Let the current stream wait for the batch; return the batch."""
+        """Make the current stream wait for the batch; return the batch."""
         current = self._streams.current_stream()
         current.wait_event(pending.arrived)
         for _, leaf in walk(pending.batch):
@@ -237,8 +237,8 @@ def to_cpu(batch: Any) -> Any:
 def warn_of_shapes() -> None:
     """Warn that batches have different shapes; once per process."""
     logger.warning(
-        "Batches have different shapes, and the loop is compiled again for every combination of shapes: "
-        "drop_last=True of the DataLoader, or padding in its collate_fn, keeps them equal."
+        "Batches have different shapes, and the loop is recompiled for every combination of shapes. Use "
+        "drop_last=True of the DataLoader, or padding in its collate_fn, to keep them equal."
     )
 
 
@@ -246,7 +246,7 @@ def warn_of_shapes() -> None:
 def warn_of_padding() -> None:
     """Warn that a last batch is completed to keep its shape; once per process."""
     logger.warning(
-        "The device compiles anew for every shape: a last batch that is shorter is completed with samples "
-        "from the epoch's beginning, which gather_for_metrics leaves out. drop_last=True of the DataLoader "
-        "drops it; even_batches=False of DataLoaderConfiguration yields it as it is."
+        "The device recompiles for every shape, so a shorter last batch is completed with samples from "
+        "the epoch's beginning, which gather_for_metrics removes. Use drop_last=True of the DataLoader "
+        "to drop this batch, or even_batches=False of DataLoaderConfiguration to yield it unchanged."
     )

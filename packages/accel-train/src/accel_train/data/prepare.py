@@ -46,14 +46,14 @@ def prepare_data_loader(
 ) -> DataLoaderShard[T_co] | DataLoaderDispatcher[T_co]:
     """Make the loader of this rank from a torch loader over the full data.
 
-    The torch loader is not changed. A prepared loader is returned unchanged, and data that is sharded already
+    The torch loader is not changed. A prepared loader is returned unchanged. Data that is already sharded
     (see `already_sharded`) is not sharded again. An iterable dataset with a method `shard` whose `num_shards`
     (or `n_shards`) is a multiple of the number of ranks shards itself; every rank reads other iterable
     datasets in full.
 
     Args:
         dataloader: The loader, the same on all ranks.
-        device: Where batches are moved to; the device of this process if `None`.
+        device: The device of batches; the device of this process if `None`.
         num_processes: The number of ranks that share the data; all if `None`.
         process_index: The index of this rank among them.
         split_batches: Whether each batch of the loader is sharded across ranks. Otherwise every rank gets
@@ -84,8 +84,8 @@ def prepare_data_loader(
         shard_iterable_dataset: `False` is `already_sharded=True` where the dataset is iterable.
 
     Raises:
-        TypeError: The argument is no torch loader.
-        ValueError: The arguments do not fit together, or do not fit the loader.
+        TypeError: The argument is not a torch loader.
+        ValueError: The arguments contradict each other, or do not fit the loader.
 
     Example:
         >>> loader = DataLoader(list(range(10)), batch_size=2)
@@ -94,10 +94,10 @@ def prepare_data_loader(
         [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
     """
     if isinstance(dataloader, (DataLoaderShard, DataLoaderDispatcher)):
-        logger.debug("%r is prepared already.", dataloader)
+        logger.debug("%r is already prepared.", dataloader)
         return dataloader
     if not isinstance(dataloader, DataLoader):
-        raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader; got {dataloader!r}.")
+        raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, but got {dataloader!r}.")
     # 1. Find out which ranks read what.
     runtime = current_or_single()
     world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
@@ -122,12 +122,12 @@ def prepare_data_loader(
     # 2. Choose who reads, and check the arguments.
     if is_shard and dispatch_batches:
         raise ValueError(
-            "dispatch_batches=True lets the main process read for all ranks, but this data is sharded "
-            "already: all ranks would get the samples of the main process. Leave dispatch_batches out."
+            "dispatch_batches=True makes the main process read for all ranks, but this data is already "
+            "sharded: all ranks would get the samples of the main process. Remove dispatch_batches."
         )
     dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=together > 1)
     if data_seed is not None and not use_seedable_sampler:
-        logger.warning("data_seed has no effect: use_seedable_sampler=True is not given.")
+        logger.warning("data_seed has no effect without use_seedable_sampler=True.")
     if slice_fn_for_dispatch is not None and not dispatch and world > 1:
         logger.warning("slice_fn_for_dispatch has no effect: every process reads its own batches.")
     # 3. Make the order of samples the same on all ranks.
@@ -184,8 +184,8 @@ def _dispatches(
 ) -> bool:
     if asked and not put_on_device:
         raise ValueError(
-            "dispatch_batches=True needs put_on_device=True (in Accelerator: device_placement=True): what "
-            "the main process sends arrives on the device."
+            "dispatch_batches=True needs put_on_device=True (in Accelerator: device_placement=True), "
+            "since batches from the main process arrive on the device."
         )
     if asked is not None:
         return asked
@@ -209,7 +209,7 @@ def _order(
     if several and shards["even_batches"] and not (_drops_last(dataloader) or dataloader.in_order):
         raise ValueError(
             "in_order=False with even_batches=True: the completed batch could not be recognised. "
-            "Set even_batches=False (in DataLoaderConfiguration) or leave in_order as it is."
+            "Set even_batches=False (in DataLoaderConfiguration), or remove in_order."
         )
     return sync_shuffle(
         _indices_of(dataloader),
@@ -265,8 +265,8 @@ def _shard_data(
         return sharder.shard(num_shards=shards["num_processes"], index=shards["process_index"]), options
     if shards["split_batches"] and size is None:
         raise ValueError(
-            "split_batches=True cannot split the batches that a dataset makes itself (batch_size=None). Let "
-            "the main process read and split them, with dispatch_batches=True."
+            "split_batches=True cannot split the batches that a dataset makes itself (batch_size=None). "
+            "Pass dispatch_batches=True, so that the main process reads and splits them."
         )
     shard = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, mark_padding=True, **shards)
     return shard, {**options, "batch_size": None if size is None else shard.plan.rows}
@@ -325,10 +325,10 @@ def skip_first_batches(dataloader: DataLoader[T_co], num_batches: int = 0) -> Pr
 
     Args:
         dataloader: A loader, prepared or not.
-        num_batches: How many batches of this rank to leave out.
+        num_batches: Number of batches of this rank to skip.
 
     Raises:
-        TypeError: It is no torch loader.
+        TypeError: It is not a torch loader.
 
     Example:
         >>> loader = DataLoader(list(range(5)), batch_size=2)
@@ -340,7 +340,8 @@ def skip_first_batches(dataloader: DataLoader[T_co], num_batches: int = 0) -> Pr
         return dataloader.skipping(num_batches)
     if not isinstance(dataloader, DataLoader):
         raise TypeError(
-            f"skip_first_batches takes a torch.utils.data.DataLoader, prepared or not; got {dataloader!r}."
+            "skip_first_batches takes a torch.utils.data.DataLoader, prepared or not, but got "
+            f"{dataloader!r}."
         )
     options = loader_options(dataloader)
     return SkipDataLoader(dataloader.dataset, num_batches, **options)
@@ -351,7 +352,7 @@ class SkipDataLoader(PreparedLoader[T_co]):
 
     Args:
         dataset: The dataset to load.
-        skip_batches: How many batches to skip. Later passes are complete.
+        skip_batches: Number of batches to skip. Later passes are complete.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
@@ -381,7 +382,7 @@ class SkipBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: Any iterable of lists of indices.
-        skip_batches: How many batches to skip.
+        skip_batches: Number of batches to skip.
 
     Example:
         >>> list(SkipBatchSampler(BatchSampler(range(7), 3, drop_last=False), 1))
@@ -422,7 +423,7 @@ class SkipBatchSampler(BatchSampler):
 def check_count(batches: int) -> int:
     """Refuse a negative number of batches."""
     if batches < 0:
-        raise ValueError(f"The number of batches to skip is {batches!r}; it cannot be negative.")
+        raise ValueError(f"The number of batches to skip is {batches!r}, but must not be negative.")
     return batches
 
 

@@ -290,7 +290,7 @@ def index_source(
         if split_batches and num_processes > 1:
             raise ValueError(
                 "split_batches=True cannot split the batches that a dataset makes itself (batch_size=None). "
-                "Let the main process read and split them, with dispatch_batches=True."
+                "Pass dispatch_batches=True, so that the main process reads and splits them."
             )
         batches = BatchSampler(cast("Any", batches), 1, drop_last=False)
     shard = BatchSamplerShard(
@@ -331,7 +331,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class TorchLoader(DataLoader[T_co]):
-    """A `DataLoader`, and a `StatefulDataLoader`, too, if made with `use_stateful_dataloader=True`."""
+    """A `DataLoader`, and also a `StatefulDataLoader` with `use_stateful_dataloader=True`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Choose the class."""
@@ -345,7 +345,7 @@ _PLAIN = "_plain_class"
 
 @cache
 def stateful_class(loader_class: type[Any]) -> type[Any]:
-    """Return a class of loaders that derives from torchdata's `StatefulDataLoader`, too.
+    """Return a class of loaders that also derives from torchdata's `StatefulDataLoader`.
 
     Raises:
         MissingDependencyError: torchdata is not installed.
@@ -460,8 +460,8 @@ def batches_yielded(state: dict[str, Any]) -> int:
     if "_num_yielded" in state:
         return state["_num_yielded"]
     raise ValueError(
-        f"This is neither a position of a data loader of accel nor a state of torchdata's "
-        f"StatefulDataLoader: it has the keys {sorted(state)!r}."
+        f"This is neither an accel data loader position nor a state of torchdata's StatefulDataLoader:"
+        f" it has the keys {sorted(state)!r}."
     )
 
 

@@ -152,7 +152,7 @@ def replace_sampler(batch_sampler: Any, sampler: Any) -> None:
     while (below := getattr(batch_sampler, "batch_sampler", None)) is not None:
         batch_sampler = below
     if getattr(batch_sampler, "sampler", None) is None:
-        raise ValueError(f"{batch_sampler!r} has no sampler that could be replaced by {sampler!r}.")
+        raise ValueError(f"{batch_sampler!r} has no sampler to replace with {sampler!r}.")
     batch_sampler.sampler = sampler
 
 
@@ -213,7 +213,7 @@ def restore_source(sampler: object, state: OrderState) -> None:
 
 @contextmanager
 def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
-    """Let a sampler draw the recorded order within the context.
+    """Make a sampler draw the recorded order within the context.
 
     A sampler draws its order with its first index: read that inside. Torch's default generator is restored
     afterwards; a generator of the sampler itself stays in the state after the replayed draw.
@@ -222,8 +222,8 @@ def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
     if "seed" in state:
         if not isinstance(sampler, SeedableRandomSampler):
             raise ValueError(
-                f"The saved data position belongs to a SeedableRandomSampler; this loader has {sampler!r}. "
-                "Prepare it with use_seedable_sampler=True, as in the run that was saved."
+                "The saved data position belongs to a SeedableRandomSampler, but this loader has "
+                f"{sampler!r}. Prepare it with use_seedable_sampler=True, as in the saved run."
             )
         sampler.initial_seed, sampler.epoch = state["seed"], state["epoch"]
     if "generator" in state:
@@ -242,8 +242,8 @@ def _with_generator(sampler: Any, state: torch.Tensor) -> Generator[None]:
     """Let a sampler draw from a generator in a state: its own, or one that it has only within the context."""
     if not hasattr(sampler, "generator"):
         raise ValueError(
-            "The saved data position belongs to a sampler with a generator; this loader has "
-            f"{sampler!r}, which has none. Build the loader as in the run that was saved."
+            "The saved data position belongs to a sampler with a generator, but this loader has "
+            f"{sampler!r} without one. Build the loader as in the saved run."
         )
     own: torch.Generator | None = sampler.generator
     if own is not None:

@@ -61,7 +61,7 @@ class BatchPlan:
         if not 0 <= self.process_index < self.num_processes:
             raise ValueError(
                 f"process_index={self.process_index!r} is not one of the "
-                f"num_processes={self.num_processes!r} processes, which count from 0."
+                f"num_processes={self.num_processes!r} processes, counted from 0."
             )
         if self.split and (self.batch_size is None or self.batch_size % self.num_processes):
             raise ValueError(
@@ -91,7 +91,7 @@ class BatchPlan:
         return self.even and not self.drop_last and (self.num_processes > 1 or self.static_shapes)
 
     def count(self, total: int) -> int:
-        """Return how many batches this rank gets out of `total` samples."""
+        """Return the number of batches of this rank for `total` samples."""
         full_steps, remaining = divmod(total, self.stride)
         has_more = remaining > 0 and (self.even or remaining > self.rows * self.process_index)
         return full_steps + (has_more and not self.drop_last)
@@ -193,7 +193,7 @@ class BatchSamplerShard(BatchSampler):
         static_shapes: As for `BatchPlan`.
 
     Raises:
-        ValueError: The arguments do not fit together.
+        ValueError: The arguments contradict each other.
 
     Example:
         >>> batches = BatchSampler(range(10), batch_size=3, drop_last=False)
@@ -636,7 +636,7 @@ _SHARD_OF = (
 def is_sharded_already(
     dataloader: DataLoader[Any], *, num_processes: int, process_index: int, asked: bool | None = None
 ) -> bool:
-    """Return whether a loader is sharded already: ranks get different samples from it.
+    """Return whether a loader is already sharded: ranks get different samples from it.
 
     Recognised are samplers and iterable datasets with the number of ranks and the rank among their attributes
     (`num_replicas` and `rank`, for instance), an `IterableDatasetShard`, what
@@ -692,12 +692,13 @@ def _is_shard(source: Any, num_processes: int, process_index: int) -> bool:
         if (count, rank) != (num_processes, process_index):
             raise ValueError(
                 f"The loader's {name} shards the data with {facts}, but this is rank {process_index!r} of "
-                f"{num_processes!r} that read different data. Make it with these numbers, make the loader "
-                "without it, or say already_sharded=True (in DataLoaderConfiguration) to read what it yields."
+                f"{num_processes!r} that read different data. Build it with these numbers, build the "
+                "loader without it, or pass already_sharded=True (in DataLoaderConfiguration) to read "
+                "the data as it is."
             )
         logger.info(
-            "The loader's %s shards the data already (%s): it is not sharded again. If that is wrong, say "
-            "DataLoaderConfiguration(already_sharded=False).",
+            "The loader's %s already shards the data (%s): it is not sharded again. If this is wrong, "
+            "pass DataLoaderConfiguration(already_sharded=False).",
             *(name, facts),
         )
         return True

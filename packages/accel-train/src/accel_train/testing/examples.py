@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def clean_lines(lines: Sequence[str]) -> list[str]:
-    r"""Leave out lines that are empty or comments.
+    r"""Remove empty lines and comments.
 
     Example:
         >>> clean_lines(["# title\n", "\n", "x = 1\n"])

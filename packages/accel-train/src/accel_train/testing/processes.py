@@ -65,11 +65,11 @@ def run_command(
 
     Args:
         command: Its words.
-        return_stdout: Whether to return what it prints.
+        return_stdout: Whether to return its output.
         env: Its environment; that of this process if None.
 
     Raises:
-        SubprocessCallException: It has failed; the message has what it printed.
+        SubprocessCallException: It failed; the message contains its output.
     """
     words = [str(word) for word in command]
     done = subprocess.run(
@@ -99,13 +99,13 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> _RunOutput:
-    """Run a command, repeat what it prints as it prints it, and wait for its end.
+    """Run a command, repeat its output as it appears, and wait for its end.
 
     Args:
         cmd: Its words.
         env: Its environment; that of this process if None.
         stdin: As of `subprocess.Popen`.
-        timeout: For how many seconds its output is collected.
+        timeout: Seconds for which its output is collected.
         quiet: Whether its output is not repeated.
         echo: Whether the command is printed.
 
@@ -113,7 +113,7 @@ def execute_subprocess_async(
         An object with `returncode`, and the lines `stdout` and `stderr`.
 
     Raises:
-        RuntimeError: It has failed; the message has what it wrote to standard error.
+        RuntimeError: It failed; the message contains its standard error.
     """
     result = asyncio.run(_stream_subprocess(cmd, env, stdin, timeout, quiet, echo))
     if result.returncode:
@@ -167,7 +167,7 @@ async def _read_stream(stream: asyncio.StreamReader, callback: Callable[[bytes],
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Call a function and return what it prints.
+    """Call a function and return its printed output.
 
     Example:
         >>> capture_call_output(print, "a", end="z")
@@ -207,7 +207,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is the same on all ranks. All ranks have to call it."""
+    """Return whether a tensor is the same on all ranks. All ranks must call it."""
     state = AcceleratorState()
     gathered: torch.Tensor = gather(tensor[None].clone().to(state.device)).cpu()
     return all(torch.equal(row, tensor.cpu()) for row in gathered)

@@ -1,4 +1,4 @@
-"""Skip tests where a device or library is not there: decorators of `unittest` test functions and classes.
+"""Skip tests if a device or library is missing: decorators of `unittest` test functions and classes.
 
 They are imported as `accelerate.test_utils`. Tests marked `slow` run if the variable `RUN_SLOW` is true.
 """
@@ -35,7 +35,7 @@ from accel_state.environ import parse_flag_from_env
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """Return the device type of this machine, how many such devices there are, and what is allocated on one.
+    """Return the device type of this machine, its number of devices, and a function for allocated memory.
 
     Example:
         >>> device_type, count, allocated = get_backend()

@@ -1,1 +1,1 @@
-"""`accel check`: predict what a run on many devices does, without devices."""
+"""`accel check`: predict a run on many devices without devices."""

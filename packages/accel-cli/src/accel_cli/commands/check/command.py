@@ -50,7 +50,7 @@ class Findings:
 def run(options: Namespace) -> int:
     """Check a script, and show the findings."""
     if not Path(options.script).is_file():
-        raise SettingsError(f"script {options.script!r}: there is no such file.")
+        raise SettingsError(f"script {options.script!r} does not exist.")
     if options.html is not None:
         require("plotly", "--html", install="accel-cli[plot]")
     variables = read()
@@ -123,9 +123,9 @@ def find_problems(records: Sequence[RankRecord], merged: Merged, world: int, mem
 
 
 def fp8_refusals(merged: Merged, machine: HostDevices) -> tuple[str, ...]:
-    """Explain why `accel launch` would refuse the FP8 that is asked for, if the devices of the job are known.
+    """Explain why `accel launch` would refuse the requested FP8, if the devices of the job are known.
 
-    They are those of this machine, unless it has no GPU and the job is not to run on a CPU.
+    The job's devices are those of this machine, unless it has no GPU and the job does not run on a CPU.
     """
     facts = LaunchFacts(merged=merged, machine=machine, environ={})
     is_known = uses_cpu(merged) or (facts.is_local and machine.gpus > 0)
@@ -142,13 +142,14 @@ def _ranks(options: Namespace) -> tuple[int, ...]:
         ranks = (-1,)
     if not all(0 <= rank < options.world for rank in ranks):
         raise SettingsError(
-            f"argument --ranks is {options.ranks!r}: expected ranks from 0 to {options.world - 1}, as 0,1."
+            f"argument --ranks is {options.ranks!r}: expected ranks from 0 to {options.world - 1}, such "
+            "as 0,1."
         )
     return ranks
 
 
 def worker_environ_of_check(merged: Merged, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that runs as a rank: that of a worker, on the CPU."""
+    """Return the environment of a process that runs as a rank: the environment of a worker on the CPU."""
     settings = replace(
         merged.settings, process=replace(merged.settings.process, use_cpu=True, torch_device=None)
     )
@@ -181,7 +182,7 @@ def estimate_of(record: RankRecord, world: int) -> Estimate:
     return replace(estimated, host=estimated.host + record.host)
 
 
-_FP8 = "FP8 with {}: matrices are multiplied in 8 bits; what is stored takes the memory of bf16."
+_FP8 = "FP8 with {}: matrices are multiplied in 8 bits. Stored tensors take the same memory as with bf16."
 
 
 def _print_findings(findings: Findings, merged: Merged, options: Namespace) -> None:
@@ -202,8 +203,8 @@ def _print_findings(findings: Findings, merged: Merged, options: Namespace) -> N
         show(f"problem: {problem}")
     if not options.quiet and not findings.problems:
         show(
-            "Nothing is wrong with what was tried. Values were made up (numbers are one, masks select all),"
-            " so branches on them were, too."
+            "No problem was found. Values were made up (numbers are one, masks select all), so branches "
+            "that depend on values may differ in a real run."
         )
 
 
@@ -242,7 +243,7 @@ def _files_table(findings: Findings) -> Table | None:
     if not ranks_by_file:
         return None
     return Table(
-        title="what would be written, by the ranks that were tried",
+        title="checkpoint files of the checked ranks",
         head=("file", "size", "by rank", "where"),
         rows=tuple(
             (
@@ -258,13 +259,13 @@ def _files_table(findings: Findings) -> Table | None:
 
 _BY_FORM: Mapping[str, str] = {
     "whole": "one rank writes everything",
-    "sharded": "every rank writes its part, and any number of ranks can read them",
-    "by rank": "every rank writes its part in the strategy's own way",
+    "sharded": "every rank writes its shard, and any number of ranks can load them",
+    "by rank": "every rank writes its shard in the strategy's own format",
 }
 
 
 def checkpoints(records: Sequence[RankRecord]) -> dict[str, dict[str, Any]]:
-    """Summarise the checkpoints: by file and line of the script, with form and size."""
+    """Summarise the checkpoints by file and line of the script, with form and size."""
     plans: dict[str, dict[str, Any]] = {}
     for record in records:
         files_by_line: dict[str, list[File]] = {}
@@ -281,7 +282,7 @@ def checkpoints(records: Sequence[RankRecord]) -> dict[str, dict[str, Any]]:
 def _checkpoints(findings: Findings) -> list[str]:
     def size(plan: dict[str, Any]) -> str:
         if not plan["total"]:
-            return "the rank that writes was not tried"
+            return "the writing rank was not checked"
         full_nbytes, part = (convert_bytes(plan[key]) for key in ("total", "largest part"))
         return f"about {full_nbytes}, at most {part} by a rank"
 

@@ -59,11 +59,11 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
 
 
 def replace_names(path: str, **patches: Any) -> None:
-    """Set attributes of a module or class, which must be there."""
+    """Set existing attributes of a module or class."""
     owner = pkgutil.resolve_name(path)
     for name, patch in patches.items():
         if not hasattr(owner, name):
-            raise AttributeError(f"{path} has no {name} to be replaced")
+            raise AttributeError(f"{path} has no {name} to replace")
         setattr(owner, name, patch)
 
 

@@ -1,4 +1,4 @@
-"""Run a rank of a pipeline alone: what other stages would tell it comes from a copy of the model."""
+"""Run a rank of a pipeline alone: a copy of the model provides the inputs from other stages."""
 
 from __future__ import annotations
 

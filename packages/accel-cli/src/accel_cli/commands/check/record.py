@@ -1,4 +1,4 @@
-"""Run a script as selected ranks; compare the records that they leave. Nothing here imports torch."""
+"""Run a script as selected ranks and compare their records. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class RankTask:
     def timeout_reason(self, timeout: int) -> str:
         """Return the reason of a rank that was stopped at the timeout."""
         return (
-            f"it has not ended after {timeout} s (--timeout); values are made up, so that a loop that waits"
-            " for one may never end"
+            f"it did not end within {timeout} s (--timeout). Values are made up, so a loop that waits "
+            "for a certain value may never end"
         )
 
     @property
@@ -151,7 +151,7 @@ class RankRecord:
         parts: Its peak in bytes by kind, if the strategy's own code ran.
         host: Peak of host bytes for tensors that are moved there, such as a gathered model.
         loaders: Its prepared loaders, in order.
-        stopped: Why and where the script ended before its end; empty if it did not.
+        stopped: Why and where the script stopped early; empty if it completed.
     """
 
     rank: int
@@ -199,7 +199,7 @@ class Difference:
 
 
 def differences(records: Sequence[RankRecord]) -> list[Difference]:
-    """Find the first difference of each rank from the first one, or from the first one of its stage.
+    """Find the first difference between each rank and the first one (of its stage, if there are stages).
 
     Example:
         >>> record = RankRecord(rank=0, events=(RecordedCollective(kind="gather", where="train.py:3"),))
@@ -221,7 +221,7 @@ def differences(records: Sequence[RankRecord]) -> list[Difference]:
 
 
 def transfer_problems(records: Sequence[RankRecord]) -> list[str]:
-    """Find ranks of which one sends other tensors than the other receives.
+    """Find pairs of ranks where the sent and the received tensors differ.
 
     Example:
         >>> send, receive = (
@@ -270,7 +270,7 @@ def _describe(event: RecordedCollective | None) -> str:
 
 
 def data_problems(records: Sequence[RankRecord]) -> list[str]:
-    """Find loaders by which ranks read the same samples, or miss some.
+    """Find loaders that give ranks the same samples, or skip samples.
 
     Example:
         >>> loaders = [(LoaderRecord(where="train.py:3", shard=rank, batches=("a",)),) for rank in (0, 1)]
@@ -287,8 +287,8 @@ def data_problems(records: Sequence[RankRecord]) -> list[str]:
                 continue
             if loader.indices and other.indices and loader.indices != other.indices:
                 problems[
-                    f"{ranks} miss samples of the loader prepared at {loader.where}: its sampler gives each "
-                    "rank other indices, which prepare() shards again; say "
+                    f"{ranks} miss samples of the loader prepared at {loader.where}. Its sampler "
+                    "already shards the indices, and prepare() shards them again. Pass "
                     "DataLoaderConfiguration(already_sharded=True)"
                 ] = None
             elif loader.batches and loader.batches == other.batches:
@@ -324,7 +324,7 @@ def run_ranks(
     """Run the script as selected ranks, each in its own process.
 
     Args:
-        tasks: The tasks, which have different names.
+        tasks: The tasks, with distinct names.
         variables: The environment of all.
         timeout: Seconds that each may take.
         worker: The module that is run with the tasks, and that writes their records.
@@ -374,5 +374,5 @@ def _run(
 
 def exit_reason(code: int, output: str) -> str:
     """Return the reason of a rank whose process has exited without a record."""
-    lines = output.strip().splitlines() or ["nothing was said"]
-    return f"it ended with exit code {code}: {lines[-1]}"
+    lines = output.strip().splitlines() or ["no output"]
+    return f"it exited with code {code}: {lines[-1]}"

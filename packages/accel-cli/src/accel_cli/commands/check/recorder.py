@@ -96,7 +96,7 @@ class CollectiveRecorder:
 
     @contextlib.contextmanager
     def paused(self) -> Generator[None]:
-        """Leave tensors that are created and freed within the block uncounted."""
+        """Do not count tensors that are created and freed within the block."""
         tracker = self.tracker
         if tracker is None:
             yield
@@ -165,7 +165,7 @@ class CollectiveRecorder:
 
     @property
     def is_on_real_tensors(self) -> bool:
-        """Whether tensors are real at present."""
+        """Whether tensors are currently real."""
         return self._real_depth > 0
 
     @contextlib.contextmanager
@@ -387,7 +387,7 @@ class FakeValueMode(TorchDispatchMode):
 
 
 def fake_value(tensor: Any) -> bool | int | float:
-    """Return a value for a fake tensor: one; False where it indicates an error.
+    """Return the value of a fake tensor: one, or False where True would indicate an error.
 
     Example:
         >>> fake_value(torch.zeros(1)), fake_value(torch.zeros(1, dtype=torch.bool))

@@ -12,9 +12,9 @@ class Cause:
     """The likely cause of a diagnosis.
 
     Args:
-        advice: What to look for, and what to do.
+        advice: What to check, and how to fix it.
         page: The page of the documentation.
-        differs: Whether the run is another one; otherwise it is a note.
+        differs: Whether the run differs; otherwise the diagnosis is a note.
     """
 
     advice: str
@@ -24,11 +24,12 @@ class Cause:
 
 CAUSES: Mapping[str, Cause] = {
     "rank-stopped": Cause(
-        advice="The script fails on ranks; `accel check` finds collectives that a rank would miss.",
+        advice="The script fails on several ranks. Run `accel check` to find collectives that a rank misses.",
         page="tutorials/troubleshooting",
     ),
     "one-process-stopped": Cause(
-        advice="Numbers are not compared: the script needs several processes, or more memory than one has.",
+        advice="Numbers are not compared: the script needs several processes, or more memory than one "
+        "process has.",
         page="guides/commands",
         differs=False,
     ),
@@ -36,122 +37,130 @@ CAUSES: Mapping[str, Cause] = {
         advice="The checkpoint of save_state cannot be loaded in a new process.", page="guides/checkpoints"
     ),
     "loader-not-prepared": Cause(
-        advice="The loader was not given to prepare(), so every rank trains on the same samples.",
+        advice="The loader was not passed to prepare(), so every rank trains on the same samples.",
         page="tutorials/add-to-your-code",
     ),
     "sharded-twice": Cause(
-        advice="The sampler gives each rank other indices, and prepare() shards these again:"
-        " DataLoaderConfiguration(already_sharded=True), or leave the sampler out.",
+        advice="The sampler already shards the indices, and prepare() shards them again. Pass "
+        "DataLoaderConfiguration(already_sharded=True), or remove the sampler.",
         page="guides/data-loading",
     ),
     "other-samples-per-rank": Cause(
-        advice="Ranks have drawn another order or split: seed what is drawn alike on all of them.",
+        advice="Ranks drew different orders or splits. Use the same seed for them on all ranks.",
         page="concepts/reproducibility",
     ),
     "samples-twice": Cause(
-        advice="A sampler or data set gives ranks the same samples.", page="guides/data-loading"
+        advice="A sampler or dataset gives several ranks the same samples.", page="guides/data-loading"
     ),
     "order-differs": Cause(
-        advice="Ranks read other global batches than one process with a batch of that size would.",
+        advice="The global batches of the ranks differ from those of one process with that batch size.",
         page="guides/data-loading",
     ),
     "uneven-batches": Cause(
-        advice="A rank with fewer batches leaves the others waiting: drop_last, a filter or a break that is"
-        " not the same on all ranks.",
+        advice="A rank with fewer batches makes the others wait. Check drop_last, filters and breaks "
+        "that differ between ranks.",
         page="tutorials/troubleshooting",
     ),
     "stream-read-in-full": Cause(
-        advice="Every rank reads the full stream: remove already_sharded, or make the stream split itself.",
+        advice="Every rank reads the full stream. Remove already_sharded, or shard the stream in the "
+        "dataset.",
         page="guides/data-loading",
     ),
     "epoch-not-set": Cause(
-        advice="Call set_epoch of the sampler in each epoch, or prepare the loader, which then does it.",
+        advice="Call the sampler's set_epoch in each epoch, or pass the loader to prepare(), which then "
+        "calls it.",
         page="guides/data-loading",
     ),
     "generator-in-workers": Cause(
-        advice="All workers, and all ranks, draw the same numbers from a generator that is copied to them:"
-        " draw from torch's default generator, which each worker seeds.",
+        advice="All workers and ranks draw the same numbers from copies of one generator. Use torch's "
+        "default generator, which each worker seeds.",
         page="concepts/reproducibility",
     ),
     "metric-on-padding": Cause(
-        advice="The last batch is padded with the first samples: gather_for_metrics() leaves them out.",
+        advice="The last batch is padded with the first samples. gather_for_metrics() removes them.",
         page="guides/evaluation",
     ),
     "gathered-rows-differ": Cause(
-        advice="Results are gathered with other rows than the batch has, or outside of the loader's loop.",
+        advice="The gathered results have a different number of rows than the batch, or are gathered "
+        "outside the loader's loop.",
         page="guides/evaluation",
     ),
     "gradients-not-synchronised": Cause(
-        advice="The model was not prepared, is called past its wrapper (model.module), or the backward pass"
-        " before the step runs in no_sync().",
+        advice="The model was not prepared, is called without its wrapper (model.module), or the last "
+        "backward pass before the step runs in no_sync().",
         page="concepts/gradient-synchronization",
     ),
     "mean-of-means": Cause(
-        advice="Each rank divides by its own number of tokens: sum the loss, and give backward(num_items=…).",
+        advice="Each rank divides by its own number of tokens. Sum the loss and pass backward(num_items=…).",
         page="guides/gradient-accumulation",
     ),
     "mask-dropped": Cause(
-        advice="The loss depends on how far a batch is padded: a mask is not used, or padding is counted.",
+        advice="The loss depends on the padding of a batch: a mask is missing, or padding is counted.",
         page="tutorials/troubleshooting",
     ),
     "gradients-scaled": Cause(
-        advice="All gradients differ by one factor: the loss is multiplied by the number of processes, or"
-        " num_items counts all ranks already.",
+        advice="All gradients differ by one factor: the loss is multiplied by the number of processes, "
+        "or num_items already counts all ranks.",
         page="guides/gradient-accumulation",
     ),
     "gradients-differ": Cause(
-        advice="The loss of a rank depends on samples of other ranks, or the ranks compute something else.",
+        advice="The loss of a rank depends on samples of other ranks, or the ranks run different "
+        "computations.",
         page="concepts/gradient-synchronization",
     ),
     "losses-differ": Cause(
-        advice="The loss of a rank depends on samples of other ranks, or the ranks compute something else.",
+        advice="The loss of a rank depends on samples of other ranks, or the ranks run different "
+        "computations.",
         page="concepts/gradient-synchronization",
     ),
     "windows-differ": Cause(
-        advice="Micro-batches are counted by the script; use accelerator.accumulate().",
+        advice="The script counts micro-batches itself. Use accelerator.accumulate().",
         page="guides/gradient-accumulation",
     ),
     "weights-differ": Cause(
-        advice="Weights are changed outside of the optimizer, or by another learning rate.",
+        advice="Weights are changed outside the optimizer, or with a different learning rate.",
         page="guides/fsdp",
     ),
     "weights-untied": Cause(
-        advice="Tied weights became two parameters: tie them before prepare(), on all ranks.",
+        advice="Tied weights became two parameters. Tie them before prepare(), on all ranks.",
         page="guides/fsdp",
     ),
     "unused-parameters": Cause(
-        advice="A branch of the model is not used in every step:"
-        " DistributedDataParallelKwargs(find_unused_parameters=True).",
+        advice="A branch of the model is not used in every step. Pass "
+        "DistributedDataParallelKwargs(find_unused_parameters=True).",
         page="concepts/gradient-synchronization",
     ),
     "batchnorm-per-rank": Cause(
-        advice="BatchNorm sees the batch of its rank only, which is small:"
-        " torch.nn.SyncBatchNorm.convert_sync_batchnorm, or a larger batch per rank.",
+        advice="BatchNorm uses only the small batch of its rank. Use "
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm, or a larger batch per rank.",
         page="concepts/gradient-synchronization",
     ),
     "batchnorm-of-each-rank": Cause(
-        advice="That is how data parallelism works; the comparison normalises the rows of each rank alike.",
+        advice="This is normal for data parallelism. The comparison normalises the rows of each rank "
+        "separately.",
         page="concepts/gradient-synchronization",
         differs=False,
     ),
     "loss-in-low-precision": Cause(
-        advice="The loss is computed under autocast: the outputs of a prepared model are float32 already.",
+        advice="The loss is computed under autocast. Compute it outside: the outputs of a prepared "
+        "model are already float32.",
         page="guides/mixed-precision",
     ),
     "numbers-not-compared": Cause(
-        advice="They are others by design, or belong to other batches.", page="guides/commands", differs=False
+        advice="They differ by design, or belong to different batches.", page="guides/commands", differs=False
     ),
     "optimizer-not-prepared": Cause(
-        advice="It steps in every micro-batch, ignores loss scaling, and is not saved: give it to prepare().",
+        advice="It steps in every micro-batch, ignores loss scaling, and is not saved. Pass it to prepare().",
         page="tutorials/add-to-your-code",
     ),
     "scheduler-not-prepared": Cause(
-        advice="The schedule was not given to prepare(), and advances once per call on any number of ranks.",
+        advice="The schedule was not passed to prepare(), and advances once per call on any number of ranks.",
         page="tutorials/add-to-your-code",
     ),
     "schedule-per-process": Cause(
-        advice="A prepared schedule advances one step for each process, as its length counts the batches of"
-        " one process: compute it before prepare(), or Accelerator(step_scheduler_per='update').",
+        advice="A prepared schedule advances once per process, since its length counts the batches of "
+        "one process. Compute the length before prepare(), or pass "
+        "Accelerator(step_scheduler_per='update').",
         page="guides/configuring",
     ),
     "steps-differ": Cause(
@@ -159,41 +168,42 @@ CAUSES: Mapping[str, Cause] = {
         page="tutorials/troubleshooting",
     ),
     "clip-before-unscale": Cause(
-        advice="Gradients still carry the loss scale: accelerator.clip_grad_norm_ divides by it first.",
+        advice="Gradients are still multiplied by the loss scale. Use accelerator.clip_grad_norm_, "
+        "which divides by it first.",
         page="guides/mixed-precision",
     ),
     "clip-within-window": Cause(
-        advice="Gradients that are not complete are clipped: do it if accelerator.sync_gradients.",
+        advice="Incomplete gradients are clipped. Clip only if accelerator.sync_gradients is true.",
         page="guides/gradient-accumulation",
     ),
     "rank-slower": Cause(
-        advice="The others wait for it in every step: unequal work, or a busy machine.",
+        advice="The other ranks wait for it in every step. Its work is unequal, or its machine is busy.",
         page="guides/profiling",
         differs=False,
     ),
     "reduced-too-often": Cause(
-        advice="The script counts micro-batches itself: in accelerator.accumulate() only the last one of a"
-        " step communicates.",
+        advice="The script counts micro-batches itself. With accelerator.accumulate(), only the last "
+        "one of a step communicates.",
         page="concepts/gradient-synchronization",
         differs=False,
     ),
     "host-waits": Cause(
-        advice="The device idles meanwhile, and the value is that of this rank: sum the tensors, and gather"
-        " them once in a while.",
+        advice="The device idles meanwhile, and the value covers only this rank. Sum the tensors, and "
+        "gather them occasionally.",
         page="concepts/performance",
         differs=False,
     ),
     "resume-other-samples": Cause(
-        advice="The position in the epoch is not restored: DataLoaderConfiguration(resume_mid_epoch=True), or"
-        " skip_first_batches.",
+        advice="The position in the epoch is not restored. Pass "
+        "DataLoaderConfiguration(resume_mid_epoch=True), or call skip_first_batches.",
         page="guides/checkpoints",
     ),
     "resume-other-rate": Cause(
-        advice="The schedule is not saved: give it to prepare() or register_for_checkpointing.",
+        advice="The schedule is not saved. Pass it to prepare() or register_for_checkpointing.",
         page="guides/checkpoints",
     ),
     "resume-other-numbers": Cause(
-        advice="Something that trains is not saved: give it to prepare() or register_for_checkpointing.",
+        advice="Part of the training state is not saved. Pass it to prepare() or register_for_checkpointing.",
         page="guides/checkpoints",
     ),
 }
@@ -202,7 +212,7 @@ CAUSES: Mapping[str, Cause] = {
 
 @frozen
 class Diagnosis:
-    """What a comparison has found.
+    """The result of a comparison.
 
     Args:
         check: What was compared, as `"data"`.
@@ -218,7 +228,7 @@ class Diagnosis:
 
     @property
     def differs(self) -> bool:
-        """Whether the run on the ranks is another one than that of one process."""
+        """Whether the run on the ranks differs from the run in one process."""
         return bool(self.name) and CAUSES[self.name].differs
 
     def __str__(self) -> str:

@@ -37,7 +37,7 @@ WORKER = "accel_cli.commands.doctor.rank_worker"
 def run(options: Namespace) -> int:
     """Run the script, compare the runs, and show the diagnoses; return 1 if one differs."""
     if not Path(options.script).is_file():
-        raise SettingsError(f"script {options.script!r}: there is no such file.")
+        raise SettingsError(f"script {options.script!r} does not exist.")
     variables = read()
     config = read_config(options.config_file, variables).sourced
     merged = merge_layers(options.settings, parse_environ(variables), config)
@@ -103,7 +103,7 @@ def run_tasks(tasks: Sequence[DoctorTask], variables: Mapping[str, str], *, time
 
 
 def durations(records: Records, options: Namespace) -> str:
-    """Say what was run, and how long it took."""
+    """Describe what was run and how long it took."""
     seconds = {name: max(record.seconds for record in of_run) for name, of_run in records.items()}
     cut = f", its lists of layers cut to {options.blocks}" if options.blocks else ""
     return (

@@ -35,7 +35,7 @@ from accel_cli.commands.doctor.record import (
 
 
 def compare(records: Records) -> list[Diagnosis]:
-    """Compare the runs; the diagnoses of each check, or one that says that it found everything equal."""
+    """Compare the runs. Returns the diagnoses of each check, or one that reports that all is equal."""
     stopped = [*stops(records)]
     if any(record.stopped for record in records[RANKS]):
         return [*stopped, *data(records), *clocks(records)]
@@ -64,7 +64,7 @@ def compare(records: Records) -> list[Diagnosis]:
 
 
 def stops(records: Records) -> Iterator[Diagnosis]:
-    """Yield why scripts have ended early."""
+    """Yield the reasons why scripts stopped early."""
     for run, of_run in records.items():
         if run in {RESUMED, RESCALED} and any(record.stopped for record in records[RANKS]):
             continue  # there is no checkpoint
@@ -96,7 +96,7 @@ _TITLES = {
 
 
 def data(records: Records) -> Iterator[Diagnosis]:
-    """Compare which samples ranks read: every one once, in the order of one process."""
+    """Compare the samples that ranks read: each sample once, in the order of one process."""
     ranks = by_shard(records[RANKS])
     single = first_of(records, ONE)
     for first in ranks[0].passes:
@@ -153,8 +153,8 @@ def _compare_pass(
     if missing or num_extra >= len(ranks):
         name = "sharded-twice" if not num_extra else "other-samples-per-rank" if missing else "samples-twice"
         text = (
-            f"of {wanted.total()} samples of epoch {first.epoch}, {num_missing} are read by no rank, and"
-            f" {num_extra} once too often"
+            f"of {wanted.total()} samples of epoch {first.epoch}, {num_missing} are read by no rank, "
+            f"and {num_extra} are read too often"
         )
         yield Diagnosis(check="data", name=name, text=text, where=first.where)
         return
@@ -163,7 +163,7 @@ def _compare_pass(
             break  # the script has chosen another batch size
         if extra or sorted(sample for batch in together for sample in batch) == sorted(single.plan[number]):
             continue
-        text = f"batch {number} of epoch {first.epoch} has other samples than that of one process"
+        text = f"batch {number} of epoch {first.epoch} has different samples than in one process"
         yield Diagnosis(check="data", name="order-differs", text=text, where=first.where)
         return
 
@@ -190,7 +190,7 @@ def _compare_read(
     wanted = Counter(_rows(single, first))
     if union != wanted:
         different = max((wanted - union).total(), (union - wanted).total())
-        text = f"{different} rows of epoch {first.epoch} are others than those of one process"
+        text = f"{different} rows of epoch {first.epoch} differ from those of one process"
         yield Diagnosis(check="data", name="order-differs", text=text, where=first.where)
 
 
@@ -213,7 +213,7 @@ def _epochs(record: RunRecord) -> Iterator[Diagnosis]:
             continue
         orders = [of_epoch.plan or tuple(_rows(record, of_epoch)) for of_epoch in (first, second)]
         if len(orders[0]) > 1 and orders[0] == orders[1]:
-            text = "two epochs have the same order, although the sampler shuffles"
+            text = "two epochs have the same order although the sampler shuffles"
             yield Diagnosis(check="data", name="epoch-not-set", text=text, where=first.where)
 
 
@@ -327,7 +327,7 @@ _SLOW_SECONDS = 0.05
 
 
 def waiting(records: Records) -> Iterator[Diagnosis]:
-    """Find ranks that wait for another one or for the device, and gradients that are averaged too often."""
+    """Find ranks that wait for another rank or for the device, and gradients that are averaged too often."""
     ranks = records[RANKS]
     backwards = ranks[0].backwards
     if not ranks[0].steps or not backwards:
@@ -377,11 +377,11 @@ def resume(records: Records) -> Iterator[Diagnosis]:
             wanted = _samples_of(undisturbed, start, expected.backwards)
             samples = _samples_of(again, 0, step.backwards)
             if sorted(map(str, wanted)) != sorted(map(str, samples)):
-                text = f"{title}, step {number + 2} has other samples than in the undisturbed run"
+                text = f"{title}, step {number + 2} has different samples than in the uninterrupted run"
                 yield Diagnosis(check="resume", name="resume-other-samples", text=text)
                 break
             if any(relative(*pair) > 1e-6 for pair in zip(step.rates, expected.rates, strict=False)):
-                rates = f"{step.rates[0]:.4g}, undisturbed {expected.rates[0]:.4g}"
+                rates = f"{step.rates[0]:.4g}, uninterrupted {expected.rates[0]:.4g}"
                 text = f"{title}, the learning rate of step {number + 2} is {rates}"
                 yield Diagnosis(check="resume", name="resume-other-rate", text=text)
                 break

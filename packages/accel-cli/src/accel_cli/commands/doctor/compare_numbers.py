@@ -62,7 +62,9 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
         start = ranks[0].steps[number - 1].backwards if number else 0
         comparable = _same_data(shards, single, start, step.backwards)
         if not comparable:
-            text = f"from step {number + 1} on, ranks and one process have other global batches"
+            text = (
+                f"from step {number + 1} on, the ranks and the single process have different global batches"
+            )
             yield Diagnosis(check="numbers", name="numbers-not-compared", text=text)
             return
         difference = _compare_step(shards, single, number, start, tolerance)
@@ -72,20 +74,20 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
 
 
 def random_numbers(records: Records) -> str:
-    """Describe random numbers that are others on ranks than on one process; empty if there are none."""
+    """Describe random numbers that differ between the ranks and one process; empty if there are none."""
     if records[RANKS][0].draws:
-        return "the script draws random numbers in its training loop, which are others on one process"
+        return "the script draws random numbers in its training loop, and they differ in one process"
     return random_samples(records)
 
 
 def random_samples(records: Records) -> str:
-    """Describe a sample that is another one each time it is read; empty if none is."""
+    """Describe a sample that changes each time it is read; empty if there is none."""
     single = first_of(records, ONE)
     rows = {} if single is None else _rows_by_sample(single)
     for record in records[RANKS]:
         for sample, row in _rows_by_sample(record).items():
             if rows.get(sample, row) != row:
-                return f"the data set returned another value for sample {sample[2]} than on one process"
+                return f"the dataset returned a different value for sample {sample[2]} than on one process"
     return ""
 
 
@@ -291,7 +293,7 @@ def _between_ranks(ranks: Sequence[RunRecord]) -> Iterator[Diagnosis]:
 def _batch_norms(ranks: Sequence[RunRecord]) -> Iterator[Diagnosis]:
     values = {name: min(record.norms.get(name, math.inf) for record in ranks) for name in ranks[0].norms}
     name = min(values, key=lambda key: values[key])
-    text = f"{name} normalises with the {values[name]} values of its rank"
+    text = f"{name} normalises with only the {values[name]} values of its rank"
     few = values[name] < _FEW_VALUES
     yield Diagnosis(
         check="numbers", name="batchnorm-per-rank" if few else "batchnorm-of-each-rank", text=text
@@ -356,7 +358,7 @@ def rounding(tolerance: float, number: int) -> float:
 
 
 def comparable_steps(ranks: RunRecord, single: RunRecord) -> int:
-    """Return in how many steps another gradient is distinguishable from a rounded one."""
+    """Return the number of steps in which a different gradient is distinguishable from a rounded one."""
     tolerance = tolerance_of(ranks, single)
     steps = min(len(ranks.steps), len(single.steps))
     return sum(rounding(tolerance, number) <= TOLERANCES["float8"] for number in range(steps))

@@ -106,9 +106,7 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
     tensor, pipeline, context = (size or 1 for size in sizes_of_megatron)
     on_rank = 0
     if any(sizes_of_megatron) and options.optimizer != "adam":
-        raise SettingsError(
-            f"argument --optimizer is {options.optimizer!r}: Megatron has an Adam of its own."
-        )
+        raise SettingsError(f"argument --optimizer is {options.optimizer!r}: Megatron uses its own Adam.")
     if any(sizes_of_megatron):
         data_parallel_size(tensor, pipeline, context, devices)
         on_rank = max(stage_elements(model, tensor, pipeline, context))
@@ -135,7 +133,7 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
     tiles = {name: getattr(options, name) for name in ("loss_chunk_size", "mlp_tile_size")}
     if options.batch_size is None:
         for name in (name for name, size in tiles.items() if size is not None):
-            raise SettingsError(f"argument --{name}: it affects activations only: add --batch_size.")
+            raise SettingsError(f"argument --{name} only affects activations: add --batch_size.")
         return make(()), make(())
     if tiles["mlp_tile_size"] is not None:
         tile_mlps(model, tiles["mlp_tile_size"])
@@ -164,8 +162,8 @@ def _trace(model: Any, options: Namespace, *, checkpointing: bool = False) -> tu
     """Return the moments of the passes; none if the model does not support activation checkpointing."""
     if not hasattr(model, "config"):
         raise UnsupportedError(
-            f"argument --batch_size: {options.model_name!r} has no configuration of transformers, "
-            "which the passes need; leave it out."
+            f"argument --batch_size: {options.model_name!r} has no transformers configuration, which "
+            "the passes need. Remove --batch_size."
         )
     if checkpointing:
         enable = next((getattr(model, name) for name in _CHECKPOINTING if hasattr(model, name)), None)
@@ -180,7 +178,7 @@ def _trace(model: Any, options: Namespace, *, checkpointing: bool = False) -> tu
     except (RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(
             f"argument --batch_size: the passes of {type(model).__name__} cannot run on fake tensors "
-            f"({str(error).splitlines()[0]}); leave it out."
+            f"({str(error).splitlines()[0]}). Remove --batch_size."
         ) from None
 
 
@@ -223,7 +221,7 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
         length: Sequence length, in tokens or frames.
 
     Returns:
-        A function for `moments_of`; like most scripts it holds on to all that the model returns. It raises
+        A function for `moments_of`; like most scripts, it keeps all outputs of the model alive. It raises
         `UnsupportedError` for a model with inputs of another kind.
     """
 
@@ -231,8 +229,8 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
         main: str = getattr(model, "main_input_name", "") or ""
         if main not in INPUTS:
             raise UnsupportedError(
-                f"{type(model).__name__} takes {main!r} as its input; passes can be estimated for "
-                f"{', '.join(INPUTS)}. Leave --batch_size out."
+                f"{type(model).__name__} takes {main!r} as its input, but passes can be estimated only for "
+                f"{', '.join(INPUTS)}. Remove --batch_size."
             )
         keywords = {main: INPUTS[main](model.config, batch, length)}
         if getattr(model.config, "is_encoder_decoder", False):
@@ -302,8 +300,8 @@ def _advice(
         return [f"suggested: {suggestion.estimate.strategy}", text]
     needed = devices_needed(checkpointed, memory)
     if needed is None:
-        return ["nothing fits, on any number of devices: use a smaller batch or shorter sequences."]
-    return [f"nothing fits; FSDP2 would on {needed} devices with activation checkpointing."]
+        return ["no configuration fits on any number of devices: use a smaller batch or shorter sequences."]
+    return [f"no configuration fits. FSDP2 would fit on {needed} devices with activation checkpointing."]
 
 
 _PICTURES = (".svg", ".png", ".pdf")
@@ -333,11 +331,11 @@ def _placement(model: nn.Module, memory: int, devices: int) -> Explanation:
 
 
 def _notes(options: Namespace) -> list[str]:
-    notes = ["The driver, kernels and gaps take more: plan with nine tenths of a device."]
+    notes = ["The driver, kernels and fragmentation take more: plan with 90 % of a device's memory."]
     if options.batch_size is None:
-        notes.append("Activations are not counted; --batch_size and --sequence_length count them.")
+        notes.append("Activations are not included. Add --batch_size and --sequence_length to include them.")
     if options.mixed_precision == "fp8":
-        notes.append("FP8 multiplies matrices in 8 bits and stores what bf16 stores.")
+        notes.append("FP8 multiplies matrices in 8 bits and stores the same tensors as bf16.")
     return notes
 
 
@@ -413,7 +411,7 @@ def _draw_strategies(axes: Axes, estimates: Sequence[Estimate], memory: int | No
     axes.tick_params(labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     title = "memory of a device in training, by strategy"
-    axes.set_title(title if memory is None else f"{title} (dashed: what there is)", loc="left", fontsize=10)
+    axes.set_title(title if memory is None else f"{title} (dashed: available)", loc="left", fontsize=10)
 
 
 def _draw_passes(axes: Axes, setup: TrainingSetup) -> None:

@@ -27,7 +27,7 @@ def gather_data(args: Namespace) -> list[list[Any]] | None:
         of `estimate_training_usage`.
 
     Raises:
-        SettingsError: There is no such model, or no library for it.
+        SettingsError: The model does not exist, or there is no library for it.
         MissingDependencyError: The library that defines it is not installed.
     """
     model = create_empty_model(args.model_name, args.library_name, args.trust_remote_code)
@@ -62,7 +62,7 @@ def create_empty_model(
     Raises:
         SettingsError: The hub does not name the library of the model, or it is another one.
         MissingDependencyError: The library is not installed.
-        OSError: There is no such model, or it is gated.
+        OSError: The model does not exist, or it is gated.
     """
     library = library_name or _library_of(model_name, access_token)
     if library not in ("transformers", "timm"):
@@ -88,7 +88,7 @@ def _library_of(model_name: str, access_token: str | None) -> str:
         raise OSError(f"model {model_name!r} {problem}: log in with `hf auth login` if you have access.")
     if not info.library_name:
         raise SettingsError(
-            f"the hub does not say which library the model {model_name!r} is for: pass library_name."
+            f"the hub does not name the library of the model {model_name!r}: pass library_name."
         )
     return info.library_name
 
@@ -166,7 +166,7 @@ def estimate_training_usage(
     mixed_precision: str,
     msamp_config: str | None = None,
 ) -> dict[str, int]:
-    """Return the bytes that training with Adam takes at batch size 1, by step of the loop.
+    """Return the bytes of training with Adam at batch size 1, by step of the loop.
 
     Args:
         bytes: The size of the weights in float32.
@@ -177,7 +177,7 @@ def estimate_training_usage(
         UnsupportedError: A configuration of MS-AMP was given.
     """
     if msamp_config is not None:
-        raise UnsupportedError("MS-AMP is not estimated: leave msamp_config out.")
+        raise UnsupportedError("MS-AMP is not estimated: remove msamp_config.")
     if mixed_precision in {"float16", "bfloat16"}:
         return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes + bytes // 2, "step": bytes * 2}
     if mixed_precision == "float32":

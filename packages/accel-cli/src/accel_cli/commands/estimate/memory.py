@@ -97,7 +97,7 @@ class MemoryPeak:
 
 @frozen
 class DeviceShare:
-    """What one device has in a run along several axes, before FSDP2 shards it.
+    """The share of one device in a run along several axes, before FSDP2 shards it.
 
     Args:
         name: Name of the row.
@@ -478,7 +478,7 @@ def suggest(
     host: int | None = None,
     per_machine: int = 8,
 ) -> Suggestion | None:
-    """Find the fastest configuration that fits; None if none does.
+    """Find the fastest configuration that fits; None if there is none.
 
     Args:
         setup: The run.
@@ -496,7 +496,7 @@ def suggest(
 
 
 def devices_needed(checkpointed: TrainingSetup, memory: int) -> int | None:
-    """Return the power of two of devices on which fully sharded training fits; None if none is enough."""
+    """Return the smallest power of two of devices that fits fully sharded training; None if there is none."""
     devices = 1
     while devices <= _MOST_DEVICES:
         if fits(estimate("FSDP2", replace(checkpointed, devices=devices)), memory):

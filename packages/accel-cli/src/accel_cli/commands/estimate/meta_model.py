@@ -58,7 +58,7 @@ def meta_model(name: str, *, library: str | None = None, trust_remote_code: bool
     if path.exists():
         return _from_path(path, library, trust_remote_code)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise SettingsError(f"model {name!r}: there is no such file or folder.")
+        raise SettingsError(f"model {name!r}: no such file or folder.")
     if library == "timm" and "/" not in name:
         return _timm(name)
     return _from_path(_config_on_hub(name), library, trust_remote_code, name)
@@ -78,8 +78,8 @@ def _from_path(path: Path, library: str | None, trust: bool, name: str | None = 
     if name is None and _has_weights(path):
         return meta_model_of_weights(path)
     raise SettingsError(
-        f"model {name or str(path)!r}: neither a configuration of transformers or timm nor weight files; "
-        "name the library with --library_name if there is a configuration."
+        f"model {name or str(path)!r}: found no configuration of transformers or timm, and no weight "
+        "files. If there is a configuration, pass its library with --library_name."
     )
 
 
@@ -150,13 +150,13 @@ def _config_on_hub(name: str) -> Path:
         text = str(error).strip()
         reason = text.splitlines()[0] if text else type(error).__name__
         raise ModelNotFoundError(
-            f"model {name!r}: neither a file here nor in the hub's cache, and the hub does not give its "
-            f"{CONFIG} ({reason})."
+            f"model {name!r} is not a local file and not in the hub's cache, and the hub does not "
+            f"provide its {CONFIG} ({reason})."
         ) from None
 
 
 class ModelNotFoundError(SettingsError, OSError):
-    """A model is neither here nor on the hub, or the hub cannot be asked; an OSError like the hub's."""
+    """A model is neither local nor on the hub, or the hub cannot be reached. An OSError like the hub's."""
 
 
 _PORTS: Mapping[str, int] = {"http": 80, "https": 443}
@@ -200,7 +200,7 @@ def _transformers(name: str, config: Path, content: Mapping[str, Any], trust: bo
             )
     except (*_UNFIT, ImportError, OSError) as error:
         # Constructors raise all of these for a configuration that they do not support.
-        raise SettingsError(f"model {name!r}: transformers refuses its configuration: {error}") from None
+        raise SettingsError(f"model {name!r}: transformers rejects its configuration: {error}") from None
     model.tie_weights()
     return model
 
@@ -219,7 +219,7 @@ def _timm(name: str, config: Path | None = None, content: Any = None, trust: boo
         with init_empty_weights():
             return timm.create_model(content.get("architecture", name), pretrained=False, **options)
     except _UNFIT as error:
-        raise SettingsError(f"model {name!r}: timm does not know it: {error}") from None
+        raise SettingsError(f"model {name!r}: timm does not recognise it: {error}") from None
 
 
 _UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -298,10 +298,10 @@ def _matrix_elements(parameter: Tensor) -> int:
 
 
 def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
-    """Count what a device of each pipeline stage has along the axes of a configuration.
+    """Count the elements on a device of each pipeline stage along the axes of a configuration.
 
     Raises:
-        SettingsError: The model cannot be divided like this.
+        SettingsError: The model cannot be divided in this way.
     """
     sizes = config.sizes
     name = ", ".join(
