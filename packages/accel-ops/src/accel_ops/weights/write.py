@@ -87,7 +87,7 @@ def save_state_dict(
 
     Args:
         state_dict: Name to tensor.
-        folder: Where; made if absent.
+        folder: Where; created if absent.
         max_shard_size: Bytes per file, or text like `"5GB"`.
         safe_serialization: Write safetensors rather than torch's zip format.
     """
