@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from accel_state.accelerator_state import AcceleratorState, GradientState
+from accel_state.errors import SettingsError
 from accel_train.convert.convert import convert_checkpoint
 from accel_train.convert.read import open_checkpoint
 from checkpoint.test_load_memory import resident
-from checkpoint.test_resharding import build, train, whole
+from checkpoint.test_resharding import Net, build, train, whole
 from harness import distributed
 from harness.engines import deepspeed_process
 from harness.small_llama import make_llama
@@ -125,6 +126,51 @@ def test_universal_checkpoints_of_deepspeed_have_the_values_of_their_source(
     assert [group["params"] for group in found["param_groups"]] == [
         group["params"] for group in wanted["param_groups"]
     ]
+
+
+@distributed(world_size=2)
+def load_universal(strategy: str, folder: Path) -> None:
+    """Let DeepSpeed's engine load a universal checkpoint; save what it then has, and train on."""
+    with deepspeed_process():
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        run = build(strategy)
+        accelerator, engine = run[:2]
+        engine._config.load_universal_checkpoint = True
+        path, _ = engine.load_checkpoint(str(folder / "universal"))
+        assert path is not None
+        weights = {name: safe_get_full_fp32_param(value) for name, value in engine.module.named_parameters()}
+        moments = {
+            name: {key: safe_get_full_optimizer_state(value, key) for key in ("exp_avg", "exp_avg_sq")}
+            for name, value in engine.module.named_parameters()
+        }
+        rates = [(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
+        if accelerator.is_main_process:
+            torch.save((weights, moments, rates), folder / "found.pt")
+        accelerator.wait_for_everyone()
+        train(run)
+        accelerator.free_memory()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_an_engine_of_deepspeed_loads_what_was_converted_to_universal(strategy: str, tmp_path: Path) -> None:
+    save_on_two(strategy="fsdp2", folder=tmp_path)
+    convert_checkpoint(tmp_path / "state", tmp_path / "universal", to="universal")
+    load_universal(strategy=strategy, folder=tmp_path)
+    weights, moments = torch.load(tmp_path / "right.pt")
+    found, states, rates = torch.load(tmp_path / "found.pt")
+    assert_same(found, {name: value for name, value in weights.items() if name != "scale"})
+    order = sorted(Net().named_parameters(), key=lambda item: item[1].ndim == 1)  # that of the groups
+    for number, (name, _) in enumerate(order):
+        assert_same(states[name], {key: moments["state"][number][key] for key in states[name]})
+    wanted = [(group["lr"], group["weight_decay"]) for group in moments["param_groups"]]
+    assert rates == (wanted if strategy == "zero2" else [wanted[0]] * 2), "ZeRO 3 gives all the first group's"
+
+
+def test_a_universal_checkpoint_needs_the_state_of_adam_by_name(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(SettingsError, match="it has no optimizer"):
+        convert_checkpoint(tmp_path / "model.safetensors", tmp_path / "universal", to="universal")
 
 
 def test_a_full_state_becomes_shards_that_fsdp2_loads(tmp_path: Path) -> None:

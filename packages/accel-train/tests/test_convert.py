@@ -207,6 +207,22 @@ def test_tensors_of_any_layout_come_as_they_are(tmp_path):
     assert "also tied, the same tensor as tied" in done.dropped
 
 
+def test_a_universal_checkpoint_comes_back_as_it_was(state, tmp_path):
+    state, _ = state
+    convert_checkpoint(state, tmp_path / "universal", to="universal", max_memory="4MB")
+    convert_checkpoint(tmp_path / "universal", tmp_path / "sharded", to="sharded")
+    first, last = open_checkpoint(state), open_checkpoint(tmp_path / "sharded")
+    assert_same(*({name: lazy.full() for name, lazy in source.models[0].items()} for source in (first, last)))
+    for name, values in first.optimizers[0].states.items():
+        found = last.optimizers[0].states[name]
+        assert_same(
+            *({key: of[key].full() for key in ("exp_avg", "exp_avg_sq", "step")} for of in (found, values))
+        )
+    (tmp_path / "universal" / "latest_universal").write_text("../state")
+    with pytest.raises(CheckpointError, match="is no folder"):
+        open_checkpoint(tmp_path / "universal")
+
+
 def test_a_large_tensor_becomes_several_chunks(tmp_path):
     weight = torch.randn(3000, 500)
     save_file({"weight": weight}, tmp_path / "model.safetensors")

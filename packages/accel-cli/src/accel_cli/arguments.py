@@ -552,7 +552,7 @@ def merge() -> Parser:
     return made
 
 
-FORMATS = ("safetensors", "torch", "full", "sharded", "dcp")
+FORMATS = ("safetensors", "torch", "full", "sharded", "dcp", "universal")
 """The formats to which `accel convert-checkpoint` converts."""
 
 
@@ -568,7 +568,8 @@ def convert() -> Parser:
     made.add_argument("target", metavar="TO", help="the output folder, which must be absent or empty")
     text = (
         "safetensors or torch: weight files as transformers saves them. full or sharded: a state for "
-        "Accelerator.load_state. dcp: a folder of torch.distributed.checkpoint"
+        "Accelerator.load_state. dcp: a folder of torch.distributed.checkpoint. universal: a universal "
+        "DeepSpeed checkpoint"
     )
     made.add_argument("--to", choices=FORMATS, required=True, help=text)
     text = (

@@ -57,8 +57,8 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
     for module, pair in pairs.items():
         weight = merged.get(f"{module}.weight")
         transposed = bool(config.get("fan_in_fan_out")) or module in embeddings
-        is_whole = pair.keys() == {"A", "B", *([_MAGNITUDE] if config.get("use_dora") else [])}
-        if weight is None or not is_whole or not _fits(weight, pair, transposed=transposed):
+        parts = {"A", "B", *([_MAGNITUDE] if config.get("use_dora") else [])}
+        if weight is None or pair.keys() != parts or not _fits(weight, pair, transposed=transposed):
             strange.append(module)
             continue
         total = _sum(weight, pair, _scale(module, pair, config), transposed=transposed)

@@ -20,6 +20,7 @@ from accel_train.checkpoint.contents import copy_file
 from accel_train.checkpoint.files import flush_folder, make_folder, move, remove, sizes_in, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
 from accel_train.convert.contents import CheckpointContents
+from accel_train.convert.deepspeed import UNIVERSAL_TAG_FILE
 from accel_train.convert.read import open_checkpoint
 from accel_train.convert.write import WRITERS, VerifyingReader, WritePlan
 
@@ -68,7 +69,7 @@ def convert_checkpoint(
         source: A checkpoint of any format that is read, which is found by its files; a folder, file or URL.
         target: A folder, or its URL, that is absent or empty. To a store all of it goes from a temporary
             folder of this machine.
-        to: `"safetensors"`, `"torch"`, `"full"`, `"sharded"` or `"dcp"`.
+        to: `"safetensors"`, `"torch"`, `"full"`, `"sharded"`, `"dcp"` or `"universal"`.
         base: For a LoRA adapter of peft, the checkpoint into whose weights it is merged. For a checkpoint of
             Megatron-LM, a folder with the configuration of transformers whose names and layout are used.
         max_memory: Bytes that tensors may take at once, or text like `"500MB"`. A row of a tensor is never
@@ -130,7 +131,7 @@ def _staging(target: AnyPath) -> Generator[Path]:
 
 def _is_last(name: str) -> tuple[bool, str]:
     """Sort what makes a checkpoint complete behind its other files."""
-    return name.endswith((layout.MANIFEST_NAME, ".metadata", ".index.json")), name
+    return name.endswith((layout.MANIFEST_NAME, ".metadata", ".index.json", UNIVERSAL_TAG_FILE)), name
 
 
 def _write(contents: CheckpointContents, plan: WritePlan, folder: Path, limit: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -64,9 +64,26 @@ def read_engine_state(
     return of_state(folder, form, models, optimizers, dropped, read.__contains__)
 
 
+MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+"""Names of the file of the model in a universal checkpoint, at stages 1 and 2, and at stage 3."""
+UNIVERSAL_TAG_FILE = "latest_universal"
+"""Names the folder beside it that an engine loads."""
+
+
 def is_universal(folder: AnyPath) -> bool:
-    """Return whether it is what DeepSpeed's `ds_to_universal` wrote."""
-    return (folder / "zero").is_dir() and _model_file(folder) is not None
+    """Return whether it is what DeepSpeed's `ds_to_universal` wrote, or the folder of such checkpoints."""
+    return _universal_folder(folder) is not None
+
+
+def _universal_folder(folder: AnyPath) -> AnyPath | None:
+    if (folder / UNIVERSAL_TAG_FILE).is_file():
+        tag = (folder / UNIVERSAL_TAG_FILE).read_text().strip()
+        if PurePath(tag).name != tag:
+            raise CheckpointError(
+                f"{str(folder / UNIVERSAL_TAG_FILE)!r} has {tag[:40]!r}, which is no folder."
+            )
+        folder = folder / tag
+    return folder if (folder / "zero").is_dir() and _model_file(folder) is not None else None
 
 
 def read_universal(folder: AnyPath, weights_in: Callable[..., Any]) -> CheckpointContents:
@@ -79,6 +96,7 @@ def read_universal(folder: AnyPath, weights_in: Callable[..., Any]) -> Checkpoin
         raise CheckpointError(
             f"{str(folder)!r} has files of an engine, which only reads local files. Download it."
         )
+    folder = Path(str(_universal_folder(folder)))
     saved = load_file(Path(str(_model_file(folder))))
     dropped: list[str] = []
     weights = weights_in(_lazily(dict(saved["module"])), folder.name, dropped)
@@ -118,8 +136,7 @@ def read_universal(folder: AnyPath, weights_in: Callable[..., Any]) -> Checkpoin
 
 
 def _model_file(folder: AnyPath) -> AnyPath | None:
-    names = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    return next((folder / name for name in MODEL_FILES if (folder / name).is_file()), None)
 
 
 _MASTER = "fp32"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import field
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
@@ -26,13 +27,15 @@ from accel_ops.weights.lazy_tensors import LazyTensor, create_torch_file, write_
 from accel_ops.weights.safetensors_io import as_bytes
 from accel_plugins.sharding.state import INDEX_NAME, shard_file
 from accel_plugins.sharding.stream import FolderWriter
+from accel_state.errors import CheckpointError, SettingsError
 from accel_state.files import trim_heap
 from accel_state.frozen import frozen
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY, copy_file
-from accel_train.checkpoint.files import record_of, write_file
+from accel_train.checkpoint.files import make_folder, record_of, write_file
 from accel_train.checkpoint.layout import FileRecord
 from accel_train.convert.contents import CheckpointContents, Label, OptimizerContents
+from accel_train.convert.deepspeed import MODEL_FILES, UNIVERSAL_TAG_FILE
 
 
 class VerifyingReader:
@@ -189,6 +192,113 @@ def plan_dcp(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
     return WritePlan(files=_folder("", state, labels), labels={*labels.values()}, dropped=dropped)
 
 
+def plan_universal(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
+    """Plan a universal checkpoint of DeepSpeed, which engines of ZeRO load on any number of ranks.
+
+    Raises:
+        SettingsError: There is no state of Adam whose parameters have names.
+    """
+    del max_shard_size
+    weights, optimizer = _adam_of(contents)
+    dropped = [f"model {index}" for index in range(1, len(contents.models))]
+    dropped += [f"optimizer {index}" for index in range(1, len(contents.optimizers))]
+    dropped += [f"file {name}" for name in (*contents.state_files, *contents.config_files)]
+    order = [str(name) for name in optimizer.order()]
+    numbers = {name: number for number, name in enumerate(order)}
+    others = {name: lazy for name, lazy in weights.items() if name not in numbers}
+    manifest = contents.manifest
+    model_state = {
+        "module": others,
+        "buffer_names": [],
+        "optimizer": None,
+        "param_shapes": [
+            OrderedDict((name, torch.Size(weights[name].shape)) for name in group["params"])
+            for group in optimizer.groups
+        ],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {},
+        "lr_scheduler": None,
+        "data_sampler": None,
+        "random_ltd": None,
+        "sparse_tensor_module_names": [],
+        "skipped_steps": 0,
+        "global_steps": 0 if manifest is None else manifest.step,
+        "global_samples": 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _DEEPSPEED_VERSION,
+    }
+    labels: dict[Label, LazyTensor] = {("model", 0, name): lazy for name, lazy in others.items()}
+    # Engines of stage 3 look for the second name.
+    files = [_torch_file(f"{_TAG}/{name}", model_state, dict(labels)) for name in MODEL_FILES]
+    trees: dict[str, tuple[Any, Label, LazyTensor]] = {}
+    for name in order:
+        label: Label = ("model", 0, name)
+        trees[f"{name}/fp32"] = {"cat_dim": 0, "param": weights[name]}, label, weights[name]
+        for key, lazy in optimizer.states[name].items():
+            tree = {"cat_dim": 0, "param": lazy} if lazy.shape else lazy
+            trees[f"{name}/{key}"] = tree, ("optimizer", 0, numbers[name], key), lazy
+    labels |= {label: lazy for _, label, lazy in trees.values()}
+
+    def write_parameters(path: Path, stream: VerifyingReader) -> FileRecord:
+        for name, (tree, label, lazy) in trees.items():
+            make_folder((path / name).parent)
+            _torch_file("", tree, {label: lazy}).write(path / f"{name}.pt", stream)
+        groups = [{**group, "params": []} for group in optimizer.groups]
+        step = next(iter(optimizer.states.values()))["step"].full()
+        state = {
+            "param_groups": groups,
+            "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+            "ds_version": _DEEPSPEED_VERSION,
+        }
+        return write_file(path / "optimizer_state.pt", lambda sink: torch.save(state, sink), to_disk=True)
+
+    nbytes = sum(lazy.nbytes for _, _, lazy in trees.values())
+    files.append(PlannedFile(name=f"{_TAG}/zero", nbytes=nbytes, count=len(trees), write=write_parameters))
+    files.append(_text_file(UNIVERSAL_TAG_FILE, _TAG))
+    return WritePlan(files=files, labels={*labels}, dropped=dropped)
+
+
+_TAG = "universal"
+_DEEPSPEED_VERSION = "0.19.0"
+"""The version whose format it is; an engine asks for it."""
+
+
+def _adam_of(contents: CheckpointContents) -> tuple[dict[str, LazyTensor], OptimizerContents]:
+    """Return the weights, in float32 those of the optimizer, and the optimizer with tensors as counters."""
+    first = contents.optimizers[0] if contents.optimizers else None
+    weights = dict(contents.models[0])
+    if first is None or first.unnamed:
+        why = "it has no optimizer" if first is None else first.unnamed
+        raise SettingsError(f"A universal checkpoint has the state of an optimizer by name, and {why}.")
+    states: dict[str | int, dict[str, Any]] = {}
+    for name in first.order():
+        values = first.states.get(name, {})
+        if not {"step", "exp_avg", "exp_avg_sq"} <= values.keys() or str(name) not in weights:
+            raise SettingsError(f"A universal checkpoint has the state of Adam, and {name!r} has none here.")
+        if PurePath(str(name)).name != name:
+            raise CheckpointError(f"{name!r} is no name of a parameter: it would be a path.")
+        weights[str(name)] = _converted(weights[str(name)], torch.float32)
+        states[name] = {
+            key: value if isinstance(value, LazyTensor) else _lazy_scalar(value)
+            for key, value in values.items()
+        }
+    return weights, OptimizerContents(states=states, groups=first.groups)
+
+
+def _converted(lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    if lazy.dtype == dtype:
+        return lazy
+    return LazyTensor(shape=lazy.shape, dtype=dtype, read=lambda begin, end: lazy.read(begin, end).to(dtype))
+
+
+def _lazy_scalar(value: float | Tensor) -> LazyTensor:
+    tensor = torch.as_tensor(float(value)).view(1)
+    return LazyTensor(shape=(), dtype=tensor.dtype, read=lambda begin, end: tensor[begin:end].clone())
+
+
 def _named(
     optimizer: OptimizerContents, index: int
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], Label]]:
@@ -327,5 +437,6 @@ WRITERS: dict[str, Callable[[CheckpointContents, int], WritePlan]] = {
     "full": plan_full,
     "sharded": plan_sharded,
     "dcp": plan_dcp,
+    "universal": plan_universal,
 }
 """The formats that are written: the plan of each, from the contents and the bytes of a file of weights."""
