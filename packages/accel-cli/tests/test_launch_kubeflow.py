@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -241,3 +243,104 @@ def test_ranks_of_two_pods_train_together(launched):
         output, problems = process.communicate(timeout=180)
     assert process.returncode == 0, output + problems
     assert sorted(output.splitlines()) == [f"node {node}: 2 3.0" for node in range(2)]
+
+
+RESOURCES = {
+    "trainer.kubeflow.org/v1alpha1": ("TrainJob", "trainjobs"),
+    "jobset.x-k8s.io/v1alpha2": ("JobSet", "jobsets"),
+}
+
+
+class DiscoverableServer(BaseHTTPRequestHandler):
+    """Says which resources it has, as kubectl asks, and keeps what is created."""
+
+    made: ClassVar = []
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        path = self.path.partition("?")[0].strip("/").removeprefix("apis").strip("/")
+        if path in RESOURCES:
+            kind, plural = RESOURCES[path]
+            resource = {
+                "name": plural,
+                "kind": kind,
+                "namespaced": True,
+                "verbs": ["create"],
+                "singularName": "",
+            }
+            return self.answer(
+                200, {"kind": "APIResourceList", "groupVersion": path, "resources": [resource]}
+            )
+        if path == "api":
+            return self.answer(200, {"kind": "APIVersions", "versions": []})
+        versions = [{"groupVersion": name, "version": name.partition("/")[2]} for name in RESOURCES]
+        groups = [
+            {
+                "name": version["groupVersion"].partition("/")[0],
+                "versions": [version],
+                "preferredVersion": version,
+            }
+            for version in versions
+        ]
+        return self.answer(200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
+
+    def do_POST(self):
+        self.made.append(
+            (self.path.partition("?")[0], json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        )
+        self.answer(201, self.made[-1][1])
+
+    answer = ApiServer.answer
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("form", ["trainjob", "jobset"])
+def test_kubectl_creates_what_a_dry_run_prints(form, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    line = [
+        "--launcher",
+        "kubeflow",
+        "--image",
+        "x",
+        "--format",
+        form,
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "4",
+    ]
+    assert main(["launch", *line, "--dry_run", "train.py"]) == 0
+    printed = capsys.readouterr().out
+    handler = type("Handler", (DiscoverableServer,), {"made": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = [
+            "kubectl",
+            "--server",
+            f"http://127.0.0.1:{server.server_port}",
+            "create",
+            "--validate=false",
+            "-f",
+            "-",
+        ]
+        variables = {"HOME": str(tmp_path), "KUBECONFIG": str(tmp_path / "none")}
+        done = subprocess.run(
+            command,
+            input=printed,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, **variables},
+        )
+        server.shutdown()
+    assert "created" in done.stdout, done.stderr
+    wanted = [document for document in yaml.safe_load_all(printed) if document]
+    assert len(handler.made) == len(wanted)
+    for (path, content), document in zip(handler.made, wanted, strict=True):
+        assert path.startswith(f"/apis/{document['apiVersion']}/namespaces/")
+        assert {key: content[key] for key in document if key != "metadata"} == {
+            key: value for key, value in document.items() if key != "metadata"
+        }
+        assert content["metadata"].items() >= document["metadata"].items()
