@@ -17,6 +17,7 @@ import sys
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import accel
 from accel._visible import NAMES
@@ -49,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def build(folder: Path) -> Path:
     """Build the wheel in a folder; return its path."""
-    metadata = AliasDistribution().metadata
+    metadata: Any = AliasDistribution().metadata
     metadata["Requires-Dist"] = f"accel-compat=={version_of_accel()}"
     metadata["Requires-Python"] = ">=3.11"
     name = f"{metadata['Name']}-{metadata['Version']}"

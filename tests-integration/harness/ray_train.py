@@ -62,19 +62,19 @@ if __name__ == "__main__":
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    is_elastic = sys.argv[2:] == ["elastic"]
+    is_elastic, cluster = sys.argv[2:] == ["elastic"], None
     if is_elastic:
         from ray.cluster_utils import Cluster
 
         # The workers have the CPUs of the nodes, and the head everything else.
         head = {"num_cpus": 2, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
+        nodes_of = cluster = Cluster(initialize_head=True, connect=True, head_node_args=head)
         nodes = [cluster.add_node(num_cpus=1, resources={"worker": 1}) for _ in range(2)]
 
         def remove_node() -> None:
             while not (Path(sys.argv[1]) / "reported").exists():
                 time.sleep(0.1)
-            cluster.remove_node(nodes[1], allow_graceful=False)
+            nodes_of.remove_node(nodes[1], allow_graceful=False)
 
         threading.Thread(target=remove_node, daemon=True).start()
     else:
@@ -96,6 +96,6 @@ if __name__ == "__main__":
     assert result.checkpoint is not None
     print("result", result.metrics, [path.name for path in Path(result.checkpoint.path).iterdir()])
     sys.stdout.flush()
-    if is_elastic:
+    if cluster is not None:
         ray.shutdown()
         cluster.shutdown()

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from accel_plugins import registry
 from accel_plugins.registry import choose
 from accel_plugins.strategy import BatchSharding, Bundle, Feature, Strategy, StrategySpec
+from accel_plugins.torchft import strategy as torchft
 from accel_state import lazy as tables
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
-from accel_state.settings.engines import FsdpSettings, ParallelismSettings
+from accel_state.settings.engines import DeepSpeedSettings, FsdpSettings, ParallelismSettings
 from accel_state.settings.run import ReplicaSettings, TrainingSettings
 
 CPU = torch.device("cpu")
@@ -174,6 +175,13 @@ def test_replica_groups_shard_within_a_group_if_asked_to():
     assert choose_with(None, replicas=groups, fsdp=FsdpSettings(fsdp_version=2)) == "torchft_fsdp2"
     with pytest.raises(SettingsError, match=r"strategy='ddp' was selected.*'replicas'.*ask for 'torchft'"):
         choose_with("ddp", replicas=groups)  # it would train every group for itself
+    for name in ("tp", "cp", "sp", "ep"):
+        sizes = ParallelismSettings(**{f"{name}_size": 2})
+        with pytest.raises(UnsupportedError, match=f"no axis {name}"):
+            torchft._check(Settings(parallelism=sizes, replicas=groups), cast("Any", None))
+    runtime = SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(SettingsError, match="not by DeepSpeed"):
+        torchft._check(Settings(deepspeed=DeepSpeedSettings(), replicas=groups), cast("Any", runtime))
 
 
 def test_a_strategy_cannot_be_selected_against_fields_of_its_plugin():

@@ -86,8 +86,14 @@ def build_sharded(
 
 
 def _check(settings: Settings, runtime: Runtime) -> None:
-    """Refuse engines that would train within a group as if there were no others."""
+    """Refuse engines that would train within a group as if there were no others, and untested axes."""
     sizes = settings.parallelism
+    axes = [axis for axis in ("tp", "cp", "sp", "ep") if sizes and (getattr(sizes, f"{axis}_size") or 1) > 1]
+    if axes:
+        raise UnsupportedError(
+            f"Replica groups have no axis {axes[0]}: their ranks replicate or shard a model. Leave "
+            f"{axes[0]}_size at 1."
+        )
     engine = "DeepSpeed" if settings.deepspeed is not None else None
     engine = "Megatron" if settings.megatron is not None else engine
     engine = "a pipeline (pp_size)" if sizes is not None and (sizes.pp_size or 1) > 1 else engine
