@@ -147,7 +147,7 @@ def _find_adapters(core: nn.Module) -> _Adapters:
             ):
                 raise UnsupportedError(
                     f"merge_adapters=True: {path!r} has an adapter of {type(part).__name__} that is not a "
-                    "plain product of two matrices(DoRA and biases are not). Read the parameters unmerged."
+                    "plain product of two matrices (DoRA and biases are not). Read the parameters unmerged."
                 )
             for kind in _FACTORS:
                 for adapter, value in getattr(part, kind).items():
