@@ -104,7 +104,7 @@ def test_points_to_cut_at_may_be_named() -> None:
 @distributed(world_size=2)
 def test_what_cannot_be_cut_is_said() -> None:
     PartialState(cpu=True)
-    with pytest.raises(SettingsError, match=r"no module of Net"):
+    with pytest.raises(SettingsError, match=r"not a module of Net"):
         prepare_pippy(Net(), split_points=["blocks.9"], example_args=(tokens(2),))
     with pytest.raises(SettingsError, match=r"makes 3 stages, but there are 2 processes"):
         prepare_pippy(Net(), split_points=["blocks.1", "blocks.2"], example_args=(tokens(2),))

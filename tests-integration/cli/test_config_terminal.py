@@ -203,7 +203,7 @@ def test_every_branch_is_asked_on_a_terminal_and_written(branch, environ, tmp_pa
     terminal.expect_exact("Your answers")
     terminal.expect_exact(f"Write these settings to {path}?")
     terminal.send("y")
-    terminal.expect_exact(f"Written to {path}")
+    terminal.expect_exact(f"Saved to {path}")
     terminal.expect_exact("accel launch --config_file")
     terminal.expect(pexpect.EOF)
     terminal.close()

@@ -215,7 +215,7 @@ def test_steps_that_an_engine_cannot_do_are_refused():
             stepper.step(optimizer, lambda: 0.0)
         with pytest.raises(UnsupportedError, match="gradient"):
             stepper.backward(engine(torch.ones(1, 3)), accumulation=1, sync=True, gradient=torch.ones(1, 1))
-        with pytest.raises(SettingsError, match="not that of the model"):
+        with pytest.raises(SettingsError, match="does not belong to the model"):
             stepper.step(torch.optim.SGD(make_model().parameters(), lr=0.1))
         with pytest.raises(UnsupportedError, match="CLIP_GRAD_VALUE"):
             strategy.require(Feature.CLIP_GRAD_VALUE, "clip_grad_value_()")

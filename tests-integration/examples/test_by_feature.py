@@ -68,7 +68,7 @@ def last_line(output):
 
 def on_the_page(name):
     """What the page of an example says that it prints."""
-    return re.search(r" prints\n\n```text\n(.*?)```", (GALLERY / f"{name}.md").read_text(), re.DOTALL)[1]
+    return re.search(r" prints:\n\n```text\n(.*?)```", (GALLERY / f"{name}.md").read_text(), re.DOTALL)[1]
 
 
 def run(name, *arguments, folder=EXAMPLES):

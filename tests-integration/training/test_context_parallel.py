@@ -108,7 +108,7 @@ def test_what_cannot_be_divided_is_refused_on_every_rank():
         ):
             pass
 
-    refused(r"\(3, 5\), whose dim 1 is not a multiple of cp_size=2; pad", [odd], [1])
+    refused(r"\(3, 5\), whose dim 1 is not a multiple of cp_size=2\. Pad", [odd], [1])
     refused(r"1 buffers and 2 buffer_seq_dims", [even], [1, 1])
     refused(r"0 buffers", [], [])
     refused(r"sequences of 8 and of 4", [even, torch.zeros(ROWS, 4)], [1, 1])

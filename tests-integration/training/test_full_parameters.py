@@ -251,7 +251,7 @@ def test_a_bucket_takes_one_collective():
 
 def test_bad_arguments_are_named_before_anything_is_gathered():
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(SettingsError, match="where 0 are prepared"):
+    with pytest.raises(SettingsError, match="since 0 models are prepared"):
         accelerator.named_full_parameters()
     model = accelerator.prepare(nn.Linear(2, 1))
     with pytest.raises(SettingsError, match="bucket_bytes=0"):

@@ -158,7 +158,7 @@ def test_replica_groups_would_not_be_averaged():
     model = accelerator.prepare(make_model())
     parts = accelerator._parts
     accelerator._parts = replace(parts, strategy=replace(parts.strategy, replicas=object()))
-    with pytest.raises(UnsupportedError, match="averages only over one replica group"):
+    with pytest.raises(UnsupportedError, match="averages over one replica group"):
         LocalSGD(accelerator, model, local_sgd_steps=3)
 
 

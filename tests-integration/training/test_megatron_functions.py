@@ -220,7 +220,9 @@ def test_a_second_accelerator_shares_the_groups_of_a_live_one():
         torch.testing.assert_close(other(input_ids=row).loss, before)
         second.free_memory()
         torch.testing.assert_close(model(input_ids=row).loss, before)
-        with pytest.raises(SettingsError, match=r"of pp 1, dp_replicate 1, tp 2, here .* tp 1,.*free_memory"):
+        with pytest.raises(
+            SettingsError, match=r"of pp 1, dp_replicate 1, tp 2, this one .* tp 1,.*free_memory"
+        ):
             Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
         first.free_memory()
         third = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())

@@ -322,7 +322,7 @@ def test_steps_of_shards_begin_in_the_backward_pass():
     for step in range(2):
         accelerator.backward(nn.functional.mse_loss(model(x), y))
         if step == 1:
-            with pytest.raises(RuntimeError, match="begun in the backward pass"):
+            with pytest.raises(RuntimeError, match="started in the backward pass"):
                 prepared.state_dict()
         prepared.step()
         prepared.zero_grad()

@@ -469,7 +469,7 @@ class RemoteWriter:
             self._upload.abort()
 
     def _send(self) -> None:
-        content, self._pending = self._pending, bytearray()
+        content, self._pending = bytes(self._pending), bytearray()
         if self._upload is None or self._threads is None:
             fs, path = self._path.file_system()
             make = _UPLOADS.get(_protocol(fs), _StreamUpload)
@@ -514,7 +514,7 @@ class _Upload(Protocol):
 
     def __init__(self, fs: Any, path: str, url: str) -> None: ...
 
-    def put(self, number: int, content: bytearray) -> None:
+    def put(self, number: int, content: bytes) -> None:
         """Upload a part, numbered from 1."""
         ...
 
@@ -536,7 +536,7 @@ class _StreamUpload(_Upload):
         self._fs, self._path, self._url = fs, path, url
         self._file = fs.open(path, "wb", block_size=PART_BYTES)
 
-    def put(self, number: int, content: bytearray) -> None:
+    def put(self, number: int, content: bytes) -> None:
         del number
         try:
             self._file.write(content)
@@ -569,7 +569,7 @@ class _S3Upload(_Upload):
         made = self._call("create_multipart_upload", "starting an upload")
         self._where["UploadId"] = made["UploadId"]
 
-    def put(self, number: int, content: bytearray) -> None:
+    def put(self, number: int, content: bytes) -> None:
         made = self._call("upload_part", f"uploading part {number}", PartNumber=number, Body=content)
         self._parts[number], self._sizes[number] = made["ETag"], len(content)
 
