@@ -82,7 +82,7 @@ def test_an_unknown_strategy_is_refused_with_the_nearest_name():
 
 def test_the_factory_of_an_entry_point_is_there(monkeypatch: pytest.MonkeyPatch):
     points = [entry("mine", "my_package:MINE"), entry("other", "my_package:OTHER")]
-    monkeypatch.setattr(tables, "entry_points", lambda group: points)
+    monkeypatch.setattr(tables, "entry_points_of", lambda group: points)
     assert cast("Any", registry.load("mine")) is json.dumps
     assert cast("Any", registry.load("other")) is json.loads
     assert registry.STRATEGIES.find("mine").shards_gradients

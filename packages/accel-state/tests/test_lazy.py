@@ -8,11 +8,14 @@ import sys
 import types
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import entry_points
 from unittest import mock
 
 import pytest
 
+from accel_state import lazy
 from accel_state.errors import UnsupportedError
+from accel_state.lazy import entry_points_of
 
 
 @pytest.fixture
@@ -177,3 +180,23 @@ def test_an_absent_name_raises_a_sentence_when_it_is_used(zoo):
     ):
         with pytest.raises(UnsupportedError, match=message):
             use()
+
+
+def test_the_metadata_of_distributions_is_read_again_where_something_was_installed(tmp_path, monkeypatch):
+    def install(name: str) -> None:
+        folder = tmp_path / f"{name}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: {name}\nVersion: 1.0\n")
+        (folder / "entry_points.txt").write_text(f"[my.colors]\n{name} = my_package:COLOR\n")
+
+    def names() -> list[str]:
+        return sorted(point.name for point in entry_points_of("my.colors"))
+
+    reads: list[None] = []
+    monkeypatch.setattr(lazy, "entry_points", lambda: (reads.append(None), entry_points())[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (names(), names()) == ([], [])
+    install("red")
+    os.utime(tmp_path, (1, 1))  # where the clock of files is coarse
+    assert (names(), names()) == (["red"], ["red"])
+    assert len(reads) == 2

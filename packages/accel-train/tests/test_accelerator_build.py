@@ -279,7 +279,7 @@ def test_an_installed_strategy_that_applies_trains_the_run(monkeypatch):
     spec = StrategySpec(name="mine", applies=lambda *_: True, build=build, shards_gradients=True)
     monkeypatch.setitem(sys.modules, "my_package", SimpleNamespace(SPEC=spec))
     point = EntryPoint("mine", "my_package:SPEC", registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(tables, "entry_points", lambda group: [point])
+    monkeypatch.setattr(tables, "entry_points_of", lambda group: [point])
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     assert accelerator._parts.strategy.name == "mine"
 

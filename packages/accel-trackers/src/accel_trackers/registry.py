@@ -6,13 +6,12 @@ import logging
 import os
 import warnings
 from collections.abc import Iterable
-from importlib.metadata import entry_points
 from typing import Any, TypeVar, cast
 
 from accel_state import libraries
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.labels import LoggerType
-from accel_state.lazy import Registry
+from accel_state.lazy import Registry, entry_points_of
 from accel_trackers.aim import AimTracker
 from accel_trackers.clearml import ClearMLTracker
 from accel_trackers.dvclive import DVCLiveTracker
@@ -147,7 +146,7 @@ def tracker_class(name: str) -> type[GeneralTracker]:
     known = LOGGER_TYPE_TO_CLASS.get(name)
     # A program may replace a built-in class by another, a distribution that happens to be installed may not.
     if known is None or known is _TRACKERS.built_in.get(name):
-        points = entry_points(group=ENTRY_POINT_GROUP, name=name)
+        points = entry_points_of(ENTRY_POINT_GROUP).select(name=name)
         known = _TRACKERS.available(points)[name] if points else known
     if known is not None:
         if not issubclass(known, GeneralTracker):

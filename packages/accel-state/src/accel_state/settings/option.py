@@ -6,11 +6,11 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields
-from importlib.metadata import entry_points
 from typing import Any, Literal, TypeAlias, TypeVar
 
 from accel_state.environ import str_to_bool
 from accel_state.frozen import frozen
+from accel_state.lazy import entry_points_of
 
 
 def boolean(text: str) -> bool:
@@ -105,7 +105,7 @@ def precision(*choices: str) -> Callable[[str], str]:
         try:
             return known(text)
         except ValueError as error:
-            recipes = sorted({point.name for point in entry_points(group=RECIPE_GROUP)})
+            recipes = sorted({point.name for point in entry_points_of(RECIPE_GROUP)})
             if text.strip() in recipes:
                 return text.strip()
             more = f", or an installed recipe: {', '.join(map(repr, recipes))}" if recipes else ""
