@@ -21,10 +21,10 @@ from check_xla import HIDDEN, ROOT, failure_of
 from handle_signals import handle_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-SYNC = ("sync", "--frozen", "--quiet", "--group", "dev")
-TESTS = ("-n", "2", "-m", "not thorough", "--doctest-modules", "packages", "--ignore-glob=*/examples")
+SYNC = ("sync", "--frozen", "--quiet")
+TESTS = ("-n", "2", "-m", "not thorough", "packages", "--ignore-glob=*/examples")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,29 +32,57 @@ def main(argv: list[str] | None = None) -> int:
     handle_signals()
     parser = argparse.ArgumentParser(description="Run the unit tests on another Python.")
     parser.add_argument("version", help="such as 3.13")
-    parser.add_argument("-o", metavar="NAME=VALUE", help="an option of pytest's configuration")
-    parser.add_argument("tests", nargs="*", metavar="TEST", help="run only these files or tests")
+    add_tests(parser)
     arguments = parser.parse_args(argv)
     version: str = arguments.version
-    uv = os.environ.get("UV") or shutil.which("uv")
-    if uv is None:
-        print("uv is not on the path: it makes the environment of these tests")
-        return 1
     if version == f"{sys.version_info.major}.{sys.version_info.minor}":
         return skip(f"the step unit runs the tests on Python {version}, which this is")
     interpreter = find_python(version)
     if interpreter is None:
         return skip(f"there is no Python {version} on this machine")
-    environ = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     folder = ROOT / "build" / f"python{version}"
-    why = failure_of([uv, *SYNC, "--python", interpreter], {**environ, "UV_PROJECT_ENVIRONMENT": str(folder)})
+    sync = (*SYNC, "--group", "dev", "--python", interpreter)
+    return run_tests(folder, sync, arguments, ("--doctest-modules",), what=f"for Python {version}")
+
+
+def add_tests(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what pytest runs."""
+    parser.add_argument("-o", metavar="NAME=VALUE", help="an option of pytest's configuration")
+    parser.add_argument("tests", nargs="*", metavar="TEST", help="run only these files or tests")
+
+
+def run_tests(
+    folder: Path,
+    sync: Sequence[str],
+    arguments: argparse.Namespace,
+    options: Sequence[str] = (),
+    *,
+    what: str,
+) -> int:
+    """Make an environment in a folder and run the unit tests in it, or those that are named.
+
+    Args:
+        folder: The environment.
+        sync: The arguments of uv that make it.
+        arguments: Those of `add_tests`.
+        options: Further arguments of pytest if no test is named.
+        what: What the environment is for, in the reason why no test ran.
+
+    Returns:
+        0 if all passed, or if the environment cannot be made here.
+    """
+    uv = os.environ.get("UV") or shutil.which("uv")
+    if uv is None:
+        print("uv is not on the path: it makes the environment of these tests")
+        return 1
+    environ = {name: value for name, value in os.environ.items() if name not in HIDDEN}
+    why = failure_of([uv, *sync], {**environ, "UV_PROJECT_ENVIRONMENT": str(folder)})
     if why is not None:
-        return skip(f"the packages cannot be installed for Python {version} here\n{why}")
-    binaries = folder / "bin"
-    environ["PATH"] = os.pathsep.join([str(binaries), environ.get("PATH", "")])
-    options = ["-o", arguments.o] if arguments.o else ["-p", "no:cacheprovider"]
-    tests = arguments.tests or TESTS
-    line = [str(binaries / "python"), "-m", "pytest", "-q", "--color=no", *options, *tests]
+        return skip(f"the packages cannot be installed {what} here\n{why}")
+    environ["PATH"] = os.pathsep.join([str(folder / "bin"), environ.get("PATH", "")])
+    configured = ["-o", arguments.o] if arguments.o else ["-p", "no:cacheprovider"]
+    tests = arguments.tests or [*TESTS, *options]
+    line = [str(folder / "bin" / "python"), "-m", "pytest", "-q", "--color=no", *configured, *tests]
     return subprocess.run(line, cwd=ROOT, env=environ, check=False).returncode
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import fill
 from typing import Any
+
+from accel_state.topology import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path(__file__).resolve().parent / "behaviour"
@@ -216,13 +217,6 @@ def make_reference(folder: Path) -> Path:
     ]
     subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), *wanted], check=True)
     return python
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _literal(pattern: str) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,8 @@ import time
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+
+from accel_state.topology import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "packages/accel-suite/examples/by_feature/tracking.py"
@@ -59,11 +60,6 @@ VIEWERS = {
         page="?project=digits",
     ),
 }
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def wait_until_loaded(address: str, text: str) -> None:

@@ -11,7 +11,6 @@ time of the thread on the side is read from its own clock. Claim: all that is un
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from torch import nn
 
 from accel_state import PartialState
 from accel_state.hang_monitor import collective_scope
+from accel_state.topology import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -119,8 +119,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure()
         return 0
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     common = {"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1"}
     ranks = [
         subprocess.Popen(

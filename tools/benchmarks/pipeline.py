@@ -11,12 +11,11 @@ over pairs of rounds. Claim: at most 1.05.
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from alternating import compare
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -128,23 +127,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     loops = (prepared(arguments.schedule), by_hand(arguments.schedule))
-    pairs: list[tuple[float, float]] = []
-    for index in range(arguments.rounds + 2):
-        times: list[float] = []
-        losses: list[Tensor] = []
-        for loop in loops:
-            dist.barrier()
-            start = time.perf_counter()
-            losses.append(loop())
-            times.append((time.perf_counter() - start) / STEPS)
-        torch.testing.assert_close(*losses)
-        if index >= 2:
-            pairs.append((times[0], times[1]))
-    ratio = statistics.median(ours / bare for ours, bare in pairs)
-    if dist.get_rank() == 0:
-        milliseconds = [1000 * statistics.median(values) for values in zip(*pairs, strict=True)]
-        print(f"accel {milliseconds[0]:.1f} ms, by hand {milliseconds[1]:.1f} ms a step: {ratio:.3f}", end="")
-        print(f" (claim: at most {CLAIM})")
+    compare(loops, rounds=arguments.rounds, steps=STEPS, claim=CLAIM)
     dist.destroy_process_group()
 
 

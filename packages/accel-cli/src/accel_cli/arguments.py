@@ -246,7 +246,6 @@ def _make_flags() -> dict[str, SettingFlag]:
 FLAGS = _make_flags()
 """Every flag of a setting, spelled with underscores."""
 
-
 USAGE = "usage: accel launch [options] training_script [training_script_args ...]"
 
 

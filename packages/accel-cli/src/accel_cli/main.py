@@ -8,11 +8,10 @@ from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_cli.output import working
 from accel_state.errors import AccelError, did_you_mean
-from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from accel_cli.arguments import Parser
@@ -69,10 +68,8 @@ def _fail(program: str, message: str) -> int:
 ERROR = 2
 """The exit code of a command line that cannot be carried out; nothing was started."""
 
-
 INTERRUPTED = 130
 """The exit code after Ctrl-C, as of a shell."""
-
 
 config, estimate_memory, launch, merge_weights = (
     partial(run, name) for name in ("config", "estimate-memory", "launch", "merge-weights")
@@ -80,13 +77,12 @@ config, estimate_memory, launch, merge_weights = (
 """The entry points of the programs `accel-config`, `accel-estimate-memory` and so on."""
 
 
-@frozen
-class Subcommand:
+class Subcommand(NamedTuple):
     """A subcommand.
 
     Args:
-        target: The module whose function `run`, or the `"module:function"`, takes the parsed namespace, or
-            without a parser the words after the subcommand, and returns the exit code.
+        target: The module whose function `run`, or the `"module:function"`, takes the parsed namespace and
+            returns the exit code.
         help: A line for the overview.
         parser: The function of `accel_cli.arguments` that makes the parser; help and errors of the command
             line do not import the target.
@@ -95,20 +91,19 @@ class Subcommand:
 
     target: str
     help: str
-    parser: str | None = None
+    parser: str
     imports_torch: bool = False
 
     def make_parser(self) -> Parser:
-        """Make the parser, of a subcommand that has one."""
-        assert self.parser is not None  # noqa: S101 - for ourselves
+        """Make the parser."""
         return getattr(import_module("accel_cli.arguments"), self.parser)()
 
     def run(self, words: Sequence[str]) -> int:
         """Parse the words after the subcommand, and run it."""
-        return self.call(words if self.parser is None else self.make_parser().read(words))
+        return self.call(self.make_parser().read(words))
 
     def call(self, options: Any) -> int:
-        """Run it with a parsed namespace, or the words if it has no parser."""
+        """Run it with a parsed namespace."""
         with working("importing torch") if self.imports_torch else nullcontext():
             module, _, function = self.target.partition(":")
             run = getattr(import_module(module), function or "run")
@@ -116,73 +111,46 @@ class Subcommand:
 
 
 COMMANDS: Mapping[str, Subcommand] = {
-    "config": Subcommand(
-        target="accel_cli.commands.config",
-        help="Create a launch config interactively.",
-        parser="config",
-    ),
-    "launch": Subcommand(
-        target="accel_cli.launch.command",
-        help="Launch a script in one or more processes.",
-        parser="launch",
-    ),
+    "config": Subcommand("accel_cli.commands.config", "Create a launch config interactively.", "config"),
+    "launch": Subcommand("accel_cli.launch.command", "Launch a script in one or more processes.", "launch"),
     "test": Subcommand(
-        target="accel_cli.commands.selftest",
-        help="Check that training works on this machine.",
-        parser="selftest",
+        "accel_cli.commands.selftest", "Check that training works on this machine.", "selftest"
     ),
-    "env": Subcommand(
-        target="accel_cli.commands.env",
-        help="Print environment information for bug reports.",
-        parser="env",
-    ),
+    "env": Subcommand("accel_cli.commands.env", "Print environment information for bug reports.", "env"),
     "estimate-memory": Subcommand(
-        target="accel_cli.commands.estimate.command",
-        help="Estimate the memory of a model, at rest and in training.",
-        parser="estimate",
+        "accel_cli.commands.estimate.command",
+        "Estimate the memory of a model, at rest and in training.",
+        "estimate",
         imports_torch=True,
     ),
     "check": Subcommand(
-        target="accel_cli.commands.check.command",
-        help="Dry-run a script as ranks of a large job, without devices.",
-        parser="check",
+        "accel_cli.commands.check.command",
+        "Dry-run a script as ranks of a large job, without devices.",
+        "check",
     ),
     "doctor": Subcommand(
-        target="accel_cli.commands.doctor.command",
-        help="Compare a run on many ranks with a run in one process.",
-        parser="doctor",
+        "accel_cli.commands.doctor.command",
+        "Compare a run on many ranks with a run in one process.",
+        "doctor",
     ),
     "merge-weights": Subcommand(
-        target="accel_cli.commands.merge",
-        help="Merge a sharded checkpoint into full weights.",
-        parser="merge",
+        "accel_cli.commands.merge",
+        "Merge a sharded checkpoint into full weights.",
+        "merge",
         imports_torch=True,
     ),
     "convert-checkpoint": Subcommand(
-        target="accel_cli.commands.convert",
-        help="Write a checkpoint in another format.",
-        parser="convert",
-        imports_torch=True,
+        "accel_cli.commands.convert", "Write a checkpoint in another format.", "convert", imports_torch=True
     ),
     "to-fsdp2": Subcommand(
-        target="accel_cli.commands.config:run_to_fsdp2",
-        help="Convert an FSDP config file to FSDP2.",
-        parser="to_fsdp2",
+        "accel_cli.commands.config:run_to_fsdp2", "Convert an FSDP config file to FSDP2.", "to_fsdp2"
     ),
-    "tpu-config": Subcommand(
-        target="accel_cli.commands.tpu",
-        help="Run commands on all machines of a TPU pod.",
-        parser="tpu",
-    ),
+    "tpu-config": Subcommand("accel_cli.commands.tpu", "Run commands on all machines of a TPU pod.", "tpu"),
     "examples": Subcommand(
-        target="accel_cli.commands.examples",
-        help="Copy the example scripts to a folder.",
-        parser="examples",
+        "accel_cli.commands.examples", "Copy the example scripts to a folder.", "examples"
     ),
     "completion": Subcommand(
-        target="accel_cli.commands.completion",
-        help="Print a shell completion script.",
-        parser="completion",
+        "accel_cli.commands.completion", "Print a shell completion script.", "completion"
     ),
 }
 """The subcommands, in the order of the overview."""

@@ -60,6 +60,11 @@ def is_rich(stream: TextIO, environ: Mapping[str, str]) -> bool:
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the class and the first line of an error."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def as_text(table: Table) -> str:
     r"""Return a table as aligned columns.
 
@@ -128,7 +133,6 @@ def redact(name: str, value: Any) -> Any:
 REDACTED = "<redacted>"
 """The replacement of a secret."""
 
-
 _SECRET_WORDS = frozenset(
     {
         *("token", "tokens", "secret", "secrets", "password", "passwd", "key", "keys", "apikey"),
@@ -136,7 +140,6 @@ _SECRET_WORDS = frozenset(
     }
 )
 """Words of names, between underscores, dots or dashes, whose values are secrets."""
-
 
 _SECRETS = re.compile(
     r"""
@@ -149,9 +152,7 @@ _SECRETS = re.compile(
     re.VERBOSE,
 )
 
-
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-
 
 _ASSIGNED = re.compile(
     r"(\b\w*(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)\w*\s*[=:]\s*)([^\s,;]+)", re.IGNORECASE

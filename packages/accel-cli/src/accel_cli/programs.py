@@ -53,14 +53,11 @@ from accel_state.topology import DEFAULT_PORT, free_port, is_port_in_use
 
 _environ = read()
 
-
 cache_dir = str(default_config_folder(_environ))
 """The folder of the default config file."""
 
-
 default_yaml_config_file, default_json_config_file = (str(Path(cache_dir) / name) for name in FILE_NAMES)
 """The paths of the default config file in both formats."""
-
 
 default_config_file = str(_find_config_file(_environ) or default_yaml_config_file)
 """The default config file; the path to write it to if there is none."""
@@ -262,15 +259,11 @@ def _make_functions(
 
 get_config_parser, config_command = _make_functions("config")
 
-
 env_command_parser, env_command = _make_functions("env", result=facts_by_reference_names)
-
 
 estimate_command_parser, estimate_command = _make_functions("estimate-memory")
 
-
 merge_command_parser, merge_command = _make_functions("merge-weights")
-
 
 test_command_parser, test_command = _make_functions("test")
 
@@ -286,7 +279,6 @@ def _validate_to_fsdp2_args(args: Namespace) -> None:
 
 
 to_fsdp2_command_parser, to_fsdp2_command = _make_functions("to-fsdp2", _validate_to_fsdp2_args)
-
 
 tpu_command_parser, tpu_command_launcher = _make_functions("tpu-config")
 
@@ -713,7 +705,6 @@ def _filter_args(  # pyright: ignore[reportUnusedFunction] - programs call it by
 hf_cache_home = str(Path(cache_dir).parent)
 """The folder in which the folder of the default config file is."""
 
-
 config_command_parser = get_config_parser
 
 
@@ -769,22 +760,16 @@ def _launcher(**flags: Any) -> Callable[[Namespace], None]:
 
 simple_launcher = _launcher(num_processes=1, num_machines=1, machine_rank=0)
 
-
 multi_gpu_launcher = _launcher()
-
 
 deepspeed_launcher = _launcher(use_deepspeed=True)
 
-
 tpu_launcher = _launcher(tpu=True)
-
 
 tpu_pod_launcher = _launcher(tpu=True, tpu_use_cluster=True)
 
-
 logger = logging.getLogger("accel_cli")
 """The logger of the command."""
-
 
 description = "Write, update and convert config files."
 """The text about `accel config`."""

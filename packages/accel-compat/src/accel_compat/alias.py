@@ -198,7 +198,6 @@ class SubmoduleLoader:
 HOME_PAGE = "https://github.com/huggingface/accelerate"
 """What dependants, such as sentence-transformers, look for in the metadata to tell the distribution."""
 
-
 _METADATA = f"""\
 Metadata-Version: 2.1
 Name: {REFERENCE}

@@ -85,7 +85,6 @@ _accel() {{
 complete -o filenames -F _accel accel
 """
 
-
 _ZSH = """\
 #compdef accel
 # Completion of `accel` for zsh: eval "$(accel completion zsh)", after compinit

@@ -254,7 +254,6 @@ UNCHANGED = (
 )
 """The keys that mean the same in both versions."""
 
-
 REMOVED: Mapping[str, str] = {
     "fsdp_backward_prefetch": "FSDP2 always prefetches before the backward pass of a block",
     "fsdp_forward_prefetch": "FSDP2 always prefetches in execution order",
@@ -263,12 +262,9 @@ REMOVED: Mapping[str, str] = {
 }
 """The keys that version 2 lacks, with the reason."""
 
-
 _SHARDING = "fsdp_sharding_strategy"
 
-
 _RESHARD = "fsdp_reshard_after_forward"
-
 
 _STATE = "fsdp_state_dict_type"
 
@@ -306,7 +302,6 @@ RESHARD: Mapping[str, bool] = {
 }
 """`fsdp_reshard_after_forward` of version 2 by `fsdp_sharding_strategy` of version 1."""
 
-
 _BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """The order of `torch.distributed.fsdp.ShardingStrategy`, whose numbers are in legacy files."""
 
@@ -327,7 +322,6 @@ ARGUMENT_KEY_MAPPING: Mapping[str, str | ConversionStatus] = {
     "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
 }
 """The key of version 2 by that of version 1, for programs that convert files themselves."""
-
 
 ARGUMENT_VALUE_MAPPING: Mapping[str, Mapping[str, bool]] = {
     key: {**{name: value for name, value in RESHARD.items() if name[0] != "_"}, "NO_SHARD": False}

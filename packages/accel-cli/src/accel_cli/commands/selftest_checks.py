@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_cli.commands.selftest import FAILED, PASSED, RUNNING, SKIPPED, Outcome, RankReport
+from accel_cli.output import first_line
 from accel_ops.collectives import broadcast, broadcast_object_list, gather, gather_object, reduce
 from accel_ops.pad import pad_across_processes
 from accel_plugins.fp8.ao import has_ao_layers
@@ -509,8 +510,7 @@ def _run_check(name: str, session: Session) -> tuple[Outcome, bool]:
         detail, state, in_step = str(error), FAILED, True
     except Exception as error:
         logging.getLogger(__name__).exception("%s", name)
-        lines = str(error).strip().splitlines() or [""]
-        detail, state, in_step = f"{type(error).__name__}: {lines[0]}", FAILED, False
+        detail, state, in_step = first_line(error), FAILED, False
     if not detail:
         detail, state = "not enabled in the config", SKIPPED
     seconds = time.perf_counter() - start

@@ -18,9 +18,11 @@ from accel_cli.launch.hosts import VISIBLE_DEVICES, HostDevices, probe_devices, 
 from accel_cli.launch.launchers import (
     Command,
     Launcher,
+    alias_path,
     choose_launcher,
     command_of_plan,
     dry_run,
+    say,
     selected_launcher,
 )
 from accel_cli.output import Table, redact, show
@@ -163,16 +165,9 @@ def parse_torchrun(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 _PER_DEVICE = ("auto", "cpu", "gpu", "xpu")
 """Values of PET_NPROC_PER_NODE that mean a process per device, which is the default."""
 
-
 _LAUNCH_VARIABLES = (
-    "rdzv_backend",
-    "rdzv_conf",
-    "max_restarts",
-    "monitor_interval",
-    "shutdown_timeout",
-    "tee",
-    "log_dir",
-    "role",
+    *("rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval", "shutdown_timeout"),
+    *("tee", "log_dir", "role"),
 )
 """Settings of the launch whose variable is `PET_` and their name."""
 
@@ -287,10 +282,7 @@ def _added_variables(plan: LaunchPlan) -> dict[str, str]:
         added[VISIBLE_DEVICES.get(launch.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = ",".join(ids)
     if plan.machine.gpus > 1 and (launch.num_processes or 1) > 1 and not uses_cpu(plan.merged):
         added |= plan.machine.peer_variables(plan.environ)
-    if plan.merged.settings.process.as_accelerate and plan.machine.alias is not None:
-        paths = [plan.machine.alias, *plan.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        paths = [path for path in dict.fromkeys(paths) if path]
-        added["PYTHONPATH"] = os.pathsep.join(paths)
+    added |= alias_path(plan)
     return added if plan.launcher.environ is None else {**added, **plan.launcher.environ(plan)}
 
 
@@ -302,7 +294,7 @@ def prepare_command(plan: LaunchPlan, notes: Sequence[str] = ()) -> Command:
     if plan.launcher.check is not None:
         plan.launcher.check(plan)
     for note in notes:
-        sys.stderr.write(f"accel launch: note: {note}\n")
+        say(f"note: {note}")
     return command
 
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from accel_cli.launch.elastic import children
-from accel_cli.launch.launchers import run_program
+from accel_cli.launch.launchers import handle_signals, run_program
 from accel_state.errors import AccelError, MissingDependencyError
 
 
@@ -88,22 +88,16 @@ def _forward_signals() -> Generator[None]:
     """Forward signals that DeepSpeed drops; exit with their code."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    handlers: dict[signal.Signals, Any] = {signal.SIGINT: _forward_signal, signal.SIGTERM: _forward_signal}
-    if sys.platform != "win32":
-        handlers[signal.SIGHUP] = _handle_as_sigterm
-    before = {
-        number: signal.signal(number, handler)
-        for number, handler in handlers.items()
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
     # The pipe records the first signal also when DeepSpeed has replaced these handlers.
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
-        yield
+        with (
+            handle_signals(("SIGINT", "SIGTERM"), _forward_signal),
+            handle_signals(("SIGHUP",), _handle_as_sigterm),
+        ):
+            yield
     finally:
         signal.set_wakeup_fd(wakeup)
-        for number, handler in before.items():
-            signal.signal(number, handler)
         os.close(writer)
         first = os.read(reader, 1)
         os.close(reader)

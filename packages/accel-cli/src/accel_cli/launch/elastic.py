@@ -111,9 +111,7 @@ def _report_failure(error: Any, *, quiet: bool) -> int:
 _SIGNAL_CODE = 128
 """The exit code of a shell after a signal, less the signal's number."""
 
-
 _TORCH_LOGGER = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-
 
 _IN_SUMMARY = ("Sending process ", "failed (exitcode: ")
 """How torch's log messages begin that our summary of a failure replaces."""
@@ -207,9 +205,7 @@ class SignalForwarder:
 
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 
-
 _FORWARDED_SIGNALS = ("SIGUSR1", "SIGUSR2")
-
 
 _WAITING = "accel launch: waiting for the processes to end. Press Ctrl-C to end them immediately\n"
 """Printed at the first signal that asks to end."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from accel_cli.launch.launchers import Command, handle_signals
+from accel_cli.launch.launchers import Command, handle_signals, say
 from accel_cli.launch.slurm import pass_on_flags
 from accel_cli.main import ERROR
 from accel_state.errors import SettingsError
@@ -162,25 +162,22 @@ class KubernetesJob:
     def run(self) -> int:
         """Return the exit code: 0, that of a container that failed, 1, or 128 plus the signal's number."""
         with handle_signals(("SIGINT", "SIGTERM"), lambda number, _: self._signals.put(number)):
-            return self._run()
-
-    def _run(self) -> int:
-        self._jobs.create_namespaced_custom_object(*self._kind, self._job)
-        _say(f"job {self._name} was submitted. Press Ctrl-C to delete it")
-        while True:
-            code = self._code()
-            self._follow_pods()
-            if code is not None:
-                for follower in self._followers.values():
-                    follower.join(_LAST_OUTPUT)
-                return code
-            try:
-                number = self._signals.get(timeout=_PAUSE)
-            except queue.Empty:
-                continue
-            self._jobs.delete_namespaced_custom_object(*self._kind, self._name)
-            _say(f"job {self._name} is deleted")
-            return 128 + number
+            self._jobs.create_namespaced_custom_object(*self._kind, self._job)
+            say(f"job {self._name} was submitted. Press Ctrl-C to delete it")
+            while True:
+                code = self._code()
+                self._follow_pods()
+                if code is not None:
+                    for follower in self._followers.values():
+                        follower.join(_LAST_OUTPUT)
+                    return code
+                try:
+                    number = self._signals.get(timeout=_PAUSE)
+                except queue.Empty:
+                    continue
+                self._jobs.delete_namespaced_custom_object(*self._kind, self._name)
+                say(f"job {self._name} is deleted")
+                return 128 + number
 
     def _code(self) -> int | None:
         """Return the exit code of the job; None while it runs."""
@@ -188,7 +185,7 @@ class KubernetesJob:
             job = self._jobs.get_namespaced_custom_object(*self._kind, self._name)
         except self._client.ApiException as error:
             if error.status == 404:
-                _say(f"job {self._name} was deleted")
+                say(f"job {self._name} was deleted")
                 return 1
             if not _is_busy(error):
                 raise
@@ -199,18 +196,14 @@ class KubernetesJob:
             return 0
         if "Failed" in states:
             code = next(filter(None, self._container_codes()), 1)
-            _say(f"job {self._name} failed: a container exited with {code}")
+            say(f"job {self._name} failed: a container exited with {code}")
             return code
         return None
 
     def _container_codes(self) -> Iterator[int]:
         """Yield the exit codes of the containers that have ended, those that ended first at the front."""
-        ended = [
-            state.state.terminated
-            for pod in self._pods()
-            for state in pod.status.container_statuses or ()
-            if state.state and state.state.terminated
-        ]
+        statuses = (status for pod in self._pods() for status in pod.status.container_statuses or ())
+        ended = [status.state.terminated for status in statuses if status.state and status.state.terminated]
         for state in sorted(ended, key=lambda state: str(state.finished_at)):
             yield state.exit_code
 
@@ -235,8 +228,12 @@ class KubernetesJob:
 
     def _show(self, pod: str) -> None:
         # The index of a pod is before what makes it unique, if there is such a part.
-        node = re.search(r"-node-0-(\d+)", pod)
-        prefix = f"node {node[1]}: " if node and self._is_several else ""
+        node, spec = re.search(r"-node-0-(\d+)", pod), self._job["spec"]
+        if "trainer" in spec:
+            nodes = spec["trainer"]["numNodes"]
+        else:
+            nodes = spec["replicatedJobs"][0]["template"]["spec"]["completions"]
+        prefix = f"node {node[1]}: " if node and nodes > 1 else ""
         log = self._core.read_namespaced_pod_log(
             pod, self._namespace, follow=True, container="node", _preload_content=False
         )
@@ -244,24 +241,14 @@ class KubernetesJob:
             sys.stdout.write(prefix + line.decode(errors="replace"))
             sys.stdout.flush()
 
-    @property
-    def _is_several(self) -> bool:
-        spec = self._job["spec"]
-        if "trainer" in spec:
-            return spec["trainer"]["numNodes"] > 1
-        return spec["replicatedJobs"][0]["template"]["spec"]["completions"] > 1
-
 
 _PAUSE = 1.0
 """Seconds between two requests to the API server, which many share."""
 
+_NAMESPACE_OF_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
 _LAST_OUTPUT = 10.0
 """Seconds to wait for the end of a pod's output after the end of the job."""
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"accel launch: {text}\n")
-    sys.stderr.flush()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -278,21 +265,16 @@ def main(arguments: Sequence[str]) -> int:
     client: Any = import_module("kubernetes.client")
     try:
         config.load_config()
-        namespace = namespace or _current_namespace(config)
+        if not namespace and _NAMESPACE_OF_POD.is_file():
+            namespace = _NAMESPACE_OF_POD.read_text(encoding="utf-8").strip()
+        elif not namespace:
+            namespace = config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
         return KubernetesJob(job, namespace, client).run()
     except config.ConfigException as error:
-        _say(f"error: no Kubernetes cluster is configured: {error}")
+        say(f"error: no Kubernetes cluster is configured: {error}")
     except client.ApiException as error:
-        _say(f"error: Kubernetes rejected the request: {_reason(error)}")
+        say(f"error: Kubernetes rejected the request: {_reason(error)}")
     return ERROR
-
-
-def _current_namespace(config: Any) -> str:
-    """Return the namespace of this pod, or of the current context."""
-    of_pod = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-    if of_pod.is_file():
-        return of_pod.read_text(encoding="utf-8").strip()
-    return config.list_kube_config_contexts()[1]["context"].get("namespace", "default")
 
 
 def _is_busy(error: Any) -> bool:

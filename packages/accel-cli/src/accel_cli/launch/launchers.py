@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 import shlex
 import shutil
 import signal
@@ -86,6 +87,16 @@ def handle_signals(
             signal.signal(number, previous)
 
 
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
+"""The signals that end a job."""
+
+
+def say(text: str) -> None:
+    """Write a line about the launch to the standard error."""
+    sys.stderr.write(f"accel launch: {text}\n")
+    sys.stderr.flush()
+
+
 @frozen
 class Command:
     """A program to become."""
@@ -137,6 +148,14 @@ def dry_run(plan: LaunchPlan) -> str:
     if row.dry_run is None:
         return shlex.join(command_of_plan(plan).command)
     return LAUNCHERS.resolve(row.name, row.dry_run)(plan)
+
+
+def alias_path(plan: LaunchPlan) -> dict[str, str]:
+    """Return the path by which `import accelerate` is ours, if that was asked for."""
+    if not plan.merged.settings.process.as_accelerate or plan.machine.alias is None:
+        return {}
+    paths = [plan.machine.alias, *plan.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
 
 
 def simple_command(plan: LaunchPlan) -> Command:
@@ -295,7 +314,6 @@ def worker_line(plan: LaunchPlan, *, aloud: bool) -> list[str]:
 
 WORKER = "accel_cli.launch.worker"
 """The module that every rank runs."""
-
 
 PER_CHIP, PER_HOST = "each", "one"
 """A process for every TPU chip, or a single process for all chips of the host."""
@@ -493,7 +511,7 @@ def run_program(main: Callable[[Sequence[str]], None], arguments: Sequence[str])
     try:
         main(arguments)
     except AccelError as error:
-        sys.stderr.write(f"accel launch: error: {error}\n")
+        say(f"error: {error}")
         return ERROR
     return 0
 
@@ -653,7 +671,6 @@ BUILT_IN: Mapping[str, Launcher] = {
     )
 }
 """The launchers that come with accel, in order: the first that applies is used."""
-
 
 LAUNCHERS = Registry(group="accel.launchers", kind=Launcher, noun="launcher", built_in=BUILT_IN)
 """All launchers, those of installed distributions first."""

@@ -24,8 +24,18 @@ from typing import IO, TYPE_CHECKING, Any
 import yaml
 
 from accel_cli.launch.hosts import VISIBLE_DEVICES
-from accel_cli.launch.launchers import WORKER, Command, handle_signals, require_script, worker_line
+from accel_cli.launch.launchers import (
+    STOP_SIGNALS,
+    WORKER,
+    Command,
+    alias_path,
+    handle_signals,
+    require_script,
+    say,
+    worker_line,
+)
 from accel_cli.main import ERROR
+from accel_cli.output import first_line
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
@@ -39,12 +49,12 @@ def ray_command(plan: LaunchPlan) -> Command:
     """Return this module, with the job as JSON, as the program."""
     require_script(plan)
     line = (sys.executable, "-m", "accel_cli.launch.ray", json.dumps(job_of(plan)))
-    return Command(command=line, environ={**plan.environ, **_alias(plan)})
+    return Command(command=line, environ={**plan.environ, **alias_path(plan)})
 
 
 def dry_run(plan: LaunchPlan) -> str:
     """Return the job as YAML, with the variables that the settings become."""
-    shown = {**job_of(plan), "environment": {**to_environ(plan.merged.settings), **_alias(plan)}}
+    shown = {**job_of(plan), "environment": {**to_environ(plan.merged.settings), **alias_path(plan)}}
     return yaml.safe_dump(shown, sort_keys=False, width=100).rstrip()
 
 
@@ -81,14 +91,6 @@ _OF_OTHERS = (
     "gpu_ids", "monitor_interval", "tee", "log_dir", "role",
 )  # fmt: skip
 """Settings of the launch that mean something to torch.distributed.run alone."""
-
-
-def _alias(plan: LaunchPlan) -> dict[str, str]:
-    """Return the path by which `import accelerate` is ours, if that was asked for."""
-    if not plan.merged.settings.process.as_accelerate or plan.machine.alias is None:
-        return {}
-    paths = [plan.machine.alias, *plan.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, paths)))}
 
 
 @frozen
@@ -282,20 +284,16 @@ class Job:
         """Return the exit code: 0, that of the rank that failed first, or 128 plus the signal's number."""
         names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
         with handle_signals(names, lambda number, _: self._signals.put(number)):
-            return self._run()
-
-    def _run(self) -> int:
-        group = self._reserve()
-        code = 0
-        for attempt in range(self._job["max_restarts"] + 1):
-            if group is None or self._ended_by:
-                break
-            if attempt:
-                _say(f"restarting all ranks: restart {attempt} of {self._job['max_restarts']}")
-            code = self._attempt(group, attempt)
-            if not code:
-                break
-        return 128 + self._ended_by if self._ended_by else code
+            group, code, restarts = self._reserve(), 0, self._job["max_restarts"]
+            for attempt in range(restarts + 1):
+                if group is None or self._ended_by:
+                    break
+                if attempt:
+                    say(f"restarting all ranks: restart {attempt} of {restarts}")
+                code = self._attempt(group, attempt)
+                if not code:
+                    break
+            return 128 + self._ended_by if self._ended_by else code
 
     def _reserve(self) -> Any:
         """Return the placement group once it is there; None after a signal."""
@@ -308,9 +306,7 @@ class Job:
             if not is_reported and time.monotonic() - since > _NOTICE_TIMEOUT:
                 is_reported = True
                 has = {name: int(n) for name, n in self._ray.cluster_resources().items() if name in _SHOWN}
-                _say(
-                    f"waiting for {len(bundles)} bundles of {bundles[0]} ({strategy}); the cluster has {has}"
-                )
+                say(f"waiting for {len(bundles)} bundles of {bundles[0]} ({strategy}); the cluster has {has}")
         return group
 
     def _attempt(self, group: Any, attempt: int) -> int:
@@ -335,14 +331,10 @@ class Job:
             actors, locations = [actors[index] for index in order], [locations[index] for index in order]
             self._start(actors, locations, attempt)
             nodes = list(dict.fromkeys(location.node for location in locations))
-            return self._follow(
-                [
-                    (actor, nodes.index(location.node))
-                    for actor, location in zip(actors, locations, strict=True)
-                ]
-            )
+            numbers = [nodes.index(location.node) for location in locations]
+            return self._follow([*zip(actors, numbers, strict=True)])
         except ray.exceptions.RayError as error:
-            _say(f"could not start the ranks: {_first_line(error)}")
+            say(f"could not start the ranks: {first_line(error)}")
             return LOST
         finally:
             for rank in actors:
@@ -352,7 +344,13 @@ class Job:
         context = self._ray.get_runtime_context()
         # Ray runs the actors of a job that has a working directory in their node's copy of it.
         folder = None if context.runtime_env.get("working_dir") else str(Path.cwd())
-        ours = {name: value for name, value in read().items() if not _is_of_node(name)}
+        # What describes a node or its Ray must not come from another.
+        of_node = {"HOSTNAME", *VISIBLE_DEVICES.values()}
+        ours = {
+            name: value
+            for name, value in read().items()
+            if not name.startswith("RAY_") and name not in of_node
+        }
         threads = self._job["threads"] or ours.get("OMP_NUM_THREADS")
         fixed = {"OMP_NUM_THREADS": str(threads)} if threads else {}
         self._ray.get(
@@ -387,19 +385,19 @@ class Job:
                     lines, code = ray.get(reference)
                 except ray.exceptions.RayError as error:
                     lines, code = [], LOST
-                    _say(f"{name} is lost: {_first_line(error)}")
+                    say(f"{name} is lost: {first_line(error)}")
                 _write(lines, f"{name}: " if is_several else "")
                 if code is None:
                     waiting[actor.read.remote()] = rank
                 elif code and not first and not self._ended_by:
                     first = 128 - code if code < 0 else code
-                    _say(f"{name} exited with {first}")
+                    say(f"{name} exited with {first}")
                     deadline = self._end(ranks, waiting.values(), signal.SIGTERM)
             is_second = bool(self._ended_by)
             for number in self._received():
                 if number == signal.SIGINT and is_second:  # Ctrl-C again
                     return first
-                if number in _STOP_SIGNALS:
+                if number in STOP_SIGNALS:
                     deadline = self._end(ranks, waiting.values(), number)
                 else:
                     self._send(ranks, waiting.values(), number)
@@ -421,7 +419,7 @@ class Job:
             while True:
                 numbers.append(self._signals.get_nowait())
         for number in numbers:
-            if number in _STOP_SIGNALS and not self._ended_by:
+            if number in STOP_SIGNALS and not self._ended_by:
                 self._ended_by = number
         return numbers
 
@@ -430,8 +428,6 @@ class Job:
         self._received()
         return bool(self._ended_by)
 
-
-_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 _PAUSE = 0.2
 """Seconds between two looks at the signals that came."""
@@ -442,25 +438,11 @@ _NOTICE_TIMEOUT = 10.0
 _SHOWN = ("CPU", "GPU")
 
 
-def _is_of_node(name: str) -> bool:
-    """Return whether a variable describes a node or its Ray, and must not come from another."""
-    return name.startswith("RAY_") or name in {"HOSTNAME", *VISIBLE_DEVICES.values()}
-
-
 def _write(lines: Iterable[tuple[int, bytes]], prefix: str) -> None:
     """Write output of a rank to the same stream of this process, each line after a prefix."""
     for number, text in lines:
         with os.fdopen(number, "wb", closefd=False) as stream:
             stream.write(b"".join(prefix.encode() + line for line in text.splitlines(keepends=True)))
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"accel launch: {text}\n")
-    sys.stderr.flush()
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -476,23 +458,17 @@ def main(arguments: Sequence[str]) -> int:
     ray: Any = import_module("ray")
     sys.stdout = sys.stderr  # What Ray says, such as that a worker has died, is no output of the script.
     try:
-        _require_listener(job["address"])
+        host, colon, port = job["address"].removeprefix("ray://").rpartition(":")
+        if colon and port.isdecimal():  # Ray would end this process if nothing listens there.
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_NOTICE_TIMEOUT).close()
         ray.init(address=job["address"], log_to_driver=False, logging_level="WARNING")
     except (OSError, ValueError, RuntimeError) as error:
-        _say(f"error: no Ray cluster found at {job['address']!r}: {_first_line(error)}")
+        say(f"error: no Ray cluster found at {job['address']!r}: {first_line(error)}")
         return ERROR
     try:
         return Job(job, ray).run()
     finally:
         ray.shutdown()
-
-
-def _require_listener(address: str) -> None:
-    """Raise an `OSError` if nothing listens at an address; Ray would end this process."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if colon and port.isdecimal():
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_NOTICE_TIMEOUT):
-            pass
 
 
 if __name__ == "__main__":

@@ -18,7 +18,14 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch.hosts import VISIBLE_DEVICES
-from accel_cli.launch.launchers import Command, handle_signals, require_script, torchrun_arguments
+from accel_cli.launch.launchers import (
+    STOP_SIGNALS,
+    Command,
+    handle_signals,
+    require_script,
+    say,
+    torchrun_arguments,
+)
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 
@@ -147,22 +154,22 @@ class ReplicaJob:
                     code = code or (0 if has_finished else ended)
                 elif self._restarts[group] < self._job["max_restarts"]:
                     self._restarts[group] += 1
-                    _say(
+                    say(
                         f"replica group {group} ended with {ended} and is restarting: restart "
                         f"{self._restarts[group]} of {self._job['max_restarts']}"
                     )
                     self._start(group)
                 else:
-                    _say(f"replica group {group} ended with {ended} and is not restarted")
+                    say(f"replica group {group} ended with {ended} and is not restarted")
                     if len(self._running) < self._job["min_groups"]:
                         code = ended
                         self._end(signal.SIGTERM)
-        return 128 + self._signal if self._signal in _STOP_SIGNALS else code
+        return 128 + self._signal if self._signal in STOP_SIGNALS else code
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         """Send a signal to all groups; one that ends them is the last that starts any again."""
         del frame
-        if number in _STOP_SIGNALS:
+        if number in STOP_SIGNALS:
             self._has_stopped, self._signal = True, self._signal or number
         for process in self._running.values():
             with suppress(ProcessLookupError):
@@ -181,15 +188,8 @@ class ReplicaJob:
                 process.kill()
 
 
-_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
-
 _PAUSE = 0.1
 """Seconds between two looks at the groups."""
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"accel launch: {text}\n")
-    sys.stderr.flush()
 
 
 def main(arguments: Sequence[str]) -> int:

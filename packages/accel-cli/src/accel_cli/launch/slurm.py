@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_cli.arguments import FLAGS
-from accel_cli.launch.launchers import Command, require_script
+from accel_cli.launch.launchers import Command, require_script, say
 from accel_cli.main import ERROR
 from accel_state.errors import SettingsError
 from accel_state.settings import Layer
@@ -32,13 +32,12 @@ def slurm_command(plan: LaunchPlan) -> Command:
 def batch_script(plan: LaunchPlan) -> str:
     """Return the batch script: on each node of the job, this very command starts the node's processes."""
     launch, nodes = plan.launch, plan.launch.num_machines
-    directives = [shlex.join(words) for words in _sbatch_options(plan)]
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     label = ["--label"] if nodes > 1 else []
     return "\n".join(
         [
             "#!/bin/bash",
-            *(f"#SBATCH {options}" for options in directives),
+            *(f"#SBATCH {shlex.join(words)}" for words in _sbatch_options(plan)),
             "",
             "# Bash is to wait for the step, which gets this signal, too, and saves.",
             "trap : TERM",
@@ -58,7 +57,6 @@ if [ "$code" -ne 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
     echo "accel launch: the job ended with $code and is queued again" >&2
     scontrol requeue "$SLURM_JOB_ID"
 fi"""
-
 
 _GRACE = 120
 """Seconds before the time limit at which a job that is started again gets SIGTERM, so that it saves."""
@@ -150,7 +148,7 @@ def main(arguments: Sequence[str]) -> int:
     if done.returncode:
         return ERROR
     job = done.stdout.strip().partition(";")[0]  # The name of the cluster may follow.
-    sys.stderr.write(f"accel launch: job {job} was submitted. Press Ctrl-C to cancel it\n")
+    say(f"job {job} was submitted. Press Ctrl-C to cancel it")
     return JobFollower(job).follow()
 
 
@@ -160,7 +158,6 @@ _QUEUED_AGAIN = frozenset({"NODE_FAIL", "PREEMPTED"})
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 """Seconds between two requests to the scheduler, which many share: more while there is nothing new."""
-
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
@@ -193,7 +190,7 @@ class JobFollower:
                 cancelled = self._pass_on(received.si_signo) or cancelled
         states = ", ".join(dict.fromkeys(record["JobState"] for record in records)) or "UNKNOWN"
         if states != "COMPLETED":
-            sys.stderr.write(f"accel launch: job {self._job} has ended: {states}\n")
+            say(f"job {self._job} has ended: {states}")
         codes = [exit_code(record) for record in records] or [1]
         return 128 + cancelled if cancelled else next(filter(None, codes), 0)
 

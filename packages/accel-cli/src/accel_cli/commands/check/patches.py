@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -69,16 +70,16 @@ def replace_names(path: str, **patches: Any) -> None:
 
 def _patch_values() -> None:
     """Patch the methods that read a tensor's memory without the dispatcher."""
+
+    def replaced(method: Callable[..., Any], make: Callable[[Any], Any]) -> Callable[..., Any]:
+        def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return make(self) if is_fake(self) else method(self, *args, **kwargs)
+
+        return read
+
     tensor: Any = torch.Tensor
     for name, make in (("tolist", _fake_list), ("numpy", _fake_array), ("__array__", _fake_array)):
-        setattr(tensor, name, _replace_if_fake(getattr(tensor, name), make))
-
-
-def _replace_if_fake(method: Callable[..., Any], make: Callable[[Any], Any]) -> Callable[..., Any]:
-    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return make(self) if is_fake(self) else method(self, *args, **kwargs)
-
-    return read
+        setattr(tensor, name, replaced(getattr(tensor, name), make))
 
 
 def _fake_list(tensor: Any) -> Any:
@@ -343,21 +344,19 @@ def _patch_recipes(recorder: CollectiveRecorder) -> None:
         config = config_of(handler, device)
         return replace(config, emulate=handler.emulate) if hasattr(config, "emulate") else config
 
+    def cast_inputs(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        inputs, *remaining = args
+        if torch.is_autocast_enabled("cpu"):  # torchao's layers do so with CUDA's autocast only.
+            inputs = inputs.to(torch.get_autocast_dtype("cpu"))
+        return (inputs, *remaining)
+
     def convert_and_cast(model: Any, *arguments: Any, **options: Any) -> set[str]:
         names = convert(model, *arguments, **options)
         for layer in map(model.get_submodule, names):
-            layer.register_forward_pre_hook(_cast_inputs)
+            layer.register_forward_pre_hook(cast_inputs)
         return names
 
     replace_names("accel_plugins.fp8.ao", _config=config_without_emulation, _convert=convert_and_cast)
-
-
-def _cast_inputs(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Cast inputs to the autocast dtype, which torchao's layers do with CUDA's autocast only."""
-    inputs, *remaining = args
-    if torch.is_autocast_enabled("cpu"):
-        inputs = inputs.to(torch.get_autocast_dtype("cpu"))
-    return (inputs, *remaining)
 
 
 def _patch_storage(recorder: CollectiveRecorder) -> None:
@@ -365,7 +364,7 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
     saving: Any = import_module("accel_train.checkpoint.save")
 
     # 1. Make the fakes of checkpoints, weights and objects.
-    def save(run: Any, output_dir: Any, *, safe: bool, blocking: bool, to_disk: bool) -> _CompleteSave:
+    def save(run: Any, output_dir: Any, *, safe: bool, blocking: bool, to_disk: bool) -> Any:
         del blocking, to_disk
         recorder.record("save_state")
         folder = saving.target_of(run, output_dir)
@@ -378,24 +377,18 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
             recorder.record_file(str(folder / name), nbytes, form=form, full_nbytes=full_nbytes)
         if form == "whole" and recorder.is_sharded:  # It is gathered before it is written.
             recorder.record_host_buffer(sum(nbytes for _, nbytes, _ in files))
-        return _CompleteSave(str(folder))
+        return SimpleNamespace(done=True, path=str(folder), wait=lambda: str(folder))  # It is complete.
 
     def load(*args: Any, **kwargs: Any) -> None:
         del args, kwargs
         recorder.record("load_state")
 
-    def write_weights(parts: Any, folder: Any, **kwargs: Any) -> None:
-        recorder.record_file(
-            str(Path(folder) / "model*.safetensors"), sum(map(nbytes_of, iter_shards(parts, kwargs)))
-        )
-
-    def iter_shards(parts: Any, options: Any) -> Iterator[Any]:
-        """Hold references to the parts as long as the writer would."""
-        limit = convert_file_size_to_int(options.get("max_shard_size", DEFAULT_SHARD_SIZE))
-        shards = fill_shards(((part, nbytes_of(part)) for part in parts), limit)
-        for shard, _ in shards:
-            yield [*shard]
-            shard.clear()
+    def write_weights(parts: Any, folder: Any, **options: Any) -> None:
+        limit, nbytes = convert_file_size_to_int(options.get("max_shard_size", DEFAULT_SHARD_SIZE)), 0
+        for shard, _ in fill_shards(((part, nbytes_of(part)) for part in parts), limit):
+            nbytes += nbytes_of(shard)
+            shard.clear()  # The writer, too, holds references to the parts until then.
+        recorder.record_file(str(Path(folder) / "model*.safetensors"), nbytes)
 
     def write_object(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -416,18 +409,6 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
     replace_names("accel_train.checkpoint.load", load=load, has_checkpoint=lambda *_: False)
     replace_names("accel_ops.weights.write", save_state_parts=write_weights, save=write_object)
     torch.save = write_object
-
-
-class _CompleteSave:
-    """Fake of a background save, which is complete at once."""
-
-    done = True
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def wait(self) -> str:
-        return self.path
 
 
 _END: Any = object()

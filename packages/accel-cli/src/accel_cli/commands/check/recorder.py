@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from accel_cli.commands.check.record import File, LoaderRecord, RecordedCollective, SelectedStrategy
 from accel_cli.commands.estimate.memory import ADAM, Buckets
-from accel_cli.commands.estimate.trace import LiveStorageTracker, storage_key, wraps_tensors
+from accel_cli.commands.estimate.trace import LiveStorageTracker, storage_key, with_attributes, wraps_tensors
 from accel_ops.tree import local_part
 from accel_plugins.fp8.recipe import plain_tensor
 from accel_state.rank_status import call_site, source_location
@@ -49,6 +49,7 @@ class CollectiveRecorder:
         full_models: Copies of the prepared models of which a rank has some stages, before they were cut.
         fakes: The mode of fake tensors.
         tracker: Tracks the memory of the rank, from the first prepared model on.
+        is_on_real_tensors: Whether tensors are currently real.
         is_sharded: Whether models are sharded as in training, so that their tracked memory is the rank's.
         buckets: The buckets that DeepSpeed would allocate.
         on_rank: Elements of parameters that Megatron would keep on the rank.
@@ -67,8 +68,8 @@ class CollectiveRecorder:
     buckets: Buckets = field(default_factory=Buckets)
     on_rank: int = 0
     fp8: str = ""
-    _real_depth: int = 0
-    _silent_depth: int = 0
+    is_on_real_tensors: bool = False
+    _is_silent: bool = False
     _stage: int | None = None
     _buffered_on_host: int = 0
 
@@ -94,40 +95,25 @@ class CollectiveRecorder:
         """Attribute tensors that are created within the block to the optimizer."""
         return contextlib.nullcontext() if self.tracker is None else self.tracker.stepping(optimizer)
 
-    @contextlib.contextmanager
-    def paused(self) -> Generator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Do not count tensors that are created and freed within the block."""
-        tracker = self.tracker
-        if tracker is None:
-            yield
-            return
-        before, tracker.is_paused = tracker.is_paused, True
-        try:
-            yield
-        finally:
-            tracker.is_paused = before
+        return (
+            contextlib.nullcontext()
+            if self.tracker is None
+            else with_attributes(self.tracker, is_paused=True)
+        )
 
-    @contextlib.contextmanager
-    def silence(self) -> Generator[None]:
+    def silence(self) -> AbstractContextManager[None]:
         """Record no collectives within the block: they belong to one that is recorded already."""
-        self._silent_depth += 1
-        try:
-            yield
-        finally:
-            self._silent_depth -= 1
+        return with_attributes(self, _is_silent=True)
 
-    @contextlib.contextmanager
-    def within_stage(self, stage: int) -> Generator[None]:
+    def within_stage(self, stage: int) -> AbstractContextManager[None]:
         """Attribute what is recorded within the block to the ranks of one stage of a pipeline."""
-        before, self._stage = self._stage, stage
-        try:
-            yield
-        finally:
-            self._stage = before
+        return with_attributes(self, _stage=stage)
 
     def record(self, kind: str, peer: int | None = None, transferred: int = 0) -> None:
         """Record a collective, or with a `peer` that many bytes sent to it or received from it."""
-        if not (self.is_on_real_tensors or self._silent_depth):
+        if not (self.is_on_real_tensors or self._is_silent):
             self.events.append(
                 RecordedCollective(
                     kind=kind,
@@ -151,7 +137,8 @@ class CollectiveRecorder:
         is_custom = loader.is_sharded and not type(sampler).__module__.startswith("torch.")
         indices = ""
         if is_custom and isinstance(sampler, Sized) and len(sampler) <= _MOST_INDICES:
-            indices = _digest(repr(sorted(copy.deepcopy(sampler))).encode())  # pyright: ignore[reportArgumentType] - it iterates
+            drawn = repr(sorted(copy.deepcopy(sampler)))  # pyright: ignore[reportArgumentType] - it iterates
+            indices = hashlib.sha256(drawn.encode()).hexdigest()
         self.loaders[id(loader)] = LoaderRecord(where=source_line(), shard=shard, indices=indices)
 
     def record_batch(self, loader: Any, batch: Any) -> None:
@@ -161,22 +148,19 @@ class CollectiveRecorder:
         tensors = [leaf.contiguous().flatten() for leaf in leaves if not is_fake(leaf)]
         if known is not None and any(bool((leaf != leaf[0]).any()) for leaf in tensors):
             values = b"".join(leaf.view(torch.uint8).numpy().tobytes() for leaf in tensors)
-            self.loaders[id(loader)] = replace(known, batches=(*known.batches, _digest(values)))
-
-    @property
-    def is_on_real_tensors(self) -> bool:
-        """Whether tensors are currently real."""
-        return self._real_depth > 0
+            batches = (*known.batches, hashlib.sha256(values).hexdigest())
+            self.loaders[id(loader)] = replace(known, batches=batches)
 
     @contextlib.contextmanager
     def on_real_tensors(self) -> Generator[None]:
         """Run the block on real tensors."""
-        self._real_depth += 1
-        try:
-            with disable_current_modes(), FakeValueMode(self.record):  # Earlier tensors are fake.
-                yield
-        finally:
-            self._real_depth -= 1
+        # Earlier tensors are fake.
+        with (
+            with_attributes(self, is_on_real_tensors=True),
+            disable_current_modes(),
+            FakeValueMode(self.record),
+        ):
+            yield
 
     def move(self, tensor: Tensor, *, to_host: bool) -> Tensor:
         """Copy a tensor to the host, as `Tensor.cpu` does, or to the device."""
@@ -200,10 +184,6 @@ class CollectiveRecorder:
         return tree_map(
             lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, data
         )
-
-
-def _digest(values: bytes) -> str:
-    return hashlib.sha256(values).hexdigest()
 
 
 def source_line() -> str:
@@ -332,11 +312,6 @@ _LOCAL = frozenset({"wait_tensor", "wait_tensors"})
 _TRANSFERS = {"send": "send", "recv": "receive"}
 
 
-def _peer_and_nbytes(tensors: Sequence[Tensor], group: Any, peer: int, *_: Any) -> tuple[int, int]:
-    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
-    return ranks[peer], nbytes_of(tensors)
-
-
 _ERROR_TESTS = frozenset(
     {_ATEN.isnan.default, _ATEN.isinf.default, _ATEN.isposinf.default, _ATEN.isneginf.default}
 )
@@ -375,7 +350,9 @@ class FakeValueMode(TorchDispatchMode):
         if func.namespace in _COMMUNICATION:
             name = func.__name__.partition(".")[0].strip("_")
             if name in _TRANSFERS:
-                self._record(_TRANSFERS[name], *_peer_and_nbytes(*args))
+                tensors, group, peer = args[:3]
+                ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))
+                self._record(_TRANSFERS[name], ranks[peer], nbytes_of(tensors))
             elif name not in _LOCAL:
                 self._record(name.removesuffix("_base"))
         if func is _ATEN.index.Tensor:
@@ -426,14 +403,6 @@ def _without_masks(indices: Any) -> list[Any]:
     return replaced
 
 
-def _nonzero(tensor: Tensor) -> Tensor:
-    return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
-
-
-def _select(tensor: Tensor, mask: Tensor) -> Tensor:
-    return torch.broadcast_tensors(tensor, mask)[0].reshape(-1).clone()
-
-
 def _unique(
     tensor: Tensor, ordered: bool = True, return_inverse: bool = False, return_counts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -447,8 +416,8 @@ ANSWERS: Mapping[Any, Callable[..., Any]] = {
     _ATEN._local_scalar_dense.default: fake_value,
     _ATEN.is_nonzero.default: lambda tensor: bool(fake_value(tensor)),
     _ATEN.equal.default: lambda *_: True,
-    _ATEN.nonzero.default: _nonzero,
-    _ATEN.masked_select.default: _select,
+    _ATEN.nonzero.default: lambda x: x.new_empty((x.numel(), x.ndim), dtype=torch.int64),
+    _ATEN.masked_select.default: lambda x, mask: torch.broadcast_tensors(x, mask)[0].reshape(-1).clone(),
     _ATEN._unique2.default: _unique,
 }
 """The functions that answer for fake tensors, by operation."""

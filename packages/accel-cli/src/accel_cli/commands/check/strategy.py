@@ -264,7 +264,6 @@ _OFFLOADED = {
 }
 """The end of the name of the estimate, by whether the optimizer and the weights are offloaded."""
 
-
 _COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {
     "single": lambda _: "one device",
     "ddp": _as_ddp,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from accel_cli.output import show, working
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.settings import merge_layers, parse_environ, worker_environ
+from accel_state.topology import free_port
 
 WORKER = "accel_cli.commands.doctor.rank_worker"
 
@@ -62,8 +62,7 @@ def run(options: Namespace) -> int:
 
 def make_tasks(options: Namespace, world: int, folder: str) -> list[DoctorTask]:
     """Return the tasks of all processes, run by run."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     runs = {RANKS: world, ONE: 1, PLAIN: 1}
     if not options.no_resume:
         runs |= {RESUMED: world, RESCALED: 1}

@@ -59,7 +59,7 @@ def compare(records: Records) -> list[Diagnosis]:
         if not any(item.differs or item.name == "numbers-not-compared" for item in of_check):
             text = SUMMARIES[name](records)
             if text:
-                diagnoses.append(Diagnosis(check=name, name="", text=text))
+                diagnoses.append(Diagnosis(name, "", text))
     return diagnoses
 
 
@@ -81,7 +81,7 @@ def stops(records: Records) -> Iterator[Diagnosis]:
             name = "unused-parameters"
         else:
             name = "rank-stopped"
-        yield Diagnosis(check="run", name=name, text=text)
+        yield Diagnosis("run", name, text)
 
 
 _TITLES = {
@@ -104,10 +104,10 @@ def data(records: Records) -> Iterator[Diagnosis]:
         if len(passes) < len(ranks):
             if not any(record.stopped for record in ranks):
                 yield Diagnosis(
-                    check="data",
-                    name="uneven-batches",
-                    text=f"{len(passes)} of {len(ranks)} ranks iterate over it in epoch {first.epoch}",
-                    where=first.where,
+                    "data",
+                    "uneven-batches",
+                    f"{len(passes)} of {len(ranks)} ranks iterate over it in epoch {first.epoch}",
+                    first.where,
                 )
             continue
         if len(ranks) > 1:
@@ -116,10 +116,10 @@ def data(records: Records) -> Iterator[Diagnosis]:
             )
         if first.states and first.epoch == 0:
             yield Diagnosis(
-                check="data",
-                name="generator-in-workers",
-                text=f"each worker has its own copy of the data set's {', '.join(first.states)}",
-                where=first.where,
+                "data",
+                "generator-in-workers",
+                f"each worker has its own copy of the data set's {', '.join(first.states)}",
+                first.where,
             )
     yield from _epochs(ranks[0])
 
@@ -138,10 +138,7 @@ def _compare_pass(
     lengths = [len(plan) for plan in plans if plan is not None]
     if len(set(lengths)) > 1:
         yield Diagnosis(
-            check="data",
-            name="uneven-batches",
-            text=f"ranks have {', '.join(map(str, lengths))} batches",
-            where=first.where,
+            "data", "uneven-batches", f"ranks have {', '.join(map(str, lengths))} batches", first.where
         )
         return
     if single is None or single.plan is None:
@@ -156,7 +153,7 @@ def _compare_pass(
             f"of {wanted.total()} samples of epoch {first.epoch}, {num_missing} are read by no rank, "
             f"and {num_extra} are read too often"
         )
-        yield Diagnosis(check="data", name=name, text=text, where=first.where)
+        yield Diagnosis("data", name, text, first.where)
         return
     for number, together in enumerate(zip(*plans, strict=True)):
         if len(plans[0] or ()) != len(single.plan):
@@ -164,7 +161,7 @@ def _compare_pass(
         if extra or sorted(sample for batch in together for sample in batch) == sorted(single.plan[number]):
             continue
         text = f"batch {number} of epoch {first.epoch} has different samples than in one process"
-        yield Diagnosis(check="data", name="order-differs", text=text, where=first.where)
+        yield Diagnosis("data", "order-differs", text, first.where)
         return
 
 
@@ -182,7 +179,7 @@ def _compare_read(
     if all(of_rank == rows[0] for of_rank in rows[1:]):
         name = "stream-read-in-full" if first.is_prepared else "loader-not-prepared"
         text = f"all {len(ranks)} ranks read the same {len(rows[0])} rows in epoch {first.epoch}"
-        yield Diagnosis(check="data", name=name, text=text, where=first.where)
+        yield Diagnosis("data", name, text, first.where)
         return
     if not first.is_prepared or single is None:
         return
@@ -191,7 +188,7 @@ def _compare_read(
     if union != wanted:
         different = max((wanted - union).total(), (union - wanted).total())
         text = f"{different} rows of epoch {first.epoch} differ from those of one process"
-        yield Diagnosis(check="data", name="order-differs", text=text, where=first.where)
+        yield Diagnosis("data", "order-differs", text, first.where)
 
 
 def _rows(record: RunRecord, of: LoaderPass) -> list[Any]:
@@ -214,7 +211,7 @@ def _epochs(record: RunRecord) -> Iterator[Diagnosis]:
         orders = [of_epoch.plan or tuple(_rows(record, of_epoch)) for of_epoch in (first, second)]
         if len(orders[0]) > 1 and orders[0] == orders[1]:
             text = "two epochs have the same order although the sampler shuffles"
-            yield Diagnosis(check="data", name="epoch-not-set", text=text, where=first.where)
+            yield Diagnosis("data", "epoch-not-set", text, first.where)
 
 
 # 2. Gathered results.
@@ -230,13 +227,13 @@ def gathered(records: Records) -> Iterator[Diagnosis]:
         if call.padding and call.function == "gather":
             seen.add(call.where)
             text = f"gather() returned {call.rows} rows of the last batch, {call.padding} of which pad it"
-            yield Diagnosis(check="gathered", name="metric-on-padding", text=text, where=call.where)
+            yield Diagnosis("gathered", "metric-on-padding", text, call.where)
         elif single is not None and call.function == "gather_for_metrics" and number < len(single.gathered):
             expected = single.gathered[number].rows
             if call.rows != expected and single.gathered[number].where == call.where:
                 seen.add(call.where)
                 text = f"gather_for_metrics() returned {call.rows} rows, on one process {expected}"
-                yield Diagnosis(check="gathered", name="gathered-rows-differ", text=text, where=call.where)
+                yield Diagnosis("gathered", "gathered-rows-differ", text, call.where)
 
 
 # 3. Clocks.
@@ -248,11 +245,11 @@ def clocks(records: Records) -> Iterator[Diagnosis]:
     unprepared = next((step for step in ranks[0].steps if not step.is_prepared), None)
     if unprepared is not None:
         text = f"{unprepared.name} steps after {unprepared.backwards} backward passes, and was not prepared"
-        yield Diagnosis(check="clocks", name="optimizer-not-prepared", text=text)
+        yield Diagnosis("clocks", "optimizer-not-prepared", text)
     counts = [len(record.steps) for record in ranks]
     if len(set(counts)) > 1 and not any(record.stopped for record in ranks):
         text = f"ranks made {', '.join(map(str, counts))} optimizer steps"
-        yield Diagnosis(check="clocks", name="steps-differ", text=text)
+        yield Diagnosis("clocks", "steps-differ", text)
     elif (
         single is not None
         and not (single.stopped or ranks[0].stopped)
@@ -260,13 +257,11 @@ def clocks(records: Records) -> Iterator[Diagnosis]:
         and all(map(_have_equal_lengths, ranks[0].passes, single.passes))
     ):
         text = f"each rank made {counts[0]} optimizer steps, one process {len(single.steps)}"
-        yield Diagnosis(check="clocks", name="steps-differ", text=text)
+        yield Diagnosis("clocks", "steps-differ", text)
     if plain is not None and not plain.stopped:
         yield from _rates(by_shard(ranks), plain)
     for name, where in ranks[0].events:
-        yield Diagnosis(
-            check="clocks", name=name, text="torch.nn.utils.clip_grad_norm_ was called", where=where
-        )
+        yield Diagnosis("clocks", name, "torch.nn.utils.clip_grad_norm_ was called", where)
 
 
 def _have_equal_lengths(first: LoaderPass, second: LoaderPass) -> bool:
@@ -294,7 +289,7 @@ def _rates(ranks: Sequence[RunRecord], plain: RunRecord) -> Iterator[Diagnosis]:
             f" process {pair[1]:.4g}"
         )
         name = "schedule-per-process" if is_prepared else "scheduler-not-prepared"
-        yield Diagnosis(check="clocks", name=name, text=text)
+        yield Diagnosis("clocks", name, text)
         return
 
 
@@ -342,18 +337,18 @@ def waiting(records: Records) -> Iterator[Diagnosis]:
                 f"rank {slowest} takes {medians[slowest]:.2f} s for data and forward pass, the fastest rank"
                 f" {min(medians):.2f} s"
             )
-            yield Diagnosis(check="waiting", name="rank-slower", text=text)
+            yield Diagnosis("waiting", "rank-slower", text)
     # 2. Gradients that are averaged more than once for a step.
     steps = len({step.backwards for step in ranks[0].steps})
     reduced = sum(backward.reduces for backward in backwards[: ranks[0].steps[-1].backwards])
     if reduced > steps:
         text = f"{reduced} all-reduces of {ranks[0].nbytes} bytes in {steps} steps"
-        yield Diagnosis(check="waiting", name="reduced-too-often", text=text)
+        yield Diagnosis("waiting", "reduced-too-often", text)
     # 3. Values that the host waits for in every micro-batch.
     for where, count in ranks[0].waits.items():
         if count >= len(backwards):
             text = f"item() waits for the device {count} times in {len(backwards)} micro-batches"
-            yield Diagnosis(check="waiting", name="host-waits", text=text, where=where)
+            yield Diagnosis("waiting", "host-waits", text, where)
 
 
 # 5. Resume.
@@ -378,12 +373,12 @@ def resume(records: Records) -> Iterator[Diagnosis]:
             samples = _samples_of(again, 0, step.backwards)
             if sorted(map(str, wanted)) != sorted(map(str, samples)):
                 text = f"{title}, step {number + 2} has different samples than in the uninterrupted run"
-                yield Diagnosis(check="resume", name="resume-other-samples", text=text)
+                yield Diagnosis("resume", "resume-other-samples", text)
                 break
             if any(relative(*pair) > 1e-6 for pair in zip(step.rates, expected.rates, strict=False)):
                 rates = f"{step.rates[0]:.4g}, uninterrupted {expected.rates[0]:.4g}"
                 text = f"{title}, the learning rate of step {number + 2} is {rates}"
-                yield Diagnosis(check="resume", name="resume-other-rate", text=text)
+                yield Diagnosis("resume", "resume-other-rate", text)
                 break
             if random_samples(records) or number + 1 >= comparable_steps(ranks[0], ranks[0]):
                 continue
@@ -391,7 +386,7 @@ def resume(records: Records) -> Iterator[Diagnosis]:
             name = first_difference(step, expected, ranks[0].modules, tolerance, floor=FLOOR)
             if name is not None:
                 text = f"{title}, the gradient of {name} differs in step {number + 2}"
-                yield Diagnosis(check="resume", name="resume-other-numbers", text=text)
+                yield Diagnosis("resume", "resume-other-numbers", text)
                 break
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from accel_cli.commands.doctor.causes import Diagnosis
@@ -47,15 +47,15 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
     if single is not None and ranks[0].tied != single.tied and not ranks[0].losses:
         lost = [", ".join(names) for names in single.tied if names not in ranks[0].tied]
         text = f"one process has tied {'; '.join(lost) or 'none'}"
-        yield Diagnosis(check="numbers", name="weights-untied", text=text)
+        yield Diagnosis("numbers", "weights-untied", text)
     if ranks[0].differs_by:
-        yield Diagnosis(check="numbers", name="numbers-not-compared", text=ranks[0].differs_by)
+        yield Diagnosis("numbers", "numbers-not-compared", ranks[0].differs_by)
         return
     yield from _between_ranks(ranks)
     if single is None or single.stopped:
         return
     if len(shards) > 1 and (reason := random_numbers(records)):
-        yield Diagnosis(check="numbers", name="numbers-not-compared", text=reason, where=ranks[0].draws)
+        yield Diagnosis("numbers", "numbers-not-compared", reason, ranks[0].draws)
         return
     tolerance = tolerance_of(ranks[0], single)
     for number, step in enumerate(ranks[0].steps[: comparable_steps(ranks[0], single)]):
@@ -65,7 +65,7 @@ def numbers(records: Records) -> Iterator[Diagnosis]:
             text = (
                 f"from step {number + 1} on, the ranks and the single process have different global batches"
             )
-            yield Diagnosis(check="numbers", name="numbers-not-compared", text=text)
+            yield Diagnosis("numbers", "numbers-not-compared", text)
             return
         difference = _compare_step(shards, single, number, start, tolerance)
         if difference is not None:
@@ -107,7 +107,7 @@ def _compare_step(
     title = f"in step {number + 1}"
     if step.backwards != expected.backwards:
         text = f"{title} come {step.backwards} backward passes before, on one process {expected.backwards}"
-        return Diagnosis(check="numbers", name="windows-differ", text=text)
+        return Diagnosis("numbers", "windows-differ", text)
     losses = [_loss(ranks, index) for index in range(start, step.backwards)]
     wanted = [_loss([single], index) for index in range(start, step.backwards)]
     grown = rounding(tolerance, number)
@@ -117,7 +117,7 @@ def _compare_step(
         changed = _first_weight(step.before, expected.before, ranks[0].steps[number - 1], of_weights)
         if changed is not None:
             text = f"before step {number + 1}, {changed}; after the step before they were equal"
-            return Diagnosis(check="numbers", name="weights-differ", text=text)
+            return Diagnosis("numbers", "weights-differ", text)
     # 2. The first parameter in the order of execution whose gradient differs.
     name = first_difference(step, expected, ranks[0].modules, grown, floor=FLOOR if number else 0.0)
     if name is not None:
@@ -126,31 +126,29 @@ def _compare_step(
         if gradient is None or other is None:
             missing = "the ranks have" if gradient is None else "one process has"
             text = f"{title}, {missing} no gradient for {name}"
-            return Diagnosis(check="numbers", name="unused-parameters", text=text)
+            return Diagnosis("numbers", "unused-parameters", text)
         text = (
             f"{title}, the first gradient that differs is that of {name} (module {module}): norm"
             f" {gradient.norm:.4g}, on one process {other.norm:.4g}; loss {losses[0]:.6g}, on one process"
             f" {wanted[0]:.6g}"
         )
         return Diagnosis(
-            check="numbers",
-            name=_explain(ranks, single, number, start, grown),
-            text=text,
-            where=ranks[0].backwards[start].where if start < len(ranks[0].backwards) else "",
+            "numbers",
+            _explain(ranks, single, number, start, grown),
+            text,
+            ranks[0].backwards[start].where if start < len(ranks[0].backwards) else "",
         )
     # 3. Losses, where the gradients are not compared.
     for index, (loss, other) in enumerate(zip(losses, wanted, strict=True)):
         if ranks[0].losses and relative(loss, other) > max(tolerance, 5e-3):
             text = f"{title}, the loss is {loss:.6g}, on one process {other:.6g}"
             name = _normalisation(ranks, single, start + index) or "losses-differ"
-            return Diagnosis(
-                check="numbers", name=name, text=text, where=ranks[0].backwards[start + index].where
-            )
+            return Diagnosis("numbers", name, text, ranks[0].backwards[start + index].where)
     # 4. The weights after the step.
     changed = _first_weight(step.weights, expected.weights, step, of_weights)
     if changed is not None:
         text = f"after step {number + 1} with equal gradients, {changed}"
-        return Diagnosis(check="numbers", name="weights-differ", text=text)
+        return Diagnosis("numbers", "weights-differ", text)
     return None
 
 
@@ -248,7 +246,7 @@ def _factor(step: Step, expected: Step, tolerance: float) -> float | None:
 
 
 def first_difference(
-    step: Step, expected: Step, modules: Sequence[str], tolerance: float, *, floor: float = 0.0
+    step: Step, expected: Step, modules: Iterable[str], tolerance: float, *, floor: float = 0.0
 ) -> str | None:
     """Return the first parameter, in the order of execution, whose gradient differs.
 
@@ -286,7 +284,7 @@ def _between_ranks(ranks: Sequence[RunRecord]) -> Iterator[Diagnosis]:
             name = first_difference(record.steps[number], step, ranks[0].modules, tolerance)
             if name is not None:
                 text = f"in step {number + 1}, rank {record.rank} has another gradient of {name} than rank 0"
-                yield Diagnosis(check="numbers", name="gradients-not-synchronised", text=text)
+                yield Diagnosis("numbers", "gradients-not-synchronised", text)
                 return
 
 
@@ -295,9 +293,7 @@ def _batch_norms(ranks: Sequence[RunRecord]) -> Iterator[Diagnosis]:
     name = min(values, key=lambda key: values[key])
     text = f"{name} normalises with only the {values[name]} values of its rank"
     few = values[name] < _FEW_VALUES
-    yield Diagnosis(
-        check="numbers", name="batchnorm-per-rank" if few else "batchnorm-of-each-rank", text=text
-    )
+    yield Diagnosis("numbers", "batchnorm-per-rank" if few else "batchnorm-of-each-rank", text)
 
 
 def _loss_dtypes(record: RunRecord) -> Iterator[Diagnosis]:
@@ -306,7 +302,7 @@ def _loss_dtypes(record: RunRecord) -> Iterator[Diagnosis]:
     weights = {digest.dtype for step in record.steps for digest in step.weights.values()}
     if low is not None and record.precision in _MIXED and weights <= {"float32", "float64"}:
         text = f"the loss has the dtype {low.dtype}"
-        yield Diagnosis(check="numbers", name="loss-in-low-precision", text=text, where=low.where)
+        yield Diagnosis("numbers", "loss-in-low-precision", text, low.where)
 
 
 def _same_data(ranks: Sequence[RunRecord], single: RunRecord, start: int, stop: int) -> bool:

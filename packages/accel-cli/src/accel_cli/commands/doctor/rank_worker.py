@@ -80,7 +80,7 @@ def _record_prepare(recorder: TrainingRecorder) -> None:
             strategy = load(spec)(*args)
             recorder.record_strategy(strategy)
             if recorder.joins:
-                sharding = BatchSharding(num_shards=recorder.shards, shard_index=0)
+                sharding = BatchSharding(num_shards=recorder.record.shards, shard_index=0)
                 strategy = replace(strategy, sharding=sharding)
             return strategy
 
@@ -108,24 +108,16 @@ def _cut(bundle: Bundle, blocks: int) -> None:
     """Keep the first layers of each list of layers, and only their parameters in the optimizers."""
     if not blocks:
         return
-    removed = {
-        parameter
-        for model in bundle.models
-        for parameter in _parameters_beyond(model, blocks) - {*model.parameters()}
-    }
+    removed: set[nn.Parameter] = set()
+    for model in bundle.models:
+        for module in [*model.modules()]:
+            if isinstance(module, nn.ModuleList) and len(module) > blocks:
+                removed.update(module[blocks:].parameters())
+                del module[blocks:]
+        removed -= {*model.parameters()}
     for optimizer in bundle.optimizers:
         for group in optimizer.param_groups:
             group["params"] = [parameter for parameter in group["params"] if parameter not in removed]
-
-
-def _parameters_beyond(model: nn.Module, blocks: int) -> set[nn.Parameter]:
-    """Remove the layers beyond the first from each list of layers, and return their parameters."""
-    removed: set[nn.Parameter] = set()
-    for module in [*model.modules()]:
-        if isinstance(module, nn.ModuleList) and len(module) > blocks:
-            removed.update(module[blocks:].parameters())
-            del module[blocks:]
-    return removed
 
 
 def _record_loaders(recorder: TrainingRecorder) -> None:
@@ -171,11 +163,7 @@ def _read_all_shards() -> None:
 
 def _record_steps(recorder: TrainingRecorder) -> None:
     """Record backward passes, steps of all optimizers, clipping, and what is gathered."""
-    backward, gather, gather_for_metrics = (
-        Accelerator.backward,
-        Accelerator.gather,
-        Accelerator.gather_for_metrics,
-    )
+    backward, clip, item = Accelerator.backward, torch.nn.utils.clip_grad_norm_, Tensor.item
 
     @functools.wraps(backward)
     def backward_recorded(self: Any, loss: Any, **kwargs: Any) -> None:
@@ -195,12 +183,11 @@ def _record_steps(recorder: TrainingRecorder) -> None:
     replace_names(
         "accel_train.Accelerator",
         backward=backward_recorded,
-        gather=recorded("gather", gather),
-        gather_for_metrics=recorded("gather_for_metrics", gather_for_metrics),
+        gather=recorded("gather", Accelerator.gather),
+        gather_for_metrics=recorded("gather_for_metrics", Accelerator.gather_for_metrics),
     )
     register_optimizer_step_pre_hook(recorder.before_step)
     register_optimizer_step_post_hook(recorder.after_step)
-    clip = torch.nn.utils.clip_grad_norm_
 
     @functools.wraps(clip)
     def clip_recorded(*args: Any, **kwargs: Any) -> Any:
@@ -208,7 +195,6 @@ def _record_steps(recorder: TrainingRecorder) -> None:
         return clip(*args, **kwargs)
 
     replace_names("torch.nn.utils", clip_grad_norm_=clip_recorded)
-    item = Tensor.item
 
     def item_recorded(self: Tensor) -> Any:
         recorder.record_wait(sys._getframe(1).f_code)  # pyright: ignore[reportPrivateUsage] - documented
@@ -218,7 +204,7 @@ def _record_steps(recorder: TrainingRecorder) -> None:
     enter = LocalSGD.__enter__
 
     def enter_recorded(self: LocalSGD) -> LocalSGD:
-        recorder.differs_by = "LocalSGD averages models instead of gradients"
+        recorder.record.differs_by = "LocalSGD averages models instead of gradients"
         return enter(self)
 
     replace_names("accel_train.step.LocalSGD", __enter__=enter_recorded)
@@ -253,14 +239,7 @@ def _keep_runs_apart(recorder: TrainingRecorder) -> None:
     )
 
 
-_DROPOUTS = (
-    "dropout",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "feature_alpha_dropout",
-)
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
 
 
 def _switch_dropout_off() -> None:
@@ -291,10 +270,10 @@ def _record_batch_norms(recorder: TrainingRecorder) -> None:
     def forward_recorded(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
         if not self.training:
             return forward(self, input)
-        if not recorder.joins or len(input) % recorder.shards:
+        if not recorder.joins or len(input) % recorder.record.shards:
             recorder.record_norm(self, input)
             return forward(self, input)
-        first, *following = input.chunk(recorder.shards)
+        first, *following = input.chunk(recorder.record.shards)
         normalised = [forward(self, first)]
         before = self.running_mean, self.running_var, self.num_batches_tracked
         first_averages = [None if average is None else average.clone() for average in before]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from accel_cli.commands.check.record import RankTask
 from accel_state.frozen import frozen
@@ -201,9 +201,9 @@ class Gathered:
     batch: int
 
 
-@frozen
+@dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """The record of one process.
+    """The record of one process, which fills it while the script runs.
 
     Args:
         shards: Number of ranks with batches of their own; `shard` is the number of this one's.
@@ -231,16 +231,16 @@ class RunRecord:
     strategy: str = ""
     precision: str = "no"
     clock: str | None = None
-    batches: tuple[ReadBatch, ...] = ()
-    backwards: tuple[Backward, ...] = ()
-    steps: tuple[Step, ...] = ()
-    passes: tuple[LoaderPass, ...] = ()
-    gathered: tuple[Gathered, ...] = ()
-    modules: tuple[str, ...] = ()
+    batches: list[ReadBatch] = field(default_factory=list[ReadBatch])
+    backwards: list[Backward] = field(default_factory=list[Backward])
+    steps: list[Step] = field(default_factory=list[Step])
+    passes: list[LoaderPass] = field(default_factory=list[LoaderPass])
+    gathered: list[Gathered] = field(default_factory=list[Gathered])
+    modules: dict[str, None] = field(default_factory=dict[str, None])
     tied: tuple[tuple[str, ...], ...] = ()
-    norms: Mapping[str, int] = field(default_factory=dict[str, int])
-    events: tuple[tuple[str, str], ...] = ()
-    waits: Mapping[str, int] = field(default_factory=dict[str, int])
+    norms: dict[str, int] = field(default_factory=dict[str, int])
+    events: dict[tuple[str, str], None] = field(default_factory=dict[tuple[str, str], None])
+    waits: dict[str, int] = field(default_factory=dict[str, int])
     draws: str = ""
     nbytes: int = 0
     differs_by: str = ""

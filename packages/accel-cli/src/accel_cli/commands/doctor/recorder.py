@@ -10,7 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -43,6 +43,7 @@ from accel_cli.commands.doctor.record import (
     Schedule,
     Step,
 )
+from accel_cli.commands.estimate.trace import with_attributes
 from accel_ops.modules import extract_model_from_parallel
 from accel_ops.tree import local_part, walk
 from accel_plugins.ddp import DistributedDataParallelKwargs
@@ -69,39 +70,18 @@ _END: Any = object()
 
 @dataclass(kw_only=True)
 class TrainingRecorder:
-    """Recorder of one process.
-
-    Args:
-        shards: The number of ranks with batches of their own, whose batches a single process gets at once.
-    """
+    """Recorder of one process."""
 
     task: DoctorTask
     save_state: Callable[..., Any] = Accelerator.save_state
     load_state: Callable[..., Any] = Accelerator.load_state
-    shards: int = 1
-    shard: int = 0
-    strategy: str = ""
-    precision: str = "no"
-    clock: str | None = None
-    differs_by: str = ""
     accelerator: Any = None
-    batches: list[ReadBatch] = field(default_factory=list[ReadBatch])
-    backwards: list[Backward] = field(default_factory=list[Backward])
-    steps: list[Step] = field(default_factory=list[Step])
-    passes: list[LoaderPass] = field(default_factory=list[LoaderPass])
-    gathered: list[Gathered] = field(default_factory=list[Gathered])
-    modules: dict[str, None] = field(default_factory=dict[str, None])
-    norms: dict[str, int] = field(default_factory=dict[str, int])
-    events: dict[tuple[str, str], None] = field(default_factory=dict[tuple[str, str], None])
-    waits: dict[str, int] = field(default_factory=dict[str, int])
     is_reading: bool = False
     """Whether a prepared loader reads, so that the loaders of torch within are its own."""
     is_paused: bool = False
     """Whether steps of optimizers are the library's own."""
     has_saved: bool = False
     """Whether the script has called `save_state`."""
-    draws: str = ""
-    """Where a backward pass begins before which the script has drawn random numbers, if there is one."""
     _loaders: list[Any] = field(default_factory=list[Any])
     _optimizers: list[Optimizer] = field(default_factory=list[Optimizer])
     _training: set[int] = field(default_factory=set[int])
@@ -115,6 +95,9 @@ class TrainingRecorder:
     _open_passes: int = 0
     _random: str = ""
 
+    def __post_init__(self) -> None:
+        self.record = RunRecord(run=self.task.run, rank=self.task.rank, world=self.task.world)
+
     @property
     def joins(self) -> bool:
         """Whether this process gets the batches of all ranks at once."""
@@ -124,7 +107,7 @@ class TrainingRecorder:
     def limit(self) -> int:
         """The number of batches of a pass."""
         limit = self.task.steps * GradientState().num_steps
-        return limit * self.shards if self.task.run == PLAIN else limit
+        return limit * self.record.shards if self.task.run == PLAIN else limit
 
     @property
     def _prepared(self) -> PreparedObjects:
@@ -132,63 +115,49 @@ class TrainingRecorder:
 
     def finish(self, stopped: str) -> RunRecord:
         """Return the record."""
-        return RunRecord(
-            run=self.task.run,
-            rank=self.task.rank,
-            world=self.task.world,
-            shards=self.shards,
-            shard=self.shard,
-            strategy=self.strategy,
-            precision=self.precision,
-            clock=self.clock,
-            batches=tuple(self.batches),
-            backwards=tuple(self.backwards),
-            steps=tuple(self.steps),
-            passes=tuple(self.passes),
-            gathered=tuple(self.gathered),
-            modules=tuple(self.modules),
-            tied=self._tied(),
-            norms=self.norms,
-            events=tuple(self.events),
-            waits=self.waits,
-            draws=self.draws,
-            nbytes=sum(
-                parameter.numel() * parameter.element_size()
-                for model in self._prepared.models
-                for parameter in model.parameters()
-                if parameter.requires_grad
-            ),
-            differs_by=self.differs_by,
-            losses=self.strategy in LOSSES_ONLY,
-            seconds=time.perf_counter() - self._started,
-            stopped=stopped,
+        names: dict[int, list[str]] = {}
+        for model in self._prepared.models:
+            inner = extract_model_from_parallel(model)
+            for name, parameter in inner.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), []).append(name)
+        self.record.tied = tuple(sorted(tuple(same) for same in names.values() if len(same) > 1))
+        self.record.nbytes = sum(
+            parameter.numel() * parameter.element_size()
+            for model in self._prepared.models
+            for parameter in model.parameters()
+            if parameter.requires_grad
         )
+        self.record.losses = self.record.strategy in LOSSES_ONLY
+        self.record.seconds = time.perf_counter() - self._started
+        self.record.stopped = stopped
+        return self.record
 
     # 1. What is prepared.
 
     def record_strategy(self, strategy: Any) -> None:
         """Record the strategy of the ranks, which all processes read."""
         path = Path(self.task.folder) / "shards"
-        self.strategy = strategy.name
+        record, sharding = self.record, strategy.sharding
+        record.strategy = strategy.name
         if self.task.run in {RANKS, RESUMED}:
-            self.shards, self.shard = strategy.sharding.num_shards, strategy.sharding.shard_index
+            record.shards, record.shard = sharding.num_shards, sharding.shard_index
             if self.task.rank == 0:
-                path.write_text(str(self.shards))
-        else:
-            self.shards = int(path.read_text()) if path.is_file() else self.shards
+                path.write_text(str(record.shards))
+        elif path.is_file():
+            record.shards = int(path.read_text())
 
     def record_prepared(self, accelerator: Any, models: Sequence[nn.Module]) -> None:
         """Record the order in which the modules of prepared models are executed."""
         self.accelerator = accelerator
         parts = accelerator._parts
-        self.precision = accelerator.mixed_precision
-        self.clock = parts.step_scheduler_per
+        self.record.precision = accelerator.mixed_precision
+        self.record.clock = parts.step_scheduler_per
         handler = parts.handlers.get(DistributedDataParallelKwargs)
         if handler is not None and handler.comm_hook.value != "no":
-            self.differs_by = f"the communication hook {handler.comm_hook.value!r} rounds gradients"
+            self.record.differs_by = f"the communication hook {handler.comm_hook.value!r} rounds gradients"
         for loader in self._prepared.dataloaders:
             if isinstance(loader, DataLoaderDispatcher) and not parts.dataloading.split_batches:
-                self._per_round[id(_shard_of(loader))] = self.shards
+                self._per_round[id(_shard_of(loader))] = self.record.shards
         for model in models:
             for name, module in extract_model_from_parallel(model).named_modules():
                 if any(True for _ in module.parameters(recurse=False)):
@@ -197,7 +166,7 @@ class TrainingRecorder:
                     module.dropout = 0.0
 
     def _record_module(self, name: str, *_: Any) -> None:
-        self.modules.setdefault(name)
+        self.record.modules.setdefault(name)
 
     # 2. What loaders yield.
 
@@ -208,7 +177,8 @@ class TrainingRecorder:
 
         A single process that stands for all ranks gets the batches of all of them at once.
         """
-        parts = self.shards if self.joins and shard.num_processes == self.shards else 1
+        shards = self.record.shards
+        parts = shards if self.joins and shard.num_processes == shards else 1
         batches = [*iterate(shard, position, order)]
         padded = dict(shard.padded)
         if parts > 1:
@@ -257,7 +227,7 @@ class TrainingRecorder:
             if self.resumes and at_save.is_file() and len(self._loaders) >= int(at_save.read_text()):
                 self._resume()
         number = next(index for index, known in enumerate(self._loaders) if known is loader)
-        epoch = sum(of_loader.loader == number for of_loader in self.passes)
+        epoch = sum(of_loader.loader == number for of_loader in self.record.passes)
         where = source_line()
         if number in self._training and epoch >= _PASSES:
             raise SystemExit(0)
@@ -266,18 +236,17 @@ class TrainingRecorder:
         retained: list[list[int]] | None = None
         limit = self.limit
         inner: Any = None
-        position = len(self.passes)
-        self.passes.append(
-            LoaderPass(
-                loader=number,
-                epoch=epoch,
-                where=where,
-                is_prepared=is_prepared,
-                shuffles=_shuffles(loader),
-                plan=None,
-                states=_generators(loader.dataset) if loader.num_workers else (),
-            )
+        position = len(self.record.passes)
+        this_pass = LoaderPass(
+            loader=number,
+            epoch=epoch,
+            where=where,
+            is_prepared=is_prepared,
+            shuffles=_shuffles(loader),
+            plan=None,
+            states=_generators(loader.dataset) if loader.num_workers else (),
         )
+        self.record.passes.append(this_pass)
         count = 0
         self._open_passes += 1
         try:
@@ -285,7 +254,10 @@ class TrainingRecorder:
             while (batch := self._reading(lambda: next(inner, _END))) is not _END:
                 if not count and is_prepared and shard and not isinstance(loader, DataLoaderDispatcher):
                     retained = self._retained.get(id(shard))
-                    self._set_plan(position, loader, self._plans.get(id(shard)))
+                    if (plan := self._plans.get(id(shard))) is not None:
+                        resolve = _original_indices(loader.dataset)
+                        resolved = tuple(tuple(map(resolve, batch)) for batch in plan)
+                        self.record.passes[position] = replace(this_pass, plan=resolved)
                 indices = retained[count] if retained is not None and count < len(retained) else ()
                 self._record_batch(loader, number, epoch, batch, indices)
                 count += 1
@@ -303,27 +275,17 @@ class TrainingRecorder:
                 inner.close()
 
     def _reading(self, read: Callable[[], Any]) -> Any:
-        before, self.is_reading = self.is_reading, True
-        try:
+        with with_attributes(self, is_reading=True):
             return read()
-        finally:
-            self.is_reading = before
-
-    def _set_plan(self, position: int, loader: Any, plan: Sequence[tuple[int, ...]] | None) -> None:
-        if plan is None:
-            return
-        resolve = _original_indices(loader.dataset)
-        self.passes[position] = replace(
-            self.passes[position], plan=tuple(tuple(map(resolve, batch)) for batch in plan)
-        )
 
     def _record_batch(self, loader: Any, number: int, epoch: int, batch: Any, indices: Sequence[int]) -> None:
-        tensors = {name: leaf for name, leaf in _named_tensors(batch).items() if leaf.dim() > 0}
+        leaves = walk(batch, "batch")
+        tensors = {path: leaf for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
         rows = max((len(leaf) for leaf in tensors.values()), default=len(indices))
         columns = [leaf for leaf in tensors.values() if len(leaf) == rows]
         real = getattr(loader, "real_in_batch", None)
         resolve = _original_indices(loader.dataset)
-        self.batches.append(
+        self.record.batches.append(
             ReadBatch(
                 loader=number,
                 epoch=epoch,
@@ -337,14 +299,14 @@ class TrainingRecorder:
 
     def _save(self) -> None:
         """Write a checkpoint after the first optimizer step of the run on the ranks."""
-        if not self.task.saves or self._is_saved or not self.steps or self.accelerator is None:
+        if not self.task.saves or self._is_saved or not self.record.steps or self.accelerator is None:
             return
         self._is_saved = True
         for loader in self._prepared.dataloaders:
             loader.resume_mid_epoch = True
         if self.task.rank == 0:
             self._loaders_at_save.write_text(str(len(self._loaders)))
-        with _without_numbers(self.accelerator), self.paused():
+        with self._without_numbers(), self.paused():
             self.save_state(self.accelerator, str(Path(self.task.folder) / "checkpoint"))
 
     @property
@@ -382,30 +344,29 @@ class TrainingRecorder:
         self._is_saved = True
         for loader in self._prepared.dataloaders if restores_position else ():
             loader.resume_mid_epoch = True
-        with _without_numbers(self.accelerator), self.paused():
+        with self._without_numbers(), self.paused():
             self.load_state(self.accelerator, str(Path(self.task.folder) / "checkpoint"))
+
+    def _without_numbers(self) -> AbstractContextManager[None]:
+        """Save to and load from the folder of the argument, even if the script numbers its checkpoints."""
+        return with_attributes(self.accelerator.project_configuration, automatic_checkpoint_naming=False)
 
     # 3. What is computed.
 
-    @contextmanager
-    def paused(self) -> Generator[None]:
+    def paused(self) -> AbstractContextManager[None]:
         """Record no steps: prepare() tries optimizers out, and loading a state makes an empty step."""
-        before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+        return with_attributes(self, is_paused=True)
 
     def record_backward(self, loss: Any, items: Any) -> None:
         """Record a backward pass."""
         if self._random and self._random != _digest_of_generators():
-            self.draws = self.draws or source_line()
+            self.record.draws = self.record.draws or source_line()
         self._random = ""
-        if self.batches:
-            self._training.add(self.batches[-1].loader)
-        self.backwards.append(
+        if self.record.batches:
+            self._training.add(self.record.batches[-1].loader)
+        self.record.backwards.append(
             Backward(
-                batch=len(self.batches) - 1,
+                batch=len(self.record.batches) - 1,
                 loss=float(local_part(loss.detach()).float().mean())
                 if isinstance(loss, Tensor)
                 else math.nan,
@@ -428,9 +389,13 @@ class TrainingRecorder:
 
     def record_wait(self, code: CodeType) -> None:
         """Record that the host waits for a value of the device, if the script asks for it in training."""
-        if self.backwards and torch.is_grad_enabled() and Path(code.co_filename) == Path(self.task.script):
+        if (
+            self.record.backwards
+            and torch.is_grad_enabled()
+            and Path(code.co_filename) == Path(self.task.script)
+        ):
             where = source_line()
-            self.waits[where] = self.waits.get(where, 0) + 1
+            self.record.waits[where] = self.record.waits.get(where, 0) + 1
 
     def before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Record the gradients that an optimizer is about to use."""
@@ -439,23 +404,20 @@ class TrainingRecorder:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         number = next(index for index, known in enumerate(self._optimizers) if known is optimizer)
-        names = self._names()
-        gradients: dict[str, Digest | None] = {}
-        before: dict[str, Digest] = {}
-        if self.strategy not in LOSSES_ONLY:
-            for position, parameter in enumerate(_parameters(optimizer)):
-                name = names.get(id(parameter), f"parameter {position} of {type(optimizer).__name__}")
-                gradients[name] = None if parameter.grad is None else digest(parameter.grad)
-                before[name] = digest(parameter.detach())
-        self.steps.append(
+        parameters = {} if self.record.strategy in LOSSES_ONLY else self._by_name(optimizer)
+        owned = {id(parameter) for known in self._prepared.optimizers for parameter in _parameters(known)}
+        trained = {*self._names()}
+        self.record.steps.append(
             Step(
                 optimizer=number,
                 name=type(optimizer).__name__,
-                is_prepared=self._is_prepared(optimizer),
-                backwards=len(self.backwards),
+                is_prepared=all(id(p) in owned or id(p) not in trained for p in _parameters(optimizer)),
+                backwards=len(self.record.backwards),
                 rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
-                gradients=gradients,
-                before=before,
+                gradients={
+                    name: None if p.grad is None else digest(p.grad) for name, p in parameters.items()
+                },
+                before={name: digest(parameter.detach()) for name, parameter in parameters.items()},
                 weights={},
                 random=_digest_of_generators(),
                 schedules=self._schedules(),
@@ -465,14 +427,18 @@ class TrainingRecorder:
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Record the weights after the step."""
-        if self.is_paused or self.strategy in LOSSES_ONLY:
+        if self.is_paused or self.record.strategy in LOSSES_ONLY:
             return
-        names = self._names()
-        weights: Any = self.steps[-1].weights
-        for position, parameter in enumerate(_parameters(optimizer)):
-            name = names.get(id(parameter), f"parameter {position} of {type(optimizer).__name__}")
-            weights[name] = digest(parameter.detach())
+        weights = {name: digest(parameter.detach()) for name, parameter in self._by_name(optimizer).items()}
+        self.record.steps[-1] = replace(self.record.steps[-1], weights=weights)
         self.end_backward()
+
+    def _by_name(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        names, kind = self._names(), type(optimizer).__name__
+        return {
+            names.get(id(parameter), f"parameter {position} of {kind}"): parameter
+            for position, parameter in enumerate(_parameters(optimizer))
+        }
 
     def record_gathered(self, function: str, result: Any) -> None:
         """Record a call of `gather` or `gather_for_metrics`."""
@@ -486,37 +452,31 @@ class TrainingRecorder:
         )
         padding = 0
         loader = GradientState().active_dataloader
-        if loader is not None and loader.end_of_dataloader and self.batches:
-            last = self.batches[-1]
-            in_all = len(last.rows) * (1 if self.joins else self.shards)
+        if loader is not None and loader.end_of_dataloader and self.record.batches:
+            last = self.record.batches[-1]
+            in_all = len(last.rows) * (1 if self.joins else self.record.shards)
             real = loader.remainder if loader.remainder > 0 else in_all
             padding = rows - real if rows == in_all else 0
-        self.gathered.append(
-            Gathered(
-                function=function,
-                where=source_line(),
-                rows=rows,
-                padding=padding,
-                batch=len(self.batches) - 1,
-            )
+        batch = len(self.record.batches) - 1
+        self.record.gathered.append(
+            Gathered(function=function, where=source_line(), rows=rows, padding=padding, batch=batch)
         )
 
     def record_clipping(self) -> None:
         """Record a call of torch's own function, which knows neither loss scales nor accumulation."""
         scaler = None if self.accelerator is None else self.accelerator.scaler
         if scaler is not None and scaler.is_enabled():
-            self.events[("clip-before-unscale", source_line())] = None
+            self.record.events["clip-before-unscale", source_line()] = None
         elif not GradientState().sync_gradients:
-            self.events[("clip-within-window", source_line())] = None
+            self.record.events["clip-within-window", source_line()] = None
 
     def record_norm(self, module: nn.Module, tensor: Tensor) -> None:
         """Record with how many values a BatchNorm normalises."""
-        name = type(module).__name__
         models = map(extract_model_from_parallel, self._prepared.models)
         names = (path for model in models for path, part in model.named_modules() if part is module)
-        name = next(names, name)
+        name = next(names, type(module).__name__)
         values = tensor.numel() // tensor.shape[1] if tensor.dim() > 1 else len(tensor)
-        self.norms[name] = min(values, self.norms.get(name, values))
+        self.record.norms[name] = min(values, self.record.norms.get(name, values))
 
     def _names(self) -> dict[int, str]:
         models = self._prepared.models
@@ -526,13 +486,6 @@ class TrainingRecorder:
             for name, parameter in extract_model_from_parallel(model).named_parameters():
                 names[id(parameter)] = prefix + name
         return names
-
-    def _is_prepared(self, optimizer: Optimizer) -> bool:
-        owned = {id(parameter) for known in self._prepared.optimizers for parameter in _parameters(known)}
-        trained = {*self._names()}
-        return all(
-            id(parameter) in owned or id(parameter) not in trained for parameter in _parameters(optimizer)
-        )
 
     def _schedules(self) -> tuple[Schedule, ...]:
         known = [schedule.scheduler for schedule in self._prepared.schedulers]
@@ -548,14 +501,6 @@ class TrainingRecorder:
             )
             for schedule in self._schedulers
         )
-
-    def _tied(self) -> tuple[tuple[str, ...], ...]:
-        names: dict[int, list[str]] = {}
-        for model in self._prepared.models:
-            inner = extract_model_from_parallel(model)
-            for name, parameter in inner.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), []).append(name)
-        return tuple(sorted(tuple(same) for same in names.values() if len(same) > 1))
 
 
 def digest(tensor: Tensor) -> Digest:
@@ -576,17 +521,6 @@ def digest(tensor: Tensor) -> Digest:
     )
 
 
-@contextmanager
-def _without_numbers(accelerator: Any) -> Generator[None]:
-    """Save to and load from the folder of the argument, even if the script has its checkpoints numbered."""
-    project = accelerator.project_configuration
-    numbered, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
-    try:
-        yield
-    finally:
-        project.automatic_checkpoint_naming = numbered
-
-
 def _digest_of_generators() -> str:
     """Return a digest of the state of the default generators that a script draws from."""
     digest_of_all = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
@@ -605,10 +539,6 @@ def _shard_of(loader: Any) -> Any:
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-def _named_tensors(batch: Any) -> dict[str, Tensor]:
-    return {path: leaf for path, leaf in walk(batch, "batch") if isinstance(leaf, Tensor)}
 
 
 def _digest_of_rows(columns: Sequence[Tensor], rows: int) -> Iterator[str]:

@@ -422,7 +422,6 @@ VARIANTS: Mapping[str, Callable[[TrainingSetup], Parts]] = {
 }
 """Further strategies, which a script may ask for."""
 
-
 HEADROOM = 0.9
 """The usable share of a device's memory; the driver, kernels and fragmentation take the other tenth."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -230,7 +230,6 @@ _BUILDERS: Mapping[str, Callable[[str, Path, Mapping[str, Any], bool], nn.Module
     "timm": _timm,
 }
 
-
 DTYPES: Mapping[str, ElementType] = {
     "float32": "float32",
     "float16": "float16",
@@ -269,18 +268,30 @@ def sizes_of(model: nn.Module) -> ModelSizes:
         >>> sizes_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
         ModelSizes(parameters=40, trainable=40, blocks=(), largest=16, buffers=0, matrices=32, matrix=16)
     """
-    trainable = [parameter.numel() for parameter in model.parameters() if parameter.requires_grad]
-    matrices = _matrices_of(model)
+
+    def count(parameters: Iterable[Tensor]) -> int:
+        return sum(parameter.numel() for parameter in parameters)
+
+    return _sizes(model, [*model.parameters()], blocks_of(model), _matrices_of(model), count)
+
+
+def _sizes(
+    model: nn.Module,
+    parameters: Sequence[Tensor],
+    blocks: Iterable[nn.Module],
+    matrices: Sequence[Tensor],
+    count: Callable[[Iterable[Tensor]], int],
+) -> ModelSizes:
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
     return ModelSizes(
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        trainable=sum(trainable),
-        blocks=tuple(
-            sum(parameter.numel() for parameter in block.parameters()) for block in blocks_of(model)
-        ),
-        largest=max(trainable, default=0),
+        parameters=count(parameters),
+        trainable=count(trainable),
+        blocks=tuple(count(block.parameters()) for block in blocks),
+        largest=max((count([parameter]) for parameter in trainable), default=0),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
-        matrices=sum(parameter.numel() for parameter in matrices),
-        matrix=max(map(_matrix_elements, matrices), default=0),
+        matrices=count(matrices),
+        # Of a stack of matrices, each counts by itself.
+        matrix=max((parameter.shape[-2] * parameter.shape[-1] for parameter in matrices), default=0),
     )
 
 
@@ -290,11 +301,6 @@ def _matrices_of(model: nn.Module) -> list[Tensor]:
         return []
     groups = Muon(model).param_groups
     return [p for group in groups if group["algorithm"] == "muon" for p in group["params"]]
-
-
-def _matrix_elements(parameter: Tensor) -> int:
-    """Return the elements of a matrix, or of each in a stack of them."""
-    return parameter.shape[-2] * parameter.shape[-1]
 
 
 def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
@@ -311,8 +317,7 @@ def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
     experts = experts_of(model) if config.ep_enabled else {}
     of_experts = {id(p) for module in experts.values() for p in module.parameters()}
     own = _tensor_parallel_elements(model, sizes["tp"], experts)
-    for_muon = {id(parameter) for parameter in _matrices_of(model)}
-    blocks, stages = blocks_of(model), [model.parameters()]
+    matrices, blocks, stages = _matrices_of(model), blocks_of(model), [model.parameters()]
     if config.pp_enabled:
         layout = lay_out(model, config.pp_handler or TorchPipelineParallelConfig(), sizes["pp"])
         modules = [model.get_submodule(module) for module in layout.names]
@@ -323,7 +328,7 @@ def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
             for rank in range(sizes["pp"])
         ]
 
-    def count(parameters: Iterable[nn.Parameter]) -> int:
+    def count(parameters: Iterable[Tensor]) -> int:
         """Count the elements that a device computes with: of experts, those of its own."""
         return sum(own[id(p)] // (config.ep_size or 1 if id(p) in of_experts else 1) for p in parameters)
 
@@ -331,21 +336,12 @@ def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
     for stage in stages:
         parameters = list({id(parameter): parameter for parameter in stage}.values())
         known = {id(parameter) for parameter in parameters}
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        matrices = [parameter for parameter in trainable if id(parameter) in for_muon]
+        for_muon = [parameter for parameter in matrices if id(parameter) in known]
         in_stage = [block for block in blocks if all(id(p) in known for p in block.parameters())]
         shares.append(
             DeviceShare(
                 name=f"FSDP2, {name}" if shards > 1 else name,
-                sizes=ModelSizes(
-                    parameters=count(parameters),
-                    trainable=count(trainable),
-                    blocks=tuple(count(block.parameters()) for block in in_stage),
-                    largest=max((count([parameter]) for parameter in trainable), default=0),
-                    buffers=sum(buffer.nbytes for buffer in model.buffers()),
-                    matrices=count(matrices),
-                    matrix=max(map(_matrix_elements, matrices), default=0),
-                ),
+                sizes=_sizes(model, parameters, in_stage, for_muon, count),
                 shards=shards,
                 experts=sum(own[id(p)] - count([p]) for p in parameters if id(p) in of_experts),
                 sequence=sizes["cp"] * sizes["sp"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,14 +105,9 @@ class LiveStorageTracker(TorchDispatchMode):
         """Return whether a value is a tensor that was moved to the host, or computed from one there."""
         return isinstance(value, Tensor) and self._kind_of(value) == _HOST
 
-    @contextlib.contextmanager
-    def moving(self, *, to_host: bool) -> Generator[None]:
+    def moving(self, *, to_host: bool) -> AbstractContextManager[None]:
         """Place tensors that are created within the block on the host, or on the device."""
-        before, self._moved_to = self._moved_to, _HOST if to_host else "working"
-        try:
-            yield
-        finally:
-            self._moved_to = before
+        return with_attributes(self, _moved_to=_HOST if to_host else "working")
 
     def _track(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Track the new storages among the results of an operation."""
@@ -235,6 +231,19 @@ def _fake_parameters(model: nn.Module) -> Generator[None]:
     finally:
         for table, name, parameter in replaced:
             table[name] = parameter
+
+
+@contextlib.contextmanager
+def with_attributes(owner: Any, **values: Any) -> Generator[None]:
+    """Set attributes within the block."""
+    before = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 def storage_key(tensor: Any) -> int:

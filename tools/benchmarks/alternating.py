@@ -1,0 +1,42 @@
+"""Compare the time of a step of two loops that alternate within one process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+
+def compare(loops: Sequence[Callable[[], Tensor]], *, rounds: int, steps: int, claim: float) -> None:
+    """Print the times of accel and of a program written by hand, and the median of their ratio.
+
+    Args:
+        loops: Both, of as many steps; each returns its losses, which have to be close.
+        rounds: Number of pairs of runs, after two that do not count.
+        steps: Number of steps of a run.
+        claim: The largest ratio that the page of benchmarks claims.
+    """
+    pairs: list[tuple[float, float]] = []
+    for index in range(rounds + 2):
+        times: list[float] = []
+        losses: list[Tensor] = []
+        for loop in loops:
+            dist.barrier()
+            start = time.perf_counter()
+            losses.append(loop())
+            times.append((time.perf_counter() - start) / steps)
+        torch.testing.assert_close(*losses)
+        if index >= 2:
+            pairs.append((times[0], times[1]))
+    ratio = statistics.median(ours / bare for ours, bare in pairs)
+    if dist.get_rank() == 0:
+        ours, bare = (1000 * statistics.median(values) for values in zip(*pairs, strict=True))
+        print(f"accel {ours:.1f} ms, by hand {bare:.1f} ms a step: {ratio:.3f} (claim: at most {claim})")
