@@ -7,12 +7,14 @@ imported if an extra of the package names them. The metapackage declares every o
 from __future__ import annotations
 
 import ast
-import re
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -65,12 +67,7 @@ def names_of(requirements: Iterable[str]) -> set[str]:
         >>> sorted(names_of(["torch>=2.9", "PyYAML ; extra == 'x'", "a_b[c]==1"]))
         ['a-b', 'pyyaml', 'torch']
     """
-    return {normalised(re.split(r"[\[<>=!~; ]", line, maxsplit=1)[0]) for line in requirements}
-
-
-def normalised(name: str) -> str:
-    """A distribution's name as registries compare it."""
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return {canonicalize_name(Requirement(line).name) for line in requirements}
 
 
 def imported(folder: Path, distributions: dict[str, list[str]]) -> set[str]:
@@ -79,7 +76,7 @@ def imported(folder: Path, distributions: dict[str, list[str]]) -> set[str]:
     for path in (*folder.glob("src/**/*.py"), *folder.glob("src/**/*.pyi")):
         for module in roots(ast.parse(path.read_text())):
             if module not in sys.stdlib_module_names:
-                found.add(normalised(distributions.get(module, [module])[0]))
+                found.add(canonicalize_name(distributions.get(module, [module])[0]))
     return found
 
 

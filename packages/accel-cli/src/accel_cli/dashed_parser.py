@@ -30,18 +30,11 @@ options_to_group = {
 
 def _spellings(options: tuple[str, ...]) -> list[str]:
     """Return flags with dashes and with underscores, each once."""
-    both = (
-        spelling
-        for option in options
-        for spelling in (
-            option,
-            *(
-                (f"--{option[2:].replace('_', '-')}", f"--{option[2:].replace('-', '_')}")
-                if option.startswith("--")
-                else ()
-            ),
-        )
-    )
+    both: list[str] = []
+    for option in options:
+        both.append(option)
+        if option.startswith("--"):
+            both += [f"--{option[2:].replace('_', '-')}", f"--{option[2:].replace('-', '_')}"]
     return list(dict.fromkeys(both))
 
 

@@ -151,7 +151,7 @@ def suggest_answer(option: Option, host: HostInfo, answers: Answers) -> str:
     if suggestion is not None:
         return suggestion if isinstance(suggestion, str) else suggestion(host, answers)
     value = option.launch_default or value_at(Settings(), option.path)
-    return "" if value is None else as_text(value)
+    return next(iter(option.choices), "") if value is None else as_text(value)
 
 
 def _suggest_device_type(host: HostInfo, answers: Answers) -> str:
@@ -172,56 +172,40 @@ def _suggest_precision(host: HostInfo, answers: Answers) -> str:
     return "bf16" if host.bf16 else "fp16"
 
 
+_SUGGEST_ONE = (
+    *("fp8.interval", "megatron.tp_degree", "megatron.pp_degree", "megatron.num_micro_batches"),
+    *(f"parallelism.{axis}_size" for axis in ("dp_replicate", "tp", "cp", "sp", "ep", "pp")),
+)
+_SUGGEST_TRUE = (
+    *("fsdp.reshard_after_forward", "deepspeed.zero3_init_flag", "deepspeed.zero3_save_16bit_model"),
+    *("parallelism.sp_seq_length_is_variable", "megatron.sequence_parallelism"),
+    *("megatron.recompute_activations", "megatron.use_distributed_optimizer"),
+    *("fp8.enable_fsdp_float8_all_gather", "fp8.pad_inner_dim"),
+)
+
 _SUGGESTIONS: Mapping[str, str | Callable[[HostInfo, Answers], str]] = {
     "launch.distributed_type": _suggest_device_type,
     "launch.num_machines": lambda host, _: str(host.nodes),
     "launch.num_processes": _suggest_num_processes,
     "launch.main_process_ip": lambda host, _: host.first_node or host.address or "",
+    **dict.fromkeys(_SUGGEST_ONE, "1"),
+    **dict.fromkeys(_SUGGEST_TRUE, "true"),
     "launch.main_process_port": "29500",
     "launch.gpu_ids": "all",
     "precision.mixed_precision": _suggest_precision,
     "fsdp.fsdp_version": "2",
-    "fsdp.sharding_strategy": "FULL_SHARD",
-    "fsdp.reshard_after_forward": "true",
-    "fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp.backward_prefetch": "BACKWARD_PRE",
     "fsdp.state_dict_type": "SHARDED_STATE_DICT",
     "deepspeed.zero_stage": "2",
-    "deepspeed.offload_optimizer_device": "none",
-    "deepspeed.offload_param_device": "none",
-    "deepspeed.zero3_init_flag": "true",
-    "deepspeed.zero3_save_16bit_model": "true",
-    "hosts.launcher": "pdsh",
-    "parallelism.dp_replicate_size": "1",
     "parallelism.dp_shard_size": lambda _, answers: str(
         max(1, (answers("launch.num_processes") or 1) // (answers("parallelism.dp_replicate_size") or 1))
     ),
-    "parallelism.tp_size": "1",
-    "parallelism.cp_size": "1",
-    "parallelism.cp_comm_strategy": "allgather",
-    "parallelism.sp_size": "1",
-    "parallelism.sp_seq_length_is_variable": "true",
-    "parallelism.sp_attn_implementation": "sdpa",
-    "parallelism.ep_size": "1",
-    "parallelism.pp_size": "1",
     "parallelism.pp_schedule": "1F1B",
-    "megatron.tp_degree": "1",
-    "megatron.pp_degree": "1",
-    "megatron.num_micro_batches": "1",
-    "megatron.sequence_parallelism": "true",
-    "megatron.recompute_activations": "true",
-    "megatron.use_distributed_optimizer": "true",
     "megatron.gradient_clipping": "1.0",
-    "fp8.backend": "AO",
     "fp8.margin": "0",
-    "fp8.interval": "1",
-    "fp8.fp8_format": "HYBRID",
     "fp8.amax_history_len": "1024",
     "fp8.amax_compute_algo": "most_recent",
     "fp8.override_linear_precision": "false,false,false",
     "fp8.opt_level": "O2",
-    "fp8.enable_fsdp_float8_all_gather": "true",
-    "fp8.pad_inner_dim": "true",
     "sagemaker.ec2_instance_type": "ml.g5.2xlarge",  # PyTorch 2.8 does not support the V100 of p3.
     "sagemaker.iam_role_name": "accelerate_sagemaker_execution_role",
     # These name the newest container of SageMaker; the defaults of the settings are Accelerate's.
@@ -250,14 +234,8 @@ def _find_problem(option: Option, text: str) -> str | None:
 
 
 _REQUIRED = (
-    "launch.num_processes",
-    "launch.main_process_ip",
-    "launch.main_process_port",
-    "hosts.hostfile",
-    "sagemaker.ec2_instance_type",
-    "sagemaker.iam_role_name",
-    "tpu.name",
-    "tpu.zone",
+    *("launch.num_processes", "launch.main_process_ip", "launch.main_process_port", "hosts.hostfile"),
+    *("sagemaker.ec2_instance_type", "sagemaker.iam_role_name", "tpu.name", "tpu.zone"),
 )
 
 

@@ -11,13 +11,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import shutil
-import signal
 import subprocess
 import sys
 import threading
 from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -408,26 +406,18 @@ def launch_command(args: Namespace) -> None:
     plan, notes = plan_launch(read_namespace(vars(args)))
     command = prepare_command(plan, notes)
     sys.stdout.flush()
-    with subprocess.Popen(command.command, env=dict(command.environ)) as process, _forward_sigterm(process):
+    # Other threads than the main one get no signals.
+    signals = ("SIGTERM",) if threading.current_thread() is threading.main_thread() else ()
+    with (
+        subprocess.Popen(command.command, env=dict(command.environ)) as process,
+        launchers.handle_signals(signals, lambda number, _: process.send_signal(number)),
+    ):
         try:
             code = process.wait()
         except KeyboardInterrupt:  # The terminal has sent Ctrl-C to the process, too.
             code = process.wait()
     if code:
         raise SystemExit(code if code > 0 else 128 - code)
-
-
-@contextmanager
-def _forward_sigterm(process: subprocess.Popen[bytes]) -> Generator[None]:
-    """Forward SIGTERM to a process in the block; other threads than the main one get no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - programs call it by this name

@@ -158,20 +158,15 @@ def write_basic_config(
     path = path_to_write(None if str(save_location) == DEFAULT_CONFIG_FILE else str(save_location), environ)
     if path.exists():
         return False
-    write(path, to_content(basic_settings(probe_devices(environ), str(precision))))
-    return path
-
-
-def basic_settings(machine: HostDevices, mixed_precision: str) -> Settings:
-    """Return the default settings of a host."""
-    return Settings(
-        precision=PrecisionSettings(mixed_precision=mixed_precision),  # pyright: ignore[reportArgumentType] - was checked
-        process=ProcessSettings(use_cpu=machine.gpus == 0),
-        launch=LaunchSettings(
-            num_processes=max(1, machine.gpus),
-            distributed_type="MULTI_GPU" if machine.gpus > 1 else "NO",
-        ),
+    gpus = probe_devices(environ).gpus
+    kind = "MULTI_GPU" if gpus > 1 else "NO"
+    settings = Settings(
+        precision=PrecisionSettings(mixed_precision=str(precision)),  # pyright: ignore[reportArgumentType] - was checked
+        process=ProcessSettings(use_cpu=gpus == 0),
+        launch=LaunchSettings(num_processes=max(1, gpus), distributed_type=kind),
     )
+    write(path, to_content(settings))
+    return path
 
 
 def run_to_fsdp2(options: Namespace) -> int:

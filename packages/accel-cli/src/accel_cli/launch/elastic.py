@@ -56,7 +56,8 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
     # running at a second signal.
     forwarder = SignalForwarder(signals.SignalException, quiet=quiet)
     set_terminate_handler(forwarder.end)
-    adopt_orphans()
+    if sys.platform == "linux":  # Become the parent of orphaned descendants, to find them at the end.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if not quiet:
         _TORCH_LOGGER.addFilter(lambda record: not str(record.msg).startswith(_IN_SUMMARY))
     # 3. Run the workers, and report which failed. A --log_dir of the user comes later, and wins.
@@ -216,21 +217,12 @@ def _numbers(names: Iterable[str]) -> list[signal.Signals]:
     return [signal.Signals[name] for name in names if name in signal.Signals.__members__]
 
 
-def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends; `end_descendants` then finds them.
-
-    This works on Linux only. Elsewhere those in a session of their own are not found.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
 _PR_SET_CHILD_SUBREAPER = 36
 """The option of `prctl` in <linux/prctl.h>."""
 
 
 def end_descendants(workers: Sequence[int]) -> None:
-    """End workers and their remaining descendants."""
+    """End workers and their remaining descendants; beside Linux not those in a session of their own."""
     if not workers:
         return
     kill(workers, signal.SIGTERM)

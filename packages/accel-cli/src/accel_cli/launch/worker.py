@@ -98,22 +98,18 @@ def _write_error_file(
     trace: TracebackType | None,
 ) -> None:
     """Write the error file that torch.distributed.run reads, or print the traceback at once."""
-    # The error before an interrupt is mostly that of a collective with another interrupted rank.
+    # 1. Leave the first frames out, which are of this module and of runpy.
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    # 2. Format it. Before an interrupt, the error is mostly that of a collective with an interrupted rank.
     chain = not issubclass(kind, KeyboardInterrupt)
-    text = "".join(traceback.format_exception(kind, error, _frames_of_script(trace), chain=chain))
+    text = "".join(traceback.format_exception(kind, error, trace, chain=chain))
     record = worker_error(kind.__name__, str(error), text, _rank(), time.time())
     if error_file:
         with contextlib.suppress(OSError):
             Path(error_file).write_text(json.dumps(record), encoding="utf-8")
             return
     sys.stderr.write(format_all_errors({_rank(): parse_worker_errors(record)}))
-
-
-def _frames_of_script(trace: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without its first frames, which are of this module and of runpy."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
-        trace = trace.tb_next
-    return trace
 
 
 def _write_stack_file(file: Path) -> None:

@@ -233,28 +233,19 @@ def _ranks_table(findings: Findings, memory: int | None) -> Table:
 
 
 def _files_table(findings: Findings) -> Table | None:
-    ranks_by_file: dict[tuple[str, str], list[int]] = {}
-    sizes: dict[tuple[str, str], int] = {}
+    files: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for record in findings.records:
         for file in record.files:
-            key = (file.name, file.where)
-            ranks_by_file.setdefault(key, []).append(record.rank)
-            sizes[key] = file.nbytes
-    if not ranks_by_file:
+            files.setdefault((file.name, file.where), []).append((record.rank, file.nbytes))
+    if not files:
         return None
-    return Table(
-        title="checkpoint files of the checked ranks",
-        head=("file", "size", "by rank", "where"),
-        rows=tuple(
-            (
-                name,
-                convert_bytes(sizes[name, where]) if sizes[name, where] else "small",
-                ", ".join(map(str, sorted(set(ranks)))),
-                where,
-            )
-            for (name, where), ranks in ranks_by_file.items()
-        ),
-    )
+    rows: list[tuple[str, ...]] = []
+    for (name, where), written in files.items():
+        nbytes, ranks = written[-1][1], sorted({rank for rank, _ in written})
+        size = convert_bytes(nbytes) if nbytes else "small"
+        rows.append((name, size, ", ".join(map(str, ranks)), where))
+    head = ("file", "size", "by rank", "where")
+    return Table(title="checkpoint files of the checked ranks", head=head, rows=tuple(rows))
 
 
 _BY_FORM: Mapping[str, str] = {
@@ -280,16 +271,14 @@ def checkpoints(records: Sequence[RankRecord]) -> dict[str, dict[str, Any]]:
 
 
 def _checkpoints(findings: Findings) -> list[str]:
-    def size(plan: dict[str, Any]) -> str:
-        if not plan["total"]:
-            return "the writing rank was not checked"
+    lines: list[str] = []
+    for where, plan in checkpoints(findings.records).items():
         full_nbytes, part = (convert_bytes(plan[key]) for key in ("total", "largest part"))
-        return f"about {full_nbytes}, at most {part} by a rank"
-
-    return [
-        f"checkpoint at {where}: {plan['form']} ({_BY_FORM[plan['form']]}); {size(plan)}"
-        for where, plan in checkpoints(findings.records).items()
-    ]
+        size = f"about {full_nbytes}, at most {part} by a rank"
+        if not plan["total"]:
+            size = "the writing rank was not checked"
+        lines.append(f"checkpoint at {where}: {plan['form']} ({_BY_FORM[plan['form']]}); {size}")
+    return lines
 
 
 def _as_json(findings: Findings, merged: Merged) -> str:

@@ -146,16 +146,8 @@ class RecordedStepper:
 
 
 ELEMENTWISE = frozenset(
-    {
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.Adagrad,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.SGD,
-    }
+    getattr(torch.optim, name)
+    for name in ("Adam", "AdamW", "Adamax", "Adagrad", "NAdam", "RAdam", "RMSprop", "SGD")
 )
 """Optimizers that update every element by itself, so that a shard is updated as the full tensor is."""
 
@@ -556,7 +548,9 @@ def _states(
             StateForm.NATIVE: local.local_file(local.OPTIMIZER, index, run.rank),
         }
         inner = optimizer.optimizer
-        nbytes = _state_nbytes(optimizer)
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        # Before the first step there is no state yet: count that of Adam.
+        nbytes = full_nbytes([*optimizer.state.values()]) or ADAM * sum(p.numel() for p in parameters)
         if full_models:  # the states of other stages are like those of this one
             nbytes = nbytes * _trained(full_models.values()) // max(1, _trained(full_models))
         yield names, nbytes, lambda inner=inner: shards.optimizer_tensors(inner, models)
@@ -570,8 +564,7 @@ def _engine_files(run: CheckpointContext, stage: int, width: int) -> Iterator[tu
     """Yield the files of DeepSpeed's engines (`accel_plugins.deepspeed.folder`)."""
     rank, ranks = run.rank, run.runtime.topology.world_size
     for index, model in enumerate(run.prepared.models):
-        elements = sum(parameter.numel() for parameter in model.parameters())
-        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        elements, trained = sum(parameter.numel() for parameter in model.parameters()), _trained([model])
         folder = layout.engine_name(index)
         weights, states = width * elements, (MASTER + ADAM) * trained
         if stage == 3:
@@ -581,11 +574,8 @@ def _engine_files(run: CheckpointContext, stage: int, width: int) -> Iterator[tu
             yield f"{folder}/mp_rank_00_model_states.pt", size, size
         if stage:
             prefix = "bf16_" if width == 2 else ""
-            yield (
-                f"{folder}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
-                states // ranks,
-                states,
-            )
+            name = f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+            yield f"{folder}/{name}", states // ranks, states
 
 
 def full_nbytes(data: Any) -> int:
@@ -595,11 +585,3 @@ def full_nbytes(data: Any) -> int:
         if isinstance(leaf, Tensor):
             sizes[storage_key(local_part(leaf))] = leaf.numel() * leaf.element_size()
     return sum(sizes.values())
-
-
-def _state_nbytes(optimizer: Any) -> int:
-    """Return the bytes of the optimizer's state; that of Adam before the first step."""
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return full_nbytes([*optimizer.state.values()]) or ADAM * sum(
-        parameter.numel() for parameter in parameters
-    )
