@@ -1,4 +1,4 @@
-"""Compare the time of a step of two loops that alternate within one process."""
+"""Time steps and loops that alternate within one process of each rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -40,3 +40,19 @@ def compare(loops: Sequence[Callable[[], Tensor]], *, rounds: int, steps: int, c
     if dist.get_rank() == 0:
         ours, bare = (1000 * statistics.median(values) for values in zip(*pairs, strict=True))
         print(f"accel {ours:.1f} ms, by hand {bare:.1f} ms a step: {ratio:.3f} (claim: at most {claim})")
+
+
+def alternate(
+    steps: Mapping[str, Callable[[], object]], *, rounds: int, calls: int
+) -> dict[str, list[float]]:
+    """Return the seconds of a call of each step, in every round but the first two; who begins alternates."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(rounds + 2):
+        for name in [*steps] if turn % 2 else reversed([*steps]):
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(calls):
+                steps[name]()
+            if turn >= 2:
+                times[name].append((time.perf_counter() - start) / calls)
+    return times

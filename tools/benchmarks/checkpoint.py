@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from process_memory import memory
 
 WIDTH = 2048
 BLOCK = 1 << 28  # bytes that dd writes over and over
@@ -100,12 +101,6 @@ def steps_per_second(stop: Any) -> float:
         optimizer.zero_grad()
         steps += 1
     return steps / (time.perf_counter() - start)
-
-
-def memory(key: str) -> int:
-    """Bytes, as the kernel counts them for this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
 def serve(name: str, gigabytes: float, *, is_trained: bool) -> None:

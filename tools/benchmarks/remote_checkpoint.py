@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from process_memory import memory
 
 from accel import Accelerator
 from accel_state.remote import PART_BYTES, UPLOADS
@@ -79,12 +80,6 @@ def build(gigabytes: float) -> Any:
     optimizer.step()
     optimizer.zero_grad()
     return accelerator
-
-
-def memory(key: str) -> int:
-    """Bytes, as the kernel counts them for this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
 def measure(way: str, what: str, endpoint: str, gigabytes: float) -> dict[str, float]:

@@ -18,13 +18,13 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from alternating import alternate
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_to_all_single
 from torch.utils.data import DataLoader
@@ -247,15 +247,7 @@ def measure_memory(way: str, length: int) -> float:
 def measure_time() -> float:
     """Return the median ratio of the time of a step to that of the program by hand."""
     steps = {BY_HAND: by_hand(TIMED_LENGTH)[1], ACCEL: through_accel(TIMED_LENGTH)[1]}
-    times: dict[str, list[float]] = {label: [] for label in steps}
-    for turn in range(ROUNDS + 2):
-        for label in [*steps] if turn % 2 else reversed([*steps]):
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(STEPS):
-                steps[label]()
-            if turn >= 2:
-                times[label].append(time.perf_counter() - start)
+    times = alternate(steps, rounds=ROUNDS, calls=STEPS)
     return statistics.median(a / b for a, b in zip(times[ACCEL], times[BY_HAND], strict=True))
 
 

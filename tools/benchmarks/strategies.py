@@ -17,15 +17,16 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from alternating import alternate
+from process_memory import memory
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -198,15 +199,8 @@ def measure_time(name: str) -> dict[str, float]:
     way = WAYS[name]
     steps = {"by hand": way.by_hand(Stack(256, 4)), "accel": way.through_accel(Stack(256, 4))}
     batch = torch.randn(8, 32, 256)
-    times: dict[str, list[float]] = {label: [] for label in steps}
-    for turn in range(ROUNDS + 2):
-        for label in list(steps) if turn % 2 else reversed(list(steps)):
-            dist.barrier()
-            start = time.perf_counter()
-            for _ in range(STEPS):
-                steps[label](batch)
-            if turn >= 2:
-                times[label].append((time.perf_counter() - start) / STEPS)
+    calls = {label: partial(step, batch) for label, step in steps.items()}
+    times = alternate(calls, rounds=ROUNDS, calls=STEPS)
     ratios = [mine / raw for mine, raw in zip(times["accel"], times["by hand"], strict=True)]
     return {label: statistics.median(each) for label, each in times.items()} | {
         "ratio": statistics.median(ratios)
@@ -222,9 +216,7 @@ def measure_memory(name: str, label: str) -> dict[str, float]:
     del model
     for _ in range(2):
         step(torch.randn(2, 16, 1024))
-    status = Path("/proc/self/status").read_text().splitlines()
-    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    return {"peak": peak / 1024, "model": size}
+    return {"peak": memory("VmHWM") / 2**20, "model": size}
 
 
 def job(*arguments: str) -> dict[str, float]:

@@ -22,17 +22,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from process_memory import memory
 from ranks import WORLD, Ranks, join
 from torch import nn
 
 WIDTH = 1024
 SLACK = 16e6  # bytes
-
-
-def memory(key: str) -> int:
-    """Bytes, as the kernel counts them for this process."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
 def passes(accelerator: Any, model: nn.Module, bucket: int) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def find_problems(records: Sequence[RankRecord], merged: Merged, world: int, mem
         if record.parts or record.sizes is not None
     }
     problems = [f"rank {record.rank}: {record.stopped}" for record in records if record.stopped]
-    problems += [*map(str, differences(records)), *transfer_problems(records), *data_problems(records)]
+    problems += [*differences(records), *transfer_problems(records), *data_problems(records)]
     if memory is not None:
         problems += [
             f"rank {rank} needs {convert_bytes(needed.device)} of {convert_bytes(memory)}:"

@@ -174,32 +174,8 @@ class RankRecord:
         return next((event.stage for event in self.events if event.stage is not None), None)
 
 
-@frozen
-class Difference:
-    """The first collective in which two ranks differ.
-
-    Args:
-        ranks: The ranks that call `second`.
-        first: The collective of rank `of`; None if it has ended.
-        second: The collective of `ranks`; None if they have ended.
-        of: The rank that they are compared with.
-    """
-
-    ranks: tuple[int, ...]
-    first: RecordedCollective | None
-    second: RecordedCollective | None
-    of: int = field(default=0)
-
-    def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks))
-        return (
-            f"rank {self.of} {_describe(self.first)}, while rank {ranks} {_describe(self.second)}: both would"
-            " wait forever"
-        )
-
-
-def differences(records: Sequence[RankRecord]) -> list[Difference]:
-    """Find the first difference between each rank and the first one (of its stage, if there are stages).
+def differences(records: Sequence[RankRecord]) -> list[str]:
+    """Find the first collective in which each rank differs from the first one (of its stage, if any).
 
     Example:
         >>> record = RankRecord(rank=0, events=(RecordedCollective(kind="gather", where="train.py:3"),))
@@ -215,7 +191,8 @@ def differences(records: Sequence[RankRecord]) -> list[Difference]:
                 ranks_by_pair.setdefault((first, *pair), []).append(record.rank)
                 break
     return [
-        Difference(ranks=tuple(ranks), first=event, second=other, of=first)
+        f"rank {first} {_describe(event)}, while rank {', '.join(map(str, ranks))} {_describe(other)}: both"
+        " would wait forever"
         for (first, event, other), ranks in ranks_by_pair.items()
     ]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from accel_cli.commands.doctor.causes import Diagnosis
@@ -175,10 +177,7 @@ def _explain(ranks: Sequence[RunRecord], single: RunRecord, number: int, start: 
     factor = _factor(step, expected, tolerance)
     if factor is not None and abs(factor - 1) > tolerance:
         return "gradients-scaled"
-    if any(
-        len({record.batches[record.backwards[index].batch].shape for record in ranks}) > 1
-        for index in range(start, step.backwards)
-    ):
+    if any(_have_other_shapes(ranks, index) for index in range(start, step.backwards)):
         return "mask-dropped"
     return "gradients-differ"
 
@@ -209,11 +208,11 @@ def _normalisation(ranks: Sequence[RunRecord], single: RunRecord, index: int) ->
         return None
     elements = max((count for name, count in of_single.items() if "padding included" in name), default=0.0)
     masked = [name for name in matches if "padding included" not in name and of_single[name] < elements]
-    is_padded = (
-        len({record.batches[backward.batch].shape for record, backward in zip(ranks, passes, strict=True)})
-        > 1
-    )
-    return "mask-dropped" if is_padded and not masked else "mean-of-means"
+    return "mask-dropped" if _have_other_shapes(ranks, index) and not masked else "mean-of-means"
+
+
+def _have_other_shapes(ranks: Sequence[RunRecord], index: int) -> bool:
+    return len({record.batches[record.backwards[index].batch].shape for record in ranks}) > 1
 
 
 def _factor(step: Step, expected: Step, tolerance: float) -> float | None:
@@ -231,18 +230,11 @@ def _factor(step: Step, expected: Step, tolerance: float) -> float | None:
     factor = pairs[0][0].norm / pairs[0][1].norm
     if factor == 0:
         return None
-    scaled = (
-        Digest(
-            norm=other.norm * factor,
-            values=tuple(value * factor for value in other.values),
-            dtype=other.dtype,
-        )
-        for _, other in pairs
-    )
-    is_same = all(
-        distance(digest, other) <= 2 * tolerance for (digest, _), other in zip(pairs, scaled, strict=True)
-    )
-    return factor if is_same else None
+    for digest, other in pairs:
+        values = tuple(value * factor for value in other.values)
+        if distance(digest, replace(other, norm=other.norm * factor, values=values)) > 2 * tolerance:
+            return None
+    return factor
 
 
 def first_difference(
@@ -313,13 +305,10 @@ def _same_data(ranks: Sequence[RunRecord], single: RunRecord, start: int, stop: 
             return True
         batches = [record.batches[record.backwards[index].batch] for record in ranks]
         expected = single.batches[single.backwards[index].batch]
-        if expected.indices and all(batch.indices for batch in batches):
-            union: list[Any] = [sample for batch in batches for sample in batch.indices]
-            wanted: list[Any] = [*expected.indices]
-        else:
-            union = [row for batch in batches for row in batch.rows]
-            wanted = [*expected.rows]
-        if sorted(union) != sorted(wanted):
+        are_known = expected.indices and all(batch.indices for batch in batches)
+        samples_of = attrgetter("indices" if are_known else "rows")
+        union = [sample for batch in batches for sample in samples_of(batch)]
+        if sorted(union) != sorted(samples_of(expected)):
             return False
     return True
 

@@ -182,22 +182,18 @@ class TrainingRecorder:
         batches = [*iterate(shard, position, order)]
         padded = dict(shard.padded)
         if parts > 1:
-            others = [copy(shard) for _ in range(1, parts)]
-            by_rank = [batches]
-            reals = [padded]
-            for index, other in enumerate(others, 1):
+            by_rank, reals = [batches], [padded]
+            for index in range(1, parts):
+                other = copy(shard)
                 other.process_index = index
                 by_rank.append([*iterate(other, position, shard.order)])
                 reals.append(other.padded)
-            batches = [
-                [sample for batch in together for sample in batch]
-                for together in zip_longest(*by_rank, fillvalue=())
-            ]
+            rounds = [*zip_longest(*by_rank, fillvalue=())]
+            batches = [[sample for batch in together for sample in batch] for together in rounds]
             padded = {}
-            for number, together in enumerate(zip_longest(*by_rank, fillvalue=())):
-                real = sum(
-                    of_rank.get(number, len(batch)) for of_rank, batch in zip(reals, together, strict=True)
-                )
+            for number, together in enumerate(rounds):
+                pairs = zip(reals, together, strict=True)
+                real = sum(of_rank.get(number, len(batch)) for of_rank, batch in pairs)
                 if real != len(batches[number]):
                     padded[number] = real
                     shard.padded_rows = len(batches[number])
@@ -443,13 +439,9 @@ class TrainingRecorder:
     def record_gathered(self, function: str, result: Any) -> None:
         """Record a call of `gather` or `gather_for_metrics`."""
         tensors = [leaf for _, leaf in walk(result) if isinstance(leaf, Tensor)]
-        rows = (
-            len(tensors[0])
-            if tensors and tensors[0].dim() > 0
-            else len(result)
-            if isinstance(result, list)
-            else 1
-        )
+        rows = len(result) if isinstance(result, list) else 1
+        if tensors and tensors[0].dim() > 0:
+            rows = len(tensors[0])
         padding = 0
         loader = GradientState().active_dataloader
         if loader is not None and loader.end_of_dataloader and self.record.batches:
@@ -558,12 +550,10 @@ def _counts(tensors: Mapping[str, Tensor]) -> dict[str, float]:
         counts[f"elements of {name}, padding included"] = leaf.numel()
         if leaf.is_floating_point() or leaf.is_complex():
             continue
-        counts[f"{name} other than -100"] = int((leaf != -100).sum())
-        if leaf.dim() > 1:
-            counts[f"shifted {name} other than -100"] = int((leaf[..., 1:] != -100).sum())
-        counts[f"{name} other than 0"] = int((leaf != 0).sum())
-        if leaf.dim() > 1:
-            counts[f"shifted {name} other than 0"] = int((leaf[..., 1:] != 0).sum())
+        for ignored in (-100, 0):
+            counts[f"{name} other than {ignored}"] = int((leaf != ignored).sum())
+            if leaf.dim() > 1:
+                counts[f"shifted {name} other than {ignored}"] = int((leaf[..., 1:] != ignored).sum())
     return counts
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,32 +116,29 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
     if any(asked.values()):
         config = _axes_of({name: size or 1 for name, size in asked.items()}, devices, asked["dp_shard_size"])
         share = max(shares_of(model, config), key=lambda share: share.sizes.parameters + share.experts)
-
-    def make(moments: tuple[MemoryPeak, ...]) -> TrainingSetup:
-        return TrainingSetup(
-            sizes=sizes,
-            devices=devices,
-            width=width,
-            moments=moments,
-            tensor=tensor,
-            pipeline=pipeline,
-            context=context,
-            on_rank=on_rank,
-            share=share,
-            optimizer=options.optimizer,
-        )
-
+    setup = TrainingSetup(
+        sizes=sizes,
+        devices=devices,
+        width=width,
+        tensor=tensor,
+        pipeline=pipeline,
+        context=context,
+        on_rank=on_rank,
+        share=share,
+        optimizer=options.optimizer,
+    )
     tiles = {name: getattr(options, name) for name in ("loss_chunk_size", "mlp_tile_size")}
     if options.batch_size is None:
         for name in (name for name, size in tiles.items() if size is not None):
             raise SettingsError(f"argument --{name} only affects activations: add --batch_size.")
-        return make(()), make(())
+        return setup, setup
     if tiles["mlp_tile_size"] is not None:
         tile_mlps(model, tiles["mlp_tile_size"])
     if tiles["loss_chunk_size"] is not None:
         chunk_loss(model, tiles["loss_chunk_size"])
     plain = _trace(model, options)
-    return make(plain), make(_trace(model, options, checkpointing=True) or plain)
+    checkpointed = _trace(model, options, checkpointing=True) or plain
+    return replace(setup, moments=plain), replace(setup, moments=checkpointed)
 
 
 def _axes_of(sizes: Mapping[str, Any], devices: int, dp_shard: int | None) -> ParallelismConfig:
