@@ -91,9 +91,8 @@ def read(path: Path) -> dict[str, object]:
         return {}
     if not isinstance(content, dict):
         raise SettingsError(
-            f"config file {str(path)!r} holds one {type(content).__name__}: expected a table of "
-            "settings such as"
-            " `num_processes: 2`."
+            f"config file {str(path)!r} holds one {type(content).__name__}: expected a table of settings "
+            "such as `num_processes: 2`."
         )
     return {str(key): value for key, value in cast("dict[object, object]", content).items()}
 

@@ -347,9 +347,8 @@ def _check_fp8_options(facts: LaunchFacts) -> Iterator[str]:
     if asked and facts.settings.precision.mixed_precision != "fp8":
         precision = facts.source_of("precision.mixed_precision")
         yield (
-            f"{', '.join(asked.values())} {'is' if len(asked) == 1 else 'are'} about FP8, but the "
-            f"precision is {facts.settings.precision.mixed_precision!r} ({precision.origin}): remove "
-            "the FP8 settings."
+            f"{', '.join(asked.values())} {'is' if len(asked) == 1 else 'are'} about FP8, but the precision "
+            f"is {facts.settings.precision.mixed_precision!r} ({precision.origin}): remove the FP8 settings."
         )
     elif backend is not None:
         unread = [
@@ -395,9 +394,8 @@ def _check_parallel_sizes(facts: LaunchFacts) -> Iterator[str]:
     experts, inside = sizes.ep_size or 1, product // outer
     if inside % experts:
         yield (
-            f"{facts.origin('parallelism.ep_size')} is {experts}, and a replica of the model (with "
-            f"pp_size, a stage of it) has {inside} processes, which experts cannot be shared by: choose a "
-            "divisor."
+            f"{facts.origin('parallelism.ep_size')} is {experts}, and a replica of the model (with pp_size, "
+            f"a stage of it) has {inside} processes, which experts cannot be shared by: choose a divisor."
         )
 
 

@@ -80,8 +80,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
                 raise
             _write(
                 f"accel launch: error: another process took main_process_port {args.master_port} during "
-                "startup. Choose another port, or omit it to use any free port (on one machine)."
-                "\n"
+                "startup. Choose another port, or omit it to use any free port (on one machine).\n"
             )
             return ERROR
     return 0

@@ -97,9 +97,8 @@ def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
         if not equals:
             if not remaining or remaining[0].startswith("--"):
                 raise SettingsError(
-                    f"Amazon SageMaker passes a value to every flag, but {name!r} of the script has "
-                    "none: make the script accept"
-                    f" `{name} True`."
+                    f"Amazon SageMaker passes a value to every flag, but {name!r} of the script has none: "
+                    f"make the script accept `{name} True`."
                 )
             text = remaining.pop(0)
         values[name.removeprefix("--")] = _parse_value(text)

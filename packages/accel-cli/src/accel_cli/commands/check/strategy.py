@@ -24,7 +24,7 @@ from accel_cli.commands.estimate.memory import ADAM, MASTER, MEGATRON, Buckets
 from accel_cli.commands.estimate.trace import storage_key
 from accel_ops.tree import local_part
 from accel_plugins.ddp import DistributedDataParallelKwargs
-from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler, KnownValue
+from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.strategy import accumulation_of, check_request, configuration_of
 from accel_plugins.fp8.recipe import plain_tensor
@@ -33,7 +33,7 @@ from accel_plugins.kwargs import DataLoaderConfiguration, GradientAccumulationPl
 from accel_plugins.megatron.checks import stage_elements
 from accel_plugins.megatron.data import MegatronLMDummyScheduler, with_all_micro_batches
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.megatron.strategy import Groups, MegatronRun, MegatronWrapper, batch_sharding, groups_of
+from accel_plugins.megatron.strategy import MegatronRun, MegatronWrapper, batch_sharding, groups_of
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.precision import EnginePrecision
 from accel_plugins.sharding import folder as local
@@ -79,8 +79,8 @@ def record_strategies(
             with recorder.on_real_tensors():  # Meshes need real values.
                 built = make(settings, runtime, precision, handlers)
             recorder.strategy = _describe(name, built, handlers, built.precision or precision)
-            wrapper = RecordedWrapper(recorder, built.wrapper, shards=is_real)
-            stepper: Any = RecordedStepper(recorder, built.stepper, communicates=is_real)
+            wrapper = RecordedWrapper(recorder=recorder, inner=built.wrapper, shards=is_real)
+            stepper: Any = RecordedStepper(recorder=recorder, inner=built.stepper, communicates=is_real)
             return replace(built, wrapper=wrapper, stepper=stepper)
 
         return build
@@ -88,31 +88,32 @@ def record_strategies(
     return load_recorded
 
 
+@frozen
 class RecordedWrapper:
     """Model wrapper that records which models are prepared."""
 
-    def __init__(self, recorder: CollectiveRecorder, inner: Any, *, shards: bool) -> None:
-        self._recorder = recorder
-        self._inner = inner
-        self._shards = shards
+    recorder: CollectiveRecorder
+    inner: Any
+    shards: bool
 
     def check(self, bundle: Bundle) -> None:
-        with self._recorder.silence():
-            self._inner.check(bundle)
+        with self.recorder.silence():
+            self.inner.check(bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         if bundle.models and not evaluation:
-            self._recorder.record("prepare")
-        with self._recorder.silence():
-            wrapped = self._inner.wrap(bundle, evaluation=evaluation)
+            self.recorder.record("prepare")
+        with self.recorder.silence():
+            wrapped = self.inner.wrap(bundle, evaluation=evaluation)
         if wrapped.models and not evaluation:
-            self._recorder.track(wrapped.models, sharded=self._shards)
+            self.recorder.track(wrapped.models, sharded=self.shards)
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        return self._inner.unwrap(model)
+        return self.inner.unwrap(model)
 
 
+@frozen
 class RecordedStepper:
     """Stepper that records when gradients would be all-reduced.
 
@@ -120,27 +121,26 @@ class RecordedStepper:
         communicates: Whether it communicates by itself, so that the recorder sees it anyway.
     """
 
-    def __init__(self, recorder: CollectiveRecorder, inner: Any, *, communicates: bool) -> None:
-        self._recorder = recorder
-        self._inner = inner
-        self._communicates = communicates
+    recorder: CollectiveRecorder
+    inner: Any
+    communicates: bool
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+        return getattr(self.inner, name)
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        if sync and not self._communicates:
-            self._recorder.record("backward")
-        self._inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+        if sync and not self.communicates:
+            self.recorder.record("backward")
+        self.inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        return self._inner.no_sync(model) if self._communicates else contextlib.nullcontext()
+        return self.inner.no_sync(model) if self.communicates else contextlib.nullcontext()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        with self._recorder.stepping(optimizer):
-            if self._communicates:
+        with self.recorder.stepping(optimizer):
+            if self.communicates:
                 with step_on_local_shards(optimizer):
-                    return self._inner.step(optimizer, closure)
+                    return self.inner.step(optimizer, closure)
             optimizer.step()
         return True
 
@@ -210,7 +210,7 @@ def _describe(
 ) -> SelectedStrategy:
     axes: dict[str, int] = {}
     if isinstance(strategy.wrapper, FakeMegatron):
-        axes = {**strategy.wrapper.groups.axes}
+        axes = {**strategy.wrapper.real.groups.axes}
     elif strategy.mesh is not None:
         axes = dict(zip(strategy.mesh.mesh_dim_names or (), strategy.mesh.shape, strict=True))
         if (config := handlers.get(ParallelismConfig)) is not None and config.ep_enabled:
@@ -315,9 +315,13 @@ def _fake_strategy(
         plain,
         wrapper=FakeDeepSpeed(
             plugin=plugin,
-            world_size=topology.world_size,
-            accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
-            split_batches=loading.split_batches,
+            configuration=partial(
+                configuration_of,
+                plugin,
+                world_size=topology.world_size,
+                accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
+                split_batches=loading.split_batches,
+            ),
             on_buckets=partial(setattr, recorder, "buckets"),
         ),
         stepper=TorchStepper(precision=engine_precision),
@@ -368,21 +372,19 @@ class FakeDeepSpeed:
     """Fake of DeepSpeed's engine: it fills and checks the configuration, and casts the model."""
 
     plugin: DeepSpeedPlugin
-    world_size: int
-    accumulation: KnownValue
-    split_batches: bool
+    configuration: Callable[[nn.Module, Bundle], dict[str, Any]]
     on_buckets: Callable[[Buckets], None]
 
     def check(self, bundle: Bundle) -> None:
         check_materialised(bundle)
         check_request(self.plugin.hf_ds_config, bundle, trains=False)
         if bundle.models:
-            self._configuration(bundle)
+            self.configuration(bundle.models[0], bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         if not bundle.models or evaluation:
             return bundle
-        self.on_buckets(buckets_of(self._configuration(bundle)))
+        self.on_buckets(buckets_of(self.configuration(bundle.models[0], bundle)))
         dtype = DTYPES.get(self.plugin.mixed_precision)
         models = [model if dtype is None else model.to(dtype) for model in bundle.models]
         optimizers: list[Any] = [
@@ -393,16 +395,6 @@ class FakeDeepSpeed:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return model
-
-    def _configuration(self, bundle: Bundle) -> dict[str, Any]:
-        return configuration_of(
-            self.plugin,
-            bundle.models[0],
-            bundle,
-            world_size=self.world_size,
-            accumulation=self.accumulation,
-            split_batches=self.split_batches,
-        )
 
 
 _BUCKET_KEYS = {
@@ -429,41 +421,30 @@ def _fake_megatron(
     plugin, topology = _megatron_plugin(handlers), runtime.topology
     plugin.set_mixed_precision(AcceleratorState().mixed_precision)
     groups = groups_of(plugin, topology.world_size, topology.rank)
-    return replace(
-        plain,
-        wrapper=FakeMegatron(
-            runtime=runtime, plugin=plugin, groups=groups, on_elements=partial(setattr, recorder, "on_rank")
-        ),
-        sharding=batch_sharding(plugin, groups),
-    )
+    real = MegatronWrapper(runtime=runtime, plugin=plugin, precision="no", run=MegatronRun(), groups=groups)
+    wrapper = FakeMegatron(real=real, on_elements=partial(setattr, recorder, "on_rank"))
+    return replace(plain, wrapper=wrapper, sharding=batch_sharding(plugin, groups))
 
 
 @frozen
 class FakeMegatron:
     """Fake of Megatron's engine with its checks: models stay unsharded."""
 
-    runtime: Runtime
-    plugin: MegatronLMPlugin
-    groups: Groups
+    real: MegatronWrapper
     on_elements: Callable[[int], None]
 
     def check(self, bundle: Bundle) -> None:
-        MegatronWrapper(
-            runtime=self.runtime,
-            plugin=self.plugin,
-            precision="no",
-            run=MegatronRun(),
-            groups=self.groups,
-        ).check(bundle)
+        self.real.check(bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         del evaluation
-        if self.plugin.custom_model_provider_function is None:
+        plugin, groups = self.real.plugin, self.real.groups
+        if plugin.custom_model_provider_function is None:
             for model in bundle.models:
-                last = self.plugin.decoder_last_pipeline_num_layers
-                stages = stage_elements(model, self.groups.tensor, self.groups.pipeline, last=last)
-                self.on_elements(stages[self.groups.pipeline_rank])
-        loaders = [with_all_micro_batches(loader, self.plugin) for loader in bundle.dataloaders]
+                last = plugin.decoder_last_pipeline_num_layers
+                stages = stage_elements(model, groups.tensor, groups.pipeline, last=last)
+                self.on_elements(stages[groups.pipeline_rank])
+        loaders = [with_all_micro_batches(loader, plugin) for loader in bundle.dataloaders]
         return _with_real_schedulers(replace(bundle, dataloaders=loaders), MegatronLMDummyScheduler)
 
     def unwrap(self, model: nn.Module) -> nn.Module:

@@ -148,9 +148,8 @@ CAUSES: Mapping[str, Cause] = {
         "tutorials/add-to-your-code",
     ),
     "schedule-per-process": Cause(
-        "A prepared schedule advances once per process, since its length counts the batches of "
-        "one process. Compute the length before prepare(), or pass "
-        "Accelerator(step_scheduler_per='update').",
+        "A prepared schedule advances once per process, since its length counts the batches of one process. "
+        "Compute the length before prepare(), or pass Accelerator(step_scheduler_per='update').",
         "guides/configuring",
     ),
     "steps-differ": Cause(
