@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from harness.pool import close_all, distributed
+from harness.pool import close_all, distributed, trim_pools
 
-__all__ = ["close_all", "distributed"]
+__all__ = ["close_all", "distributed", "trim_pools"]

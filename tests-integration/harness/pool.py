@@ -41,16 +41,32 @@ if TYPE_CHECKING:
 TIMEOUT = 180.0  # seconds a body may take: the machine may be busy, a hang is forever
 GRACE = 2.0  # seconds for the other ranks once one has failed: they may be stuck waiting for it
 START = 300.0  # seconds for the nursery to import what ranks need; 40 on a busy machine have been seen
-MAX_GROUPS = 6  # that a rank keeps, as libraries and caches do: a thread of each wakes 100 times a second
+MAX_GROUPS = 24  # that a rank keeps, as libraries and caches do: a thread of each wakes 100 times a second
+IDLE_GROUPS = 6  # the same of ranks that wait while something else runs
 LOG_TAIL = 20000  # characters of the ranks' output shown with a failure; a crash alone fills thousands
 FOLDER = Path(__file__).resolve().parent
 PRELOADED = (
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
     "deepspeed",
-    "megatron.core",
+    "megatron.core.models.gpt",
+    "accel_plugins.deepspeed.strategy",
+    "accel_plugins.fsdp.fsdp1",
+    "accel_plugins.fsdp.fsdp2",
+    "accel_plugins.fsdp.presharded",
+    "accel_plugins.megatron.strategy",
+    "accel_plugins.pipeline.strategy",
+    "accel_plugins.sharding.stream",
+    "accel_plugins.tiling",
+    "accel_train.checkpoint.load",
+    "accel_train.checkpoint.save",
+    "accel_train.checkpoint.single_files",
+    "accel_train.fsdp",
+    "harness.small_llama",
+    "sklearn.datasets",
 )
-"""What many bodies import: 6 s of computing, once for all ranks instead of once for each."""
+"""What many bodies import: 7 s of computing, once for all ranks instead of once for each."""
 
 bodies: dict[tuple[str, str], Callable[..., None]] = {}
 
@@ -165,11 +181,15 @@ class Pool:
                 lines.append(f"--- output of the ranks\n{output[-LOG_TAIL:]}")
             self.kill()
             raise AssertionError("\n".join(lines))
-        if any(_groups_of(rank.pid) > MAX_GROUPS for rank in self.ranks):
-            self.kill()
+        self.kill_above(MAX_GROUPS)
         reasons = [answer.skipped for answer in answers.values() if answer.skipped is not None]
         if reasons:
             pytest.skip(reasons[0])
+
+    def kill_above(self, groups: int) -> None:
+        """End these ranks if one has more groups than this."""
+        if any(_groups_of(rank.pid) > groups for rank in self.ranks):
+            self.kill()
 
     def kill(self) -> None:
         """End these ranks, whatever they are doing; the next test gets new ones."""
@@ -273,6 +293,13 @@ def close_all() -> None:
         _nurseries.pop().close()
 
 
+def trim_pools(but: int | None = None) -> None:
+    """End the ranks that would wait with many groups, but for those of one world size."""
+    for world_size, pool in _pools.items():
+        if world_size != but:
+            pool.kill_above(IDLE_GROUPS)
+
+
 def shared_nursery() -> Nursery:
     """The nursery of this session's pools, started when it is first asked for."""
     if not _nurseries:
@@ -282,6 +309,7 @@ def shared_nursery() -> Nursery:
 
 
 def _pool(world_size: int) -> Pool:
+    trim_pools(but=world_size)
     pool = _pools.setdefault(world_size, Pool(shared_nursery()))
     if not pool.ranks:
         pool.ranks = pool.nursery.spawn(world_size)

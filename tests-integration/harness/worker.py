@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 import accel_train.accelerator  # noqa: F401  # pyright: ignore[reportUnusedImport] - as above
+from accel_plugins.registry import STRATEGIES
 from harness.pool import Answer, Job, bodies
 from shared_test_rules import reset_states
 
@@ -40,6 +41,7 @@ def main(address: str, *preload: str) -> None:
     torch.set_num_threads(1)
     for name in preload:
         importlib.import_module(name)
+    STRATEGIES.names()  # reads the metadata of all distributions
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped by the kernel
     control = Client(address, "AF_UNIX")
     gc.freeze()  # what is imported by now stays: collections look at what test bodies leave
