@@ -1,10 +1,14 @@
-"""Time steps and loops that alternate within one process of each rank."""
+"""Run a benchmark on several ranks, in each of which what is compared alternates."""
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -56,3 +60,16 @@ def alternate(
             if turn >= 2:
                 times[name].append((time.perf_counter() - start) / calls)
     return times
+
+
+def run_on_ranks(file: str, ranks: int, *arguments: str) -> Any:
+    """Run a file with `--worker` and arguments on CPU ranks; return the JSON that rank 0 prints last."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"]
+    done = subprocess.run(
+        [*command, file, "--worker", *arguments],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    )
+    return json.loads(done.stdout.strip().splitlines()[-1])

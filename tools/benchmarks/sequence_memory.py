@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from alternating import alternate
+from alternating import alternate, run_on_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_to_all_single
 from torch.utils.data import DataLoader
@@ -251,20 +249,6 @@ def measure_time() -> float:
     return statistics.median(a / b for a, b in zip(times[ACCEL], times[BY_HAND], strict=True))
 
 
-def job(ranks: int, way: str) -> list[float]:
-    """Run this file on so many ranks; return what rank 0 prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--standalone"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, __file__, "--worker", way],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def worker(way: str) -> None:
     """One rank of a job; rank 0 prints the worst values of all ranks: peaks by length, or the ratio."""
     warnings.simplefilter("ignore")
@@ -292,11 +276,11 @@ def main() -> int:
         jobs = [*JOBS, *([("deepspeed", 2)] if options.deepspeed else [])]
         print("MiB of live tensors at the peak, by length: " + ", ".join(map(str, LENGTHS)))
         for way, ranks in jobs:
-            peaks = job(ranks, way)
+            peaks = run_on_ranks(__file__, ranks, way)
             print(f"{way:10} {ranks} rank(s) " + " ".join(f"{peak:9.1f}" for peak in peaks), flush=True)
     if options.what == "memory":
         return 0
-    (ratio,) = job(2, "time")
+    (ratio,) = run_on_ranks(__file__, 2, "time")
     print(f"a step over one by hand, two ranks, length {TIMED_LENGTH}: {ratio:.3f} (claim {TIME_CLAIM})")
     return 0 if ratio <= TIME_CLAIM else 1
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from alternating import alternate
+from alternating import alternate, run_on_ranks
 from process_memory import memory
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -219,15 +218,6 @@ def measure_memory(name: str, label: str) -> dict[str, float]:
     return {"peak": memory("VmHWM") / 2**20, "model": size}
 
 
-def job(*arguments: str) -> dict[str, float]:
-    """Run this file on both ranks; returns what rank 0 prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS), "--standalone"]
-    done = subprocess.run(
-        [*command, __file__, "--worker", *arguments], check=True, capture_output=True, text=True
-    )
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
 def worker(arguments: list[str]) -> None:
     """One rank of a job."""
     warnings.simplefilter("ignore")
@@ -257,14 +247,16 @@ def main() -> int:
     holds = True
     for name in [options.only] if options.only else WAYS:
         if options.what != "memory":
-            found = job("time", name)
+            found = run_on_ranks(__file__, RANKS, "time", name)
             holds &= found["ratio"] <= TIME_CLAIM
             print(
                 f"{name:10} step by hand {found['by hand'] * 1e3:7.2f} ms, accel {found['accel'] * 1e3:7.2f} "
                 f"ms, ratio {found['ratio']:.3f} (claim {TIME_CLAIM})"
             )
         if options.what != "time":
-            peaks = {label: job("memory", name, label) for label in ("by hand", "accel")}
+            peaks = {
+                label: run_on_ranks(__file__, RANKS, "memory", name, label) for label in ("by hand", "accel")
+            }
             ratio = peaks["accel"]["peak"] / peaks["by hand"]["peak"]
             holds &= ratio <= MEMORY_CLAIM
             print(
