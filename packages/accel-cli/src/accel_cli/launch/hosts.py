@@ -54,12 +54,11 @@ class HostDevices:
 
 def probe_devices(environ: Mapping[str, str]) -> HostDevices:
     """Probe this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     installed = count_nvidia_gpus() or _count_amd_gpus()
     compat = find_spec("accel_compat")  # It is above this package, and is not imported.
     return HostDevices(
         gpus=count_gpus(environ, installed),
-        cores=cores,
+        cores=count_cores(),
         installed=installed,
         alias=str(Path(compat.origin).with_name("startup")) if compat and compat.origin else None,
         capability=_least_capability,
@@ -71,6 +70,11 @@ def probe_devices(environ: Mapping[str, str]) -> HostDevices:
 
 _LIBRARIES = {"deepspeed": "deepspeed", "megatron": "megatron_lm"}
 """The library of each engine that has one, by its section of the settings."""
+
+
+def count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def count_gpus(environ: Mapping[str, str], installed: int) -> int:

@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
-from accel_cli.launch.hosts import VISIBLE_DEVICES
+from accel_cli.launch.hosts import VISIBLE_DEVICES, count_cores
 from accel_cli.launch.launchers import (
     STOP_SIGNALS,
     WORKER,
@@ -174,12 +174,11 @@ class Rank:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return Location(
             node=context.get_node_id(),
             address=ray.util.get_node_ip_address(),
             port=port,
-            cores=cores,
+            cores=count_cores(),
             gpus=tuple(context.get_accelerator_ids().get("GPU", ())),
         )
 

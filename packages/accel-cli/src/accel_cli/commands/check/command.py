@@ -49,13 +49,9 @@ class Findings:
 
 def run(options: Namespace) -> int:
     """Check a script, and show the findings."""
-    if not Path(options.script).is_file():
-        raise SettingsError(f"script {options.script!r} does not exist.")
+    merged, variables = settings_of(options)
     if options.html is not None:
         require("plotly", "--html", install="accel-cli[plot]")
-    variables = read()
-    config = read_config(options.config_file, variables).sourced
-    merged = merge_layers(options.settings, parse_environ(variables), config)
     options.world = options.world or merged.settings.launch.num_processes or 2
     tasks = [
         RankTask(
@@ -83,6 +79,19 @@ def run(options: Namespace) -> int:
     else:
         _print_findings(findings, merged, options)
     return int(bool(findings.problems))
+
+
+def settings_of(options: Namespace) -> tuple[Merged, Mapping[str, str]]:
+    """Return the settings of a run of a script, and the variables of this process.
+
+    Raises:
+        SettingsError: The script does not exist, or settings are invalid.
+    """
+    if not Path(options.script).is_file():
+        raise SettingsError(f"script {options.script!r} does not exist.")
+    variables = read()
+    config = read_config(options.config_file, variables).sourced
+    return merge_layers(options.settings, parse_environ(variables), config), variables
 
 
 def write_html(path: Path, findings: Findings, script: str, memory: int | None) -> None:

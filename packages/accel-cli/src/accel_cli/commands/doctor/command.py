@@ -7,10 +7,9 @@ import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-from accel_cli.commands.check.command import worker_environ_of_check
+from accel_cli.commands.check.command import settings_of, worker_environ_of_check
 from accel_cli.commands.check.record import CAN_FORK, run_ranks
 from accel_cli.commands.doctor.causes import Diagnosis
 from accel_cli.commands.doctor.compare import compare
@@ -24,11 +23,8 @@ from accel_cli.commands.doctor.record import (
     Records,
     RunRecord,
 )
-from accel_cli.config_file import read_config
 from accel_cli.output import show, working
-from accel_state.environ import read
-from accel_state.errors import SettingsError
-from accel_state.settings import merge_layers, parse_environ, worker_environ
+from accel_state.settings import worker_environ
 from accel_state.topology import free_port
 
 WORKER = "accel_cli.commands.doctor.rank_worker"
@@ -36,11 +32,7 @@ WORKER = "accel_cli.commands.doctor.rank_worker"
 
 def run(options: Namespace) -> int:
     """Run the script, compare the runs, and show the diagnoses; return 1 if one differs."""
-    if not Path(options.script).is_file():
-        raise SettingsError(f"script {options.script!r} does not exist.")
-    variables = read()
-    config = read_config(options.config_file, variables).sourced
-    merged = merge_layers(options.settings, parse_environ(variables), config)
+    merged, variables = settings_of(options)
     world = merged.settings.launch.num_processes or 2
     environ = (
         worker_environ(merged.settings, variables)
