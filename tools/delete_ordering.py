@@ -7,7 +7,7 @@ makes no difference here is in `EQUIVALENT`, with the reason. Nothing is changed
 happens in a child of one warm process, which imports the module from the changed text.
 
     uv run tools/delete_ordering.py
-    uv run tools/delete_ordering.py device_transfer.py
+    uv run tools/delete_ordering.py loader.py
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "packages/accel-cli/src/accel_cli/commands/selftest_checks.py": (
         "packages/accel-cli/tests/test_selftest_checks.py",
     ),
+    "packages/accel-plugins/src/accel_plugins/optimizers/host_adamw.py": (
+        "packages/accel-plugins/tests/test_host_adamw.py",
+    ),
     "packages/accel-trackers/src/accel_trackers/values.py": (
         "packages/accel-trackers/tests/test_device_values.py",
     ),
@@ -80,7 +83,7 @@ WARM = (
 """What takes long to import and is imported once."""
 
 EQUIVALENT = {
-    ("block_stream.py", "swap with the next", "done.record(current)"): (
+    ("offloaded_block.py", "swap with the next", "done.record(current)"): (
         "the lock is held until the event is recorded, and in the list"
     ),
     ("host_to_device.py", "swap with the previous", "slot.copied.synchronize()"): (
@@ -91,14 +94,20 @@ EQUIVALENT = {
         "swap with the next",
         "arrived()",
     ): "a notice goes by the host: it needs no round to be there",
-    ("speed.py", "swap with the next", "synchronize(device)"): (
+    ("selftest_checks.py", "swap with the next", "synchronize(device)"): (
         "the late device takes no time: only a GPU shows that the clock is read after the wait"
     ),
-    ("copies.py", "swap with the next", "self._event.synchronize()"): (
+    ("values.py", "swap with the next", "self._event.synchronize()"): (
         "the tensors belong to the stream that copies them, if nobody used another one"
     ),
-    ("device_transfer.py", "swap with the next", "current.wait_event(flight.arrived)"): (
+    ("loader.py", "swap with the next", "current.wait_event(pending.arrived)"): (
         "record_stream only says what is awaited when the memory is freed, which is later than both"
+    ),
+    ("host_adamw.py", "swap with the next", "copies.wait_stream(streams.current_stream())"): (
+        "as above: the statement after is record_stream"
+    ),
+    ("host_adamw.py", "swap with the next", "streams.record_stream(gradient, copies)"): (
+        "as above: the gradient is freed later than the next statement"
     ),
 }
 """Module, change and statement to the reason why no test notices the change."""
