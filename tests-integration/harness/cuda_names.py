@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors  # pyright: ignore[reportPrivateUsage] - no public list
 
 from accel_plugins.megatron.library import core
 
@@ -16,26 +16,32 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 
-class _OnCpu(TorchFunctionMode):
-    """Send what asks for the device "cuda" to the CPU."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        kwargs = {
-            name: _mapped(value) if name == "device" else value
-            for name, value in (kwargs or {}).items()
-            if name != "pin_memory"
-        }
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.to:
-            args = tuple(_mapped(arg) for arg in args)
-        return func(*args, **kwargs)
-
-
 def _mapped(value: Any) -> Any:
     is_device = isinstance(value, (str, torch.device))
     return "cpu" if is_device and str(value).startswith("cuda") else value
+
+
+def _on_cpu(make: Any) -> Any:
+    """Return the constructor of a tensor with "cpu" for the device "cuda", in memory that is not pinned."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        kwargs.pop("pin_memory", None)
+        return make(*args, **{name: _mapped(value) for name, value in kwargs.items()})
+
+    return made
+
+
+_plain_to = torch.Tensor.to
+
+
+def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _plain_to(self, *map(_mapped, args), **{name: _mapped(value) for name, value in kwargs.items()})
+
+
+def _constructors() -> dict[tuple[Any, str], Any]:
+    makers = {make.__name__ for make in _device_constructors()}
+    makers |= {f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn")}
+    return {(torch, name): _on_cpu(getattr(torch, name)) for name in makers if hasattr(torch, name)}
 
 
 class _NoStream:
@@ -82,8 +88,11 @@ def cuda_answered_by_cpu() -> Generator[None]:
         ),
         (core("fusions.fused_softmax"), "get_default_causal_mask"): _causal_mask,
         (torch.Tensor, "type"): _cuda_type,
+        (torch.Tensor, "to"): _to,
+        (torch.Tensor, "cuda"): lambda self, *_, **__: self,
+        **_constructors(),
     }
-    with ExitStack() as stack, _OnCpu(), patch.dict(os.environ):  # megatron-core sets variables
+    with ExitStack() as stack, patch.dict(os.environ):  # megatron-core sets variables
         for (owner, name), answer in answers.items():
             stack.enter_context(patch.object(owner, name, answer))
         yield
