@@ -401,7 +401,9 @@ OFFLOADED = {
 }
 
 
-@pytest.mark.parametrize(("rows", "precision"), [(512, "no"), (8, "bf16")])
+@pytest.mark.parametrize(
+    ("rows", "precision"), [(512, "no"), pytest.param(8, "bf16", marks=pytest.mark.thorough)]
+)
 @pytest.mark.parametrize("strategy", sorted(OFFLOADED))
 @distributed(world_size=2)
 def test_the_estimate_of_an_engine_is_within_a_tenth_of_what_is_measured(strategy, rows, precision):

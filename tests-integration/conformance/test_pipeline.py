@@ -39,8 +39,12 @@ def test_two_stages_conform(schedule, tmp_path):
     [
         ("dp_shard_size", None),
         ("dp_replicate_size", None),
-        ("dp_shard_size", {"reshard_after_forward": True}),
-        ("dp_shard_size", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1}),
+        pytest.param("dp_shard_size", {"reshard_after_forward": True}, marks=pytest.mark.thorough),
+        pytest.param(
+            "dp_shard_size",
+            {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1},
+            marks=pytest.mark.thorough,
+        ),
         ("dp_shard_size", {"cpu_offload": True}),
     ],
 )

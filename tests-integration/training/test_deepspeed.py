@@ -230,7 +230,7 @@ def test_evaluation_counts_every_sample_once_and_other_strategies_refuse_what_st
         assert dist.is_initialized()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.thorough), 3])
 @distributed(world_size=WORLD)
 def test_a_model_is_compiled_inside_its_engine(stage):
     with deepspeed_process():

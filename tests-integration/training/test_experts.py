@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from functools import partial
 from typing import ClassVar
@@ -173,6 +174,7 @@ def train(accelerator, model, steps, make_optimizer=make_optimizer):
     return model, optimizer, losses, norms
 
 
+@functools.cache
 def train_alone(family, shards, steps, make_optimizer=make_optimizer):
     """The same in one process, by plain PyTorch; the batch of each rank has an auxiliary loss of its own."""
     model = FAMILIES[family]()
@@ -256,6 +258,8 @@ FOUR_RANKS = {
     "mixtral, tp": ("mixtral", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 2}),
     "qwen3, inside of experts": ("qwen3", {"dp_shard_size": 2, "tp_size": 2}),
 }
+THOROUGH = {"ep 4", "tp", "mixtral, tp"}
+"""What other cases contain."""
 
 
 @pytest.mark.parametrize("case", TWO_RANKS)
@@ -264,7 +268,9 @@ def test_two_ranks_train_as_one_process(case, tmp_path):
     check_equal_to_one_process(*TWO_RANKS[case], tmp_path)
 
 
-@pytest.mark.parametrize("case", FOUR_RANKS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in THOROUGH)) for case in FOUR_RANKS]
+)
 @distributed(world_size=4)
 def test_four_ranks_train_as_one_process(case, tmp_path):
     check_equal_to_one_process(*FOUR_RANKS[case], tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -48,6 +50,7 @@ def make_optimizer(model):
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
+@functools.cache
 def train_plainly(make, steps, clipping):
     """Train one model in one process, on the same samples."""
     model = make()
@@ -135,7 +138,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+THOROUGH = {"tensor", "distributed optimizer", "context", "loss by token, megatron-core's attention"}
+"""What other cases contain, or a smaller model does."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in THOROUGH)) for case in CASES]
+)
 @distributed(world_size=2)
 def test_two_ranks_train_a_llama_as_one_process(case):
     check_equal(make_llama, MegatronLMPlugin(**CASES[case]))
@@ -160,8 +169,16 @@ def test_windows_of_several_calls_train_as_one_batch(case):
         (make_gpt2, {"tp_degree": 2, "use_distributed_optimizer": True, "num_micro_batches": 2}),
         (make_llama, {"tp_degree": 4}),  # twice the key-value heads
         (make_llama, {"context_parallel_size": 2, "tp_degree": 2, "sequence_parallelism": True}),
-        (make_llama, {"context_parallel_size": 2, "pp_degree": 2, "num_micro_batches": 2}),
-        (make_llama, {"context_parallel_size": 2, "use_distributed_optimizer": True}),
+        pytest.param(
+            make_llama,
+            {"context_parallel_size": 2, "pp_degree": 2, "num_micro_batches": 2},
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            make_llama,
+            {"context_parallel_size": 2, "use_distributed_optimizer": True},
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

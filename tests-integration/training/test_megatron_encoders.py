@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -76,6 +78,7 @@ def make_optimizer(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)  # small gradients have few digits
 
 
+@functools.cache
 def train_plainly(name, clipping):
     model = MODELS[name]()
     optimizer = make_optimizer(model)
@@ -148,13 +151,15 @@ def check_equal(name, options):
         ("pretraining", {"pp_degree": 2, "num_micro_batches": 2}),
         ("masked tokens", {"use_distributed_optimizer": True, "num_micro_batches": 2}),
         ("classes", {"tp_degree": 2, "gradient_clipping": 0.0}),
-        ("pretraining", {"tp_degree": 2, "sequence_parallelism": True}),
-        ("classes", {"tp_degree": 2, "sequence_parallelism": True}),
-        ("t5", {"tp_degree": 2, "num_micro_batches": 2}),
+        pytest.param(
+            "pretraining", {"tp_degree": 2, "sequence_parallelism": True}, marks=pytest.mark.thorough
+        ),
+        pytest.param("classes", {"tp_degree": 2, "sequence_parallelism": True}, marks=pytest.mark.thorough),
+        pytest.param("t5", {"tp_degree": 2, "num_micro_batches": 2}, marks=pytest.mark.thorough),
         ("t5", {"tp_degree": 2, "sequence_parallelism": True}),
         ("gated t5", {"use_distributed_optimizer": True}),
         ("t5", {"tp_degree": 2, "recompute_granularity": "full", "num_micro_batches": 2}),
-        ("gated t5", {"recompute_activations": True}),
+        pytest.param("gated t5", {"recompute_activations": True}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from contextlib import contextmanager
 from unittest import mock
@@ -131,6 +132,7 @@ def train(accelerator, model, optimizer, loader):
     return losses, norms
 
 
+@functools.cache
 def train_alone(kind, *, is_padded):
     model = make(kind)
     optimizer = optimizer_of(model)
@@ -246,12 +248,12 @@ def test_four_stages_train_as_one_process(tmp_path):
     ("kind", "sizes", "schedule"),
     [
         ("plain", {"dp_shard_size": 2}, "1F1B"),
-        ("plain", {"dp_replicate_size": 2}, "InterleavedZeroBubble"),
-        ("tied", {"dp_shard_size": 2}, "Interleaved1F1B"),
+        pytest.param("plain", {"dp_replicate_size": 2}, "InterleavedZeroBubble", marks=pytest.mark.thorough),
+        pytest.param("tied", {"dp_shard_size": 2}, "Interleaved1F1B", marks=pytest.mark.thorough),
         ("tied", {"dp_replicate_size": 2}, "GPipe"),
         ("llama", {"dp_shard_size": 2}, "ZBVZeroBubble"),
         ("llama", {"tp_size": 2}, "1F1B"),
-        ("tied", {"tp_size": 2}, "Interleaved1F1B"),
+        pytest.param("tied", {"tp_size": 2}, "Interleaved1F1B", marks=pytest.mark.thorough),
         ("llama", {"sp_size": 2}, "Interleaved1F1B"),
         pytest.param("tied", {"sp_size": 2}, "InterleavedZeroBubble", marks=pytest.mark.thorough),
         ("mixture", {"dp_shard_size": 2, "ep_size": 2}, "1F1B"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from functools import partial
 from unittest import mock
@@ -73,6 +74,7 @@ def accelerator_shards(accelerator):
     return accelerator._parts.strategy.sharding.num_shards
 
 
+@functools.cache
 def train_alone(family, micro_batch, steps=STEPS):
     """The same in one process, by plain PyTorch: `micro_batch` rows, of which each loss is the mean."""
     model = FAMILIES[family]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import time
 import warnings
@@ -149,6 +150,7 @@ def train(
     return model, optimizer, norms
 
 
+@functools.cache
 def train_alone(batch_size, *, accumulation=1, clip=None, steps=4):
     """The same with plain PyTorch on whole batches."""
     model = make_model()

@@ -99,6 +99,7 @@ def wrong_lines(output: str) -> set[int]:
     return {int(line.partition("program.py:")[2].split(":")[0]) for line in errors}
 
 
+@pytest.mark.thorough
 def test_mypy_finds_the_types_of_the_alias(alias: Path) -> None:
     sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
     done = subprocess.run(
