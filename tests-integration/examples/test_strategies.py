@@ -36,9 +36,9 @@ ENGINES = sorted(name for name in CONFIGS if name.startswith("zero"))
 MEGATRON = sorted(name for name in CONFIGS if name.startswith("megatron"))
 POOLED = {name: count for name, count in CONFIGS.items() if name not in (*ENGINES, *MEGATRON)}
 
-LOSS = 3.45
-"""After 20 steps under every strategy: the data come in the same order, also where a run goes on."""
-MIXTURE_LOSS = 3.44
+LOSS = 4.56
+"""After 10 steps under every strategy: the data come in the same order, also where a run goes on."""
+MIXTURE_LOSS = 4.55
 """The same of the model with four experts, in one process."""
 
 
@@ -69,13 +69,13 @@ def train_and_go_on(config: str, folder: Path) -> None:
     with warnings.catch_warnings():
         # Tensor-parallel layers return views; nothing changes them in place here.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
-        said = run(config, *arguments, "--steps", "12", "--save", str(folder / "half"))
+        said = run(config, *arguments, "--steps", "6", "--save", str(folder / "half"))
         if AcceleratorState().is_main_process:
-            assert loss_of(said) < 4.5, "it begins at 5.6"
-        said = run(config, *arguments, "--steps", "20", "--resume", str(folder / "half"))
+            assert loss_of(said) < 5.3, "it begins at 5.6"
+        said = run(config, *arguments, "--steps", "10", "--resume", str(folder / "half"))
         if AcceleratorState().is_main_process:
             assert config == "megatron_pp" or loss_of(said) == pytest.approx(expected, abs=0.02)
-            assert loss_of(said) < 3.6, "also with larger batches"
+            assert loss_of(said) < 4.9, "also with larger batches"
 
 
 @pytest.mark.parametrize("config", [name for name, count in POOLED.items() if count == 2])
@@ -102,7 +102,7 @@ def test_a_model_that_is_sharded_when_it_is_loaded_trains_by_the_same_script(tmp
     check = "transformers.integrations.accelerate.is_accelerate_available"
     with warnings.catch_warnings(), mock.patch(check, return_value=True):
         warnings.simplefilter("ignore")
-        said = run("ddp", "--steps", "20", "--load", str(folder))
+        said = run("ddp", "--steps", "10", "--load", str(folder))
     if AcceleratorState().is_main_process:
         assert loss_of(said) == pytest.approx(LOSS, abs=0.02)
 
@@ -118,7 +118,7 @@ def test_there_is_a_configuration_for_every_way_of_running() -> None:
 @distributed(world_size=2)
 def test_a_configuration_of_an_engine_trains_the_model(config: str) -> None:
     with deepspeed_process():
-        said = run(config, "--steps", "20")
+        said = run(config, "--steps", "10")
         if AcceleratorState().is_main_process:
             assert loss_of(said) == pytest.approx(LOSS, abs=0.02)
 
@@ -133,8 +133,8 @@ def test_a_configuration_of_megatron_trains_the_model(config: str, tmp_path: Pat
 @distributed(world_size=2)
 def test_what_megatron_began_goes_on_under_another_strategy(tmp_path: Path) -> None:
     with cuda_answered_by_cpu():
-        run("megatron_tp", "--steps", "12", "--save", str(tmp_path / "half"))
-    said = run("ddp", "--steps", "20", "--resume", str(tmp_path / "half"))
+        run("megatron_tp", "--steps", "6", "--save", str(tmp_path / "half"))
+    said = run("ddp", "--steps", "10", "--resume", str(tmp_path / "half"))
     if AcceleratorState().is_main_process:
         assert loss_of(said) == pytest.approx(LOSS, abs=0.02)
 
@@ -152,7 +152,7 @@ def test_a_file_is_all_that_the_launcher_needs(config: str, tmp_path: Path) -> N
         f"{FOLDER}/configs/{config}.yaml",
     ]
     done = subprocess.run(
-        [*command, f"{FOLDER}/language_model.py", "--steps", "20"],
+        [*command, f"{FOLDER}/language_model.py", "--steps", "10"],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
