@@ -428,19 +428,14 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
-        text = "a text or None"
-        expect(self, "backend", text, lambda value: value is None or isinstance(value, str))
-        expect(self, "init_method", text, lambda value: value is None or isinstance(value, str))
+        for name in ("backend", "init_method"):
+            expect(self, name, "a text or None", lambda value: value is None or isinstance(value, str))
         self._has_timeout = self.timeout is not None
         if self.timeout is None:
             # PyTorch's own (torch.distributed.constants); nccl's is unset there in builds without nccl.
             self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
-        expect(
-            self,
-            "timeout",
-            "a positive time, such as datetime.timedelta(seconds=600)",
-            lambda value: isinstance(value, timedelta) and value > timedelta(0),
-        )
+        wanted = "a positive time, such as datetime.timedelta(seconds=600)"
+        expect(self, "timeout", wanted, lambda value: isinstance(value, timedelta) and value > timedelta(0))
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields that were set, also a timeout that equals another backend's default."""
@@ -598,13 +593,9 @@ class TilingKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         resolve_fields(self, "training")
+        wanted = "a whole number of at least 1, or None"
         for name in ("loss_chunk_size", "mlp_tile_size"):
-            expect(
-                self,
-                name,
-                "a whole number of at least 1, or None",
-                lambda value: value is None or is_count(value, least=1),
-            )
+            expect(self, name, wanted, lambda value: value is None or is_count(value, least=1))
 
 
 @dataclass
@@ -629,15 +620,9 @@ class ReplicaSyncKwargs(KwargsHandler):
     outer_optimizer: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
-        expect(
-            self, "sync_every", "a whole number of 1 or more", lambda value: bool(is_count(value, least=1))
-        )
-        expect(
-            self,
-            "outer_optimizer",
-            "a function of parameters, or None",
-            lambda value: value is None or callable(value),
-        )
+        expect(self, "sync_every", "a whole number of 1 or more", lambda value: is_count(value, least=1))
+        wanted = "a function of parameters, or None"
+        expect(self, "outer_optimizer", wanted, lambda value: value is None or callable(value))
 
 
 @dataclass

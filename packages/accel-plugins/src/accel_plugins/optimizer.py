@@ -332,9 +332,8 @@ class AcceleratedScheduler:
             logger.info(
                 "The learning rate schedule advances %d steps per optimizer step, one for each process, "
                 "because schedules are assumed to be written for the batches of one process. If it is "
-                "written "
-                "for optimizer steps, pass Accelerator(step_scheduler_per='update'); 'process' keeps "
-                "this behaviour and logs nothing.",
+                "written for optimizer steps, pass Accelerator(step_scheduler_per='update'); 'process' "
+                "keeps this behaviour and logs nothing.",
                 processes,
             )
 
@@ -407,6 +406,5 @@ def check_clock(step_per: str | None, argument: str) -> None:
     if step_per is not None and step_per not in get_args(StepPer):
         raise SettingsError(
             f"{argument}={step_per!r} is not a clock of a schedule. Use 'process' (one step for every "
-            "process), "
-            "'update' (one step per optimizer step) or 'sample' (one for every sample)."
+            "process), 'update' (one step per optimizer step) or 'sample' (one for every sample)."
         )

@@ -446,11 +446,7 @@ class ShardedGradScaler(GradScaler):
     """
 
     def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Divide this rank's shards of the gradients; torch calls it once per step."""
         del allow_fp16

@@ -142,10 +142,7 @@ def load(strategy: str | StrategySpec) -> StrategyFactory:
 
 
 def choose(
-    settings: Settings,
-    topology: Topology,
-    device: torch.device,
-    specs: Mapping[str, StrategySpec] = BUILT_IN,
+    settings: Settings, topology: Topology, device: torch.device, specs: Mapping[str, StrategySpec] = BUILT_IN
 ) -> str:
     """Name the strategy of a run, on all ranks alike: the selected one, else the first that applies."""
     selected = settings.training.strategy

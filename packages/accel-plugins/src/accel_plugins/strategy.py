@@ -498,13 +498,7 @@ class NativeFiles(Protocol):
         ...
 
     def save_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        directory: Path,
-        index: int,
-        *,
-        write: Write = ...,
+        self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int, *, write: Write = ...
     ) -> None:
         """Write the optimizer that was prepared as number `index`; `model` owns its parameters.
 

@@ -324,9 +324,8 @@ def chunk_loss(model: nn.Module, chunk_size: int) -> None:
     name = type(model).__qualname__
     if causal is None or causal.config.is_encoder_decoder:
         raise UnsupportedError(
-            f"loss_chunk_size={chunk_size!r}: {name} is not a causal language model of transformers. "
-            "Remove this option, and call"
-            " accel_plugins.tiling.chunked_cross_entropy in the model's own forward."
+            f"loss_chunk_size={chunk_size!r}: {name} is not a causal language model of transformers. Remove "
+            "this option, and call accel_plugins.tiling.chunked_cross_entropy in the model's own forward."
         )
     head = causal.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:

@@ -237,8 +237,7 @@ def build_spmd(
     if unsupported:
         raise UnsupportedError(
             f"{SPMD_PLUGIN} cannot be combined with {', '.join(unsupported)}: remove it. "
-            "mixed_precision='bf16' "
-            "of Accelerator computes in bfloat16."
+            "mixed_precision='bf16' of Accelerator computes in bfloat16."
         )
     # 2. Let the compiler shard: over the mesh that the caller has set, else over all devices.
     start(spmd=True)

@@ -145,9 +145,8 @@ class EngineFolder:
         state = self.models[0].get("optimizer")
         if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
             raise CheckpointError(
-                f"{str(self.folder)!r} is of ZeRO stage 0 with 16-bit weights, whose optimizer state "
-                "cannot be converted. Load it"
-                " with DeepSpeed at stage 0."
+                f"{str(self.folder)!r} is of ZeRO stage 0 with 16-bit weights, whose optimizer state cannot "
+                "be converted. Load it with DeepSpeed at stage 0."
             )
         return cast("dict[str, Any]", state)
 
@@ -157,9 +156,8 @@ class EngineFolder:
         bases = [state[key] for state in self.optimizers]
         if not all(isinstance(base, dict) for base in bases):
             raise CheckpointError(
-                f"{str(self.folder)!r} was written with elastic_checkpoint, whose optimizer state "
-                "cannot be converted. Load it"
-                " with the world size with which it was saved."
+                f"{str(self.folder)!r} was written with elastic_checkpoint, whose optimizer state cannot be "
+                "converted. Load it with the world size with which it was saved."
             )
         states: dict[str, dict[str, Any]] = {name: {} for group in self._shapes() for name in group}
         for name in sorted({name for base in bases for entry in base["state"].values() for name in entry}):

@@ -99,9 +99,8 @@ class DeepSpeedPlugin:
         if self.enable_msamp or self.msamp_opt_level is not None:
             raise UnsupportedError(
                 f"DeepSpeedPlugin(enable_msamp={self.enable_msamp!r}, "
-                f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is no longer developed, and its "
-                "engine cannot be imported together with DeepSpeed 0.19. Use mixed_precision='fp8'"
-                " with "
+                f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is no longer developed, and its engine "
+                "cannot be imported together with DeepSpeed 0.19. Use mixed_precision='fp8' with "
                 "AORecipeKwargs() (torchao) or TERecipeKwargs() (TransformerEngine), under any ZeRO stage."
             )
         expect_flags(self, "zero3_init_flag", "zero3_save_16bit_model", "enable_msamp")
@@ -163,19 +162,13 @@ class DeepSpeedPlugin:
                 "A DeepSpeedPlugin is selected by its name: call "
                 "AcceleratorState().select_deepspeed_plugin(name)."
             )
-        self._set_selected(value=True)
+        self._selected = True
         self.set_deepspeed_weakref()
 
     def unselect(self) -> None:
         """Deactivate this plugin."""
-        self._unselect()
-
-    def _unselect(self) -> None:
-        self._set_selected(value=False)
+        self._selected = False
         self._link = None
-
-    def _set_selected(self, value: bool) -> None:
-        self._selected = value
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return the value of a dotted key of the configuration, or a default."""
@@ -186,11 +179,7 @@ class DeepSpeedPlugin:
         return self.hf_ds_config.is_auto(ds_key_long)
 
     def fill_match(
-        self,
-        ds_key_long: str,
-        mismatches: list[str] | None = None,
-        must_match: bool = True,
-        **kwargs: Any,
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
         """Fill one value if it is `"auto"`, else compare it.
 
@@ -209,9 +198,8 @@ class DeepSpeedPlugin:
         if node[last] == AUTO:
             if ds_key_long not in kwargs:
                 raise SettingsError(
-                    f"The DeepSpeed configuration has {ds_key_long}='auto', but its value is unknown. "
-                    "Set a value, or pass"
-                    f" {ds_key_long!r} as an argument."
+                    f"The DeepSpeed configuration has {ds_key_long}='auto', but its value is unknown. Set a "
+                    f"value, or pass {ds_key_long!r} as an argument."
                 )
             node[last] = kwargs[ds_key_long]
             self.hf_ds_config.set_stage_and_offload()

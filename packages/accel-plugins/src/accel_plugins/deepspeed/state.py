@@ -16,12 +16,7 @@ from torch import Tensor, nn
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.deepspeed.folder import engine_folder, load_file, read_folder
 from accel_plugins.deepspeed.library import GatheredParameters, ds_module, is_sharded
-from accel_plugins.full_parameters import (
-    FullParameters,
-    ParameterSource,
-    iter_gathered,
-    named_parameters_of,
-)
+from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
 from accel_plugins.sharding.shards import group_tied_names
 from accel_plugins.sharding.state import StateAllocator, StateForm, names_to_indices, state_by_name
 from accel_plugins.strategy import StateDict, Write

@@ -403,9 +403,8 @@ def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module
             )
         if isinstance(optimizer, Muon | HostAdamW):
             raise SettingsError(
-                f"{type(optimizer).__name__} needs parameters sharded by PyTorch, but DeepSpeed steps "
-                "flat partitions of them: use FSDP2,"
-                " or an optimizer of DeepSpeed's configuration."
+                f"{type(optimizer).__name__} needs parameters sharded by PyTorch, but DeepSpeed steps flat "
+                "partitions of them: use FSDP2, or an optimizer of DeepSpeed's configuration."
             )
         groups, stage = optimizer.param_groups, config.get_value("zero_optimization.stage")
         if isinstance(optimizer, Adagrad) and len(groups) > 1 and stage in {1, 2}:

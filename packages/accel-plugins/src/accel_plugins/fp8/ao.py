@@ -112,9 +112,7 @@ def has_ao_layers(model: nn.Module) -> bool:
 
 @torchao_required
 def convert_model_to_fp8_ao(
-    model: nn.Module,
-    config: Any = None,
-    module_filter_func: Callable[[nn.Module, str], bool] | None = None,
+    model: nn.Module, config: Any = None, module_filter_func: Callable[[nn.Module, str], bool] | None = None
 ) -> None:
     """Convert linear layers of a model to torchao's FP8 training, in place; names and parameters stay.
 

@@ -367,10 +367,7 @@ def parameter_ids(models: Sequence[nn.Module]) -> list[dict[str, int]]:
 
 
 def check_converted(
-    recipe: Recipe,
-    before: Sequence[Mapping[str, int]],
-    bundle: Bundle,
-    replaced: Mapping[Tensor, Tensor],
+    recipe: Recipe, before: Sequence[Mapping[str, int]], bundle: Bundle, replaced: Mapping[Tensor, Tensor]
 ) -> None:
     """Reject converted models if parameters of an optimizer would no longer be trained.
 

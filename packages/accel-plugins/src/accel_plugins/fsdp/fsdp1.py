@@ -329,8 +329,7 @@ def _clip_norm(
     if absent:
         raise SettingsError(
             f"clip_grad_norm_() was given {len(clipped)} parameters, but {len(absent)} more of the same "
-            "model are missing."
-            " FSDP1 computes the norm over all of them: pass model.parameters() of the "
+            "model are missing. FSDP1 computes the norm over all of them: pass model.parameters() of the "
             "prepared model."
         )
     outside = [parameter for parameter in clipped if id(parameter) not in inside]

@@ -35,12 +35,7 @@ from accel_plugins.sharding.folder import LocalFiles
 from accel_plugins.sharding.shards import ShardsPersister
 from accel_plugins.sharding.state import TensorShards
 from accel_plugins.sharding.step import sharded_stepper
-from accel_plugins.sharding.wrap import (
-    SHARDED_FEATURES,
-    ShardedWrapper,
-    dtype_to_train,
-    hook_of,
-)
+from accel_plugins.sharding.wrap import SHARDED_FEATURES, ShardedWrapper, dtype_to_train, hook_of
 from accel_plugins.strategy import PrecisionPolicy, Strategy
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
@@ -220,9 +215,8 @@ class FullSharding:
                 continue
             if parameter.dim() == 0:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} is a scalar and has no dim to "
-                    "shard. Give it the shape (1,), or add"
-                    " its module to ignored_modules."
+                    f"{type(model).__name__}: the parameter {name!r} is a scalar and has no dim to shard. "
+                    "Give it the shape (1,), or add its module to ignored_modules."
                 )
             if hook_of(parameter) == "register_hook":
                 raise SettingsError(
@@ -232,9 +226,8 @@ class FullSharding:
                 )
             if parameter.numel() == 0:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} of shape {tuple(parameter.shape)} "
-                    "has no elements to shard. Remove it, or add"
-                    " its module to ignored_modules."
+                    f"{type(model).__name__}: the parameter {name!r} of shape {tuple(parameter.shape)} has "
+                    "no elements to shard. Remove it, or add its module to ignored_modules."
                 )
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         policy = fsdp2_prepare_auto_wrap_policy(self.plugin, model)

@@ -204,10 +204,7 @@ class FullyShardedDataParallelPlugin:
             self.auto_wrap_policy = None
 
     def set_mixed_precision(
-        self,
-        mixed_precision: torch.dtype | str,
-        buffer_autocast: bool = False,
-        override: bool = False,
+        self, mixed_precision: torch.dtype | str, buffer_autocast: bool = False, override: bool = False
     ) -> None:
         """Derive `mixed_precision_policy` from a precision, unless it is set.
 

@@ -125,8 +125,7 @@ def _check_plugins(
         raise SettingsError(
             f"{name} is sharded already, as by from_pretrained(distributed_config=...), and "
             f"{handlers[FullyShardedDataParallelPlugin]!r} would shard it again. Remove the plugin (and "
-            "--use_fsdp), or"
-            " load the model without these arguments."
+            "--use_fsdp), or load the model without these arguments."
         )
     config: ParallelismConfig | None = handlers.get(ParallelismConfig)
     sizes = (num_shards, world_size // num_shards)
@@ -137,15 +136,13 @@ def _check_plugins(
     ):
         raise SettingsError(
             f"{name} is sharded already so that {about}, and {config!r} contradicts this. Remove the "
-            "parallelism_config, or give both the same"
-            " sizes."
+            "parallelism_config, or give both the same sizes."
         )
     experts = size_at_load(model, "ep_size") or 1
     if config is not None and config.ep_enabled and config.ep_size != experts:
         raise SettingsError(
-            f"{name} is sharded already, its experts over {experts} ranks, and {config!r} contradicts "
-            "this. Remove the parallelism_config, or give both the same"
-            " ep_size."
+            f"{name} is sharded already, its experts over {experts} ranks, and {config!r} contradicts this. "
+            "Remove the parallelism_config, or give both the same ep_size."
         )
     plugin: TorchTensorParallelPlugin | None = handlers.get(TorchTensorParallelPlugin)
     if plugin is not None and plugin.tp_size != world_size // num_shards:

@@ -110,9 +110,8 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
     step = unwrap(type(optimizer).step)  # torch wraps the method when the first object is made.
     if not any(step is unwrap(kind.step) for kind in (Adam, AdamW, SGD)):
         raise UnsupportedError(
-            f"{type(optimizer).__name__} has its own step(), which Megatron would not call: it builds "
-            "its own optimizer from the groups."
-            " Use torch.optim.AdamW, Adam or SGD itself."
+            f"{type(optimizer).__name__} has its own step(), which Megatron would not call: it builds its "
+            "own optimizer from the groups. Use torch.optim.AdamW, Adam or SGD itself."
         )
     defaults = optimizer.defaults
     for name in ("amsgrad", "maximize", "nesterov"):

@@ -53,9 +53,8 @@ def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
     virtual, layers = plugin.num_layers_per_virtual_pipeline_stage, sizes.layers
     if stages > 1 and sizes.encoder_layers:
         problems.append(
-            f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages: "
-            "remove it, and use tp_degree,"
-            " which divides every layer, or use_distributed_optimizer"
+            f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages: remove "
+            "it, and use tp_degree, which divides every layer, or use_distributed_optimizer"
         )
     elif last is not None:
         if layers - last < stages - 1 or (layers - last) % (stages - 1):

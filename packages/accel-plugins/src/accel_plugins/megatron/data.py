@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -12,7 +13,6 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accel_plugins.megatron.library import core, load_library, without_core_warnings
 from accel_state.accelerator_state import AcceleratorState, is_initialized
 from accel_state.errors import SettingsError, did_you_mean
-from accel_state.frozen import frozen
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -36,11 +36,7 @@ class MegatronLMDummyScheduler:
     """
 
     def __init__(
-        self,
-        optimizer: Any,
-        total_num_steps: int | None = None,
-        warmup_num_steps: int = 0,
-        **kwargs: Any,
+        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
     ) -> None:
         self.optimizer = optimizer
         self.total_num_steps = total_num_steps
@@ -179,20 +175,6 @@ def with_real_loaders(loaders: Sequence[Any], context: Any) -> list[Any]:
 _RENAMED = {"splits_string": "split", "seq_length": "sequence_length", "seed": "random_seed"}
 
 
-@frozen
-class _Documents:
-    """The facts about a tokenizer that megatron-core reads; `eod` is -1 if no token ends a document."""
-
-    vocab_size: int | None
-    eod: int
-    name: str
-
-    @property
-    def unique_identifiers(self) -> dict[str, Any]:
-        """The facts on which cached indices depend."""
-        return {"class": "tokenizer", "name": self.name, "eod": self.eod}
-
-
 def num_samples(plugin: MegatronLMPlugin) -> tuple[int, int, int]:
     """Return the numbers of samples for training, all validations and the test.
 
@@ -209,9 +191,8 @@ def num_samples(plugin: MegatronLMPlugin) -> tuple[int, int, int]:
         samples = steps * batch
     if samples is None or batch is None:
         raise SettingsError(
-            "The number of samples to read is unknown: set MegatronLMPlugin train_iters or "
-            "train_samples, and "
-            "MegatronLMDummyDataLoader micro_batch_size."
+            "The number of samples to read is unknown: set MegatronLMPlugin train_iters or train_samples, "
+            "and MegatronLMDummyDataLoader micro_batch_size."
         )
     steps = -(-samples // batch)
     validations = steps // plugin.eval_interval + 1
@@ -252,18 +233,22 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config
         missing = "data_path" if length is not None else "seq_length"
         raise SettingsError(f"MegatronLMDummyDataLoader: {missing} is missing.")
     end = None if tokenizer is None else tokenizer.eos_token_id
-    documents = _Documents(
-        vocab_size=None if tokenizer is None else len(tokenizer),
-        eod=-1 if end is None else int(end),
-        name=str(
-            getattr(tokenizer, "name_or_path", "none" if tokenizer is None else type(tokenizer).__name__)
-        ),
-    )
-    if plugin.eod_mask_loss and documents.eod < 0:
+    eod = -1 if end is None else int(end)
+    if plugin.eod_mask_loss and eod < 0:
         raise SettingsError(
             "MegatronLMPlugin(eod_mask_loss=True): which token ends a document is not known: give "
             "MegatronLMDummyDataLoader a tokenizer that has one, or leave it out."
         )
+    kind = "none" if tokenizer is None else type(tokenizer).__name__
+    documents = SimpleNamespace(  # what megatron-core reads; cached indices depend on the identifiers
+        vocab_size=None if tokenizer is None else len(tokenizer),
+        eod=eod,
+        unique_identifiers={
+            "class": "tokenizer",
+            "name": str(getattr(tokenizer, "name_or_path", kind)),
+            "eod": eod,
+        },
+    )
     return {
         "random_seed": 1234,
         "split": "969,30,1" if "blend" in requested else None,

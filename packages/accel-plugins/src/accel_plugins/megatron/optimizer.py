@@ -280,10 +280,7 @@ def transformer_config(
 def ddp_config(plugin: MegatronLMPlugin) -> Any:
     """Return a `DistributedDataParallelConfig`: gradients are kept and reduced in float32."""
     config = core("distributed").DistributedDataParallelConfig
-    values = {
-        "grad_reduce_in_fp32": True,
-        "use_distributed_optimizer": plugin.use_distributed_optimizer,
-    }
+    values = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": plugin.use_distributed_optimizer}
     return config(**values | plugin.other_args(config))
 
 

@@ -33,11 +33,7 @@ def virtual_stages(plugin: MegatronLMPlugin, layers: int) -> int | None:
 
 
 def build_stages(
-    family: ModelFamily | None,
-    plugin: MegatronLMPlugin,
-    config: Any,
-    model: Any,
-    groups: Groups,
+    family: ModelFamily | None, plugin: MegatronLMPlugin, config: Any, model: Any, groups: Groups
 ) -> list[nn.Module]:
     """Make the modules of this rank: one, or one for each virtual stage."""
     number = config.virtual_pipeline_model_parallel_size

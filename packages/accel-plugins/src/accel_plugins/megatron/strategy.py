@@ -161,14 +161,13 @@ def train_step(
 
 @dataclass(slots=True)
 class MegatronRun:
-    """The engine that is trained and the optimizer of PyTorch that it was prepared with.
+    """The engine that is trained.
 
     `is_ready` says that gradients are unscaled, and finite. The reference to process groups lasts from the
     first model that is prepared until it is released.
     """
 
     engine: MegatronEngine | None = None
-    optimizer: Optimizer | None = None
     is_ready: bool = False
     schedules: list[MegatronSchedule] = field(default_factory=list[MegatronSchedule])
     groups: GroupReference | None = None
@@ -332,7 +331,7 @@ class MegatronWrapper:
             optimizer_names=names,
         )
         if optimizer is not None:
-            self.run.engine, self.run.optimizer = engine, optimizer
+            self.run.engine = engine
         return engine
 
 
@@ -412,7 +411,7 @@ class MegatronStepper:
 
     def release(self) -> None:
         """Release the engine and the process groups."""
-        self.run.engine = self.run.optimizer = None
+        self.run.engine = None
         self.run.schedules.clear()
         if self.run.groups is not None:
             self.run.groups.release()
@@ -521,8 +520,7 @@ def check_shared(groups: Groups) -> None:
             )
             raise SettingsError(
                 f"Another Accelerator trains with Megatron in groups of {in_use}, this one in groups of "
-                f"{wanted}, but"
-                " megatron-core has one set per process: call free_memory() on it first."
+                f"{wanted}, but megatron-core has one set per process: call free_memory() on it first."
             )
 
 

@@ -477,10 +477,9 @@ class ParallelismConfig:
         """
         if self._chosen_backend == "deepspeed":
             raise SettingsError(
-                f"ParallelismConfig(sp_size={self.sp_size}, sp_backend='deepspeed'): DeepSpeed is not "
-                "in use. Remove sp_backend for sequence parallelism with FSDP2. Or pass"
-                " a deepspeed_plugin "
-                "to Accelerator, or start the script with `accel launch --use_deepspeed`."
+                f"ParallelismConfig(sp_size={self.sp_size}, sp_backend='deepspeed'): DeepSpeed is not in "
+                "use. Remove sp_backend for sequence parallelism with FSDP2. Or pass a deepspeed_plugin to "
+                "Accelerator, or start the script with `accel launch --use_deepspeed`."
             )
         handler = self.sp_handler
         if handler is not None and (handler.sp_seq_length or handler.sp_attn_implementation != "sdpa"):

@@ -62,10 +62,7 @@ class ContextParallel:
 
     @contextmanager
     def __call__(
-        self,
-        buffers: list[Tensor],
-        buffer_seq_dims: list[int],
-        no_restore_buffers: set[Tensor],
+        self, buffers: list[Tensor], buffer_seq_dims: list[int], no_restore_buffers: set[Tensor]
     ) -> Generator[None]:
         """Shard tensors in place within the block, for the forward and backward pass.
 

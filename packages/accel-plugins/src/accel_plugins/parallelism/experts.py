@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -197,7 +197,9 @@ def _find_other_form(name: str, module: nn.Module) -> str:
 @contextmanager
 def local_experts(module: nn.Module, num_local: int) -> Generator[None]:
     """Make a module of experts see only this rank's parameters within the block."""
-    local = {name: _to_local(parameter) for name, parameter in module.named_parameters(recurse=False)}
+    local = {
+        name: cast("Any", parameter).to_local() for name, parameter in module.named_parameters(recurse=False)
+    }
     with replaced_attributes(module, {**local, "num_experts": num_local}):
         yield
 
@@ -214,10 +216,6 @@ def replaced_attributes(module: nn.Module, values: Mapping[str, Any]) -> Generat
         for name in values:
             del own[name]
         own.update(before)
-
-
-def _to_local(parameter: Any) -> Tensor:
-    return parameter.to_local()
 
 
 def exchange_counts(

@@ -255,8 +255,7 @@ class Pipeline:
             raise UnsupportedError(
                 f"{self.layout.names[position]!r} is on another stage of the pipeline. Call the whole model."
             )
-        if self._calls is not None:
-            self._calls.append(position)
+        self._record(position)
         if position >= stage.end:
             raise Leave
         before = stage.first - 1
@@ -634,9 +633,8 @@ def _loss_in(name: str, output: Any) -> Tensor:
     loss = _loss_or_none(output)
     if loss is None:
         raise SettingsError(
-            f"{name} returned no loss in training: a pipeline computes gradients when the model is "
-            "called, so its forward computes the loss (pass labels), and returns it alone, first, or as "
-            "`loss`."
+            f"{name} returned no loss in training: a pipeline computes gradients when the model is called, "
+            "so its forward computes the loss (pass labels), and returns it alone, first, or as `loss`."
         )
     return loss
 

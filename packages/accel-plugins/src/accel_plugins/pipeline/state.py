@@ -15,12 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
-from accel_plugins.full_parameters import (
-    FullParameters,
-    ParameterSource,
-    iter_gathered,
-    named_parameters_of,
-)
+from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
 from accel_plugins.sharding.shards import gather_full_tensor, shard_like, sharded_sources
 from accel_plugins.sharding.state import (
     ABSENT,

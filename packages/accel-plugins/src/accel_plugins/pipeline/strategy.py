@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -295,7 +295,9 @@ class StageCutter:
             is_tensor_parallel=self.is_tensor_parallel,
             model=weakref.ref(model),
         )
-        _without_cache(model)
+        # 3. Let generation compute all tokens anew: no stage has the caches of the others.
+        if getattr(model, "generation_config", None) is not None:
+            cast("Any", model).generation_config.use_cache = False
 
     def validate(self, model: nn.Module) -> None:
         """Refuse models that cannot be cut."""
@@ -374,10 +376,3 @@ class PipelineWrapper:
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         return self.sharded.unwrap(model)
-
-
-def _without_cache(model: Any) -> None:
-    """Let generation compute all tokens anew: no stage has the caches of the others."""
-    config = getattr(model, "generation_config", None)
-    if config is not None:
-        config.use_cache = False

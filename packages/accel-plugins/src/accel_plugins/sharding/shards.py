@@ -11,18 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from accel_ops.weights.mapped import release
-from accel_plugins.full_parameters import (
-    FullParameters,
-    ParameterSource,
-    iter_gathered,
-    named_parameters_of,
-)
-from accel_plugins.sharding.state import (
-    ShardedStates,
-    model_variables,
-    state_by_index,
-    state_by_name,
-)
+from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
+from accel_plugins.sharding.state import ShardedStates, model_variables, state_by_index, state_by_name
 from accel_state.frozen import frozen
 from accel_state.torch_private import (
     DTensorSpec,

@@ -128,7 +128,12 @@ class FolderWriter:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.tensors: dict[tuple[str | int, ...], LazyTensor] = {}
-        flat, self._paths = flatten_state_dict(recursively_apply(_on_meta, dict(state), test_type=_is_lazy))
+        on_meta = recursively_apply(
+            lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device="meta"),
+            dict(state),
+            test_type=lambda value: isinstance(value, LazyTensor),
+        )
+        flat, self._paths = flatten_state_dict(on_meta)
         self._objects = {key: value for key, value in flat.items() if not isinstance(value, Tensor)}
         self._keys = {path: key for key, path in self._paths.items()}
         for key in flat.keys() - self._objects.keys():
@@ -186,11 +191,3 @@ class FolderWriter:
             storage_meta=StorageMeta(),
         )
         sink.write(pickle.dumps(index))
-
-
-def _is_lazy(value: Any) -> bool:
-    return isinstance(value, LazyTensor)
-
-
-def _on_meta(lazy: LazyTensor) -> Tensor:
-    return torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")

@@ -86,8 +86,8 @@ class ReplicaGroups:
         self._apart, self._sync = apart, None
         self._store: Any = None
         self._read: Callable[[], StateDict] = dict
-        self._restore: Callable[[StateDict, bool], Mapping[Any, StateDict]] = _keep_nothing
-        self._load_last: Callable[[], str | None] = _find_nothing
+        self._restore: Callable[[StateDict, bool], Mapping[Any, StateDict]] = lambda *_: {}
+        self._load_last: Callable[[], str | None] = lambda: None
         self._saved: StateDict = {}
         self._is_open = False
         self._commits = True
@@ -420,11 +420,3 @@ class ReplicaGroups:
     def _unit(self) -> str:
         """In what the manager counts, for messages."""
         return "step" if self._apart is None else "sync"
-
-
-def _keep_nothing(_: StateDict, __: bool) -> Mapping[Any, StateDict]:
-    return {}
-
-
-def _find_nothing() -> str | None:
-    return None
