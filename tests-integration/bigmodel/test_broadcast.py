@@ -47,7 +47,7 @@ def test_every_rank_hears_of_a_checkpoint_that_rank_0_cannot_read(tmp_path: Path
         load_checkpoint_in_model(nn.Linear(2, 2), tmp_path, broadcast_from_rank0=True)
     except CheckpointError as error:
         told = str(error)
-    assert "is no safetensors file" in told
+    assert "is not a safetensors file" in told
 
 
 @distributed(world_size=2)

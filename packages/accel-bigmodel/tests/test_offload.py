@@ -165,7 +165,7 @@ def test_a_damaged_entry_of_an_index_ends_in_one_sentence(tmp_path, entry):
 @pytest.mark.parametrize("text", ["[" * 200_000, "[]", "3", "{"])
 def test_an_index_that_is_none_ends_in_one_sentence(tmp_path, text):
     (tmp_path / "index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"index\.json.* is no index of offloaded weights"):
+    with pytest.raises(CheckpointError, match=r"index\.json.* is not a valid index of offloaded weights"):
         OffloadedWeightsLoader(save_folder=tmp_path)
 
 

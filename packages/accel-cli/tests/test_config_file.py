@@ -88,9 +88,13 @@ def test_fifos_and_devices_are_refused_at_once(suffix, tmp_path):
 def test_deep_json_ends_in_a_sentence(tmp_path):
     for name in ("c.json", "config.json"):
         (tmp_path / name).write_text("[" * 200_000)
-    with pytest.raises(SettingsError, match=r"c\.json' is no config file in JSON: it is nested too deeply"):
+    with pytest.raises(
+        SettingsError, match=r"c\.json' is not a valid config file in JSON: it is nested too deeply"
+    ):
         read(tmp_path / "c.json")
-    with pytest.raises(SettingsError, match=r"config\.json' is no configuration: it is nested too deeply"):
+    with pytest.raises(
+        SettingsError, match=r"config\.json' is not a valid configuration: it is nested too deeply"
+    ):
         meta_model(str(tmp_path))
 
 

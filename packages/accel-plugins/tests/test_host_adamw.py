@@ -246,9 +246,16 @@ def test_master_weights_follow_a_model_that_was_loaded_and_keep_equal_ones():
     assert master[1].item() == pytest.approx(kept * decayed)
 
 
+def put_on_device(streams, tensor):
+    on_device = streams.empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+    return on_device.copy_(tensor.detach())
+
+
 @pytest.mark.parametrize("schedule", ["late", "early"])
 @pytest.mark.parametrize("pinned", [None, 0])
-def test_copies_of_a_late_device_are_ordered(schedule, pinned):
+@pytest.mark.parametrize("overlap", [True, False])
+def test_copies_of_a_late_device_are_ordered(schedule, pinned, overlap):
+    """The model has a stream of its own; without overlap, its gradients are not contiguous."""
     other = make_model()
     reference = Reference(other, **OPTIONS)
     for seed in range(4):
@@ -257,16 +264,18 @@ def test_copies_of_a_late_device_are_ordered(schedule, pinned):
         other.zero_grad()
     with late_device(schedule, pinned_capacity=pinned):
         streams = device_streams(torch.device("cpu"))
-        model = make_model()
-        for parameter in model.parameters():
-            on_device = streams.empty(parameter.nbytes).view(parameter.dtype).view(parameter.shape)
-            parameter.data = on_device.copy_(parameter.detach())
-        optimizer = HostAdamW(model.parameters(), **OPTIONS)
-        for seed in range(4):
-            backward(model, seed)
-            optimizer.step()
-            optimizer.zero_grad()
-        values = [parameter.detach().clone() for parameter in model.parameters()]
+        with streams.on(streams.new_stream()):
+            model = make_model()
+            for parameter in model.parameters():
+                parameter.data = put_on_device(streams, parameter)
+            optimizer = HostAdamW(model.parameters(), **OPTIONS, overlap=overlap)
+            for seed in range(4):
+                backward(model, seed)
+                for parameter in model.parameters() if not overlap else ():
+                    parameter.grad = parameter.grad.t().contiguous().t()
+                optimizer.step()
+                optimizer.zero_grad()
+            values = [parameter.detach().clone() for parameter in model.parameters()]
     for value, master in zip(values, reference.masters, strict=True):
         assert torch.equal(value, master.to(value.dtype))
 

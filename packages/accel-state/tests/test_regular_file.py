@@ -46,5 +46,5 @@ def test_a_file_may_have_as_many_bytes_as_the_bound(tmp_path):
     "text", ["[" * 200_000, '{"a":' * 200_000, "{", b"\xff", b"\xff\xfe[\x00]\x00", "1" * 5000, ""]
 )
 def test_text_that_is_no_json_ends_in_a_sentence(text):
-    with pytest.raises(CheckpointError, match=r"^'f\.json' is no index: "):
+    with pytest.raises(CheckpointError, match=r"^'f\.json' is not a valid index: "):
         parse_json(text, "f.json", what="index")

@@ -331,7 +331,7 @@ def test_an_adapter_needs_its_base(tmp_path):
 
     with pytest.raises(SettingsError, match="is an adapter: pass its base model"):
         convert_checkpoint(adapter, tmp_path / "new", to="safetensors")
-    with pytest.raises(SettingsError, match="is no adapter"):
+    with pytest.raises(SettingsError, match="is not a LoRA adapter"):
         convert_checkpoint(base, tmp_path / "new", to="safetensors", base=base)
     save_file(
         names | {"base_model.model.down.lora_A.weight": first.clone()}, adapter / "adapter_model.safetensors"

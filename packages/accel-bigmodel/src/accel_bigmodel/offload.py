@@ -46,7 +46,9 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
     path = Path(offload_folder) / OFFLOAD_INDEX_NAME
     index = read_json(path, what="index of offloaded weights")
     if not isinstance(index, dict):
-        raise CheckpointError(f"{str(path)!r} is no index of offloaded weights: it has no table of names")
+        raise CheckpointError(
+            f"{str(path)!r} is not a valid index of offloaded weights: it has no table of names"
+        )
     check_offload_index(index, str(path))
     return index
 

@@ -105,7 +105,7 @@ def _pop_quant_state(where: str, parts: dict[str, Tensor]) -> dict[str, Any]:
             f"{_STATE_BYTES} bytes of JSON."
         )
     text = bytes(packed.flatten().tolist())
-    state: Any = parse_json(text, where, what="weight that can be used")
+    state: Any = parse_json(text, where, what="quantized weight")
     if not isinstance(state, dict) or state.get("quant_type") != names[0].removeprefix(STATE_4BIT):  # pyright: ignore[reportUnknownMemberType]
         raise CheckpointError(f"{where}: {names[0]!r} holds {_shown(state)}, a different kind of state.")
     return state  # pyright: ignore[reportUnknownVariableType]

@@ -77,7 +77,7 @@ def read_regular(
 def read_json(
     path: str | os.PathLike[str] | RemotePath,
     *,
-    what: str = "JSON",
+    what: str = "JSON file",
     limit: int = JSON_LIMIT,
     error: Callable[[str], Exception] = CheckpointError,
 ) -> Any:
@@ -89,7 +89,7 @@ def parse_json(
     text: str | bytes,
     path: object,
     *,
-    what: str = "JSON",
+    what: str = "JSON file",
     error: Callable[[str], Exception] = CheckpointError,
     **how: Any,
 ) -> Any:
@@ -98,7 +98,7 @@ def parse_json(
     Example:
         >>> parse_json("[" * 100_000, "a.json")
         Traceback (most recent call last):
-        accel_state.errors.CheckpointError: 'a.json' is no JSON: it is nested too deeply
+        accel_state.errors.CheckpointError: 'a.json' is not a valid JSON file: it is nested too deeply
     """
     try:
         return json.loads(text if isinstance(text, str) else text.decode(), **how)
@@ -106,7 +106,7 @@ def parse_json(
         reason = "it is nested too deeply"
     except ValueError as problem:
         reason = str(problem)
-    raise error(f"{str(path)!r} is no {what}: {reason}")
+    raise error(f"{str(path)!r} is not a valid {what}: {reason}")
 
 
 class RestrictedUnpickler(pickle.Unpickler):

@@ -152,10 +152,10 @@ def _indexed(index_file: AnyPath) -> CheckpointFiles:
             raise KeyError("weight_map")
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{str(index_file)!r} is no index of a checkpoint: no 'weight_map' table"
+            f"{str(index_file)!r} is not a valid index of a checkpoint: no 'weight_map' table"
         ) from error
     if not pairs:
-        raise CheckpointError(f"{str(index_file)!r} is no index of a checkpoint: it names no tensor")
+        raise CheckpointError(f"{str(index_file)!r} is not a valid index of a checkpoint: it names no tensor")
     checked = {
         shard: _path_of_shard(index_file, shard) for shard in dict.fromkeys(shard for _, shard in pairs)
     }
@@ -260,7 +260,7 @@ def check_records(file: IO[bytes], *, has_checksum: bool = True) -> None:
         top = rows[0].filename.partition("/")[0] if rows else ""
         pickled = records.get(f"{top}/data.pkl")
         if len(records) < len(rows) or pickled is None or rows[0].header_offset:
-            raise ValueError("it is no archive of torch.save")
+            raise ValueError("it is not an archive of torch.save")
         if pickled.file_size > JSON_LIMIT:
             raise ValueError(f"its pickle is larger than {JSON_LIMIT} bytes")
         _stored_bytes(archive, pickled)

@@ -205,7 +205,7 @@ def _read_remote_header(file: RemoteFile, path: RemotePath) -> tuple[dict[str, H
     """
     length = int.from_bytes(file.read(8) or b"", "little")
     if length > min(JSON_LIMIT, file.size):
-        raise CheckpointError(f"{str(path)!r} is no safetensors file, or is truncated or damaged")
+        raise CheckpointError(f"{str(path)!r} is not a safetensors file, or is truncated or damaged")
     file.seek(0)
     with tempfile.TemporaryDirectory(prefix="accel-header-") as folder:
         local = Path(folder) / "header.safetensors"
@@ -231,7 +231,7 @@ def _read_header(
     except SafetensorError as error:
         reason = some_of([str(error).removeprefix("Error while deserializing header: ")], width=300)
         raise CheckpointError(
-            f"{name!r}, of {size} bytes, is no safetensors file, or is truncated or damaged: {reason}; "
+            f"{name!r}, of {size} bytes, is not a safetensors file, or is truncated or damaged: {reason}; "
             "fetch or save it again"
         ) from error
     _check_identity(path.stat(), _identity(os.fstat(file.fileno())), path)
@@ -240,7 +240,7 @@ def _read_header(
     raw = file.read(length)
     header = parse_json(raw, name, what="safetensors file", object_pairs_hook=_refuse_repeated)
     if not raw.startswith(b"{"):
-        raise CheckpointError(f"{name!r} has a safetensors header that is no table of tensors")
+        raise CheckpointError(f"{name!r} has a safetensors header that is not a table of tensors")
     metadata = header.pop(_METADATA, None) or {}
     start = 8 + length
     return {tensor: _header_entry(name, tensor, row, start) for tensor, row in header.items()}, metadata

@@ -237,7 +237,7 @@ def check_other_args(plugin: MegatronLMPlugin) -> None:
         if name not in known:
             hint = did_you_mean(name, known, "leave it out.")
             raise SettingsError(
-                f"MegatronLMPlugin(other_megatron_args={{{name!r}: …}}): {name}={value!r} is no field of "
+                f"MegatronLMPlugin(other_megatron_args={{{name!r}: …}}): {name}={value!r} is not a field of "
                 f"megatron-core's configurations; {hint}"
             )
 

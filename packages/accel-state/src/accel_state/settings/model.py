@@ -213,9 +213,9 @@ class ErrorCollector:
         >>> for text in ("1", "a", "b"):
         ...     with problems:
         ...         if not text.isdecimal():
-        ...             raise SettingsError(f"{text!r} is no number")
+        ...             raise SettingsError(f"{text!r} is not a number")
         >>> problems.found
-        ["'a' is no number", "'b' is no number"]
+        ["'a' is not a number", "'b' is not a number"]
     """
 
     def __init__(self) -> None:

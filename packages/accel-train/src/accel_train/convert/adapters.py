@@ -81,7 +81,7 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
 def _read_config(folder: AnyPath) -> Mapping[str, Any]:
     config = read_json(folder / _CONFIG)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise CheckpointError(f"{str(folder)!r} is no adapter of LoRA; merge it with peft.")
+        raise CheckpointError(f"{str(folder)!r} is not a LoRA adapter; merge it with peft.")
     return config
 
 

@@ -279,7 +279,7 @@ def _adam_of(contents: CheckpointContents) -> tuple[dict[str, LazyTensor], Optim
         if not {"step", "exp_avg", "exp_avg_sq"} <= values.keys() or str(name) not in weights:
             raise SettingsError(f"A universal checkpoint has the state of Adam, and {name!r} has none here.")
         if PurePath(str(name)).name != name:
-            raise CheckpointError(f"{name!r} is no name of a parameter: it would be a path.")
+            raise CheckpointError(f"{name!r} is not a valid parameter name: it would be a path.")
         weights[str(name)] = _converted(weights[str(name)], torch.float32)
         states[name] = {
             key: value if isinstance(value, LazyTensor) else _lazy_scalar(value)
