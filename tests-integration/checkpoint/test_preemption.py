@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,11 +129,15 @@ def test_notices_of_preemption_cost_no_step_and_change_nothing(
         while steps_of(folder) < stop and not [*folder.glob("code*")]:
             time.sleep(0.002)
         time.sleep(chance.random() * 0.01)
-        chosen = [psutil.Process(pid) for pid in chance.choice([pids, pids[-1:]])]
-        number = chance.choice([signal.SIGTERM, signal.SIGUSR1])
-        for process in chosen:
-            for target in (process, *process.children(recursive=True)):
-                target.send_signal(number)
+        chosen, number = chance.choice([pids, pids[-1:]]), chance.choice([signal.SIGTERM, signal.SIGUSR1])
+        for pid in chosen:
+            targets: list[psutil.Process] = []
+            with suppress(psutil.NoSuchProcess):
+                targets.append(process := psutil.Process(pid))
+                targets += process.children(recursive=True)
+            for target in targets:
+                with suppress(psutil.NoSuchProcess):  # a data worker may end meanwhile
+                    target.send_signal(number)
 
     given = heeded = count = 0
     while given < notices:
