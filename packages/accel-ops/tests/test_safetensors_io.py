@@ -93,7 +93,7 @@ def test_what_the_library_refuses_is_refused(kind, tmp_path):
     ("header", "reason"),
     [
         (b'{"a":%b,"a":%b}' % ((json.dumps(row()).encode(),) * 2), "'a' is there twice"),
-        (b" " + json.dumps({"a": row()}).encode(), "no table of tensors"),
+        (b" " + json.dumps({"a": row()}).encode(), "not a table of tensors"),
         (json.dumps({"a": row(more=[1])}).encode(), "the entry of tensor 'a' is damaged"),
     ],
 )

@@ -51,7 +51,9 @@ def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointCon
     if is_megatron(path):
         return read_megatron(path, base)
     if is_adapter(path) != (base is not None):
-        reason = "an adapter: pass its base model" if base is None else "no adapter, nor of Megatron"
+        reason = (
+            "an adapter: pass its base model" if base is None else "neither an adapter nor of Megatron-LM"
+        )
         raise SettingsError(f"{str(path)!r} is {reason} (base=, --base).")
     if base is not None:
         return merge_adapter(path, open_checkpoint(base))
