@@ -343,5 +343,5 @@ def test_an_adapter_needs_its_base(tmp_path):
     with pytest.raises(CheckpointError, match="fit no weight of the base: up;"):
         convert_checkpoint(adapter, tmp_path / "new", to="safetensors", base=base)
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"peft_type": "LOHA"}))
-    with pytest.raises(CheckpointError, match="no adapter of LoRA; merge it with peft"):
+    with pytest.raises(CheckpointError, match="not a LoRA adapter; merge it with peft"):
         convert_checkpoint(adapter, tmp_path / "new", to="safetensors", base=base)
