@@ -162,13 +162,19 @@ class DeepSpeedPlugin:
                 "A DeepSpeedPlugin is selected by its name: call "
                 "AcceleratorState().select_deepspeed_plugin(name)."
             )
-        self._selected = True
+        self._set_selected(value=True)
         self.set_deepspeed_weakref()
 
     def unselect(self) -> None:
         """Deactivate this plugin."""
-        self._selected = False
+        self._unselect()
+
+    def _unselect(self) -> None:  # Programs call this and the next by Accelerate's names.
+        self._set_selected(value=False)
         self._link = None
+
+    def _set_selected(self, value: bool) -> None:
+        self._selected = value
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """Return the value of a dotted key of the configuration, or a default."""
