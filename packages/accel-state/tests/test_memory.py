@@ -132,6 +132,24 @@ def test_what_did_not_fit_is_let_go_before_the_next_try():
     assert train()
 
 
+def test_what_an_earlier_error_holds_is_let_go_as_well():
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    @find_executable_batch_size(starting_batch_size=2)
+    def train(batch_size: int) -> bool:
+        if batch_size == 1:
+            gc.collect()
+            return seen[0]() is None
+        big = torch.zeros(10)
+        seen.append(weakref.ref(big))
+        try:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        except RuntimeError as error:
+            raise RuntimeError("The step failed: CUDA out of memory.") from error
+
+    assert train()
+
+
 def test_passing_the_batch_size_is_explained():
     @find_executable_batch_size
     def train(batch_size: int, lr: float) -> None: ...

@@ -141,10 +141,10 @@ def find_executable_batch_size(
             except (RuntimeError, MemoryError) as error:
                 if not should_reduce_batch_size(error):
                     raise
-                cause = error.with_traceback(None)  # its frames hold the tensors that did not fit
+                reason = str(error)  # the frames of the error hold the tensors that did not fit
             clear_device_cache(garbage_collection=True)
             tried, batch_size = batch_size, next_size()
-            logger.info("A batch of %d does not fit (%s); trying %d.", tried, cause, batch_size)
+            logger.info("A batch of %d does not fit (%s); trying %d.", tried, reason, batch_size)
         raise RuntimeError("No executable batch size found, reached zero.")
 
     parameters = list(signature.parameters.values())
