@@ -104,6 +104,14 @@ def test_a_second_save_leaves_no_shard_of_the_first(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [SAFE_WEIGHTS_NAME]
 
 
+def test_a_save_keeps_files_that_are_no_shards(tmp_path):
+    kept = ["model-best-of-three.safetensors", "model-1-of-2.safetensors"]
+    for name in kept:
+        (tmp_path / name).write_bytes(b"mine")
+    save_state_dict({"a": torch.ones(1)}, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, SAFE_WEIGHTS_NAME])
+
+
 @pytest.mark.parametrize("safe", [True, False])
 def test_save_and_load_are_inverse(tmp_path, safe):
     tensors = {"a": torch.randn(3), "b": torch.arange(4)}

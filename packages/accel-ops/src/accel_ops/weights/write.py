@@ -177,7 +177,9 @@ def _lacks_storage(data: Any) -> bool:
 
 
 def _remove_previous(folder: AnyPath, pattern: str, index_name: str, plan: WeightShards) -> None:
-    stale: set[AnyPath] = {*folder.glob(pattern.format(suffix="-*-of-*")), folder / pattern.format(suffix="")}
+    number = "[0-9]" * 5
+    shards = folder.glob(pattern.format(suffix=f"-{number}-of-{number}"))
+    stale: set[AnyPath] = {*shards, folder / pattern.format(suffix="")}
     if plan.index is None:
         stale.add(folder / index_name)
     for path in stale - {folder / file for file in plan.files}:
