@@ -420,6 +420,21 @@ def test_an_older_format_is_translated_and_says_so(old, new, note):
     assert parse_file(old, "run.yaml").keys() == parse_file(new, "run.yaml").keys()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "table", "expected"),
+    [
+        ("dynamo_backend", "INDUCTOR", "dynamo_config", {"dynamo_backend": "INDUCTOR"}),
+        ("tp_config", {"tp_size": 4}, "parallelism_config", {"parallelism_config_tp_size": 4}),
+    ],
+)
+def test_an_old_key_is_kept_beside_an_empty_table_and_a_value_in_its_place_is_refused(
+    key, value, table, expected
+):
+    assert translate({key: value, table: None}).content == {table: expected}
+    with pytest.raises(SettingsError, match=f"key {table} of run.yaml is 5: expected a table"):
+        parse_file({key: value, table: 5}, "run.yaml")
+
+
 def test_the_present_format_needs_no_translation():
     assert translate(DOCUMENTED_FILE).notes == ()
     assert translate(DOCUMENTED_FILE).content == DOCUMENTED_FILE

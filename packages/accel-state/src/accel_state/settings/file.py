@@ -85,10 +85,15 @@ def translate(content: Mapping[str, Any]) -> Translation:
 def _move(result: dict[str, Any], key: str, value: Any, table: str | None, name: str | None) -> str:
     if name is None:
         return f"'{key}' is no longer needed: {_WHY[key]}"
-    target = result if table is None else result.setdefault(table, {})
-    if isinstance(target, dict):
-        target.setdefault(name, value)
+    (result if table is None else _table(result, table)).setdefault(name, value)
     return f"'{key}' is '{f'{table}.' if table else ''}{name}' now"
+
+
+def _table(result: dict[str, Any], key: str) -> dict[Any, Any]:
+    """Return a table to add to; what is there in place of one stays, and is refused later."""
+    if result.get(key) is None:
+        result[key] = {}
+    return result[key] if isinstance(result[key], dict) else {}
 
 
 def _inside(content: Mapping[str, Any], result: dict[str, Any]) -> list[str]:
@@ -96,7 +101,7 @@ def _inside(content: Mapping[str, Any], result: dict[str, Any]) -> list[str]:
     notes: list[str] = []
     old = content.get("tp_config")
     if isinstance(old, dict) and old:
-        sizes = result.setdefault("parallelism_config", {})
+        sizes = _table(result, "parallelism_config")
         for key, value in old.items():
             name = _TENSOR_PARALLEL.get(key, key)
             sizes.setdefault(name, value)
