@@ -7,6 +7,8 @@ import pytest
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
 from accel_state.logging import get_logger
+from accel_state.runtime import current
+from accel_state.testing import ThreadRanks
 
 pytestmark = pytest.mark.usefixtures("fresh")
 
@@ -41,6 +43,19 @@ def test_a_message_below_the_level_is_dropped(logger, caplog):
     logger.logger.setLevel("ERROR")
     logger.info("hello")
     assert not caplog.records
+
+
+def test_logging_in_order_waits_for_ranks_whose_level_is_higher(caplog):
+    ranks = ThreadRanks(size=2)
+
+    def body(rank):
+        logger = get_logger(f"tests.levels.{rank}", log_level="ERROR" if rank else "INFO")
+        logger.info("hello from %d", rank, main_process_only=False, in_order=True)
+        return current().collectives.all_gather_object(rank)
+
+    assert ranks.run(body) == [[0, 1]] * 2
+    assert ranks.messages == ["barrier", "barrier", "all_gather_object"]
+    assert [record.getMessage() for record in caplog.records] == ["hello from 0"]
 
 
 def test_a_warning_is_said_once_for_the_same_words(logger, caplog):

@@ -19,7 +19,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
 
     Every method of a logger takes two more arguments: `main_process_only` (default `True`) and, with
     `main_process_only=False`, `in_order` (default `False`), which makes ranks log one after the other;
-    then all processes must make the call. It also works before any state exists.
+    then all processes must make the call, whatever their levels. It also works before any state exists.
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
@@ -35,20 +35,20 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)  # the line of the caller, not this one
-        if not self.isEnabledFor(level):
+        takes_turns = in_order and not main_process_only
+        # Ranks may have different levels: the others wait for one that logs nothing.
+        if not takes_turns and not self.isEnabledFor(level):
             return
         topology = runtime.current_topology()
         message, options = self.process(msg, cast("MutableMapping[str, Any]", kwargs))
-        if main_process_only:
-            if topology.is_main:
+        if not takes_turns:
+            if topology.is_main or not main_process_only:
                 self.logger.log(level, message, *args, **options)
-        elif in_order:
-            for rank in range(topology.world_size):
-                if rank == topology.rank:
-                    self.logger.log(level, message, *args, **options)
-                runtime.current_or_single().barrier()
-        else:
-            self.logger.log(level, message, *args, **options)
+            return
+        for rank in range(topology.world_size):
+            if rank == topology.rank:
+                self.logger.log(level, message, *args, **options)
+            runtime.current_or_single().barrier()
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Log a warning once for the same arguments."""
