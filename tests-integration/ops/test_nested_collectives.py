@@ -119,6 +119,15 @@ def test_large_tensors_gather_whether_even_or_not(rows: tuple[int, int]) -> None
 
 
 @distributed(world_size=2)
+def test_a_large_conjugated_view_is_broadcast_by_value() -> None:
+    rank = PartialState(cpu=True).process_index
+    mine = torch.full((200_000,), complex(rank, 1)).conj()
+    assert mine.is_conj()
+    broadcast([mine], from_process=1)
+    assert torch.equal(mine.resolve_conj(), torch.full((200_000,), 1 - 1j))
+
+
+@distributed(world_size=2)
 def test_known_shapes_are_not_exchanged() -> None:
     rank = PartialState(cpu=True).process_index
     tree = [torch.full((2,), rank), torch.full((400_000,), float(rank)), torch.tensor(float(rank))]

@@ -474,7 +474,7 @@ def _members_in(owner: PackingPlan, rows: Tensor, source: int) -> list[Tensor]:
 def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device: torch.device) -> None:
     """Broadcast a large leaf, without a copy if it is contiguous on the device."""
     leaf = leaf.detach()
-    moved = leaf.to(device).contiguous()
+    moved = leaf.to(device).contiguous().resolve_conj()
     collectives.broadcast(moved, source)
     if moved is not leaf and collectives.rank != source:
         leaf.copy_(moved)
