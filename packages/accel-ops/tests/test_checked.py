@@ -16,6 +16,7 @@ from accel_ops import (
 )
 from accel_ops.collectives import broadcast_from
 from accel_ops.uneven_gather import chained_operation, verify_operation
+from accel_state.errors import StalledCollectiveError
 from accel_state.rank_status import Call, explain
 
 HERE = Path(__file__).name
@@ -137,6 +138,15 @@ def test_decorated_collectives_are_compared_and_name_their_callers(world) -> Non
     assert "float32[3]" in results[0][1]
     assert "outer" in results[0][2]
     assert outer(X) == 2
+
+
+def test_an_error_of_a_decorated_function_keeps_its_class() -> None:
+    @chained_operation
+    def stall() -> None:
+        raise StalledCollectiveError("rank 1 is at train.py:8")
+
+    with pytest.raises(TimeoutError, match="stall"):
+        stall()
 
 
 def test_a_broadcast_takes_its_source_by_another_name(world) -> None:

@@ -371,7 +371,7 @@ def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except DistributedOperationException as error:
             name = f"{function.__module__}.{function.__name__}"
-            raise DistributedOperationException(
+            raise type(error)(
                 f"Error found while calling `{name}`. Please see the earlier error for more details."
             ) from error
 
