@@ -190,8 +190,8 @@ def _check_peer_access(kind: DeviceKind, variables: Mapping[str, str]) -> None:
         names = " and ".join(f"{name}=1" for name in missing)
         raise UnsupportedError(
             f"The GPUs of this machine ({get_gpu_info()[0][0]}, driver {get_driver_version()}) cannot reach "
-            f"each other's memory, and NCCL does not know: set {names}, as "
-            " `accel launch` and `notebook_launcher` do, or install driver 550.40.07 or newer."
+            f"each other's memory, and NCCL does not know: set {names}, as `accel launch` and "
+            "`notebook_launcher` do, or install driver 550.40.07 or newer."
         )
 
 
