@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
 
 from accel_bigmodel import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accel_ops.weights.write import save_state_dict
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointError, MissingDependencyError
 from harness import distributed
 
 if TYPE_CHECKING:
@@ -48,6 +50,19 @@ def test_every_rank_hears_of_a_checkpoint_that_rank_0_cannot_read(tmp_path: Path
     except CheckpointError as error:
         told = str(error)
     assert "is not a safetensors file" in told
+
+
+@distributed(world_size=2)
+def test_every_rank_hears_of_a_library_that_rank_0_lacks() -> None:
+    told = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 0:
+            patch.setitem(sys.modules, "huggingface_hub", None)
+        try:
+            load_checkpoint_in_model(nn.Linear(2, 2), "some/model", broadcast_from_rank0=True)
+        except MissingDependencyError as error:
+            told = str(error)
+    assert "install accel-bigmodel[hub]" in told
 
 
 @distributed(world_size=2)

@@ -394,6 +394,11 @@ def test_buffers_and_modules_with_tied_weights_have_their_bytes():
     modules = [("body", model), ("head", model.linear1)]
     assert get_module_size_with_ties(["body.a", "body.b"], 12, sizes, modules) == (13, ["body"], [model])
     assert get_module_size_with_ties([], 12, sizes, modules) == (12, [], [])
+    tied = nn.ModuleDict({"embed": nn.Embedding(5, 2), "head": nn.Linear(2, 5)})
+    tied["head"].weight = tied["embed"].weight  # counted at its first name
+    sizes = compute_module_sizes(tied)
+    result = get_module_size_with_ties(["head.weight"], sizes["embed"], sizes, [("head", tied["head"])])
+    assert result == (40 + 20, ["head"], [tied["head"]])
 
 
 def test_the_largest_layers_are_named():

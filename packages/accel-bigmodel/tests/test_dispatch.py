@@ -12,6 +12,7 @@ from torch.nn.modules.module import _global_module_registration_hooks as registr
 
 from accel_bigmodel import AlignDevicesHook, cpu_offload, disk_offload, dispatch_model
 from accel_ops.weights.tensors import find_tied_parameters
+from accel_state.errors import SettingsError
 
 
 def hooks_of(model):
@@ -70,6 +71,14 @@ def test_whole_models_are_offloaded(toy, tokens, tmp_path, offload):
     assert offloaded == [name for name, _ in toy.named_parameters() if name != "gain"]  # above blocks: stays
     for _ in range(2):
         assert torch.equal(toy(tokens), expected)
+
+
+def test_a_folder_with_the_weights_of_another_model_is_refused(toy, tokens, tmp_path):
+    disk_offload(nn.Sequential(nn.Linear(2, 2)), tmp_path)
+    expected = toy(tokens)
+    with pytest.raises(SettingsError, match="has no weights for gain, "):
+        disk_offload(toy, tmp_path)
+    assert torch.equal(toy(tokens), expected)
 
 
 def test_a044_a_replaced_module_is_placed_like_the_old_one(toy, tokens, tmp_path):

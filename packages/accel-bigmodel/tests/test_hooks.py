@@ -22,11 +22,13 @@ from accel_bigmodel import (
     attach_layerwise_casting_hooks,
     cpu_offload,
     cpu_offload_with_hook,
+    disk_offload,
     has_offloaded_params,
     remove_hook_from_module,
     remove_hook_from_submodules,
     set_module_tensor_to_device,
 )
+from accel_bigmodel.align import align_hooks_of
 from accel_state.errors import CheckpointError
 
 
@@ -99,6 +101,8 @@ def test_no_grad_is_kept():
         no_grad = True
 
     layer = add_hook_to_module(nn.Linear(1, 1), Quiet())
+    assert not layer(torch.ones(1)).requires_grad
+    add_hook_to_module(layer, Add(1), append=True)
     assert not layer(torch.ones(1)).requires_grad
 
 
@@ -329,3 +333,36 @@ def test_only_supported_layers_are_stored_small_with_or_without_some_to_skip(opt
     layer = nn.LayerNorm(4)
     attach_layerwise_casting_hooks(layer, torch.bfloat16, torch.float32, **options)
     assert layer.weight.dtype == torch.float32
+
+
+def test_what_is_assigned_to_an_aligned_module_stays():
+    layer = nn.Linear(2, 2)
+    weight, bias = layer.weight, layer.bias
+    with align_module_device(layer, torch.device("cpu")):
+        layer.weight.data = torch.full((2, 2), 3.0)
+        layer.bias = nn.Parameter(torch.ones(2))
+    assert layer.weight is weight
+    assert layer.bias is bias
+    assert layer(torch.ones(1, 2)).tolist() == [[7, 7]]
+
+
+def test_weights_that_do_not_all_come_leave_the_module_as_it_was():
+    layer = add_hook_to_module(nn.Linear(2, 2), AlignDevicesHook(execution_device="cpu", offload=True))
+    hook = layer._hf_hook
+    weights, hook.weights_map = hook.weights_map, {"weight": hook.weights_map["weight"]}
+    with pytest.raises(KeyError, match="bias"):
+        layer(torch.ones(1, 2))
+    assert layer.weight.is_meta
+    hook.weights_map = weights
+    assert layer(torch.ones(1, 2)).shape == (1, 2)
+
+
+def test_weights_in_use_are_not_aligned_elsewhere_and_stay_in_use(tmp_path):
+    model = disk_offload(nn.Sequential(nn.Linear(2, 2)), tmp_path, execution_device="cpu")
+    hook = next(hook for hook in align_hooks_of(model[0]) if hook.offload)
+    hook.block.acquire()
+    with pytest.raises(RuntimeError, match="in use"), align_module_device(model[0], torch.device("meta")):
+        pass
+    assert hook.execution_device == "cpu"
+    hook.block.release()
+    assert not hook.block.is_held

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -475,3 +476,63 @@ def test_values_of_the_model_that_a_map_sends_to_the_disk_are_kept_without_a_che
     assert loaded[1].weight.is_meta
     with pytest.raises(SettingsError, match="offload_folder"):
         load_checkpoint_and_dispatch(copy.deepcopy(model), path, plan)
+
+
+def test_buffers_that_a_checkpoint_lacks_go_to_the_disk_with_their_module(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+    model[1].running_mean.fill_(0.5)
+    inputs = torch.randn(2, 4)
+    expected = model(inputs)
+    state = {name: value for name, value in model.state_dict().items() if name != "1.running_mean"}
+    save_file(state, tmp_path / "model.safetensors")
+    loaded = load_checkpoint_and_dispatch(
+        model, tmp_path, {"": "disk"}, offload_folder=tmp_path / "off", offload_buffers=True
+    )
+    assert loaded[1].running_mean.is_meta
+    assert torch.equal(loaded(inputs), expected)
+
+
+def test_what_rank_0_sends_goes_to_temporary_files_when_asked(tmp_path):
+    source = nn.Linear(64, 64)
+    save_state_dict(source.state_dict(), tmp_path)
+    rendezvous = f"file://{tmp_path}/store"
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=0, world_size=1)
+    try:
+        model = nn.Linear(64, 64, device="meta")
+        load_checkpoint_in_model(
+            model, tmp_path, {"": "cpu"}, offload_state_dict=True, broadcast_from_rank0=True
+        )
+        with pytest.raises(SettingsError, match="more than the limit"):
+            load_checkpoint_and_dispatch(
+                nn.Linear(64, 64), tmp_path, {"": "cpu"}, broadcast_from_rank0=True, memory_limit=100
+            )
+        # What goes to an accelerator takes none of the host's memory.
+        on_device = nn.Linear(64, 64, device="meta")
+        load_checkpoint_and_dispatch(
+            on_device, tmp_path, {"": torch.device("meta")}, broadcast_from_rank0=True, memory_limit=100
+        )
+    finally:
+        torch.distributed.destroy_process_group()
+    assert torch.equal(model.weight, source.weight)
+    mappings = [line.split() for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()]
+    (file,) = (
+        row[5]
+        for row in mappings
+        if int(row[0].split("-")[0], 16) <= model.weight.data_ptr() < int(row[0].split("-")[1], 16)
+    )
+    assert file.endswith("weight.dat")
+
+
+def test_a_checkpoint_of_the_hub_of_which_a_part_is_cached_is_fetched(toy, tmp_path, monkeypatch):
+    pytest.importorskip("huggingface_hub")
+    cached = tmp_path / "cached"
+    save_state_dict(toy.state_dict(), cached, max_shard_size=900)
+    max(cached.glob("*.safetensors")).unlink()
+    save_state_dict(toy.state_dict(), tmp_path / "fetched")
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda name, local_files_only=False, **_: str(
+            tmp_path / ("cached" if local_files_only else "fetched")
+        ),
+    )
+    assert local_checkpoint("some/model") == tmp_path / "fetched"

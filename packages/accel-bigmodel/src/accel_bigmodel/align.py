@@ -262,12 +262,17 @@ class AlignDevicesHook(ModelHook):
     def _load(self) -> None:
         device = torch.device("cpu" if self.execution_device is None else self.execution_device)
         weights, tied = self.weights_map or {}, self.tied_params_map
-        for slot in self.slots:
-            value = weights[slot.name]
-            if value.device != device:
-                shared = tied.get(value.data_ptr(), {}).get(device) if tied else None
-                value = value.to(device) if shared is None else shared
-            slot.enter(value)
+        try:
+            for slot in self.slots:
+                value = weights[slot.name]
+                if value.device != device:
+                    shared = tied.get(value.data_ptr(), {}).get(device) if tied else None
+                    value = value.to(device) if shared is None else shared
+                slot.enter(value)
+        except BaseException:
+            for slot in self.slots:
+                slot.leave()
+            raise
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -303,9 +308,11 @@ def align_module_device(
             hook.execution_device = execution_device
         try:
             hook.pre_forward(module)
-            yield
+            try:
+                yield
+            finally:
+                hook.post_forward(module, None)
         finally:
-            hook.post_forward(module, None)
             hook.execution_device = before
         return
     held = dict(named_module_tensors(module, recurse=False)) if execution_device is not None else {}
@@ -319,8 +326,8 @@ def align_module_device(
     finally:
         for name, tensor in held.items():
             table = tables[name not in tables[0]]
-            if not table[name].is_meta and table[name].device != tensor.device:
-                tensor.data.copy_(table[name])
+            if not table[name].is_meta and table[name].data_ptr() != tensor.data_ptr():
+                tensor.data.copy_(table[name])  # from another device, or assigned
             table[name] = tensor
 
 

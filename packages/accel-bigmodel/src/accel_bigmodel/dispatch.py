@@ -216,11 +216,20 @@ def disk_offload(
         execution_device: The execution device; by default that of its first parameter.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Classes whose modules load everything below them at once.
+
+    Raises:
+        SettingsError: The folder has the weights of another model.
     """
     device = _first_device(model) if execution_device is None else execution_device
     if not (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():
         offload_state_dict(offload_dir, model.state_dict())
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    absent = [name for name in model.state_dict() if name not in weights]
+    if absent:
+        raise SettingsError(
+            f"the folder {str(offload_dir)!r} is that of another model: it has no weights for "
+            f"{some_of(absent)}. Choose a folder of its own for each model"
+        )
     return _offloaded(model, device, weights, offload_buffers, preload_module_classes)
 
 

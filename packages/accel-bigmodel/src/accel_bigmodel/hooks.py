@@ -6,7 +6,7 @@ import functools
 import re
 import threading
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class ModelHook:
         no_grad: Whether the forward runs without recording gradients.
     """
 
-    no_grad: ClassVar[bool] = False
+    no_grad: bool = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Prepare the module when the hook is attached, and return it."""
@@ -56,6 +56,7 @@ class SequentialHook(ModelHook):
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         for hook in self.hooks:

@@ -26,7 +26,12 @@ from accel_bigmodel.placement import TensorOwner, set_module_tensor_to_device, s
 from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint, stored_dtypes
 from accel_ops.weights.layout import convert_bytes, convert_file_size_to_int
 from accel_ops.weights.read import device_of
-from accel_ops.weights.tensors import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
+from accel_ops.weights.tensors import (
+    check_tied_parameters_in_config,
+    find_tied_parameters,
+    non_persistent_buffers,
+    retie_parameters,
+)
 from accel_state.errors import CheckpointMismatchError, SettingsError, UnsupportedError, some_of
 from accel_state.frozen import frozen
 from accel_state.html_table import html_table
@@ -181,7 +186,7 @@ def assign(
             _to_disk(source, step, assignment, index)
             continue
         value = uploaded.pop(step.name) if step.name in uploaded else source.get(step.name)
-        if step.how in ("cast", "read") and assignment.spill and str(step.device) == "cpu":
+        if assignment.spill and _takes_memory(step):
             spilled = spilled or tempfile.TemporaryDirectory(prefix="accel-spill-")
             value = _spilled(value.to(step.dtype), step.name, spilled.name)
         _put(model, step, value, assignment)
@@ -364,12 +369,16 @@ def _warn_mismatches(
         )
 
 
+def _takes_memory(step: AssignStep) -> bool:
+    """Return whether a tensor will be in host memory that no file backs."""
+    return step.how in ("broadcast", "cast", "read") and str(step.device) == "cpu"
+
+
 def _check_limit(plan: Plan, assignment: Assignment) -> None:
     limit = assignment.memory_limit
     if limit is None:
         return
-    held = [step for _, steps in plan for step in steps if step.how in ("cast", "read", "broadcast")]
-    taking = [step for step in held if step.device not in (None, "disk") and not assignment.spill]
+    taking = [step for _, steps in plan for step in steps if _takes_memory(step) and not assignment.spill]
     total = sum(step.nbytes for step in taking)
     if total > limit:
         raise SettingsError(
@@ -658,11 +667,14 @@ def load_checkpoint_and_dispatch(
 def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) -> None:
     """Write to the disk what a device map sends there, has values in the model, and no checkpoint gave."""
     loaded = {name for group in find_tied_parameters(model) if index.keys() & group for name in group}
+    buffers = model.named_buffers() if assignment.offload_buffers else ()
+    passing = non_persistent_buffers(model, recurse=True)
     unloaded = {
         name: tensor
-        for name, tensor in model.named_parameters()
+        for name, tensor in (*model.named_parameters(), *buffers)
         if name not in index
         and name not in loaded
+        and name not in passing
         and not tensor.is_meta
         and device_of(name, assignment.device_map or {}) == "disk"
     }

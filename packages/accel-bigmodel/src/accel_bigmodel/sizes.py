@@ -263,7 +263,7 @@ def get_module_size_with_ties(
         if name not in names:
             names.append(name)
             total += module_sizes[name]
-        total -= module_sizes[weight]
+        total -= module_sizes.get(weight, 0)  # without bytes where another name has counted it
     return total, names, [named[name] for name in names]
 
 

@@ -24,7 +24,7 @@ from accel_ops.weights.layout import (
 from accel_ops.weights.read import find_checkpoint_files, load_state_dict
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state import runtime
-from accel_state.errors import MissingDependencyError, SettingsError
+from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError
 from accel_state.files import any_path
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import device_streams
@@ -197,9 +197,9 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:
         ) from error
     try:
         folder = Path(hub.snapshot_download(name, local_files_only=True, allow_patterns=["*"]))
-        if any(file for patterns in _PATTERNS for file in folder.glob(patterns[2])):
-            return folder
-    except (errors.LocalEntryNotFoundError, FileNotFoundError, errors.HFValidationError):
+        find_checkpoint_files(folder)  # all of them, or the rest is fetched
+        return folder
+    except (errors.LocalEntryNotFoundError, FileNotFoundError, errors.HFValidationError, CheckpointError):
         pass
     try:
         for patterns in _PATTERNS:
@@ -234,7 +234,7 @@ def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
         try:
             opened = open_checkpoint(checkpoint)
             lines = [[(str(source.path), source.tensors) for source in opened]]
-        except (OSError, ValueError) as error:
+        except (ImportError, OSError, ValueError) as error:
             lines = [error]
     distributed.broadcast_object_list(lines, src=0)
     if isinstance(lines[0], Exception):
