@@ -21,10 +21,7 @@ _ORIGINAL = "_original_forward"
 
 
 def extract_model_from_parallel(
-    model: M,
-    keep_fp32_wrapper: bool = True,
-    keep_torch_compile: bool = True,
-    recursive: bool = False,
+    model: M, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> M:
     """Return a model without its distributed wrappers.
 

@@ -23,12 +23,7 @@ class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor cannot be padded and stays unchanged."""
 
 
-def pad_across_processes(
-    tensor: T,
-    dim: int = 0,
-    pad_index: float = 0,
-    pad_first: bool = False,
-) -> T:
+def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> T:
     """Pad every tensor of nested data to its largest size over all ranks.
 
     The sizes of all leaves are gathered together, unless no leaf has the dimension.
@@ -115,7 +110,8 @@ def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: 
     order = sorted(range(len(leaves)), key=lambda index: leaves[index][0])
     facts = [(path, leaf.dim(), leaf.dtype) for path, leaf in (leaves[index] for index in order)]
     device = HOST if is_recorded(runtime.device) else runtime.device
-    own = torch.tensor([[_size(leaves[index][1], dim) for index in order]], device=device)
+    in_order = [leaves[index][1] for index in order]
+    own = torch.tensor([[leaf.shape[dim] if _has(leaf, dim) else -1 for leaf in in_order]], device=device)
     try:
         # The name is a hash of the structure: a gather refuses to join structures that differ.
         named = flatten({str(digest(repr(facts))): own}, "pad_across_processes")
@@ -132,10 +128,6 @@ def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: 
     for index, size in zip(order, by_path, strict=True):
         largest[index] = size
     return largest
-
-
-def _size(leaf: torch.Tensor, dim: int) -> int:
-    return leaf.shape[dim] if _has(leaf, dim) else -1
 
 
 def _has(leaf: torch.Tensor, dim: int) -> bool:

@@ -199,10 +199,7 @@ class _OwnWeights(Source):
 
 
 def _types(
-    model: nn.Module,
-    layers: Collection[str],
-    unquantized: Sequence[str],
-    config: BnbQuantizationConfig,
+    model: nn.Module, layers: Collection[str], unquantized: Sequence[str], config: BnbQuantizationConfig
 ) -> dict[str, torch.dtype]:
     """Return the dtypes of all floating tensors that are not quantised."""
     types: dict[str, torch.dtype] = {}

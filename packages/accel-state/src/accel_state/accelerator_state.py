@@ -99,7 +99,12 @@ class AcceleratorState(SharedState):
         wanted = known if known and mixed_precision is None else _precision(mixed_precision, partial)
         if known is not None and not _from_accelerator:
             self._check_initialized(wanted)
-            _refuse_changes(self.__dict__, plugins)
+            for name, value in plugins.items():
+                if self.__dict__.get(name) != value:
+                    raise SettingsError(
+                        f"AcceleratorState({name}={value!r}): this process has {self.__dict__.get(name)!r} "
+                        "already. Pass it to `Accelerator`, which can change it."
+                    )
             return
         active = self.__dict__.get("deepspeed_plugins")
         previous = {name: self.__dict__.get(name) for name in plugins_by_field} | plugins
@@ -274,15 +279,6 @@ def _by_name(plugin: Any) -> Mapping[str, Any] | None:
     if plugin is None or isinstance(plugin, dict):
         return cast("Mapping[str, Any] | None", plugin) or None
     return {"default": plugin}
-
-
-def _refuse_changes(known: Mapping[str, Any], plugins: Mapping[str, Any]) -> None:
-    for name, value in plugins.items():
-        if known.get(name) != value:
-            raise SettingsError(
-                f"AcceleratorState({name}={value!r}): this process has {known.get(name)!r} already. "
-                "Pass it to `Accelerator`, which can change it."
-            )
 
 
 class AccumulationPlugin(Protocol):

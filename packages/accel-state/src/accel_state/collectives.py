@@ -160,16 +160,8 @@ def _wait_for_nothing() -> None:
 
 # Every backend sends these types unchanged; all other types are sent as bytes.
 _SENDABLE = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int8,
-        torch.uint8,
-    }
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8}
 )
 # Types that are reduced in a wider type, which holds their sums.
 _WIDER = {

@@ -5,7 +5,6 @@ Settings and the command derive their lists from the table; only `probe` and `mo
 
 from __future__ import annotations
 
-import functools
 import logging
 import platform
 import subprocess
@@ -87,11 +86,7 @@ def _named(name: str) -> DeviceKind:
 
 def _asking(function: str, *args: Any) -> Callable[[], bool]:
     """Return a probe that calls a function of `accel_state.devices`."""
-    return functools.partial(_detect, function, *args)
-
-
-def _detect(function: str, *args: Any) -> bool:
-    return getattr(import_module("accel_state.devices"), function)(*args)
+    return lambda: getattr(import_module("accel_state.devices"), function)(*args)
 
 
 def _row(

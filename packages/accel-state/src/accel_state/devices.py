@@ -17,7 +17,7 @@ from packaging.version import Version
 from accel_state.device_kinds import BY_NAME, CPU, KINDS, DeviceKind, available_kind, kind_of
 from accel_state.environ import parse_flag_from_env, patch_environment
 from accel_state.errors import SettingsError
-from accel_state.libraries import is_torch_version
+from accel_state.libraries import ADA, is_torch_version
 
 logger = logging.getLogger(__name__)
 
@@ -168,19 +168,15 @@ def has_device(device_type: str, plugin: str | None = None) -> bool:
     return namespace is not None and bool(namespace.is_available())
 
 
-def _driver_has_device(name: str) -> bool:
-    """Return whether the driver of a kind of device reports at least one device."""
-    try:
-        return BY_NAME[name].module.device_count() > 0
-    except RuntimeError:
-        return False
-
-
 def _question(name: str, device: str) -> Callable[..., bool]:
     """Make `is_<name>_available` of a kind of device."""
 
     def is_available(check_device: bool = False) -> bool:
-        return BY_NAME[name].probe() and (not check_device or _driver_has_device(name))
+        kind = BY_NAME[name]
+        try:
+            return kind.probe() and (not check_device or kind.module.device_count() > 0)
+        except RuntimeError:
+            return False
 
     is_available.__name__ = is_available.__qualname__ = f"is_{name}_available"
     is_available.__doc__ = f"""Return whether torch can use {device}.
@@ -286,16 +282,14 @@ def is_fp16_available() -> bool:
     return not is_habana_gaudi1()
 
 
-_CUDA_FP8 = (8, 9)  # Ada; https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html
-
-
 @functools.cache
 def check_cuda_fp8_capability() -> bool:
     """Return whether the current CUDA device computes in float8 (compute capability 8.9 or newer)."""
-    return _has_capability(_CUDA_FP8)
+    return _has_capability(ADA)
 
 
-_CUDA_MXFP8 = (10, 0)  # Blackwell; the same page
+# Blackwell; https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html
+_CUDA_MXFP8 = (10, 0)
 
 
 def is_transformer_engine_mxfp8_available() -> bool:

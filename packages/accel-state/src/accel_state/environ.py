@@ -130,7 +130,8 @@ def patch_environment(**kwargs: Any) -> Generator[None]:
     try:
         yield
     finally:
-        _restore(before)
+        remove(before)
+        publish({name: value for name, value in before.items() if value is not None})
 
 
 @contextmanager
@@ -210,14 +211,6 @@ def remove(names: Iterable[str]) -> None:
     """Remove variables of this process, those that are set."""
     for name in names:
         os.environ.pop(name, None)
-
-
-def _restore(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 _Decorated = TypeVar("_Decorated", bound="Callable[..., Any]")

@@ -75,6 +75,17 @@ class StalledCollectiveError(DistributedOperationException, TimeoutError):
     """A collective did not complete in time. The message shows where every rank was."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its class if it has none.
+
+    Example:
+        >>> first_line(OSError(28, "No space left on device")), first_line(EOFError())
+        ('No space left on device', 'EOFError')
+    """
+    text = getattr(error, "strerror", None) or str(error)
+    return (text.splitlines() or [""])[0] or type(error).__name__
+
+
 def some_of(names: Iterable[str], *, most: int = 10, width: int = 100) -> str:
     """List names for a message: the first ones, none longer than `width` characters, and how many more.
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -328,9 +328,12 @@ class HangMonitor:
         if not self._warns:
             return
         statuses = self.statuses(range(self._world_size))
-        # Outside of collectives a process may well compute for long: what counts is who waits for whom.
-        if slot is None and waited < LAST_WARNING * self._limit and not self._is_ahead_of(statuses):
-            return
+        # Outside of collectives a process may well compute for long: what counts is who waits for whom, that
+        # is, whether a rank has begun fewer collectives, or has ended.
+        if slot is None and waited < LAST_WARNING * self._limit:
+            known = [status for status in statuses.values() if status is not None]
+            if not any(status.exited or status.collective < self.count for status in known):
+                return
         self._claim = None
         logger.warning(
             "Waiting for %.0f s in `%s` (limit %.0f s): %s.",
@@ -339,11 +342,6 @@ class HangMonitor:
             self._limit,
             format_statuses(statuses),
         )
-
-    def _is_ahead_of(self, statuses: Mapping[int, RankStatus | None]) -> bool:
-        """Whether a rank has begun fewer collectives, or has ended."""
-        known = [status for status in statuses.values() if status is not None]
-        return any(status.exited or status.collective < self.count for status in known)
 
     def statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
         """Return the last status of ranks, in two requests if all have one; `None` for a rank without one."""

@@ -33,7 +33,8 @@ class LazyModule(ModuleType):
         originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
         is_export = name in vars(self).get("_EXPORTS", ()) or name in _visible_names(self, name)
         # The import system binds a submodule in its package, which replaces nothing.
-        if not is_export or (name not in originals and _is_submodule(value, self, name)):
+        is_submodule = isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"
+        if not is_export or (name not in originals and is_submodule):
             super().__setattr__(name, value)
             return
         before = getattr(self, name)
@@ -48,10 +49,6 @@ class LazyModule(ModuleType):
         originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
         if name in originals:
             _replace(name, replacement, originals.pop(name))
-
-
-def _is_submodule(value: object, package: ModuleType, name: str) -> bool:
-    return isinstance(value, ModuleType) and value.__name__ == f"{package.__name__}.{name}"
 
 
 def _replace(name: str, before: object, after: object) -> None:
@@ -165,14 +162,7 @@ class AbsentName:
     def __call__(self, *_: object, **__: object) -> Any:
         raise UnsupportedError(self._message)
 
-    def __bool__(self) -> bool:
-        raise UnsupportedError(self._message)
-
-    def __iter__(self) -> Any:
-        raise UnsupportedError(self._message)
-
-    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
-        raise UnsupportedError(self._message)
+    __bool__ = __iter__ = __mro_entries__ = __call__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

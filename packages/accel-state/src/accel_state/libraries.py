@@ -71,7 +71,13 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     known = (
         installed_version(library_or_version) if isinstance(library_or_version, str) else library_or_version
     )
-    return STR_OPERATION_TO_FUNC[operation](known, _parsed(requirement_version))
+    try:
+        required = Version(requirement_version)
+    except InvalidVersion:
+        raise SettingsError(
+            f"{requirement_version!r} is not a version: expected something like '2.9.0'"
+        ) from None
+    return STR_OPERATION_TO_FUNC[operation](known, required)
 
 
 def is_torch_version(operation: str, version: str) -> bool:
@@ -108,13 +114,6 @@ def installed_version(distribution: str) -> Version:
         raise MissingDependencyError(
             f"the version of {distribution!r} was requested, but no distribution of this name is installed"
         ) from None
-
-
-def _parsed(text: str) -> Version:
-    try:
-        return Version(text)
-    except InvalidVersion:
-        raise SettingsError(f"{text!r} is not a version: expected something like '2.9.0'") from None
 
 
 @frozen
@@ -212,7 +211,10 @@ def _is_installed(library: Library) -> bool:
         return False
     if library.minimum is None:
         return True
-    return compare_versions(_version_of(library), ">=", library.minimum)
+    try:
+        return compare_versions(library.distribution or library.modules[0], ">=", library.minimum)
+    except MissingDependencyError:  # no distribution brought the module, such as a stub
+        return False
 
 
 def _has_module(name: str) -> bool:
@@ -229,14 +231,6 @@ def _has_module(name: str) -> bool:
 
 
 _NAMESPACES = frozenset({"megatron"})
-
-
-def _version_of(library: Library) -> Version:
-    """The installed version; 0 for a module that no distribution brought, such as a stub."""
-    try:
-        return installed_version(library.distribution or library.modules[0])
-    except MissingDependencyError:
-        return Version("0")
 
 
 def _question(name: str) -> Callable[[], bool]:

@@ -146,7 +146,9 @@ def wait_for_gloo_threads(*, or_unnamed: bool = False) -> None:
     calm, deadline = 0, time.monotonic() + _LIMIT
     while calm < _CALM and time.monotonic() < deadline:
         time.sleep(_PAUSE)  # which hands over the lock
-        calm = 0 if any(map(_is_running, threads)) else calm + 1
+        # "R": it runs, or would run if a core were free, rather than wait for something.
+        states = [_read(thread / "stat").rpartition(")")[2].split()[:1] for thread in threads]
+        calm = 0 if ["R"] in states else calm + 1
 
 
 def _threads(*, or_unnamed: bool) -> list[Path]:
@@ -157,11 +159,6 @@ def _threads(*, or_unnamed: bool) -> list[Path]:
         return named
     known = {str(thread.native_id) for thread in threading.enumerate()}
     return [path for path in threads if path.name not in known]
-
-
-def _is_running(thread: Path) -> bool:
-    """Return whether a thread runs, or would run if a core were free, rather than wait for something."""
-    return _read(thread / "stat").rpartition(")")[2].split()[:1] == ["R"]
 
 
 def _read(file: Path) -> str:

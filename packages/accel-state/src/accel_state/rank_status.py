@@ -89,7 +89,8 @@ def call_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
         code = frame.f_code
         internal = known.get(code.co_filename)
         if internal is None:
-            internal = _classify(frame)
+            name = str(frame.f_globals.get("__name__", ""))
+            internal = known[code.co_filename] = name.partition(".")[0] in _INTERNAL
         if not internal:
             return code, frame.f_lasti
         frame = frame.f_back
@@ -183,13 +184,6 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _classify(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    internal = name.partition(".")[0] in _INTERNAL
-    _internal_files[frame.f_code.co_filename] = internal
-    return internal
-
-
 SHOWN = 6  # leaves per rank in the table
 
 Description = tuple[str, str, "tuple[int, ...] | None"]  # path, type, shape
@@ -236,7 +230,8 @@ def compare_calls(
     where, _ = source_location(call_site(inspect.currentframe()))
     own = Call(where=where, operation=operation, detail=detail, leaves=tuple(leaves))
     calls: list[Call] = collectives.all_gather_object(own)
-    if len({_comparable(call, rows_differ=rows_differ) for call in calls}) > 1:
+    facts = [frozenset(_facts(call, rows_differ=rows_differ)) for call in calls]
+    if len({(call.operation, call.detail, fact) for call, fact in zip(calls, facts, strict=True)}) > 1:
         raise DistributedOperationException(explain(calls, rows_differ=rows_differ))
 
 
@@ -274,7 +269,3 @@ def _fact(leaf: Description, rows_differ: bool) -> Any:
 
 def _facts(call: Call, *, rows_differ: bool) -> set[Any]:
     return {_fact(leaf, rows_differ) for leaf in call.leaves}
-
-
-def _comparable(call: Call, *, rows_differ: bool) -> Any:
-    return call.operation, call.detail, frozenset(_facts(call, rows_differ=rows_differ))

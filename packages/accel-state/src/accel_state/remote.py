@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from accel_state.errors import MissingDependencyError, SettingsError
+from accel_state.errors import MissingDependencyError, SettingsError, first_line
 
 logger = logging.getLogger(__name__)
 
@@ -66,28 +66,18 @@ def repeated(request: Callable[[], _Result], what: str, url: str) -> _Result:
             return request()
         except tuple(_NUMBERS) as error:
             number = next(number for kind, number in _NUMBERS.items() if isinstance(error, kind))
-            raise OSError(number, _reason(error), url) from error
+            raise OSError(number, first_line(error), url) from error
         except Exception as error:
             if attempt == ATTEMPTS:
                 number = getattr(error, "errno", None) or errno.EIO
-                raise OSError(number, f"{_reason(error)} (after {ATTEMPTS} attempts)", url) from error
+                raise OSError(number, f"{first_line(error)} (after {ATTEMPTS} attempts)", url) from error
             pause = PAUSE_S * 3 ** (attempt - 1)
             logger.warning(
                 "%s: %s failed (%s); attempt %d of %d follows in %g s.",
-                url,
-                what,
-                _reason(error),
-                attempt + 1,
-                ATTEMPTS,
-                pause,
+                *(url, what, first_line(error), attempt + 1, ATTEMPTS, pause),
             )
             time.sleep(pause)
     raise AssertionError
-
-
-def _reason(error: Exception) -> str:
-    text = getattr(error, "strerror", None) or str(error)
-    return (text.splitlines() or [""])[0] or type(error).__name__
 
 
 class RemotePath:
@@ -310,32 +300,25 @@ def check_scheme(url: str, argument: str) -> None:
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        raise MissingDependencyError(f"{argument}={url!r}: {_reason(error)}.") from error
+        raise MissingDependencyError(f"{argument}={url!r}: {first_line(error)}.") from error
     except ValueError as error:
         raise SettingsError(
-            f"{argument}={url!r}: fsspec has no file system for the scheme {scheme!r}. Pass a local "
-            "path, or a URL such as"
-            " 's3://bucket/run'."
+            f"{argument}={url!r}: fsspec has no file system for the scheme {scheme!r}. Pass a local path, "
+            "or a URL such as 's3://bucket/run'."
         ) from error
     _SUPPORTED.add(scheme)
 
 
-class RemoteFile(io.RawIOBase):
-    """A file of an object store that is read by ranges, several at once.
+class RangeFile(io.RawIOBase):
+    """A file of `size` bytes whose bytes at a position `read_at` reads."""
 
-    Attributes:
-        name: Its URL.
-        size: Its bytes when it was opened.
-    """
-
-    def __init__(self, path: RemotePath) -> None:
-        self._threads: ThreadPoolExecutor | None = None
-        self.name = str(path)
-        self.size = path.size()
-        self._fs, self._path = path.file_system()
+    def __init__(self, size: int) -> None:
+        self.size = size
         self._position = 0
-        self._blocks: deque[tuple[int, bytes]] = deque(maxlen=8)
-        self._guard = threading.Lock()
+
+    def read_at(self, view: memoryview, position: int) -> None:
+        """Fill a view with the bytes at a position."""
+        raise NotImplementedError
 
     def readable(self) -> bool:
         return True
@@ -352,6 +335,23 @@ class RemoteFile(io.RawIOBase):
         self.read_at(view, self._position)
         self._position += len(view)
         return len(view)
+
+
+class RemoteFile(RangeFile):
+    """A file of an object store that is read by ranges, several at once.
+
+    Attributes:
+        name: Its URL.
+        size: Its bytes when it was opened.
+    """
+
+    def __init__(self, path: RemotePath) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+        super().__init__(path.size())
+        self.name = str(path)
+        self._fs, self._path = path.file_system()
+        self._blocks: deque[tuple[int, bytes]] = deque(maxlen=8)
+        self._guard = threading.Lock()
 
     def read_at(self, view: memoryview, position: int) -> None:
         """Fill a view with the bytes at a position; several threads may call it.
@@ -427,7 +427,7 @@ class RemoteWriter:
     def __init__(self, path: RemotePath) -> None:
         self._path = path
         self._pending = bytearray()
-        self._upload: _Upload | None = None
+        self._upload: _StreamUpload | _S3Upload | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._futures: deque[Future[None]] = deque()
         self._count = 0
@@ -472,7 +472,8 @@ class RemoteWriter:
         content, self._pending = bytes(self._pending), bytearray()
         if self._upload is None or self._threads is None:
             fs, path = self._path.file_system()
-            make = _UPLOADS.get(_protocol(fs), _StreamUpload)
+            protocol = fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+            make = _S3Upload if protocol == "s3" else _StreamUpload
             self._upload = make(fs, path, str(self._path))
             self._threads = ThreadPoolExecutor(self._upload.parallel, "accel-upload")
         self._count += 1
@@ -499,36 +500,11 @@ def _wait(futures: Iterable[Future[None]]) -> None:
             raise error
 
 
-def _protocol(fs: Any) -> str:
-    return fs.protocol if isinstance(fs.protocol, str) else fs.protocol[0]
+class _StreamUpload:
+    """A file that fsspec's back end buffers and uploads, in order; it repeats parts itself.
 
-
-class _Upload(Protocol):
-    """The upload of one file in parts.
-
-    Attributes:
-        parallel: Parts that may be put at the same time.
+    `put` takes parts, numbered from 1, up to `parallel` at the same time; `complete` makes the file appear.
     """
-
-    parallel: int
-
-    def __init__(self, fs: Any, path: str, url: str) -> None: ...
-
-    def put(self, number: int, content: bytes) -> None:
-        """Upload a part, numbered from 1."""
-        ...
-
-    def complete(self) -> None:
-        """Make the file appear."""
-        ...
-
-    def abort(self) -> None:
-        """Remove all parts."""
-        ...
-
-
-class _StreamUpload(_Upload):
-    """A file that fsspec's back end buffers and uploads, in order; it repeats parts itself."""
 
     parallel = 1
 
@@ -541,21 +517,21 @@ class _StreamUpload(_Upload):
         try:
             self._file.write(content)
         except Exception as error:
-            raise OSError(errno.EIO, _reason(error), self._url) from error
+            raise OSError(errno.EIO, first_line(error), self._url) from error
 
     def complete(self) -> None:
         try:
             self._file.close()
         except Exception as error:
-            raise OSError(errno.EIO, _reason(error), self._url) from error
+            raise OSError(errno.EIO, first_line(error), self._url) from error
 
     def abort(self) -> None:
         self._file.discard()
         self._file.closed = True  # closing would complete it
 
 
-class _S3Upload(_Upload):
-    """A multipart upload. s3fs's own file uploads one part at a time."""
+class _S3Upload:
+    """A multipart upload, as `_StreamUpload`. s3fs's own file uploads one part at a time."""
 
     parallel = UPLOADS
 
@@ -590,6 +566,3 @@ class _S3Upload(_Upload):
 
     def _call(self, method: str, what: str, **arguments: Any) -> Any:
         return repeated(lambda: self._fs.call_s3(method, **self._where, **arguments), what, self._url)
-
-
-_UPLOADS: dict[str, type[_Upload]] = {"s3": _S3Upload}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel_state import runtime
-from accel_state.device_kinds import KINDS, DeviceKind, available_kind
+from accel_state.device_kinds import KINDS, available_kind
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.labels import RNGType
@@ -125,11 +125,7 @@ def rng_source(rng_type: RNGType | str, generator: torch.Generator | None = None
         if generator is None:
             raise SettingsError("rng_type='generator' needs a generator: pass it as `generator`.")
         return RngSource(read=generator.get_state, write=generator.set_state)
-    return _of_device(next(kind for kind in KINDS if kind.rng_key == key.value))
-
-
-def _of_device(kind: DeviceKind) -> RngSource:
-    rows = [row for row in KINDS if row.rng_key == kind.rng_key]
+    rows = [row for row in KINDS if row.rng_key == key.value]
     if not any(row.probe() for row in rows):
-        raise SettingsError(f"rng_type={kind.rng_key!r} was requested, but this machine has no such device.")
-    return RngSource(read=kind.module.get_rng_state, write=kind.module.set_rng_state)
+        raise SettingsError(f"rng_type={key.value!r} was requested, but this machine has no such device.")
+    return RngSource(read=rows[0].module.get_rng_state, write=rows[0].module.set_rng_state)

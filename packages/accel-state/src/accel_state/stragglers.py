@@ -75,7 +75,8 @@ class RankSampler:
         """Whether enough steps were done, and enough time has passed, to look at all ranks."""
         if not self._before:
             return self.steps() > 0
-        return self.steps() >= self._done() + STEPS and now - self._now >= SECONDS
+        done = max(status.steps for status in self._before.values())
+        return self.steps() >= done + STEPS and now - self._now >= SECONDS
 
     def compare(self, statuses: Mapping[int, RankStatus | None], now: float) -> str | None:
         """Compare with the statuses of the last time; return the line that names slow ranks, if any."""
@@ -105,9 +106,6 @@ class RankSampler:
             "system/straggler_rank": max(slow, key=slow.__getitem__, default=-1),
         }
         return format_slow(windows, slow, steps=steps, seconds=seconds) if slow else None
-
-    def _done(self) -> int:
-        return max(status.steps for status in self._before.values())
 
 
 @frozen
@@ -173,8 +171,7 @@ def format_slow(
     more = f"; and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
     ranks, share = format_ranks(sorted(slow)), max(slow.values())
     return (
-        f"In the last {steps} steps ({seconds:.0f} s) the others waited for {ranks} in {share:.0%} "
-        "of the "
+        f"In the last {steps} steps ({seconds:.0f} s) the others waited for {ranks} in {share:.0%} of the "
         f"time: {shown}{more}."
     )
 

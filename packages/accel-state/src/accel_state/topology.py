@@ -110,10 +110,6 @@ def first_host(nodelist: str) -> str | None:
     return "".join(part or "" for part in match.groups()) if match else None
 
 
-def _slurm_host(environ: Mapping[str, str]) -> str | None:
-    return first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
-
-
 LAUNCHERS: tuple[LauncherEnvironment, ...] = (
     LauncherEnvironment(
         name="torchrun",
@@ -145,7 +141,9 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         local_world_size="SLURM_STEP_TASKS_PER_NODE",
         node="SLURM_NODEID",
         applies=_inside_srun,
-        address=_slurm_host,
+        address=lambda environ: first_host(
+            environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        ),
         job="SLURM_JOB_ID",
     ),
     LauncherEnvironment(
@@ -220,16 +218,17 @@ def rendezvous(environ: Mapping[str, str], topology: Topology) -> Rendezvous:
         address = "127.0.0.1"
     if not address:
         raise SettingsError(
-            f"{topology.launcher} started {topology.world_size} processes on several machines without "
-            "the address of rank 0. Set MASTER_ADDR"
-            " to the host name of rank 0 (and MASTER_PORT to a free port "
+            f"{topology.launcher} started {topology.world_size} processes on several machines without the "
+            "address of rank 0. Set MASTER_ADDR to the host name of rank 0 (and MASTER_PORT to a free port "
             "there) for every process, for example with `mpirun -x MASTER_ADDR=node1 ...`."
         )
     if environ.get("MASTER_PORT"):
         return Rendezvous(address=address, port=_number(environ, "MASTER_PORT"))
-    # Two jobs on one machine must not meet; all processes of one job must.
+    # Two jobs on one machine must not meet; all processes of one job must. The digits in the job's name give
+    # a port below those that systems choose from, modulo a prime: Open MPI numbers jobs in steps of 2 ** 16.
     job = environ.get(row.job, "") if row is not None and row.job is not None else ""
-    return Rendezvous(address=address, port=_port_of(job))
+    digits = "".join(re.findall("[0-9]", job))
+    return Rendezvous(address=address, port=15000 + int(digits) % 14983 if digits else DEFAULT_PORT)
 
 
 def check_first_host(environ: Mapping[str, str], topology: Topology) -> None:
@@ -251,13 +250,6 @@ def check_first_host(environ: Mapping[str, str], topology: Topology) -> None:
             f"{topology.launcher} names {host!r} as the node of rank 0, but rank {topology.rank} cannot "
             f"resolve that name ({error}). Set MASTER_ADDR to an address of that node for every process."
         ) from None
-
-
-def _port_of(job: str) -> int:
-    """A port below those that systems choose from, by the digits in the job's name; the usual one without."""
-    digits = "".join(re.findall("[0-9]", job))
-    # A prime: Open MPI numbers its jobs in multiples of 2 ** 16.
-    return 15000 + int(digits) % 14983 if digits else DEFAULT_PORT
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:

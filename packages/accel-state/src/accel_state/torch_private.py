@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
         checkpoint_wrapper as checkpoint_wrapper,
     )
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-        offload_wrapper as offload_wrapper,
-    )
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper as offload_wrapper
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict as flatten_state_dict
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, ShardingStrategy
@@ -48,31 +46,15 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._utils import (
         compute_local_shape_and_global_offset as compute_local_shape_and_global_offset,
     )
-    from torch.distributed.tensor.experimental._attention import (
-        context_parallel as context_parallel,
-    )
-    from torch.distributed.tensor.experimental._attention import (
-        set_rotate_method as set_rotate_method,
-    )
+    from torch.distributed.tensor.experimental._attention import context_parallel as context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method as set_rotate_method
     from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
-    from torch.utils._python_dispatch import (
-        TorchDispatchMode as TorchDispatchMode,
-    )
-    from torch.utils._python_dispatch import (
-        is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
-    )
-    from torch.utils._pytree import (
-        tree_leaves as tree_leaves,
-    )
-    from torch.utils._pytree import (
-        tree_map as tree_map,
-    )
-    from torch.utils._pytree import (
-        tree_structure as tree_structure,
-    )
-    from torch.utils._pytree import (
-        tree_unflatten as tree_unflatten,
-    )
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_structure as tree_structure
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
     from torch.utils.data._utils.pin_memory import pin_memory as pin_memory
 
     ConvNd: type[nn.Module]

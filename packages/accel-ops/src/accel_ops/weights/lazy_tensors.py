@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
@@ -14,10 +13,10 @@ from torch import Tensor
 from accel_ops.tree import recursively_apply
 from accel_ops.weights.read import check_records
 from accel_ops.weights.safetensors_io import ByteSink, SafetensorsFile, as_bytes, fill_from, make_header
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointError, first_line
 from accel_state.files import open_regular
 from accel_state.frozen import frozen
-from accel_state.remote import AnyPath
+from accel_state.remote import AnyPath, RangeFile
 from accel_state.torch_private import FakeTensorMode, checkpoint_offset, storage_address
 
 
@@ -107,12 +106,8 @@ def write_lazy_safetensors(
             sink.write(as_bytes(rows))
 
 
-ReadInto = Callable[[Tensor, int], None]
-"""Fills a flat tensor of uint8 with the bytes of a file from a position on."""
-
-
 def stored_tensor(
-    read_into: ReadInto,
+    read_into: Callable[[Tensor, int], None],
     begin: int,
     shape: Sequence[int],
     dtype: torch.dtype,
@@ -122,7 +117,7 @@ def stored_tensor(
     """Return a tensor whose elements are in a file.
 
     Args:
-        read_into: Reads the file.
+        read_into: Fills a flat tensor of uint8 with the bytes of the file from a position on.
         begin: The position of its first element.
         shape: Its shape.
         dtype: Its element type.
@@ -171,7 +166,7 @@ def lazy_torch_file(
     Raises:
         CheckpointError: The file is damaged, or holds more than tensors and plain containers.
     """
-    load = _load if load is None else load
+    load = load or _load
     try:
         with open_regular(path) as opened:
             file = opened if part is None else _FilePart(opened, *part)
@@ -185,10 +180,9 @@ def lazy_torch_file(
     except (OSError, CheckpointError):
         raise
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{str(path)!r} cannot be read: it is damaged, or holds more than tensors and plain containers, "
-            f"which only code of the file could build. ({reason})"
+            f"which only code of the file could build. ({first_line(error)})"
         ) from error
     start = 0 if part is None else part[0]
 
@@ -209,29 +203,17 @@ def _load(file: Any) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-class _FilePart(io.RawIOBase):
+class _FilePart(RangeFile):
     """A part of an open file, as a file."""
 
     def __init__(self, file: BufferedReader, begin: int, size: int) -> None:
-        self._file, self._begin, self._size = file, begin, size
-        self._position = 0
+        super().__init__(size)
+        self._file, self._begin = file, begin
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._position = offset + (0, self._position, self._size)[whence]
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._size - self._position)]
-        self._file.seek(self._begin + self._position)
-        count = self._file.readinto(view)
-        self._position += count
-        return count
+    def read_at(self, view: memoryview, position: int) -> None:
+        self._file.seek(self._begin + position)
+        if self._file.readinto(view) < len(view):
+            raise ValueError("it ends too early")
 
 
 def torch_file_layout(path: AnyPath) -> Any:

@@ -21,7 +21,7 @@ from accel_ops.weights.layout import (
     WEIGHTS_NAME,
 )
 from accel_ops.weights.safetensors_io import SafetensorsFile
-from accel_state.errors import CheckpointError, some_of
+from accel_state.errors import CheckpointError, first_line, some_of
 from accel_state.files import JSON_LIMIT, any_path, open_regular, read_json
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
@@ -102,11 +102,7 @@ def load_state_dict(
     }
 
 
-def load(
-    f: str | os.PathLike[str] | IO[bytes],
-    map_location: Any = None,
-    **kwargs: Any,
-) -> Any:
+def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
     """Read a file of `torch.save`: by default tensors and plain containers only.
 
     Args:
@@ -210,12 +206,9 @@ def load_bin(path: AnyPath) -> dict[str, Tensor]:
     except (OSError, CheckpointError):
         raise
     except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[
-            0
-        ]  # The error of an empty file has no text.
         raise CheckpointError(
             f"{str(path)!r} cannot be loaded: it is damaged, or it holds more than tensors and would have to "
-            f"run code to load. Save it again, best as safetensors. ({reason})"
+            f"run code to load. Save it again, best as safetensors. ({first_line(error)})"
         ) from error
     if not isinstance(state_dict, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(state_dict).__name__!r}, not a state dict")

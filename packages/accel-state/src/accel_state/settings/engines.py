@@ -227,10 +227,6 @@ def _first(answers: Answers) -> bool:
     return _fsdp_on(answers) and answers("fsdp.fsdp_version") != 2
 
 
-def _second(answers: Answers) -> bool:
-    return _fsdp_on(answers) and answers("fsdp.fsdp_version") == 2
-
-
 def _fsdp_row(help: str, *, short: str | None = None, **more: Any) -> Any:  # noqa: A002 - as the field is called
     return setting(
         lambda field: spelled(f"fsdp_{short or field}", "fsdp_config", ask_if=_fsdp_on), help=help, **more
@@ -261,7 +257,7 @@ class FsdpSettings:
         "Version 2: reshard parameters after the forward pass (true, false), or to this many ranks.",
         parse=_reshard,
         question="Reshard parameters after the forward pass? (true: less memory)",
-        ask_if=_second,
+        ask_if=lambda answers: _fsdp_on(answers) and answers("fsdp.fsdp_version") == 2,
     )
     cpu_offload: bool | None = _fsdp_row(
         "Offload parameters, gradients and optimizer state to the CPU.",
@@ -414,8 +410,7 @@ class MegatronSettings:
     )
     pp_degree: int | None = _megatron_row("Pipeline-parallel size.", question="Pipeline-parallel size?")
     num_micro_batches: int | None = _megatron_row(
-        "Micro-batches per step.",
-        question="How many micro-batches per step?",
+        "Micro-batches per step.", question="How many micro-batches per step?"
     )
     recompute_activations: bool | None = _megatron_row(
         "Recompute selected activations in the backward pass.",
@@ -426,9 +421,7 @@ class MegatronSettings:
         question="Shard optimizer state across data-parallel ranks?",
     )
     gradient_clipping: float | None = _megatron_row(
-        "Maximum gradient norm (0 = off).",
-        parse=number(0),
-        question="Maximum gradient norm? (0 = off)",
+        "Maximum gradient norm (0 = off).", parse=number(0), question="Maximum gradient norm? (0 = off)"
     )
     use_custom_fsdp: bool | None = _megatron_row("Not supported: use --use_fsdp.", skip_reason=_REFUSED)
     no_load_optim: bool | None = _megatron_row("Load checkpoints without optimizer state.")
@@ -440,8 +433,7 @@ class MegatronSettings:
     )
     use_precision_aware_optimizer: bool | None = _megatron_row("Store optimizer state in lower precision.")
     decoder_last_pipeline_num_layers: int | None = _megatron_row(
-        "Number of layers of the last stage.",
-        parse=integer(0),
+        "Number of layers of the last stage.", parse=integer(0)
     )
     recompute_granularity: str | None = _megatron_row(
         "Granularity of activation recompute.", choices=_GRANULARITIES
@@ -521,10 +513,7 @@ class Fp8Settings:
         ask_if=_fp8_on,
     )
     use_autocast_during_eval: bool | None = _fp8_row(
-        "TE: use FP8 in evaluation.",
-        const="true",
-        question="Use FP8 in evaluation?",
-        ask_if=_with("TE"),
+        "TE: use FP8 in evaluation.", const="true", question="Use FP8 in evaluation?", ask_if=_with("TE")
     )
     margin: int | None = _fp8_row(
         "TE: margin of the scaling factors.",
@@ -594,9 +583,6 @@ _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
 _SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
 
 
-_CONFLICTS = (("cp", ("sp",), "context and sequence parallelism cannot be combined"),)
-
-
 def find_axes_conflict(sizes: Mapping[str, int | None]) -> tuple[str, str, str] | None:
     """Return two axes that cannot be combined, and why; `None` if all can.
 
@@ -604,20 +590,13 @@ def find_axes_conflict(sizes: Mapping[str, int | None]) -> tuple[str, str, str] 
         >>> find_axes_conflict({"dp_shard": 2, "cp": 2, "sp": 2})
         ('cp', 'sp', 'context and sequence parallelism cannot be combined')
     """
-    active = [axis for axis, size in sizes.items() if (size or 1) > 1]
-    for axis, others, reason in _CONFLICTS:
-        other = next((other for other in others if other in active), None)
-        if axis in active and other is not None:
-            return axis, other, reason
+    if all((sizes.get(axis) or 1) > 1 for axis in ("cp", "sp")):
+        return "cp", "sp", "context and sequence parallelism cannot be combined"
     return None
 
 
 def _parallelism_on(answers: Answers) -> bool:
     return bool(answers("parallelism"))
-
-
-def _context(answers: Answers) -> bool:
-    return _parallelism_on(answers) and (answers("parallelism.cp_size") or 1) > 1
 
 
 def _ulysses_of_deepspeed(answers: Answers) -> bool:
@@ -661,9 +640,7 @@ class ParallelismSettings:
         "Tensor-parallel size.", question="Tensor-parallel size?", ask_if=_with_torch
     )
     cp_size: int | None = _parallelism_row(
-        "Context-parallel size (PyTorch).",
-        question="Context-parallel size?",
-        ask_if=_with_torch,
+        "Context-parallel size (PyTorch).", question="Context-parallel size?", ask_if=_with_torch
     )
     cp_backend: str | None = _parallelism_row(
         "Implementation of context parallelism.",
@@ -675,11 +652,10 @@ class ParallelismSettings:
         "Collective for exchanging keys and values.",
         choices=_COMMUNICATION,
         question="Which collective should exchange keys and values?",
-        ask_if=_context,
+        ask_if=lambda answers: _parallelism_on(answers) and (answers("parallelism.cp_size") or 1) > 1,
     )
     sp_size: int | None = _parallelism_row(
-        "Sequence-parallel size (Ulysses, with DeepSpeed or FSDP2).",
-        question="Sequence-parallel size?",
+        "Sequence-parallel size (Ulysses, with DeepSpeed or FSDP2).", question="Sequence-parallel size?"
     )
     sp_backend: str | None = _parallelism_row(
         "Implementation of sequence parallelism (default: deepspeed with DeepSpeed, else torch).",
@@ -709,15 +685,10 @@ class ParallelismSettings:
         ask_if=_with_torch,
     )
     pp_size: int | None = _parallelism_row(
-        "Pipeline-parallel size (PyTorch).",
-        question="Pipeline-parallel size?",
-        ask_if=_with_torch,
+        "Pipeline-parallel size (PyTorch).", question="Pipeline-parallel size?", ask_if=_with_torch
     )
     pp_schedule: str | None = _parallelism_row(
-        "Schedule of the pipeline.",
-        choices=_SCHEDULES,
-        question="Which pipeline schedule?",
-        ask_if=_pipeline,
+        "Schedule of the pipeline.", choices=_SCHEDULES, question="Which pipeline schedule?", ask_if=_pipeline
     )
     pp_num_microbatches: int | None = _parallelism_row(
         "Micro-batches per batch of a rank.",
@@ -725,9 +696,7 @@ class ParallelismSettings:
         ask_if=_pipeline,
     )
     pp_stages_per_rank: int | None = _parallelism_row(
-        "Pipeline stages per rank.",
-        skip_reason="It follows from the schedule.",
-        ask_if=None,
+        "Pipeline stages per rank.", skip_reason="It follows from the schedule.", ask_if=None
     )
     pp_split_points: str | None = _parallelism_row(
         "First module of each stage but the first, separated by commas.",

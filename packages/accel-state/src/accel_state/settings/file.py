@@ -27,20 +27,18 @@ _MOVED = {
     "dynamo_backend": ("dynamo_config", "dynamo_backend"),
     "deepspeed_hostfile": ("deepspeed_config", "deepspeed_hostfile"),
     "tpu_cluster": (None, "tpu_use_cluster"),
-    "use_mps_device": (None, None),
-    "use_xpu": (None, None),
-    "ipex_config": (None, None),
-    "use_ipex": (None, None),
 }
-"""Old key to its current table and key; no key if it no longer has a meaning."""
+"""Old key to its current table and key."""
 
-_WHY = {
+_NEEDLESS = {
     "use_mps_device": "Apple GPUs are found without it",
     "use_xpu": "Intel GPUs are found without it",
     "ipex_config": "PyTorch includes the features of the extension for Intel devices",
     "use_ipex": "PyTorch includes the features of the extension for Intel devices",
-    "mpirun_config.mpirun_ccl": "oneCCL is not configured by the command",
 }
+"""Old key to why it no longer has a meaning."""
+
+_OLD_TYPES = {"TPU": ("XLA", ""), "TP": ("MULTI_GPU", " with 'parallelism_config'")}
 _TENSOR_PARALLEL = {"tp_size": "parallelism_config_tp_size"}
 _FSDP = ("min_num_params", "offload_params", "sharding_strategy")
 """Keys of `fsdp_config` that had no prefix once."""
@@ -68,7 +66,7 @@ def translate(content: Mapping[str, Any]) -> Translation:
     result = {
         key: dict(value) if isinstance(value, dict) else value
         for key, value in content.items()
-        if key not in {*_MOVED, "fp16", "tp_config"}
+        if key not in {*_MOVED, *_NEEDLESS, "fp16", "tp_config"}
     }
     notes: list[str] = []
     if "fp16" in content:
@@ -77,16 +75,11 @@ def translate(content: Mapping[str, Any]) -> Translation:
         notes.append(f"'fp16: {content['fp16']}' is 'mixed_precision: {precision}' now")
     for key, (table, name) in _MOVED.items():
         if key in content:
-            notes.append(_move(result, key, content[key], table, name))
+            (result if table is None else _table(result, table)).setdefault(name, content[key])
+            notes.append(f"'{key}' is '{f'{table}.' if table else ''}{name}' now")
+    notes += [f"'{key}' is no longer needed: {why}" for key, why in _NEEDLESS.items() if key in content]
     notes += _inside(content, result)
     return Translation(content=result, notes=tuple(notes))
-
-
-def _move(result: dict[str, Any], key: str, value: Any, table: str | None, name: str | None) -> str:
-    if name is None:
-        return f"'{key}' is no longer needed: {_WHY[key]}"
-    (result if table is None else _table(result, table)).setdefault(name, value)
-    return f"'{key}' is '{f'{table}.' if table else ''}{name}' now"
 
 
 def _table(result: dict[str, Any], key: str) -> dict[Any, Any]:
@@ -115,13 +108,15 @@ def _inside(content: Mapping[str, Any], result: dict[str, Any]) -> list[str]:
                 notes.append(f"'fsdp_config.{key}' is 'fsdp_config.fsdp_{key}' now")
     if isinstance(result.get("mpirun_config"), dict) and "mpirun_ccl" in result["mpirun_config"]:
         del result["mpirun_config"]["mpirun_ccl"]
-        notes.append(f"'mpirun_config.mpirun_ccl' is no longer needed: {_WHY['mpirun_config.mpirun_ccl']}")
-    if str(content.get("distributed_type")).upper() == "TPU":
-        result["distributed_type"] = "XLA"
-        notes.append("'distributed_type: TPU' is 'distributed_type: XLA' now")
-    if str(content.get("distributed_type")).upper() == "TP":
-        result["distributed_type"] = "MULTI_GPU"
-        notes.append("'distributed_type: TP' is 'distributed_type: MULTI_GPU' with 'parallelism_config' now")
+        notes.append(
+            "'mpirun_config.mpirun_ccl' is no longer needed: oneCCL is not configured by the command"
+        )
+    old_type = str(content.get("distributed_type")).upper()
+    if old_type in _OLD_TYPES:
+        result["distributed_type"], more = _OLD_TYPES[old_type]
+        notes.append(
+            f"'distributed_type: {old_type}' is 'distributed_type: {result['distributed_type']}'{more} now"
+        )
     return notes
 
 
@@ -192,9 +187,8 @@ def parse_file(content: Mapping[str, Any], source: str) -> dict[str, SourcedValu
     unknown = [key for key, _ in entries if key not in BY_KEY]
     if len(unknown) > _MANY:
         raise SettingsError(
-            f"{source} is not an accel config file: {len(unknown)} of its {len(entries)} keys are "
-            "unknown, such as"
-            f" {unknown[0][:60]!r}"
+            f"{source} is not an accel config file: {len(unknown)} of its {len(entries)} keys are unknown, "
+            f"such as {unknown[0][:60]!r}"
         )
     for key, value in entries:
         with problems:

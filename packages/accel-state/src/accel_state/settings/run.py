@@ -37,6 +37,8 @@ DISTRIBUTED_TYPES = (*DEVICE_TYPES, *ENGINE_TYPES, "XLA", *SAGEMAKER_TYPES)
 
 _ENVIRONMENTS = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
 _FROM_FILE = "Command line only."
+_ONE_RUN = "Depends on the run, not on the machine."
+_ONE_JOB = "Depends on the job, not on the machine."
 
 
 def is_local(answers: Answers) -> bool:
@@ -47,19 +49,6 @@ def is_local(answers: Answers) -> bool:
 def several_machines(answers: Answers) -> bool:
     """Whether the answers so far are about several machines of one's own."""
     return is_local(answers) and answers("launch.num_machines") > 1
-
-
-def _several_processes(answers: Answers) -> bool:
-    return is_local(answers) and answers("launch.distributed_type") not in {"NO", "XLA"}
-
-
-def _has_devices(answers: Answers) -> bool:
-    without = {"NO", "MULTI_CPU", "XLA"}
-    return (
-        is_local(answers)
-        and answers("launch.num_machines") == 1
-        and answers("launch.distributed_type") not in without
-    )
 
 
 def _row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
@@ -89,15 +78,16 @@ class LaunchSettings:
         question="Which hardware will you train on?",
     )
     launcher: str | None = _row(
-        "Launcher, by name; auto chooses the first that applies.",
-        skip_reason="Follows from the answers.",
+        "Launcher, by name; auto chooses the first that applies.", skip_reason="Follows from the answers."
     )
     num_machines: int = _row(
         "Number of nodes (machines).",
         default=1,
         flags=("--num_machines", "--nodes"),
         question="How many nodes (machines) will you use?",
-        ask_if=lambda answers: not is_local(answers) or _several_processes(answers),
+        ask_if=lambda answers: (
+            not is_local(answers) or answers("launch.distributed_type") not in {"NO", "XLA"}
+        ),
     )
     num_processes: int | None = _row(
         "World size: number of processes on all nodes (default: one per device).",
@@ -107,7 +97,7 @@ class LaunchSettings:
     )
     min_machines: int | None = _row(
         "Continue with at least this many nodes when others leave; needs a rendezvous that is not static.",
-        skip_reason="Depends on the run, not on the machine.",
+        skip_reason=_ONE_RUN,
     )
     machine_rank: int = _row(
         "Rank of this node, counted from 0.",
@@ -145,7 +135,11 @@ class LaunchSettings:
     gpu_ids: str | None = _row(
         "Devices of this machine to use, such as 0,1 (default: all).",
         question="Which devices of this machine will you use, such as 0,1? (all for every device)",
-        ask_if=_has_devices,
+        ask_if=lambda answers: (
+            is_local(answers)
+            and answers("launch.num_machines") == 1
+            and answers("launch.distributed_type") not in {"NO", "MULTI_CPU", "XLA"}
+        ),
     )
     num_cpu_threads_per_process: int | None = _row(
         "Threads per process (OMP_NUM_THREADS); by default, the processes share the cores.",
@@ -155,7 +149,7 @@ class LaunchSettings:
         "How many times to restart a failed group of workers.",
         default=0,
         parse=integer(0),
-        skip_reason="Depends on the run, not on the machine.",
+        skip_reason=_ONE_RUN,
     )
     monitor_interval: float = _row(
         "Seconds between checks of the workers.",
@@ -164,24 +158,16 @@ class LaunchSettings:
         skip_reason="Only tests need a different value.",
     )
     shutdown_timeout: int | None = _row(
-        "Seconds between a signal and killing the processes; torch's default is 30.",
-        skip_reason="Depends on the run, not on the machine.",
+        "Seconds between a signal and killing the processes; torch's default is 30.", skip_reason=_ONE_RUN
     )
     tee: str = _row(
         "Streams to write to both console and file, as in torch.distributed.run --tee.",
         default="0",
         flags=("-t", "--tee"),
-        skip_reason="Depends on the run, not on the machine.",
+        skip_reason=_ONE_RUN,
     )
-    log_dir: str | None = _row(
-        "Folder for the workers' log files.",
-        skip_reason="Depends on the run, not on the machine.",
-    )
-    role: str = _row(
-        "Role of the workers, shown in logs.",
-        default="default",
-        skip_reason="Depends on the run, not on the machine.",
-    )
+    log_dir: str | None = _row("Folder for the workers' log files.", skip_reason=_ONE_RUN)
+    role: str = _row("Role of the workers, shown in logs.", default="default", skip_reason=_ONE_RUN)
     module: bool = _row(
         "Run the script as a module, like python -m.",
         default=False,
@@ -190,10 +176,7 @@ class LaunchSettings:
         key=None,
     )
     no_python: bool = _row(
-        "The script is an executable; run it without Python.",
-        default=False,
-        skip_reason=_FROM_FILE,
-        key=None,
+        "The script is an executable; run it without Python.", default=False, skip_reason=_FROM_FILE, key=None
     )
     quiet: bool = _row(
         "Suppress the launcher's summary when a worker fails.",
@@ -221,9 +204,6 @@ class LaunchSettings:
 
 
 LAUNCH = rows_of("launch", LaunchSettings, topic="processes and machines")
-
-
-_ONE_RUN = "Depends on the run, not on the machine."
 
 
 @documented
@@ -264,9 +244,7 @@ class ProcessSettings:
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "MULTI_GPU",
     )
     log_level: str | None = setting(
-        help="Level of loggers that set none.",
-        variable="ACCELERATE_LOG_LEVEL",
-        skip_reason=_ONE_RUN,
+        help="Level of loggers that set none.", variable="ACCELERATE_LOG_LEVEL", skip_reason=_ONE_RUN
     )
     name_stragglers: bool = setting(
         help="Name ranks that the others wait for, in the log of rank 0, once per 100 steps.",
@@ -288,10 +266,6 @@ class ProcessSettings:
 
 
 PROCESS = rows_of("process", ProcessSettings, topic="each process")
-
-
-def _mpi(answers: Answers) -> bool:
-    return answers("launch.distributed_type") == "MULTI_CPU" and answers("launch.num_machines") > 1
 
 
 def _tpu(answers: Answers) -> bool:
@@ -329,7 +303,9 @@ class MpiSettings:
         flags=("--mpirun_hostfile",),
         key="mpirun_config.mpirun_hostfile",
         question="Path of a hostfile to launch with mpirun? (empty: no mpirun)",
-        ask_if=_mpi,
+        ask_if=lambda answers: (
+            answers("launch.distributed_type") == "MULTI_CPU" and answers("launch.num_machines") > 1
+        ),
     )
 
 
@@ -350,9 +326,6 @@ def _of_cluster(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is 
     )
 
 
-_ONE_JOB = "Depends on the job, not on the machine."
-
-
 @documented
 @frozen
 class ClusterSettings:
@@ -360,8 +333,7 @@ class ClusterSettings:
 
     gpus_per_node: int | None = _of_cluster("GPUs per node, one for each process; by default none.")
     time: str | None = _of_cluster(
-        "Slurm: time limit of the job, such as 90 (minutes), 1:30:00 or 2-00:00:00.",
-        parse=_slurm_time,
+        "Slurm: time limit of the job, such as 90 (minutes), 1:30:00 or 2-00:00:00.", parse=_slurm_time
     )
     sbatch_args: tuple[str, ...] = _of_cluster(
         "Slurm: more sbatch options, such as '--partition=a --account=b'; repeatable.",
@@ -525,18 +497,15 @@ class SageMakerSettings:
     """Training as a job of Amazon SageMaker."""
 
     ec2_instance_type: str | None = _sagemaker(
-        "EC2 instance type.",
-        question="Which EC2 instance type will you use?",
+        "EC2 instance type.", question="Which EC2 instance type will you use?"
     )
     iam_role_name: str | None = _sagemaker("IAM role.", question="Which IAM role will the job use?")
     profile: str | None = _sagemaker(
-        "AWS profile.",
-        question="Which AWS profile will you use? (empty: AWS variables or flags)",
+        "AWS profile.", question="Which AWS profile will you use? (empty: AWS variables or flags)"
     )
     region: str = _sagemaker("AWS region.", default="us-east-1", question="Which AWS region will you use?")
     image_uri: str | None = _sagemaker(
-        "Custom container image.",
-        question="URI of a custom container image? (empty: the default image)",
+        "Custom container image.", question="URI of a custom container image? (empty: the default image)"
     )
     pytorch_version: str = _sagemaker(
         "PyTorch version of the default image.",
@@ -557,9 +526,7 @@ class SageMakerSettings:
         ask_if=_usual_container,
     )
     base_job_name: str = _sagemaker(
-        "Base name of jobs.",
-        default="accelerate-sagemaker-1",
-        question="Base name of jobs?",
+        "Base name of jobs.", default="accelerate-sagemaker-1", question="Base name of jobs?"
     )
     sagemaker_inputs_file: str | None = _sagemaker(
         "Tab-separated file of channel names and data locations.",
@@ -595,10 +562,6 @@ SAGEMAKER = rows_of("sagemaker", SageMakerSettings, topic="Amazon SageMaker")
 _PRECISIONS = tuple(member.value for member in PrecisionType)
 _BACKENDS = tuple(member.value for member in DynamoBackend)
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-
-def _compiles(answers: Answers) -> bool:
-    return answers("dynamo.backend") != "NO"
 
 
 @documented
@@ -654,7 +617,8 @@ TRAINING = (
 def _dynamo(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
     def derive(field: str) -> dict[str, Any]:
         name = f"dynamo_{field}"
-        return spelled(name, "dynamo_config", variable=f"ACCELERATE_{name.upper()}", ask_if=_compiles)
+        row = spelled(name, "dynamo_config", variable=f"ACCELERATE_{name.upper()}")
+        return {**row, "ask_if": lambda answers: answers("dynamo.backend") != "NO"}
 
     return setting(derive, help=help, **more)
 
@@ -678,14 +642,10 @@ class DynamoSettings:
         question="Which torch.compile mode do you want?",
     )
     use_fullgraph: bool = _dynamo(
-        "Fail on graph breaks (fullgraph).",
-        default=False,
-        question="Fail on graph breaks? (fullgraph)",
+        "Fail on graph breaks (fullgraph).", default=False, question="Fail on graph breaks? (fullgraph)"
     )
     use_dynamic: bool = _dynamo(
-        "Trace with dynamic shapes.",
-        default=False,
-        question="Trace with dynamic shapes?",
+        "Trace with dynamic shapes.", default=False, question="Trace with dynamic shapes?"
     )
     use_regional_compilation: bool = _dynamo(
         "Compile each repeated block once, not the whole model (regional compilation).",

@@ -65,7 +65,9 @@ class OperatorMode(TorchDispatchMode):
         if device.is_inside or func.is_view:
             return func(*args, **kwargs)
         if name == "aten::copy_" and device.is_device_copy(*args[:2]):
-            return _plain_copy(device, *args, **kwargs)
+            target, source, *more = args
+            device.plain_copy(target, source, blocking=not (more[0] if more else kwargs.get("non_blocking")))
+            return target
         reads, writes = _accesses(func, args, kwargs)
         actor = device.before_operator(name, reads, writes)
         outputs = func(*args, **kwargs)
@@ -106,11 +108,6 @@ class TransferMode(TorchFunctionMode):
         return moved if dtype is None else moved.to(dtype)
 
 
-def _plain_copy(device: LateDevice, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    device.plain_copy(target, source, blocking=not non_blocking)
-    return target
-
-
 def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tensors that an operator reads, and the arguments that it writes."""
     reads: list[Tensor] = []
@@ -118,11 +115,8 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     schema = schema_of(func)
     if _METADATA_ONLY.match(schema.name):
         return [], []
-    positional = zip(schema.arguments, args, strict=False)
-    for argument, value in (
-        *positional,
-        *((a, kwargs[a.name]) for a in schema.arguments if a.name in kwargs),
-    ):
+    named = ((argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs)
+    for argument, value in (*zip(schema.arguments, args, strict=False), *named):
         alias = argument.alias_info
         if alias is not None and not alias.is_write:
             continue  # a view of it is returned
@@ -329,9 +323,7 @@ class LateDevice:
 
     def copy_pageable_(self, target: Tensor, source: Tensor) -> None:
         """Copy on the current stream, and wait for it."""
-        with self.own_code():
-            self._copy(target, source)
-        self.current_stream().synchronize()
+        self.plain_copy(target, source, blocking=True)
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """Keep a freed tensor's memory until the work is done that `stream` has by then."""

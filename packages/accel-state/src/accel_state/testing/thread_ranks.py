@@ -109,7 +109,10 @@ class ThreadRanks:
 
 
 class ThreadCollectives:
-    """`Collectives` between the threads of `ThreadRanks`; each call waits for all ranks."""
+    """`Collectives` between the threads of `ThreadRanks`; each call waits for all ranks.
+
+    What is behind a rank's chunk in the rows of `exchange_chunks` is 255.
+    """
 
     def __init__(self, rank: int, ranks: ThreadRanks) -> None:
         self.rank = rank
@@ -118,7 +121,6 @@ class ThreadCollectives:
         self._ranks = ranks
 
     def exchange_chunks(self, chunk: Tensor) -> Tensor:
-        """Send some bytes to every rank; what is behind them in the rows is 255."""
         chunks = self._exchange("exchange_chunks", chunk.detach())
         rows = torch.full((self.world_size, self.chunk_bytes), 255, dtype=torch.uint8)
         for row, received in zip(rows, chunks, strict=True):
@@ -126,36 +128,29 @@ class ThreadCollectives:
         return rows
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
-        """Fill `out` with the tensors of all ranks, in rank order."""
         tensors = self._alike("all_gather_into", tensor)
         for part, received in zip(out.view(self.world_size, -1), tensors, strict=True):
             part.copy_(received.view(-1))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Overwrite `tensor` with that of rank `src`."""
         tensor.copy_(self._alike("broadcast", tensor)[src])
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        """Fill `out` at once with this rank's tensor of those of rank `src`."""
         out.copy_(self._exchange("scatter", parts)[src][self.rank])
-        return _done
+        return lambda: None  # `out` is filled already
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
-        """Overwrite `tensor` with the values of all ranks combined."""
         combined = torch.stack([part.to(_wide(part.dtype)) for part in self._alike("all_reduce", tensor)])
         by_op = {"sum": combined.sum, "max": combined.amax, "min": combined.amin, "prod": combined.prod}
         tensor.copy_(by_op[op](0))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Gather the objects of all ranks, in rank order."""
         return self._exchange("all_gather_object", obj)
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        """Replace the items of `objects` by those of rank `src`."""
         objects[:] = self._exchange("broadcast_object_list", objects)[src]
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         self._exchange("barrier", None)
 
     def _alike(self, name: str, tensor: Tensor) -> list[Tensor]:
@@ -178,7 +173,3 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else torch.int64
-
-
-def _done() -> None:
-    """Do nothing: there is nothing to wait for."""
