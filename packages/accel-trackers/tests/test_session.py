@@ -214,6 +214,15 @@ def test_or_one_line_and_the_training_goes_on(memory, memory_class, method, capl
     assert len(lines) == 2  # and how often it was, at the end
 
 
+def test_a_tracker_that_does_not_start_ends_those_before_it(memory, memory_class):
+    session = TrackerSession([memory, Unreliable("start")(memory_class)()])
+    with pytest.raises(OSError, match="the disk is full"):
+        session.start("project")
+    assert memory.calls == [("start",), ("finish",)]
+    with pytest.raises(TrackerError, match="called before init_trackers"):
+        session.log({"loss": 1.0})
+
+
 def test_another_policy_is_refused(memory):
     with pytest.raises(SettingsError, match="on_tracker_error='ignore'"):
         TrackerSession(memory, on_error="ignore")

@@ -166,6 +166,21 @@ def test_pixels_keep_their_place_and_value():
     assert array.sum() == 255
 
 
+def test_images_of_pil_have_their_colours_whatever_their_mode():
+    pil = pytest.importorskip("PIL.Image")
+    red = pil.new("RGB", (2, 2), (255, 0, 0))
+    (array,) = to_images("x", red.quantize(4))  # indices of a palette
+    assert array.tolist() == [[[255, 0, 0]] * 2] * 2
+    (array,) = to_images("x", pil.new("1", (2, 2), 1))
+    assert array.tolist() == [[[255]] * 2] * 2
+    (array,) = to_images("x", pil.new("LA", (2, 2), (7, 9)))
+    assert array.tolist() == [[[7, 7, 7, 9]] * 2] * 2
+    (array,) = to_images("x", pil.new("CMYK", (2, 2), (0, 255, 255, 0)))
+    assert array.tolist() == [[[255, 0, 0]] * 2] * 2
+    (array,) = to_images("x", [pil.new("L", (2, 2), 3)])
+    assert array.tolist() == [[[3]] * 2] * 2
+
+
 @pytest.mark.parametrize(("shape", "dataformats"), [((5, 7, 9), None), ((5,), None), ((5, 7), "CHW")])
 def test_what_is_no_image_is_named(shape, dataformats):
     with pytest.raises(UnsupportedError, match="'x' of shape"):

@@ -7,6 +7,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -118,8 +119,18 @@ class TrackerSession:
         self._start_arguments = (project_name, plain, options)
         self._stage = "running"
         self._check_options("init_trackers(init_kwargs=…)", options)
-        self.trackers = [self._start_tracker(chosen, project_name, options) for chosen in self.log_with]
-        self._set_active()
+        self.trackers = []
+        try:
+            for chosen in self.log_with:
+                self.trackers.append(self._start_tracker(chosen, project_name, options))
+        except BaseException:
+            for tracker in reversed(self.trackers):
+                with suppress(Exception):  # the first error is raised
+                    tracker.finish()
+            self.trackers, self._stage = [], "new"
+            raise
+        finally:
+            self._set_active()
         if config is not None:
             for tracker in self._active:
                 self._call(tracker, "store_init_configuration", to_plain(plain))

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import enum
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -222,6 +223,9 @@ _skipped: set[tuple[str, str]] = set()
 
 _CHANNELS = (1, 3, 4)
 
+_OTHER_MODES = ("1", "CMYK", "HSV", "LA", "P", "PA", "YCbCr")
+"""Modes of PIL whose arrays are not shades or colours from 0 to 255, such as indices of a palette."""
+
 
 def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.ndarray[Any, Any]]:
     """Convert images to a list of arrays of shape (H, W, C) and dtype uint8, C being 1, 3 or 4.
@@ -237,6 +241,10 @@ def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.
         return [image for image_or_batch in value for image in to_images(name, image_or_batch, dataformats)]
     if isinstance(value, torch.Tensor):
         value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
+    pil = sys.modules.get("PIL.Image")
+    if pil is not None and isinstance(value, pil.Image) and value.mode in _OTHER_MODES:
+        colours = "RGBA" if value.has_transparency_data else "RGB"
+        value = value.convert("L" if value.mode == "1" else colours)
     array = np.asarray(value)
     # Without formats: the channels are last if the last axis has as many elements as there are channels.
     axes = dataformats
