@@ -157,6 +157,37 @@ def test_parts_are_uploaded_at_the_same_time_and_one_that_fails_is_repeated(monk
     assert not store.parts
 
 
+def test_an_upload_whose_answer_was_lost_is_known_by_its_size_at_present(monkeypatch):
+    class Store:
+        protocol = "s3"
+        size = 1  # of an earlier file of the name, as listed before
+
+        def split_path(self, path):
+            return (*path.split("/", 1), None)
+
+        def invalidate_cache(self, path):
+            self.size = 6
+
+        def info(self, path):
+            return {"size": self.size, "type": "file"}
+
+        def call_s3(self, method, **arguments):
+            if method == "complete_multipart_upload":
+                raise FileNotFoundError("NoSuchUpload")
+            return {"ETag": "1", "UploadId": "7"}
+
+    store = Store()
+    monkeypatch.setattr(RemotePath, "file_system", lambda self: (store, "bucket/file"))
+    monkeypatch.setattr(remote, "PART_BYTES", 4)
+    writer = RemoteWriter(RemotePath("s3://bucket/file"))
+    writer.write(bytes(6))
+    writer.finish()
+    writer = RemoteWriter(RemotePath("s3://bucket/file"))
+    writer.write(bytes(7))
+    with pytest.raises(FileNotFoundError, match="NoSuchUpload"):
+        writer.finish()
+
+
 def test_only_what_another_attempt_may_change_is_repeated(caplog):
     calls = []
 

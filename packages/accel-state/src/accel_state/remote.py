@@ -539,7 +539,6 @@ class _S3Upload:
         self._fs, self._url = fs, url
         bucket, key, _ = fs.split_path(path)
         self._where: dict[str, Any] = {"Bucket": bucket, "Key": key}
-        self._path = path
         self._parts: dict[int, str] = {}
         self._sizes: dict[int, int] = {}
         made = self._call("create_multipart_upload", "starting an upload")
@@ -554,8 +553,7 @@ class _S3Upload:
         try:
             self._call("complete_multipart_upload", "completing an upload", MultipartUpload={"Parts": parts})
         except FileNotFoundError:  # no such upload: it was completed, and the answer was lost
-            size = repeated(lambda: self._fs.info(self._path)["size"], "a request for its size", self._url)
-            if size != sum(self._sizes.values()):
+            if RemotePath(self._url).size() != sum(self._sizes.values()):
                 raise
 
     def abort(self) -> None:
