@@ -64,6 +64,12 @@ def test_a_warning_is_said_once_for_the_same_words(logger, caplog):
     assert [record.getMessage() for record in caplog.records] == ["beware of a", "beware of b"]
 
 
+def test_a_warning_is_said_once_whatever_its_arguments(logger, caplog):
+    for names in (["a"], ["b"], ["a"]):
+        logger.warning_once("beware of %s", names, extra={"job": {"seven": 7}})
+    assert [record.getMessage() for record in caplog.records] == ["beware of ['a']", "beware of ['b']"]
+
+
 def test_extra_values_reach_the_record(logger, caplog):
     logger.extra = {"job": "seven"}
     logger.info("hello")

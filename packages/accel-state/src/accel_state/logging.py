@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, Protocol, Self, TypeVar, cast, overload
 
 from accel_state import runtime
@@ -24,7 +24,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
         super().__init__(logger, extra)
-        self._logged: set[Hashable] = set()
+        self._logged: set[str] = set()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a message.
@@ -52,7 +52,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Log a warning once for the same arguments."""
-        key: Hashable = (args, tuple(sorted(kwargs.items())))
+        key = repr((args, sorted(kwargs.items())))
         if key not in self._logged:
             self._logged.add(key)
             kwargs.setdefault("stacklevel", 3)
