@@ -181,13 +181,11 @@ dtensor_spec: Callable[[Any], Any] = attrgetter("_spec")
 """Return mesh, placements and shape of a DTensor (torch/distributed/tensor/_api.py)."""
 
 
-def storage_address(storage: UntypedStorage) -> int:
-    """Return the address of a storage's object, which fake storages have, too (torch/storage.py).
+storage_address: Callable[[UntypedStorage], int] = attrgetter("_cdata")
+"""Return the address of a storage's object, which fake storages have, too (torch/storage.py).
 
-    `torch.save` tells storages apart by it.
-    """
-    return storage._cdata  # pyright: ignore[reportPrivateUsage]
-
+`torch.save` tells storages apart by it.
+"""
 
 checkpoint_offset: Callable[[UntypedStorage], int] = attrgetter("_checkpoint_offset")
 """Return where a storage that `torch.load` has faked begins in its file (torch/serialization.py).
@@ -248,9 +246,8 @@ child_table: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_m
 """Return the module's own table of children; `named_children()` hides one that is registered twice."""
 
 
-def non_persistent_names(module: nn.Module) -> set[str]:
-    """Return the names of the module's own buffers that its state leaves out (torch/nn/modules/module.py)."""
-    return module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+non_persistent_names: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""Return the names of the module's own buffers that its state leaves out (torch/nn/modules/module.py)."""
 
 
 def optimized_module() -> type[Any] | None:
@@ -267,9 +264,8 @@ def import_compiler() -> None:
     import_module("torch._dynamo")
 
 
-def compiled_module(model: Any) -> nn.Module:
-    """Return the module inside the result of `torch.compile` (torch/_dynamo/eval_frame.py)."""
-    return model._orig_mod
+compiled_module: Callable[[Any], nn.Module] = attrgetter("_orig_mod")
+"""Return the module inside the result of `torch.compile` (torch/_dynamo/eval_frame.py)."""
 
 
 def compile_call(module: nn.Module, like: Any) -> None:
@@ -311,9 +307,8 @@ def let_foreach_run_on(device_type: str, tensor_type: type[Tensor]) -> None:
     optimizer._foreach_supported_types.append(tensor_type)
 
 
-def requested_samples(sampler: Any) -> int | None:
-    """Return `num_samples` as a `RandomSampler` was given it (torch/utils/data/sampler.py)."""
-    return sampler._num_samples
+requested_samples: Callable[[Any], int | None] = attrgetter("_num_samples")
+"""Return `num_samples` as a `RandomSampler` was given it (torch/utils/data/sampler.py)."""
 
 
 # Process groups.
@@ -344,9 +339,8 @@ def backend_of(group: ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
-def backend_timeout(backend: Any) -> Any:
-    """Return the timeout of a backend's collectives (torch/csrc/distributed/c10d/init.cpp)."""
-    return backend.options._timeout
+backend_timeout: Callable[[Any], Any] = attrgetter("options._timeout")
+"""Return the timeout of a backend's collectives (torch/csrc/distributed/c10d/init.cpp)."""
 
 
 def set_terminate_handler(handler: Callable[..., Any]) -> None:
@@ -393,9 +387,8 @@ def fully_sharded_mesh(module: FSDPModule) -> DeviceMesh | None:
     return None if groups[0] is None else groups[0].mesh_info.mesh
 
 
-def flat_handle(module: FullyShardedDataParallel) -> Any:
-    """Return the handle of an FSDP1 module's flat parameter or `None` (torch/distributed/fsdp)."""
-    return module._handle  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]
+flat_handle: Callable[[FullyShardedDataParallel], Any] = attrgetter("_handle")
+"""Return the handle of an FSDP1 module's flat parameter or `None` (torch/distributed/fsdp)."""
 
 
 def refresh_original_parameters(module: FullyShardedDataParallel, handle: Any) -> None:
@@ -404,9 +397,8 @@ def refresh_original_parameters(module: FullyShardedDataParallel, handle: Any) -
         handle._use_sharded_views()
 
 
-def flat_names(flat: Any) -> list[str]:
-    """Return the names of the parameters in a flat parameter (torch/distributed/fsdp/_flat_param.py)."""
-    return flat._fqns
+flat_names: Callable[[Any], list[str]] = attrgetter("_fqns")
+"""Return the names of the parameters in a flat parameter (torch/distributed/fsdp/_flat_param.py)."""
 
 
 def flat_shards(flat: Any) -> zip[tuple[Any, Any, Any]]:
@@ -427,9 +419,8 @@ def flat_slices(handle: Any) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
         yield name, shape, max(start - begin, 0), local[start - first : max(start, stop) - first]
 
 
-def shared_parameters(flat: Any) -> list[tuple[Any, ...]]:
-    """Return where tied weights of a flat parameter are, again and first (`SharedParamInfo`)."""
-    return flat._shared_param_infos
+shared_parameters: Callable[[Any], list[tuple[Any, ...]]] = attrgetter("_shared_param_infos")
+"""Return where tied weights of a flat parameter are, again and first (`SharedParamInfo`)."""
 
 
 def replace_fsdp_chunks(make: Callable[..., Any]) -> None:

@@ -366,56 +366,51 @@ class ClusterSettings:
 CLUSTER = rows_of("cluster", ClusterSettings, topic="jobs of a cluster")
 
 
+def _of_replicas(help: str, variable: str, flag: str | None = None, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    named: dict[str, Any] = {"flags": (f"--{flag}",), "key": flag} if flag else {}
+    return setting(help=help, variable=variable, skip_reason=_ONE_JOB, **named, **more)
+
+
 @documented
 @frozen
 class ReplicaSettings:
     """Groups of processes that train copies of the model by torchft, so that a group may die."""
 
-    groups: int = setting(
-        help="Number of replica groups, each with a copy of the model: a group that fails is started again,"
+    groups: int = _of_replicas(
+        "Number of replica groups, each with a copy of the model: a group that fails is started again,"
         " and the others continue.",
-        default=1,
         variable="NUM_REPLICA_GROUPS",
-        flags=("--replica_groups",),
-        key="replica_groups",
-        skip_reason=_ONE_JOB,
-    )
-    group: int = setting(
-        help="Index of the replica group of this process, counted from 0.",
-        default=0,
-        parse=integer(0),
-        variable="REPLICA_GROUP_ID",
-        skip_reason=_ONE_JOB,
-    )
-    min_groups: int = setting(
-        help="Fewest replica groups that continue without the others.",
+        flag="replica_groups",
         default=1,
-        variable="ACCELERATE_MIN_REPLICA_GROUPS",
-        flags=("--min_replica_groups",),
-        key="min_replica_groups",
-        skip_reason=_ONE_JOB,
     )
-    timeout: int = setting(
-        help="Seconds after which a replica group that is silent counts as lost.",
-        default=5,
-        variable="ACCELERATE_REPLICA_TIMEOUT",
-        flags=("--replica_timeout",),
-        key="replica_timeout",
-        skip_reason=_ONE_JOB,
-    )
-    lighthouse: str | None = setting(
-        help="Address of torchft's lighthouse, http://HOST:PORT; by default, the launcher starts one.",
-        variable="TORCHFT_LIGHTHOUSE",
-        flags=("--lighthouse",),
-        key="lighthouse",
-        skip_reason=_ONE_JOB,
-    )
-    restarts: int = setting(
-        help="How often the replica group of this process was started again.",
+    group: int = _of_replicas(
+        "Index of the replica group of this process, counted from 0.",
+        variable="REPLICA_GROUP_ID",
         default=0,
         parse=integer(0),
+    )
+    min_groups: int = _of_replicas(
+        "Fewest replica groups that continue without the others.",
+        variable="ACCELERATE_MIN_REPLICA_GROUPS",
+        flag="min_replica_groups",
+        default=1,
+    )
+    timeout: int = _of_replicas(
+        "Seconds after which a replica group that is silent counts as lost.",
+        variable="ACCELERATE_REPLICA_TIMEOUT",
+        flag="replica_timeout",
+        default=5,
+    )
+    lighthouse: str | None = _of_replicas(
+        "Address of torchft's lighthouse, http://HOST:PORT; by default, the launcher starts one.",
+        variable="TORCHFT_LIGHTHOUSE",
+        flag="lighthouse",
+    )
+    restarts: int = _of_replicas(
+        "How often the replica group of this process was started again.",
         variable="ACCELERATE_REPLICA_RESTARTS",
-        skip_reason=_ONE_JOB,
+        default=0,
+        parse=integer(0),
     )
 
 

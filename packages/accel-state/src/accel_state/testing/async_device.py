@@ -516,9 +516,9 @@ class LateDevice:
     def _free(self, block: Block) -> None:
         """Give a block back to its pool; find the streams that may still use it."""
         owner = block.owner
-        later = block.history.not_in(self.host.threads.clock_of(owner))
+        known = self.host.threads.clock_of(owner)
+        later = (access for access in block.history.accesses if not access.is_in(known))
         users = {access.actor.stream: access for access in later}
-        users.pop(None, None)
         streams = [stream for stream in users if stream is not None]
         if owner is not None:
             freed = (

@@ -63,10 +63,6 @@ class Actor:
             if count > self.clock.get(number, 0):
                 self.clock[number] = count
 
-    def has_seen(self, access: Access) -> bool:
-        """Whether an access is ordered before what the actor does from now on."""
-        return access.count <= self.clock.get(access.actor.number, 0)
-
 
 @dataclass(slots=True, eq=False)
 class Access:
@@ -89,6 +85,10 @@ class Access:
     end: int
     what: str
     where: str
+
+    def is_in(self, clock: Clock) -> bool:
+        """Whether a clock has the access: an actor with it is ordered after the access."""
+        return self.count <= clock.get(self.actor.number, 0)
 
     def __str__(self) -> str:
         verb = "writes" if self.writes else "reads"
@@ -122,7 +122,7 @@ class History:
             if (before.writes or access.writes)
             and before.start < access.end
             and access.start < before.end
-            and not access.actor.has_seen(before)
+            and not before.is_in(access.actor.clock)
         ]
 
     def add(self, access: Access) -> None:
@@ -137,10 +137,6 @@ class History:
             )
         ]
         self.accesses.append(access)
-
-    def not_in(self, clock: Clock) -> list[Access]:
-        """Return the accesses that a clock does not have."""
-        return [access for access in self.accesses if access.count > clock.get(access.actor.number, 0)]
 
 
 Knowledge = dict["LateStream | None", Clock]
