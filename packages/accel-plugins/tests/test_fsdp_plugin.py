@@ -225,6 +225,21 @@ def test_a_model_may_name_its_blocks():
         chosen(Model(), misspelt)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+def test_classes_of_one_name_are_all_chosen(version):
+    parts = [Block(), type("Block", (nn.Linear,), {})(2, 2), nn.Linear(2, 2)]
+    model = nn.ModuleList(parts)
+    plugin = make(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+    )
+    plugin.set_auto_wrap_policy(model)
+    policy: Any = plugin.auto_wrap_policy
+    more = {"recurse": False, "nonwrapped_numel": 0} if version == 1 else {}
+    assert [policy(part, **more) for part in parts] == [True, True, False]
+
+
 def test_what_shares_a_parameter_with_its_surroundings_is_left_to_them():
     model = Model()
     model.head.weight = model.embed.weight

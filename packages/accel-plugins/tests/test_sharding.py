@@ -38,7 +38,10 @@ from accel_plugins.sharding.state import (
     state_by_name,
     strip_wrapper_prefixes,
 )
-from accel_state.errors import CheckpointError
+from accel_plugins.sharding.wrap import load_from_rank0
+from accel_state.errors import CheckpointError, CheckpointMismatchError
+from accel_state.runtime import current
+from accel_state.testing.thread_ranks import ThreadRanks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
@@ -208,6 +211,34 @@ def test_a_file_of_one_rank_is_read_by_the_same_rank_of_as_many(tmp_path: Path):
                 load_local(tmp_path / f"{rank}.bin", 2, lambda *_, other=other: other)
     with pytest.raises(CheckpointError, match=r"absent\.bin.*does not exist"):
         load_local(tmp_path / "absent.bin", 2, lambda *_: torch.zeros(1))
+
+
+@pytest.mark.parametrize("content", ["nothing", "half", "a list", "other keys"])
+def test_a_damaged_file_of_one_rank_is_named(tmp_path: Path, content: str):
+    path = tmp_path / "0.bin"
+    save_local({"weight": torch.ones(100)}, path, 2)
+    if content in ("nothing", "half"):
+        path.write_bytes(path.read_bytes()[: 200 * (content == "half")])
+    else:
+        torch.save([1] if content == "a list" else {"weight": torch.ones(1)}, path)
+    with pytest.raises(CheckpointError, match=r"0\.bin' is not the local state dict of a rank"):
+        load_local(path, 2, lambda *_: torch.zeros(1))
+
+
+def test_every_rank_hears_of_weights_that_rank_0_lacks():
+    models = [nn.Sequential(nn.Linear(2, 2)) for _ in range(2)]
+    state = {name: torch.ones_like(value) for name, value in models[0].state_dict().items()}
+    ranks = ThreadRanks(size=2, timeout=5)
+
+    def load(rank: int) -> None:
+        load_from_rank0(models[rank], state if rank == 0 else {}, current(), on_cpu=False)
+
+    assert ranks.run(load) == [None, None]
+    assert [model[0].weight.sum().item() for model in models] == [4, 4]
+    del state["0.bias"]
+    for error in ranks.run(load):
+        assert isinstance(error, CheckpointMismatchError)
+        assert "has no '0.bias'" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial, wraps
 from importlib import import_module
@@ -18,7 +18,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
-from accel_ops.modules import unbound_forward
+from accel_ops.modules import get_module_children_bottom_up, unbound_forward
 from accel_ops.weights.tensors import find_tied_parameters, retie_parameters
 from accel_state.errors import SettingsError, UnsupportedError, did_you_mean
 from accel_state.libraries import compare_versions
@@ -52,7 +52,9 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
             f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no _no_split_modules "
             "with the classes of its blocks. Pass them in transformer_cls_names_to_wrap."
         )
-    classes = {type(module).__name__: type(module) for module in model.modules()}
+    classes: dict[str, set[type[nn.Module]]] = {}
+    for module in model.modules():
+        classes.setdefault(type(module).__name__, set()).add(type(module))
     missing = [name for name in wanted if name not in classes]
     if missing and not declared:
         hint = did_you_mean(missing[0], classes, f"it has {', '.join(sorted(classes))}.")
@@ -60,7 +62,7 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
             f"transformer_cls_names_to_wrap={wanted!r}: {type(model).__name__} has no module of a class "
             f"{missing[0]!r}; {hint}"
         )
-    classes_to_wrap = {classes[name] for name in wanted if name in classes}
+    classes_to_wrap = {kind for name in wanted for kind in classes.get(name, ())}
     if not classes_to_wrap:
         raise SettingsError(
             f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no module of the classes "
@@ -144,7 +146,7 @@ def blocks(
     is_separable = separable(model)
     inner = [
         module
-        for module in _bottom_up(model, set())
+        for module in dict.fromkeys(get_module_children_bottom_up(model))
         if module is not model
         and id(module) not in ignored
         and any(True for _ in module.parameters())
@@ -152,15 +154,6 @@ def blocks(
         and is_separable(module)
     ]
     return [*inner, model]
-
-
-def _bottom_up(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield every module once, after its submodules, also if it has several parents."""
-    visited.add(module)
-    for child in module.children():
-        if child not in visited:
-            yield from _bottom_up(child, visited)
-    yield module
 
 
 def separable_only(policy: Any, model: nn.Module) -> Any:

@@ -455,13 +455,19 @@ def load_local(
             f"{str(path)!r}, the local state dict of this rank, does not exist: load the folder that "
             "save_state wrote with LOCAL_STATE_DICT on the same ranks."
         )
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    if saved["world_size"] != world_size:
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved_size, state = saved["world_size"], saved["state"]
+    except (OSError, *DAMAGE) as error:
         raise CheckpointError(
-            f"{str(path)!r} was saved with world size {saved['world_size']}, but this run has {world_size}: "
+            f"{str(path)!r} is not the local state dict of a rank, or is damaged: load another checkpoint."
+        ) from error
+    if saved_size != world_size:
+        raise CheckpointError(
+            f"{str(path)!r} was saved with world size {saved_size}, but this run has {world_size}: "
             "local state dicts load only with the same world size. Save with SHARDED_STATE_DICT instead."
         )
-    return _unpack(saved["state"], (), allocate, path)
+    return _unpack(state, (), allocate, path)
 
 
 def _pack(state: Any) -> Any:

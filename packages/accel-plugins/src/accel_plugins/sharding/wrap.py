@@ -20,7 +20,7 @@ from accel_plugins.sharding.shards import gather_full_tensor, group_tied_names, 
 from accel_plugins.sharding.state import strip_wrapper_prefixes
 from accel_plugins.strategy import PLAIN_FEATURES, Bundle, Feature
 from accel_plugins.unsharded import check_not_lazy, move_to_device
-from accel_state.errors import SettingsError
+from accel_state.errors import CheckpointMismatchError, SettingsError, some_of
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.torch_private import (
@@ -417,7 +417,11 @@ def _without_materialized(model: nn.Module, values: FullModelState) -> FullModel
 
 
 def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: bool) -> None:
-    """Load a full state dict of rank 0 into a sharded model, materialised or not."""
+    """Load a full state dict of rank 0 into a sharded model, materialised or not.
+
+    Raises:
+        CheckpointMismatchError: It lacks a parameter; every rank raises.
+    """
     values = FullModelState()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         values.names[name] = [name]
@@ -425,17 +429,21 @@ def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: b
         values.attributes[name] = dict(vars(tensor))
     for names, _ in group_tied_names(dict(model.named_parameters(remove_duplicate=False))):
         values.names[names[0]] = [*names]
-    if runtime.topology.is_main:
-        parameters = dict(model.named_parameters())
-        values.parameters = {name: state[name] for name in values.names if name in parameters}
-        values.buffers = {
-            name: state[name] for name in values.names if name not in parameters and name in state
-        }
     missing = runtime.collectives.all_gather_object(
         [name for name in values.names if name not in (state or ())]
     )[0]
+    parameters = dict(model.named_parameters())
+    absent = [repr(name) for name in missing if name in parameters]
+    if absent:
+        raise CheckpointMismatchError(
+            f"the full state dict of rank 0 has no {some_of(absent)}, which {type(model).__name__} has: load "
+            "that of the same model"
+        )
     for name in missing:  # buffers that are not persistent are in no state dict
         values.names.pop(name)
+    if runtime.topology.is_main:
+        for name in values.names:
+            (values.parameters if name in parameters else values.buffers)[name] = state[name]
     materialize_from_rank0(
         model, values, runtime, parameters_on=torch.device("cpu") if on_cpu else runtime.device
     )
