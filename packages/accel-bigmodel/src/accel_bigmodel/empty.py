@@ -17,6 +17,8 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from accel_ops.modules import replaced_attributes
+
 _UNDISPATCHED = [
     "eye_", "dirac_", "orthogonal_", "sparse_", "trunc_normal_", "xavier_normal_", "xavier_uniform_",
 ]  # fmt: skip
@@ -84,7 +86,9 @@ def init_on_device(
             stack.callback(register_module_buffer_registration_hook(hook).remove)
             stack.enter_context(mover.device)
         if mover.device.type == "meta":
-            stack.enter_context(_skipped_initialisers())
+            # Initialisers that no mode sees return meta tensors as they are; real ones are still filled.
+            skipped = {name: _unless_meta(getattr(nn.init, name)) for name in _UNDISPATCHED}
+            stack.enter_context(replaced_attributes(nn.init, skipped))
             stack.enter_context(_SkipFillsOnMeta())
         yield
 
@@ -120,19 +124,6 @@ def _parameter_on(parameter: nn.Parameter, device: torch.device) -> nn.Parameter
         vars(moved).update(vars(parameter))
         return moved
     return type(parameter)(data, requires_grad=parameter.requires_grad, **vars(parameter))
-
-
-@contextmanager
-def _skipped_initialisers() -> Generator[None, None, None]:
-    """Let the initialisers that no mode sees return meta tensors as they are; real ones are still filled."""
-    originals = {name: getattr(nn.init, name) for name in _UNDISPATCHED}
-    for name, original in originals.items():
-        setattr(nn.init, name, _unless_meta(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(nn.init, name, original)
 
 
 def _unless_meta(initialiser: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Generator, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from functools import singledispatch
 from operator import attrgetter
 from types import MethodType
@@ -188,6 +189,32 @@ def restore_forward(model: nn.Module) -> None:
         del vars(target)["forward"]
     else:
         vars(target)["forward"] = original
+
+
+@contextmanager
+def replaced_attributes(owner: Any, values: Mapping[str, Any]) -> Generator[None]:
+    """Set attributes of a module, an object or a Python module within the block.
+
+    They are set in its `__dict__`, where they are found before methods of the class and before parameters and
+    submodules of an `nn.Module`.
+
+    Example:
+        >>> model = nn.Identity()
+        >>> with replaced_attributes(model, {"forward": lambda value: -value}):
+        ...     model(1)
+        -1
+        >>> model(1)
+        1
+    """
+    own = vars(owner)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del own[name]
+        own.update(before)
 
 
 def _inside(model: nn.Module) -> nn.Module | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_ops.modules import extract_model_from_parallel
+from accel_ops.modules import extract_model_from_parallel, replaced_attributes
 from accel_plugins.deepspeed.folder import engine_folder, load_file, read_folder
 from accel_plugins.deepspeed.library import GatheredParameters, ds_module, is_sharded
 from accel_plugins.full_parameters import FullParameters, ParameterSource, iter_gathered, named_parameters_of
@@ -372,7 +371,7 @@ class DeepSpeedPersister:
             def save(state_dict: Any, path: str) -> None:  # The engine passes both by name.
                 write(state_dict, Path(path))
 
-            with _replace_methods(engine.checkpoint_engine, save=save):
+            with replaced_attributes(engine.checkpoint_engine, {"save": save}):
                 engine.save_checkpoint(str(directory), tag=folder_name(index))
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
@@ -396,7 +395,7 @@ class DeepSpeedPersister:
                 del map_location  # The engine itself copies tensors to its device.
                 return load_file(Path(path), for_engine=True)
 
-            with _replace_methods(engine.checkpoint_engine, load=load_safely):
+            with replaced_attributes(engine.checkpoint_engine, {"load": load_safely}):
                 loaded, _ = engine.load_checkpoint(str(directory), tag=folder.name)
             if loaded is None:
                 raise CheckpointError(
@@ -521,14 +520,3 @@ def folder_name(index: int) -> str:
         ('pytorch_model', 'pytorch_model_1')
     """
     return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
-
-
-@contextmanager
-def _replace_methods(owner: Any, **methods: Any) -> Generator[None]:
-    """Replace methods of an object within the block."""
-    vars(owner).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del vars(owner)[name]

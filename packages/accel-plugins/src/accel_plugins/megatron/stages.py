@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from accel_ops.modules import replaced_attributes
 from accel_plugins.megatron.families import FAMILIES, ModelFamily
 from accel_plugins.megatron.library import core, uses_transformer_engine
 from accel_state.errors import UnsupportedError
@@ -153,7 +154,12 @@ def build_bert(
     # 2. Make the module.
     labels, dropout = arguments.pop("num_labels"), arguments.pop("classifier_dropout")
     padded = padded_vocabulary(vocabulary, config)
-    with _sharded_norms():
+    # The head and the end of the encoder get norms that sequence parallelism shards; no argument gives them.
+    head, block = core("models.bert.bert_lm_head"), core("transformer.transformer_block")
+    with (
+        replaced_attributes(head, {"LNImpl": TorchNorm}),
+        replaced_attributes(block, {"LayerNormImpl": TorchNorm}),
+    ):
         made: Any = core("models.bert.bert_model").BertModel(
             config=config,
             transformer_layer_spec=spec,
@@ -183,18 +189,6 @@ def build_bert(
     elif post_process and padded > vocabulary:
         mask_padding(made.output_layer, vocabulary)
     return made
-
-
-@contextmanager
-def _sharded_norms() -> Generator[None]:
-    """Give the head and the end of the encoder norms that sequence parallelism shards: no argument does."""
-    head, block = core("models.bert.bert_lm_head"), core("transformer.transformer_block")
-    before = head.LNImpl, block.LayerNormImpl
-    head.LNImpl = block.LayerNormImpl = TorchNorm
-    try:
-        yield
-    finally:
-        head.LNImpl, block.LayerNormImpl = before
 
 
 class NormAfter(nn.Module):

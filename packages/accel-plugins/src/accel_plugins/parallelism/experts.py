@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import wraps
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from accel_ops.modules import unbound_forward
+from accel_ops.modules import replaced_attributes, unbound_forward
 from accel_plugins.parallelism.exchange import all_to_all
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
@@ -202,20 +202,6 @@ def local_experts(module: nn.Module, num_local: int) -> Generator[None]:
     }
     with replaced_attributes(module, {**local, "num_experts": num_local}):
         yield
-
-
-@contextmanager
-def replaced_attributes(module: nn.Module, values: Mapping[str, Any]) -> Generator[None]:
-    """Set attributes of a module, which are looked up before its parameters, within the block."""
-    own = vars(module)
-    before = {name: own[name] for name in values if name in own}
-    own.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del own[name]
-        own.update(before)
 
 
 def exchange_counts(

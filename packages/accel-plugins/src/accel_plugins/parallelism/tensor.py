@@ -19,9 +19,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from accel_ops.modules import model_has_dtensor, size_at_load, unbound_forward
+from accel_ops.modules import model_has_dtensor, replaced_attributes, size_at_load, unbound_forward
 from accel_plugins.parallelism.config import axes_of, refuse_experts
-from accel_plugins.parallelism.experts import experts_of, find_problem, local_experts, replaced_attributes
+from accel_plugins.parallelism.experts import experts_of, find_problem, local_experts
 from accel_plugins.sharding.shards import ShardsPersister
 from accel_plugins.sharding.state import TensorShards
 from accel_plugins.sharding.step import sharded_stepper
