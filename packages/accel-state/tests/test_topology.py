@@ -126,6 +126,7 @@ def test_a_bad_value_names_its_variable(environ, named):
         ("node[03-04]", "node03"),
         ("gpu[7,9-12]", "gpu7"),
         ("a[1-2]-ib,b3", "a1-ib"),
+        ("rack[1-2]-gpu[03-04,7],b3", "rack1-gpu03"),
         ("", None),
     ],
 )

@@ -106,8 +106,8 @@ def first_host(nodelist: str) -> str | None:
         >>> first_host("gpu[07-09,12],login1")
         'gpu07'
     """
-    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodelist)
-    return "".join(part or "" for part in match.groups()) if match else None
+    match = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0]) if match else None
 
 
 LAUNCHERS: tuple[LauncherEnvironment, ...] = (
