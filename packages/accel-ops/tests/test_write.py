@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from accel_ops.weights.layout import (
-    SAFE_WEIGHTS_NAME,
-)
+from accel_ops.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accel_ops.weights.read import find_checkpoint_files, load, load_state_dict
 from accel_ops.weights.write import save, save_state_dict, save_state_parts
+from accel_state.errors import CheckpointError
 
 
 def test_replacing_a_file_leaves_its_mapped_tensors_whole(tmp_path):
@@ -125,6 +124,27 @@ def test_saved_files_have_the_mode_that_the_umask_gives(tmp_path):
     (tmp_path / "plain").touch()
     save({"a": torch.zeros(1)}, tmp_path / "f", safe_serialization=True)
     assert (tmp_path / "f").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse", "ignore:Sparse CSR")  # of torch
+def test_what_is_no_dense_tensor_is_pickled_or_refused_by_its_name(tmp_path):
+    state = {"a": torch.ones(2), "a._extra_state": {"scale": 3}, "adjacency": torch.eye(2).to_sparse()}
+    save_state_dict(state, tmp_path, safe_serialization=False)
+    loaded = torch.load(tmp_path / WEIGHTS_NAME, weights_only=True)
+    assert loaded["a._extra_state"] == {"scale": 3}
+    assert torch.equal(loaded["adjacency"].to_dense(), torch.eye(2))
+    for value, kind in (
+        ({"scale": 3}, "a dict"),
+        (torch.eye(2).to_sparse(), "sparse_coo"),
+        (torch.eye(2).to_sparse_csr(), "sparse_csr"),
+    ):
+        with pytest.raises(CheckpointError, match=f"'odd' is .*{kind}"):
+            save_state_dict({"odd": value}, tmp_path)
+
+
+def test_a_tensor_with_the_name_of_the_metadata_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="'__metadata__'"):
+        save_state_dict({"__metadata__": torch.ones(2)}, tmp_path)
 
 
 def test_safetensors_do_not_go_into_an_open_file(tmp_path):

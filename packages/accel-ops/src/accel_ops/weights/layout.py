@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_ops.weights.tensors import id_tensor_storage
+from accel_ops.weights.tensors import id_tensor_storage, is_dense
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.labels import CustomDtype
@@ -153,8 +153,10 @@ class WeightShards:
         return {"metadata": {"total_size": self.total_size}, "weight_map": self.weight_map}
 
 
-def groups_of(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], int]]:
+def groups_of(state_dict: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
     """Group tensors that share memory, which have to be in the same file; yield each with its bytes.
+
+    Sparse tensors, and values that are no tensors, have groups of their own, and count as no bytes.
 
     Example:
         >>> import torch
@@ -162,11 +164,11 @@ def groups_of(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tens
         >>> [(list(group), size) for group, size in groups_of({"a": weight, "b": weight})]
         [(['a', 'b'], 16)]
     """
-    groups: dict[object, dict[str, Tensor]] = defaultdict(dict)
-    for name, tensor in state_dict.items():
-        memory = name if tensor.is_meta or not tensor.numel() else id_tensor_storage(tensor)
-        groups[memory][name] = tensor
-    return ((group, _group_bytes([*group.values()])) for group in groups.values())
+    groups: dict[object, dict[str, Any]] = defaultdict(dict)
+    for name, value in state_dict.items():
+        is_shareable = is_dense(value) and not value.is_meta and value.numel()
+        groups[id_tensor_storage(value) if is_shareable else name][name] = value
+    return ((group, _group_bytes([*filter(is_dense, group.values())])) for group in groups.values())
 
 
 def fill_shards(groups: Iterable[tuple[Group, int]], limit: int) -> Iterator[tuple[list[Group], int]]:
@@ -204,4 +206,4 @@ def _group_bytes(tensors: list[Tensor]) -> int:
     """Return the bytes of tensors that share one storage: never more than the storage has."""
     unique = {(t.storage_offset(), tuple(t.shape), t.stride(), t.dtype): t for t in tensors}
     summed = sum(math.prod(t.shape) * t.dtype.itemsize for t in unique.values())
-    return summed if len(unique) == 1 else min(summed, tensors[0].untyped_storage().nbytes())
+    return summed if len(unique) < 2 else min(summed, tensors[0].untyped_storage().nbytes())

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from accel_ops.weights.tensors import tensor_memory
+from accel_ops.weights.tensors import is_dense, tensor_memory
 from accel_state.errors import CheckpointError, some_of
 from accel_state.files import JSON_LIMIT, libc, open_regular, parse_json
 from accel_state.frozen import frozen
@@ -377,7 +377,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     dropped: list[str] = []
     storages: set[object] = set()
     for name, value in state_dict.items():
-        if not isinstance(value, Tensor) or value.is_meta:
+        if not is_dense(value) or value.is_meta:
             cleaned[name] = value
             continue
         memory = tensor_memory(value)
@@ -485,13 +485,15 @@ def make_header(
         The bytes before the tensors; and begin and end of each tensor, from the start of the file.
 
     Raises:
-        CheckpointError: The format has no such element type.
+        CheckpointError: The format has no such element type or name.
     """
     # The metadata is what transformers and others look for.
     table: dict[str, Any] = {_METADATA: {"format": "pt"}}
     spans: list[tuple[int, int]] = []
     end = 0
     for name, shape, dtype in rows:
+        if name == _METADATA:
+            raise CheckpointError(f"safetensors have no room for a tensor of the name {name!r}; rename it.")
         if dtype not in DTYPE_NAMES:
             raise CheckpointError(f"safetensors have no element type for {name!r}, which is {dtype}.")
         begin, end = end, end + math.prod(shape) * dtype.itemsize
@@ -504,8 +506,10 @@ def make_header(
 
 
 def _check_writable(name: str, value: object) -> Tensor:
-    if not isinstance(value, Tensor) or value.is_sparse or value.is_quantized or value.is_meta:
-        kind = type(value).__name__ if not isinstance(value, Tensor) else f"tensor on {value.device}"
+    if not is_dense(value) or value.is_quantized or value.is_meta:
+        kind = type(value).__name__
+        if isinstance(value, Tensor):
+            kind = f"tensor on {value.device} ({value.layout}, {value.dtype})"
         raise CheckpointError(
             f"safetensors hold dense tensors with values; {name!r} is a {kind}. Keep it out of the state "
             "dict, or pass safe_serialization=False."

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from accel_state.device_kinds import WITHOUT_STORAGE
 from accel_state.torch_private import buffer_table, non_persistent_names, parameter_table, storage_address
@@ -84,6 +85,12 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     if tensor.device.type in WITHOUT_STORAGE:
         return tensor.device, storage_address(storage), storage.nbytes()
     return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def is_dense(value: Any) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor with a storage, which sparse tensors do not have."""
+    torch = import_module("torch")
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def tensor_memory(tensor: Tensor) -> tuple[Any, ...]:
