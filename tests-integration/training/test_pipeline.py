@@ -17,7 +17,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from accel_plugins import tiling
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs import TilingKwargs
+from accel_plugins.kwargs import GradScalerKwargs, TilingKwargs
 from accel_plugins.parallelism.config import ParallelismConfig, TorchPipelineParallelConfig
 from accel_plugins.sharding.folder import ShardWriter
 from accel_state.accelerator_state import AcceleratorState
@@ -63,8 +63,12 @@ class Net(nn.Module):
 
 def make(kind):
     torch.manual_seed(0)
-    if kind == "plain":
-        return Net().double()
+    if kind in ("plain", "frozen"):
+        model = Net().double()
+        if kind == "frozen":  # the first stage of two is not trained
+            model.embed.requires_grad_(requires_grad=False)
+            model.layers[:-1].requires_grad_(requires_grad=False)
+        return model
     if kind == "mixture":
         mixture = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
         model = MixtralForCausalLM(MixtralConfig(**SIZES | mixture | {"num_hidden_layers": LAYERS}))
@@ -327,16 +331,24 @@ def test_options_of_fsdp2_apply_to_stages_that_nothing_shards(tmp_path):
     check_equal_to_one_process("llama", {"pp_size": 2}, plugin=plugin, pp_schedule="Interleaved1F1B")
 
 
-def check_bf16(sizes):
+def prepared_in(precision, kind, sizes, *handlers):
     config = ParallelismConfig(**sizes)
     accelerator = Accelerator(
-        cpu=True, mixed_precision="bf16", parallelism_config=config, gradient_accumulation_steps=WINDOW
+        cpu=True,
+        mixed_precision=precision,
+        parallelism_config=config,
+        gradient_accumulation_steps=WINDOW,
+        kwargs_handlers=[*handlers],
     )
-    model = make("plain").float()
+    model = make(kind).float()
     loader = DataLoader(samples(is_padded=False), batch_size=ROWS // config.data_parallel_size)
-    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+    return accelerator, *accelerator.prepare(model, optimizer_of(model), loader)
+
+
+def check_mixed_precision(precision, kind, sizes):
+    accelerator, model, optimizer, loader = prepared_in(precision, kind, sizes)
     losses, norms = train(accelerator, model, optimizer, loader)
-    alone, _, expected, expected_norms = train_alone("plain", is_padded=False)
+    alone, _, expected, expected_norms = train_alone(kind, is_padded=False)
     torch.testing.assert_close(losses, expected, rtol=0.01, atol=0)
     torch.testing.assert_close(norms, expected_norms, rtol=0.05, atol=0)
     for name, value in accelerator.get_state_dict(model).items():
@@ -350,12 +362,53 @@ def check_bf16(sizes):
 
 @distributed(world_size=2)
 def test_stages_compute_in_bf16(tmp_path):
-    check_bf16({"pp_size": 2})
+    check_mixed_precision("bf16", "plain", {"pp_size": 2})
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("kind", ["plain", "frozen"])
+def test_stages_compute_in_fp16(kind):
+    check_mixed_precision("fp16", kind, {"pp_size": 2})
+
+
+@distributed(world_size=2)
+def test_stages_leave_out_steps_together(tmp_path):
+    # 1. A gradient of the last stage is infinite; the first one has none.
+    accelerator, model, optimizer, loader = prepared_in(
+        "fp16", "frozen", {"pp_size": 2}, GradScalerKwargs(init_scale=1e38)
+    )
+    before = accelerator.get_state_dict(model)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"])
+            optimizer.step()
+            assert optimizer.step_was_skipped or not accelerator.sync_gradients
+            optimizer.zero_grad()
+    assert accelerator.scaler.get_scale() < 1e38
+    for name, value in accelerator.get_state_dict(model).items():
+        assert torch.equal(value, before[name])
+    AcceleratorState._reset_state(True)
+    # 2. The program leaves a step out after clipping.
+    accelerator, model, optimizer, loader = prepared_in("fp16", "plain", {"pp_size": 2})
+    norms = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch)["loss"])
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM).item())
+                optimizer.optimizer.zero_grad()
+    alone, expected = make("plain"), []
+    for index, batch in enumerate(DataLoader(samples(is_padded=False), batch_size=ROWS)):
+        (alone(**batch)["loss"] / WINDOW).backward()
+        if (index + 1) % WINDOW == 0:
+            expected.append(nn.utils.clip_grad_norm_(alone.parameters(), MAX_NORM).item())
+            alone.zero_grad()
+    torch.testing.assert_close(norms, expected, rtol=0.01, atol=0)
 
 
 @distributed(world_size=4)
 def test_shards_of_stages_compute_in_bf16(tmp_path):
-    check_bf16({"pp_size": 2, "dp_shard_size": 2})
+    check_mixed_precision("bf16", "plain", {"pp_size": 2, "dp_shard_size": 2})
 
 
 @distributed(world_size=2)

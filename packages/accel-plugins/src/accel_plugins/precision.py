@@ -354,7 +354,7 @@ class LossScaling:
         for optimizer in optimizers:
             if optimizer in self._unscaled:
                 self._check_unmixed(optimizer)
-            elif _has_gradients(optimizer):
+            elif self._takes_part(optimizer):
                 self._check_dtypes(optimizer)
                 self.scaler.unscale_(optimizer)
                 self._unscaled.add(optimizer)
@@ -366,7 +366,7 @@ class LossScaling:
             Whether it stepped. Fused optimizers decide that in their kernel: for them it is a 0-d tensor on
             the device, so that only those who ask for its value wait.
         """
-        if not self.scaler.is_enabled() or not _has_gradients(optimizer):
+        if not self.scaler.is_enabled() or not self._takes_part(optimizer):
             return step_unscaled(optimizer, closure)
         if closure is not None:
             raise UnsupportedError(
@@ -415,6 +415,13 @@ class LossScaling:
                 self.scaler.get_scale(),
             )
 
+    def _takes_part(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has gradients: here or, if ranks decide together, maybe elsewhere."""
+        if not isinstance(self.scaler, ShardedGradScaler):
+            return _has_gradients(optimizer)
+        self.scaler.make_scale()
+        return True
+
     def _check_unmixed(self, optimizer: Optimizer) -> None:
         if self._versions.pop(optimizer, None) not in {None, _versions(optimizer)}:
             raise RuntimeError(
@@ -442,8 +449,13 @@ def _versions(optimizer: Optimizer) -> tuple[tuple[int, int], ...]:
 class ShardedGradScaler(GradScaler):
     """A `GradScaler` that skips a step on every rank if any rank has a gradient that is not finite.
 
-    Gradients may be ordinary tensors and DTensors on several meshes, on the device and on the CPU.
+    Gradients may be ordinary tensors and DTensors on several meshes, on the device and on the CPU. A rank may
+    have none, as of a stage of a pipeline that is not trained.
     """
+
+    def make_scale(self) -> None:
+        """Make the scale, which torch does with the first loss: not every stage of a pipeline has one."""
+        self.scale(torch.zeros((), device=self._device))
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -167,6 +167,7 @@ class Pipeline:
         parts = _cut_batch(self._name, args, kwargs, number, exact=True)
         weights = self._weights(parts)
         batch = Batch(parts=parts, weights=weights, is_training=True, scale=1.0 / accumulation)
+        self.precision.scale(torch.zeros((), device=self.device))  # a new loss, also for stages without one
         with self._running(batch), hang_monitor.collective_scope("schedule of the pipeline"):
             if self._boundaries is None:
                 self.probe()
