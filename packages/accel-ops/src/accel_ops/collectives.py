@@ -541,7 +541,6 @@ def _leaves_of(groups: list[list[Bucket]], packed: list[PendingReduce]) -> list[
 
 
 def _reduce_alone(leaf: Tensor, scaling: Scaling) -> Tensor:
-    """Reduce over one process."""
     with torch.no_grad():
         pending = reduce_copy(leaf, scaling, leaf.device)
         pending.finish()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from accel_bigmodel.align import slot_of
 from accel_bigmodel.placement import owner_of
 from accel_ops.weights.tensors import find_tied_parameters
-from accel_state.errors import CheckpointError
+from accel_state.errors import CheckpointError, some_of
 from accel_state.files import parse_json
 from accel_state.frozen import frozen
 from accel_state.libraries import is_bnb_available, require
@@ -128,9 +128,7 @@ def _check_fields(where: str, state: dict[str, Any], shape: tuple[int, int], *, 
             choices = ", ".join(map(str, allowed[name]))
             raise CheckpointError(f"{where}: {name} is {_shown(value)}, and not one of {choices}.")
     sizes = state["shape"]
-    if not isinstance(sizes, list) or [(type(length), length) for length in sizes] != [
-        (int, length) for length in shape
-    ]:  # pyright: ignore[reportUnknownVariableType]
+    if sizes != list(shape) or any(type(size) is not int for size in sizes):
         raise CheckpointError(
             f"{where} declares the shape {_shown(sizes)}, but its layer needs {list(shape)}."
         )
@@ -148,14 +146,12 @@ def _check_tensors(where: str, tensors: Mapping[str, Tensor], expected: Expected
         if tensor.dtype is not dtype or tensor.numel() != count or tensor.layout is not torch.strided:
             raise CheckpointError(
                 f"{where}: {name} is {tensor.dtype} of shape {list(tensor.shape)}, but its layer needs "
-                f"{count} "
-                f"elements of {dtype}."
+                f"{count} elements of {dtype}."
             )
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+    return some_of([repr(value)], width=81)
 
 
 _ROWS, _COLUMNS = 32, 64

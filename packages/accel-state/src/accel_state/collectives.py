@@ -291,10 +291,8 @@ class TorchCollectives:
     def barrier(self) -> None:
         with collective_scope("barrier"):
             # Without a CPU backend the barrier runs on the device; torch would guess which one.
-            indices = (
-                None if "cpu" in self._device_types or self._device.index is None else [self._device.index]
-            )
-            dist.barrier(device_ids=indices)
+            index = None if "cpu" in self._device_types else self._device.index
+            dist.barrier(device_ids=None if index is None else [index])
 
     def _is_sent_unchanged(self, tensor: Tensor) -> bool:
         """Return whether a tensor is sent without a copy: the common case, where microseconds count."""
@@ -322,9 +320,8 @@ def _sources(out: Tensor, target: Tensor, parts: Sequence[Tensor] | None) -> lis
 def group_timeout(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:
     """Return the timeout of collectives of the backend of a device; in the default group, if `None`."""
     try:
-        return torch_private.backend_timeout(
-            torch_private.backend_of(group or torch_private.get_default_group(), device)
-        )
+        backend = torch_private.backend_of(group or torch_private.get_default_group(), device)
+        return torch_private.backend_timeout(backend)
     except (AttributeError, RuntimeError):  # Backends of third parties have no such option.
         return dist.default_pg_timeout
 
@@ -336,11 +333,9 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None
 
 
 def _is_gloo() -> bool:
-    """Return whether the backend of CPU tensors is gloo."""
     try:
-        return (
-            torch_private.backend_of(torch_private.get_default_group(), torch.device("cpu")).name() == "gloo"
-        )
+        backend = torch_private.backend_of(torch_private.get_default_group(), torch.device("cpu"))
+        return backend.name() == "gloo"
     except RuntimeError:  # The group has no backend for the CPU.
         return False
 

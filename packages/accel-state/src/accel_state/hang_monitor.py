@@ -321,10 +321,8 @@ class HangMonitor:
             return
         self._warn_after = next_warning(waited, self._limit)
         if self._warns is None:  # one of the ranks that wait for the same warns for all
-            self._claim = f"warned/{self.count}"
-            self._warns = (
-                self._store.compare_set(self._claim, "", f"{self._rank}") == f"{self._rank}".encode()
-            )
+            self._claim, own = f"warned/{self.count}", f"{self._rank}"
+            self._warns = self._store.compare_set(self._claim, "", own) == own.encode()
         if not self._warns:
             return
         statuses = self.statuses(range(self._world_size))

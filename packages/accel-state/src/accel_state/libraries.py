@@ -68,9 +68,9 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         raise SettingsError(
             f"operation {operation!r} is unknown: use one of {', '.join(STR_OPERATION_TO_FUNC)}"
         )
-    known = (
-        installed_version(library_or_version) if isinstance(library_or_version, str) else library_or_version
-    )
+    known = library_or_version
+    if isinstance(known, str):
+        known = installed_version(known)
     try:
         required = Version(requirement_version)
     except InvalidVersion:

@@ -162,7 +162,6 @@ def _check_call(
         shown = ", ".join([*map(repr, args[1:]), *(f"{name}={value!r}" for name, value in kwargs.items())])
         name = getattr(function, "__name__", repr(function))
         raise TypeError(
-            f"{error}. The decorator passes the batch size as the first argument of `{name}`: remove it "
-            "and call"
-            f" `{name}({shown})`."
+            f"{error}. The decorator passes the batch size as the first argument of `{name}`: remove it and "
+            f"call `{name}({shown})`."
         ) from None

@@ -527,8 +527,7 @@ class PartialState(SharedState):
         if changed:
             logger.warning(
                 "The process group already exists, so %s have no effect. Pass them to the first "
-                "`Accelerator()` "
-                "or `PartialState()` of the process.",
+                "`Accelerator()` or `PartialState()` of the process.",
                 ", ".join(f"{name}={value!r}" for name, value in sorted(changed.items())),
             )
 

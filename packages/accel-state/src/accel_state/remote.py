@@ -378,7 +378,6 @@ class RemoteFile(RangeFile):
         _wait(done)
 
     def _read_small(self, view: memoryview, position: int) -> None:
-        """Read through the cached blocks."""
         while view:
             begin, block = self._block_at(position)
             part = block[position - begin : position - begin + len(view)]

@@ -218,7 +218,6 @@ def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topolog
 
 
 def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, Any]) -> Runtime:
-    """Join the process group; return the runtime."""
     _limit_threads(runtime, variables)
     timeout = options.get("timeout")
     if not dist.is_initialized():
@@ -251,7 +250,6 @@ def _monitor(runtime: Runtime, limit: timedelta) -> None:
 def _group_options(
     runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of `init_process_group`."""
     topology, kind = runtime.topology, runtime.kind
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen["backend"] = _check_backend(kind, options.get("backend"))
@@ -294,7 +292,6 @@ def _restart_store(
 
 
 def _check_backend(kind: DeviceKind, asked: str | None) -> str:
-    """Return the backend argument of `init_process_group`."""
     if asked is None or (asked == kind.backend and kind.runtime is not None):
         if kind.group_backend is None:
             raise SettingsError(

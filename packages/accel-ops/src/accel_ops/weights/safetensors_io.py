@@ -353,7 +353,6 @@ def fill_from(file: BufferedReader | FileIO, target: Tensor, begin: int, path: A
 
 
 def _memory_of(target: Tensor) -> memoryview:
-    """View the memory of a flat uint8 tensor on the CPU."""
     return memoryview((ctypes.c_char * target.numel()).from_address(target.data_ptr())).cast("B")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from accel_state.frozen import frozen
@@ -27,8 +27,12 @@ _DEVICES = ("none", "cpu", "nvme")
 _LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh")
 
 
-def _deepspeed_on(answers: Answers) -> bool:
-    return bool(answers("deepspeed"))
+def _is_on(section: str) -> Callable[[Answers], bool]:
+    return lambda answers: bool(answers(section))
+
+
+_deepspeed_on, _fsdp_on, _megatron_on = _is_on("deepspeed"), _is_on("fsdp"), _is_on("megatron")
+_parallelism_on = _is_on("parallelism")
 
 
 def _without_file(answers: Answers) -> bool:
@@ -219,10 +223,6 @@ def _reshard(text: str) -> bool | int | str:
         ) from None
 
 
-def _fsdp_on(answers: Answers) -> bool:
-    return bool(answers("fsdp"))
-
-
 def _first(answers: Answers) -> bool:
     return _fsdp_on(answers) and answers("fsdp.fsdp_version") != 2
 
@@ -384,10 +384,6 @@ def _attention_backend(text: str) -> str:
         return "auto" if boolean(text) else "unfused"
     except ValueError:
         return one_of(*_ATTENTION_BACKENDS)(text)
-
-
-def _megatron_on(answers: Answers) -> bool:
-    return bool(answers("megatron"))
 
 
 def _megatron_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
@@ -593,10 +589,6 @@ def find_axes_conflict(sizes: Mapping[str, int | None]) -> tuple[str, str, str] 
     if all((sizes.get(axis) or 1) > 1 for axis in ("cp", "sp")):
         return "cp", "sp", "context and sequence parallelism cannot be combined"
     return None
-
-
-def _parallelism_on(answers: Answers) -> bool:
-    return bool(answers("parallelism"))
 
 
 def _ulysses_of_deepspeed(answers: Answers) -> bool:

@@ -90,7 +90,6 @@ def _table(result: dict[str, Any], key: str) -> dict[Any, Any]:
 
 
 def _inside(content: Mapping[str, Any], result: dict[str, Any]) -> list[str]:
-    """Translate what is in tables."""
     notes: list[str] = []
     old = content.get("tp_config")
     if isinstance(old, dict) and old:
