@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accel_state.collectives import SingleCollectives, TorchCollectives
+from accel_state.partial_state import PartialState
 from accel_state.runtime import current
 from accel_state.testing import ThreadRanks
 from harness import distributed
@@ -92,6 +93,13 @@ def test_one_process_keeps_the_promises() -> None:
 
 def test_threads_that_stand_for_ranks_keep_the_promises() -> None:
     assert ThreadRanks(size=3).run(lambda rank: check_all(current().collectives)) == [None] * 3
+
+
+def test_the_runtime_of_before_is_there_after_ranks_as_threads() -> None:
+    before = PartialState(cpu=True).runtime
+    ThreadRanks(size=2).run(lambda rank: current().collectives.barrier())
+    assert current() is before
+    PartialState._reset_state()
 
 
 def test_threads_in_different_collectives_raise() -> None:

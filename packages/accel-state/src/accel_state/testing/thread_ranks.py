@@ -57,6 +57,7 @@ class ThreadRanks:
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """Run a function on every rank; return what each rank returned, or the exception that it raised."""
+        before = runtime._current  # pyright: ignore[reportPrivateUsage] - stands for `init`
         results: list[Any] = [None] * self.size
         threads = [
             threading.Thread(target=self._run_rank, args=(rank, body, results)) for rank in range(self.size)
@@ -65,7 +66,7 @@ class ThreadRanks:
             thread.start()
         for thread in threads:
             thread.join()
-        runtime._current = None  # pyright: ignore[reportPrivateUsage] - stands for `init`
+        runtime._current = before  # pyright: ignore[reportPrivateUsage]
         return results
 
     def exchange(self, rank: int, name: str, value: Any) -> list[Any]:
