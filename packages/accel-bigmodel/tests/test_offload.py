@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from accel_bigmodel import (
 )
 from accel_bigmodel.offloaded_block import MappedBlocks
 from accel_ops.weights.safetensors_io import SafetensorsFile
-from accel_state.errors import CheckpointError, SettingsError
+from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 
 SMAPS = Path("/proc/self/smaps")
 TENSORS = {
@@ -92,6 +93,20 @@ def test_an_index_grows(tmp_path):
     save_offload_index({"a": {"dtype": "float32", "shape": [1]}}, tmp_path)
     save_offload_index({"b": {"dtype": "float32", "shape": [1]}}, tmp_path)
     assert list(json.loads((tmp_path / "index.json").read_text())) == ["a", "b"]
+
+
+def test_an_index_that_cannot_be_written_leaves_the_old_one(tmp_path):
+    row = {"dtype": "float32", "shape": [1]}
+    save_offload_index({"a": row}, tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(CheckpointWriteError, match=r"index\.json"):
+            save_offload_index({f"w{number}": row for number in range(100)}, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert json.loads((tmp_path / "index.json").read_text()) == {"a": row}
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_weight_of_another_type_than_its_file_is_refused(tmp_path):

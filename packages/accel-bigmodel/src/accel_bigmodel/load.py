@@ -188,7 +188,8 @@ def assign(
         value = uploaded.pop(step.name) if step.name in uploaded else source.get(step.name)
         if assignment.spill and _takes_memory(step):
             spilled = spilled or tempfile.TemporaryDirectory(prefix="accel-spill-")
-            value = _spilled(value.to(step.dtype), step.name, spilled.name)
+            row = offload_weight(value.to(step.dtype), step.name, spilled.name)[step.name]
+            value = load_offloaded_weight(Path(spilled.name) / f"{step.name}.dat", row)
         _put(model, step, value, assignment)
         if step.how != "map":
             sample()
@@ -339,11 +340,6 @@ def _offload_folder(step: AssignStep, source: Source, assignment: Assignment) ->
     folder = Path(assignment.offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _spilled(value: Tensor, name: str, folder: str) -> Tensor:
-    entry = offload_weight(value, name, folder)[name]
-    return load_offloaded_weight(Path(folder) / f"{name}.dat", entry)
 
 
 def _warn_mismatches(

@@ -28,12 +28,30 @@ if TYPE_CHECKING:
 
 
 def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's `index.json`."""
+    """Add entries to a folder's `index.json`.
+
+    Raises:
+        CheckpointWriteError: It cannot be written, such as on a full disk; an old one stays as it is.
+    """
     if not index:
         return
     path = Path(offload_folder) / OFFLOAD_INDEX_NAME
     known = read_offload_index(offload_folder) if path.is_file() else {}
-    path.write_text(json.dumps({**known, **index}, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps({**known, **index}, indent=2) + "\n"
+    _write(path, text.encode(), "the index of offloaded weights")
+
+
+def _write(path: Path, content: Any, what: str) -> None:
+    """Write bytes beside a file and rename them: a model may have the old one mapped, or another reads it."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        # Plain writes: a write through a mapping would end the process with SIGBUS on a full disk.
+        with temporary.open("wb") as file:
+            file.write(content)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointWriteError(f"could not write {what} to {str(path)!r}: {error.strerror}") from error
 
 
 def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
@@ -208,18 +226,7 @@ def offload_weight(
         CheckpointWriteError: The file cannot be written, such as on a full disk.
     """
     path = _tensor_file(Path(offload_folder), weight_name)
-    # Beside the target, then renamed: a model may have the old file mapped.
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        # Plain writes: a write through a mapping would end the process with SIGBUS on a full disk.
-        with temporary.open("wb") as file:
-            file.write(as_bytes(weight.detach().to("cpu")))
-        temporary.replace(path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointWriteError(
-            f"could not write the weight {weight_name!r} to {str(path)!r}: {error.strerror}"
-        ) from error
+    _write(path, as_bytes(weight.detach().to("cpu")), f"the weight {weight_name!r}")
     index = {} if index is None else index
     index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     return index

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
-from torch.func import functional_call
 
 from accel_bigmodel.device_map import generate_device_map, split_points_of
 from accel_bigmodel.hooks import M
+from accel_bigmodel.sizes import call_on_meta
 from accel_ops.collectives import broadcast, broadcast_object_list
 from accel_ops.tree import (
     concatenate,
@@ -80,7 +80,7 @@ def prepare_pippy(
         return model
     size = math.ceil(rows / chunks)
     args, kwargs = _padded(slice_tensors((example_args, kwargs), slice(0, size)), size)
-    structure = _structure_of_output(model, args, kwargs)
+    structure = tree_structure(call_on_meta(model, args, kwargs))  # which tracing forgets
     schedule = build_pipeline(model, split_points, args, kwargs, chunks)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +124,7 @@ def pippy_forward(
 
 
 def find_pippy_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int | None:
-    """The number of rows of the first tensor among the inputs of a model; `None` if there is no tensor.
+    """Return the number of rows of the first tensor among the inputs of a model; `None` without a tensor.
 
     Example:
         >>> find_pippy_batch_size((torch.zeros(3, 2),), {})
@@ -223,16 +223,6 @@ class _Entrance(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = recursively_apply(torch.clone, (args, kwargs))
         return self.model(*args, **kwargs)
-
-
-def _structure_of_output(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """How tensors are nested in what a model returns, which tracing forgets; nothing is computed."""
-    tensors = {
-        name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())
-    }
-    args, kwargs = recursively_apply(lambda tensor: tensor.to("meta"), (args, kwargs))
-    with torch.no_grad():
-        return tree_structure(functional_call(model, tensors, args, dict(kwargs)))
 
 
 @contextmanager

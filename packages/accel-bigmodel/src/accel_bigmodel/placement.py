@@ -63,15 +63,26 @@ def set_module_tensor_to_device(
     old = parameters[leaf] if leaf in parameters else buffers[leaf]
     if old is None and value is None:
         return
-    if value is not None and old is not None:  # before the device, which programs may leave open
-        _check_shape(tensor_name, old, value)
+    # Before the device, which programs may leave open. Quantised classes change their shape as they load.
+    is_plain = type(old) in (nn.Parameter, torch.Tensor)
+    if value is not None and old is not None and is_plain and old.shape != value.shape:
+        raise CheckpointError(
+            f'Trying to set a tensor of shape {value.shape} in "{tensor_name}" (which has shape '
+            f"{old.shape}), this looks incorrect."
+        )
     target = torch.device(device)
     if value is None and old is not None and old.is_meta and target.type != "meta":
         raise ValueError(f"{tensor_name!r} is on the meta device: it needs a `value` to be put on {target}")
     source: Tensor = value if value is not None else old  # pyright: ignore[reportAssignmentType] - one is there
-    new = _shared_copy(source, target, tied_params_map)
+    new = None
+    if tied_params_map and not source.is_meta:
+        new = tied_params_map.get(source.data_ptr(), {}).get(target)
     if new is None:
-        wanted = _target_dtype(source, old, dtype) if value is not None else torch_dtype(dtype)
+        wanted = torch_dtype(dtype)
+        if value is not None and dtype is None:
+            wanted = None if old is None else old.dtype
+        elif value is not None and not value.is_floating_point():
+            wanted = None
         new = source.to(device=target, dtype=wanted, non_blocking=non_blocking)
         if new.device == source.device and new.dtype == source.dtype:
             # `to` of bitsandbytes' 8-bit weight makes another, without the scales that its layer took over.
@@ -178,27 +189,6 @@ def torch_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"{dtype!r} is not a torch dtype: use for example 'float16' or torch.float16")
     return kind
-
-
-def _target_dtype(value: Tensor, old: Tensor | None, dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if dtype is not None:
-        return torch_dtype(dtype) if value.is_floating_point() else None
-    return old.dtype if old is not None else None
-
-
-def _shared_copy(source: Tensor, target: torch.device, tied: TiedMap | None) -> Tensor | None:
-    if not tied or source.is_meta:
-        return None
-    return tied.get(source.data_ptr(), {}).get(target)
-
-
-def _check_shape(name: str, old: Tensor, value: Tensor) -> None:
-    # Quantised classes change their shape as they load.
-    if type(old) in (nn.Parameter, torch.Tensor) and old.shape != value.shape:
-        raise CheckpointError(
-            f'Trying to set a tensor of shape {value.shape} in "{name}" (which has shape {old.shape}), '
-            "this looks incorrect."
-        )
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:

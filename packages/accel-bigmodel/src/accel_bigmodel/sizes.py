@@ -434,16 +434,23 @@ def measure_activations(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str
             sizes[name] = max(sizes.get(name, 0), size)
 
         handles.append(module.register_forward_hook(record, with_kwargs=True))
-    tensors = {
-        name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-    }
     try:
-        with torch.no_grad():
-            functional_call(model, tensors, tree_map(_to_meta, args), tree_map(_to_meta, kwargs))
+        call_on_meta(model, args, kwargs)
     finally:
         for handle in handles:
             handle.remove()
     return sizes
+
+
+def call_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return what a model would return, on the meta device; nothing is computed and no weight is touched."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    tensors = {name: tensor.to("meta") for name, tensor in named}
+    inputs: Any = tree_map(
+        lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, (args, dict(kwargs))
+    )
+    with torch.no_grad():
+        return functional_call(model, tensors, *inputs)
 
 
 def kv_cache(
@@ -484,7 +491,3 @@ def _layer_above(module: str, layers: Mapping[str, int]) -> str | None:
 
 def _bytes_of(data: Any) -> int:
     return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(data) if isinstance(leaf, torch.Tensor))
-
-
-def _to_meta(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
