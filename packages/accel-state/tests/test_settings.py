@@ -435,6 +435,29 @@ def test_an_old_key_is_kept_beside_an_empty_table_and_a_value_in_its_place_is_re
         parse_file({key: value, table: 5}, "run.yaml")
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"fp16": True, "mixed_precision": None}, {"mixed_precision": "fp16"}),
+        ({"tpu_cluster": True, "tpu_use_cluster": None}, {"tpu_use_cluster": True}),
+        (
+            {"fsdp_config": {"min_num_params": 9, "fsdp_min_num_params": None}},
+            {"fsdp_config": {"fsdp_min_num_params": 9, "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"}},
+        ),
+        (
+            {
+                "tp_config": {"tp_size": 4},
+                "parallelism_config": {"parallelism_config_tp_size": None},
+            },
+            {"parallelism_config": {"parallelism_config_tp_size": 4}},
+        ),
+        ({"fp16": True, "mixed_precision": "bf16"}, {"mixed_precision": "bf16"}),
+    ],
+)
+def test_an_old_key_counts_where_the_present_one_is_empty(content, expected):
+    assert translate(content).content == expected
+
+
 def test_the_present_format_needs_no_translation():
     assert translate(DOCUMENTED_FILE).notes == ()
     assert translate(DOCUMENTED_FILE).content == DOCUMENTED_FILE

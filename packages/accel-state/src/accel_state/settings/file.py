@@ -71,11 +71,11 @@ def translate(content: Mapping[str, Any]) -> Translation:
     notes: list[str] = []
     if "fp16" in content:
         precision = "fp16" if str(content["fp16"]).lower() in {"true", "yes", "1"} else "no"
-        result.setdefault("mixed_precision", precision)
+        _fill(result, "mixed_precision", precision)
         notes.append(f"'fp16: {content['fp16']}' is 'mixed_precision: {precision}' now")
     for key, (table, name) in _MOVED.items():
         if key in content:
-            (result if table is None else _table(result, table)).setdefault(name, content[key])
+            _fill(result if table is None else _table(result, table), name, content[key])
             notes.append(f"'{key}' is '{f'{table}.' if table else ''}{name}' now")
     notes += [f"'{key}' is no longer needed: {why}" for key, why in _NEEDLESS.items() if key in content]
     notes += _inside(content, result)
@@ -84,9 +84,14 @@ def translate(content: Mapping[str, Any]) -> Translation:
 
 def _table(result: dict[str, Any], key: str) -> dict[Any, Any]:
     """Return a table to add to; what is there in place of one stays, and is refused later."""
-    if result.get(key) is None:
-        result[key] = {}
+    _fill(result, key, {})
     return result[key] if isinstance(result[key], dict) else {}
+
+
+def _fill(table: dict[Any, Any], key: Any, value: object) -> None:
+    """Set a key that is absent or empty."""
+    if table.get(key) is None:
+        table[key] = value
 
 
 def _inside(content: Mapping[str, Any], result: dict[str, Any]) -> list[str]:
@@ -96,14 +101,14 @@ def _inside(content: Mapping[str, Any], result: dict[str, Any]) -> list[str]:
         sizes = _table(result, "parallelism_config")
         for key, value in old.items():
             name = _TENSOR_PARALLEL.get(key, key)
-            sizes.setdefault(name, value)
+            _fill(sizes, name, value)
             notes.append(f"'tp_config.{key}' is 'parallelism_config.{name}' now")
     if isinstance(fsdp := result.get("fsdp_config"), dict):
         if fsdp.get("min_num_params"):
-            fsdp.setdefault("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP")
+            _fill(fsdp, "fsdp_auto_wrap_policy", "SIZE_BASED_WRAP")
         for key in _FSDP:
             if key in fsdp:
-                fsdp.setdefault(f"fsdp_{key}", fsdp.pop(key))
+                _fill(fsdp, f"fsdp_{key}", fsdp.pop(key))
                 notes.append(f"'fsdp_config.{key}' is 'fsdp_config.fsdp_{key}' now")
     if isinstance(result.get("mpirun_config"), dict) and "mpirun_ccl" in result["mpirun_config"]:
         del result["mpirun_config"]["mpirun_ccl"]
