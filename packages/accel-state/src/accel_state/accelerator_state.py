@@ -351,8 +351,12 @@ class GradientState:
                 plugin_kwargs={},
                 _loaders=[],
             )
-        if gradient_accumulation_plugin is not None:
-            self._use(gradient_accumulation_plugin)
+        plugin = gradient_accumulation_plugin
+        if plugin is not None:
+            self.plugin_kwargs = plugin.to_kwargs()
+            self.num_steps = 1 if plugin.num_steps is None else plugin.num_steps
+            self.adjust_scheduler = plugin.adjust_scheduler
+            self.sync_with_dataloader = plugin.sync_with_dataloader
 
     def __repr__(self) -> str:
         if not self._shared_state:
@@ -443,9 +447,3 @@ class GradientState:
     def _remove(self, reference: weakref.ref[Any]) -> None:
         loaders = self.__dict__.get("_loaders", [])
         loaders[:] = [other for other in loaders if other is not reference]
-
-    def _use(self, plugin: AccumulationPlugin) -> None:
-        self.plugin_kwargs = plugin.to_kwargs()
-        self.num_steps = 1 if plugin.num_steps is None else plugin.num_steps
-        self.adjust_scheduler = plugin.adjust_scheduler
-        self.sync_with_dataloader = plugin.sync_with_dataloader

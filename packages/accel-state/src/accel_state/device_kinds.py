@@ -227,13 +227,11 @@ def peer_variables(variables: Mapping[str, str]) -> dict[str, str]:
 def check_os_kernel() -> None:
     """Log a warning if the Linux kernel is older than 5.5, with which processes may hang."""
     release = platform.release().split("-")[0]
-    if platform.system() != "Linux":
-        return
     try:
-        old = Version(release) < _KERNEL
+        is_old = platform.system() == "Linux" and Version(release) < _KERNEL
     except InvalidVersion:
         return
-    if old:
+    if is_old:
         logger.warning(  # programs read `record.msg`
             f"The kernel of this machine is {release}. Processes may hang with kernels before {_KERNEL}: "  # noqa: G004
             "upgrade it."

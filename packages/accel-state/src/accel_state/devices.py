@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 
 from accel_state.device_kinds import BY_NAME, CPU, KINDS, DeviceKind, available_kind, kind_of
 from accel_state.environ import parse_flag_from_env, patch_environment
@@ -210,8 +209,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
         >>> is_mps_available("999")
         False
     """
-    is_enough = Version(Version(torch.__version__).base_version) >= Version(min_version)
-    return is_enough and torch.backends.mps.is_available()
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
 
 
 @functools.cache

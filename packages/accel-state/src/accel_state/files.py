@@ -169,14 +169,11 @@ def any_path(path: str | os.PathLike[str] | RemotePath, argument: str) -> AnyPat
     if scheme is None:
         return local_path(path, argument)
     name, path_in_store = scheme[1].lower(), text[scheme.end() :].lstrip("/")
-    if name in _LOCAL_SCHEMES:
+    if name in {"file", "local"}:
         return local_path(f"/{path_in_store}", argument)
     url = f"{name}://{path_in_store}"
     check_scheme(url, argument)
     return RemotePath(url)
-
-
-_LOCAL_SCHEMES = {"file", "local"}
 
 
 def local_path(path: str | os.PathLike[str], argument: str) -> Path:
