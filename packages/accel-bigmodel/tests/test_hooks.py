@@ -242,6 +242,31 @@ def test_storage_stays_bit_for_bit_through_casts():
     assert torch.equal(layer.weight.view(torch.uint8), before)
 
 
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("first", ["casts", "offload"])
+def test_offloaded_weights_are_cast_when_they_have_come(tmp_path, offload, first):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    small = copy.deepcopy(model).to(torch.bfloat16).float()
+
+    def cast():
+        attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
+
+    if first == "casts":
+        cast()
+    if offload == "cpu":
+        cpu_offload(model, "cpu")
+    else:
+        disk_offload(model, tmp_path, "cpu")
+    if first == "offload":
+        cast()
+    for _ in range(2):
+        torch.testing.assert_close(model(x), small(x), rtol=0.05, atol=0.05)
+        assert all(parameter.is_meta for parameter in model.parameters())
+        assert model(x).dtype is torch.float32
+    if first == "casts":
+        assert torch.equal(model(x), small(x))
+
+
 def test_threads_that_cast_one_layer_do_not_take_its_weights_from_each_other():
     inside, go_on = threading.Event(), threading.Event()
 

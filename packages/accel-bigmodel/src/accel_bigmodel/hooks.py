@@ -109,7 +109,10 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
     if append and present is not None:
         # Not a new chain of prepared hooks: the present one keeps what it has prepared.
         prepared = hook.init_hook(module)
-        _wrap(prepared, SequentialHook(present, hook))
+        chain = [*(present.hooks if type(present) is SequentialHook else [present]), hook]
+        # Weights are cast when they have come, whichever hook was there first.
+        chain.sort(key=lambda hook: isinstance(hook, LayerwiseCastingHook))
+        _wrap(prepared, SequentialHook(*chain))
         return cast("M", prepared)
     if present is not None:
         remove_hook_from_module(module)
