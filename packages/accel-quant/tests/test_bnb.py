@@ -294,3 +294,28 @@ def test_a_device_map_counts_replaced_layers_at_their_size():
     assert get_quantized_model_device_map(model, config, "sequential", memory) == {"": "cpu"}
     memory["cpu"] -= 1
     assert "disk" in get_quantized_model_device_map(model, config, "sequential", memory).values()
+
+
+@pytest.mark.parametrize("kind", ["8 bit", "nf4"])
+@pytest.mark.parametrize("source", ["own weights", "pickle", "safetensors"])
+def test_a_layer_under_two_names_stays_one_layer(kind, source, tmp_path):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    model = Twice()
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        expected = model(x)
+    location = None if source == "own weights" else tmp_path
+    if location is not None:
+        save_state_dict(model.state_dict(), tmp_path, safe_serialization=source == "safetensors")
+    quantized = load_and_quantize_model(model, settings(kind, skip_modules=[]), weights_location=location)
+    assert quantized.first is quantized.second
+    assert type(quantized.first) in {bnb.nn.Linear8bitLt, bnb.nn.Linear4bit}
+    with torch.no_grad():
+        assert (quantized(x).float() - expected).norm() < BOUND[kind] * 2 * expected.norm()

@@ -338,12 +338,15 @@ class Quantizer:
         """Put quantised layers, still without weights, where linear layers are; return those by name."""
         excluded = list(keep)
         replaced: dict[str, nn.Linear] = {}
+        made: dict[nn.Linear, nn.Module] = {}  # a layer under several names stays one
         for name, module in list(model.named_modules()):
             prefix = f"{name}." if name else ""
             for leaf, child in list(child_table(module).items()):
                 if type(child) is nn.Linear and not is_listed(prefix + leaf, excluded):
                     replaced[prefix + leaf] = child
-                    setattr(module, leaf, self._layer(child))
+                    if child not in made:
+                        made[child] = self._layer(child)
+                    setattr(module, leaf, made[child])
         return replaced
 
     def quantize(self, weight: Tensor, device: torch.device, layer: nn.Module) -> nn.Parameter:
