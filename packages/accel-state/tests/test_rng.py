@@ -126,3 +126,15 @@ def test_every_documented_source_has_a_row_or_says_why_not():
                 rng_source(rng_type)
         else:
             assert rng_source(rng_type, torch.Generator()).read().dtype == torch.uint8
+
+
+def test_a_seed_is_any_whole_number_and_nothing_is_seeded_by_another():
+    set_seed(5)
+    expected = torch.rand(3)
+    set_seed(np.int64(5))
+    assert torch.equal(torch.rand(3), expected)
+    random.seed(7)
+    state = random.getstate()
+    with pytest.raises(TypeError, match="float"):
+        set_seed(1.5)
+    assert random.getstate() == state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable, Iterable
 
@@ -39,6 +40,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Raises:
         SettingsError: The seed is out of range.
+        TypeError: It is no whole number.
 
     Example:
         >>> set_seed(7)
@@ -47,6 +49,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         >>> bool(torch.rand(()) == first)
         True
     """
+    seed = operator.index(seed)  # NumPy's integers, too
     if device_specific:
         seed += runtime.current_topology().rank
     if not 0 <= seed < 2**32:
