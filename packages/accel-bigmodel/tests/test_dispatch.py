@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 
@@ -10,9 +11,16 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _global_module_registration_hooks as registration_hooks
 
-from accel_bigmodel import AlignDevicesHook, cpu_offload, disk_offload, dispatch_model
+from accel_bigmodel import (
+    AlignDevicesHook,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    remove_hook_from_submodules,
+)
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_state.errors import SettingsError
+from accel_state.testing import late_device
 
 
 def hooks_of(model):
@@ -71,6 +79,28 @@ def test_whole_models_are_offloaded(toy, tokens, tmp_path, offload):
     assert offloaded == [name for name, _ in toy.named_parameters() if name != "gain"]  # above blocks: stays
     for _ in range(2):
         assert torch.equal(toy(tokens), expected)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_a_copy_of_an_offloaded_model_runs_by_itself(toy, tokens, tmp_path, offload, streams):
+    expected = toy(tokens)
+    with late_device("late") if streams else contextlib.nullcontext(), torch.no_grad():
+        if offload == "cpu":
+            cpu_offload(toy, "cpu")
+        else:
+            disk_offload(toy, tmp_path, "cpu")
+        assert torch.equal(toy(tokens), expected)
+        twin = copy.deepcopy(toy)
+        assert [name for name, p in twin.named_parameters() if p.is_meta] == [
+            name for name, p in toy.named_parameters() if p.is_meta
+        ]
+        del toy
+        gc.collect()
+        for _ in range(2):
+            assert torch.equal(twin(tokens), expected)
+        remove_hook_from_submodules(twin)
+        assert torch.equal(twin(tokens), expected)
 
 
 def test_a_folder_with_the_weights_of_another_model_is_refused(toy, tokens, tmp_path):

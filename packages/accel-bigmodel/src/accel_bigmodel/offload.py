@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -376,6 +377,11 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len({*self.state_dict, *self.index})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
+        # What is in memory is copied; files are opened again, not read.
+        held = copy.deepcopy(dict(self.state_dict), memo)
+        return OffloadedWeightsLoader(held, self.save_folder, self.index, self.device)
 
     def file_of(self, key: str) -> tuple[SafetensorsFile, str] | None:
         """Return the safetensors file of a weight and its name there; `None` if it lies elsewhere."""

@@ -11,6 +11,7 @@ last use was issued by this thread.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -102,12 +103,14 @@ class StreamedBlocks:
         streams: DeviceStreams,
     ) -> None:
         self._streams = streams
+        self._weights = weights
+        self._blocks = {block: [*names] for block, names in blocks.items()}
         self._lock = threading.RLock()
         self._worker = ThreadPoolExecutor(
             max_workers=1, thread_name_prefix="accel-prefetch", initializer=streams.set_current
         )
         self._on_device: dict[str, dict[str, Tensor]] = {}
-        self._units = self._make_units(weights, blocks)
+        self._units = self._make_units(weights, self._blocks)
         self._prefetched: list[_Unit] = []
         self._released: list[Event] = []
         self._all = list(dict.fromkeys(unit for units in self._units.values() for unit in units))
@@ -115,6 +118,9 @@ class StreamedBlocks:
         slot_bytes = min(SLOT_BYTES, power_of_two(max(_ALIGNMENT, largest)))
         self._pipeline = HostToDevice(streams, slot_bytes=slot_bytes)
         self._pin(weights)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamedBlocks:
+        return StreamedBlocks(copy.deepcopy(self._weights, memo), self._blocks, self._streams)
 
     def acquire(self, block: str) -> Mapping[str, Tensor]:
         """Let the current stream wait, on the device, until the block is copied."""
@@ -306,6 +312,10 @@ class MappedBlocks:
                 f"{self._sizes[largest][1]}: raise the limit, or split the block in the device_map"
             )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> MappedBlocks:
+        blocks = {block: [*names, *self._cast[block]] for block, names in self._mapped.items()}
+        return MappedBlocks(copy.deepcopy(self._weights, memo), blocks, self._device, self._limit)
+
     def acquire(self, block: str) -> Mapping[str, Tensor]:
         """Return mapped tensors, and those that were cast."""
         with self._lock:
@@ -394,6 +404,12 @@ class OffloadedBlock:
         self._lock = threading.RLock()
         self._holds: dict[int, int] = {}
         self._members: list[tuple[AlignDevicesHook, Mapping[str, Any], str, list[OffloadedTensor]]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_lock": None, "_holds": {}}  # a copy of the model is not running
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.RLock())
 
     @property
     def is_held(self) -> bool:
