@@ -164,6 +164,8 @@ def test_pixels_keep_their_place_and_value():
     (array,) = to_images("x", image)
     assert array[0, 1].tolist() == [0, 255, 0]
     assert array.sum() == 255
+    (mask,) = to_images("x", image[1] > 0)
+    assert mask[..., 0].tolist() == [[0, 255], [0, 0]]
 
 
 def test_images_of_pil_have_their_colours_whatever_their_mode():

@@ -160,8 +160,8 @@ class GeneralTracker:
 
         Args:
             values: By name an image, a batch or a list of images: arrays or tensors of shape (H, W),
-                (H, W, C), (C, H, W) or with a batch in front, integers from 0 to 255 or floats from 0 to 1;
-                or PIL images.
+                (H, W, C), (C, H, W) or with a batch in front, integers from 0 to 255, floats from 0 to 1 or
+                booleans; or PIL images.
             step: At which step.
             **kwargs: Options of the library.
 

@@ -223,7 +223,7 @@ _skipped: set[tuple[str, str]] = set()
 
 _CHANNELS = (1, 3, 4)
 
-_OTHER_MODES = ("1", "CMYK", "HSV", "LA", "P", "PA", "YCbCr")
+_OTHER_MODES = ("CMYK", "HSV", "LA", "P", "PA", "YCbCr")
 """Modes of PIL whose arrays are not shades or colours from 0 to 255, such as indices of a palette."""
 
 
@@ -243,8 +243,7 @@ def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.
         value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
     pil = sys.modules.get("PIL.Image")
     if pil is not None and isinstance(value, pil.Image) and value.mode in _OTHER_MODES:
-        colours = "RGBA" if value.has_transparency_data else "RGB"
-        value = value.convert("L" if value.mode == "1" else colours)
+        value = value.convert("RGBA" if value.has_transparency_data else "RGB")
     array = np.asarray(value)
     # Without formats: the channels are last if the last axis has as many elements as there are channels.
     axes = dataformats
@@ -268,6 +267,8 @@ def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.
     batch = array.transpose([axes.index(axis) for axis in "NHWC"])
     if batch.dtype.kind == "f":
         batch = (batch.clip(0, 1) * 255).round()
+    elif batch.dtype.kind == "b":
+        batch = batch * 255
     return list(np.ascontiguousarray(batch.astype(np.uint8)))
 
 
