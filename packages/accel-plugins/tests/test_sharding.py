@@ -209,6 +209,8 @@ def test_a_file_of_one_rank_is_read_by_the_same_rank_of_as_many(tmp_path: Path):
             other = sharded(torch.zeros(5, 2), mesh, 1)
             with pytest.raises(CheckpointError, match=r"this rank's shard of 'weight' has shape \(5, 1\)"):
                 load_local(tmp_path / f"{rank}.bin", 2, lambda *_, other=other: other)
+            with pytest.raises(CheckpointError, match=r"bin' has 'weight', which this run does not have"):
+                load_local(tmp_path / f"{rank}.bin", 2, lambda keys, *_: {}[keys])
     with pytest.raises(CheckpointError, match=r"absent\.bin.*does not exist"):
         load_local(tmp_path / "absent.bin", 2, lambda *_: torch.zeros(1))
 

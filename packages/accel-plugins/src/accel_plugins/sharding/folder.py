@@ -491,11 +491,18 @@ def _unpack(
     if items.keys() != {_PART, _SHAPE}:
         return {key: _unpack(value, (*keys, key), allocate, path) for key, value in items.items()}
     part, shape = items[_PART], torch.Size(items[_SHAPE])
-    target: Any = allocate(keys, shape, part.dtype)
+    name = ".".join(map(str, keys))
+    try:
+        target: Any = allocate(keys, shape, part.dtype)
+    except LookupError as error:
+        raise CheckpointError(
+            f"{str(path)!r} has {name!r}, which this run does not have: build the model as in the run "
+            "that was saved."
+        ) from error
     local: Tensor = target.to_local() if isinstance(target, DTensor) else target
     if local.shape != part.shape:
         raise CheckpointError(
-            f"{str(path)!r}: this rank's shard of {'.'.join(map(str, keys))!r} has shape "
+            f"{str(path)!r}: this rank's shard of {name!r} has shape "
             f"{tuple(local.shape)}, but the saved one has {tuple(part.shape)}. Wrap the model as in the "
             "run that was saved."
         )
