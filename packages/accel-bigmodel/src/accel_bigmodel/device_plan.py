@@ -154,7 +154,9 @@ def _with_room(units: PlacementUnits, machine: DeviceBudgets, blocks: int) -> li
         first = blocks * _allocated(_largest(units.blocks[off_device:], units.disk_blocks[on_disk:]))
         first += _headroom(units, off_device, machine)
         host = max(units.totals[on_disk:], default=0)
-        again = fill(units, _less(machine, first, host, main=_main(ends)))
+        # The first device that holds anything executes what is offloaded.
+        main = next((device for device, end in enumerate(ends) if end), 0)
+        again = fill(units, _less(machine, first, host, main=main))
         if again == ends:
             return ends
         ends = again
@@ -216,11 +218,6 @@ def _less(machine: DeviceBudgets, first: int, host: int, *, main: int) -> list[i
 
 def _end(ends: Sequence[int], devices: int) -> int:
     return ends[devices - 1] if devices else 0
-
-
-def _main(ends: Sequence[int]) -> int:
-    """Find the device that executes what is offloaded: the first that holds anything."""
-    return next((device for device, end in enumerate(ends) if end), 0)
 
 
 def _groups(count: int, ties: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:

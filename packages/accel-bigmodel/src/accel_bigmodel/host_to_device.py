@@ -191,18 +191,14 @@ def _headrooms(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[i
             return
         limit, usage = _number(folder / names[0]), _number(folder / names[1])
         if limit is not None and usage is not None:
-            yield max(0, limit - usage + _reclaimable(folder / "memory.stat", names[2]))
+            rows = (line.split() for line in _text(folder / "memory.stat").splitlines())
+            yield max(0, limit - usage + next((int(row[1]) for row in rows if row[0] == names[2]), 0))
 
 
 def _number(file: Path) -> int | None:
     """Read a number; `None` for an absent file, and for the word `max`."""
     text = _text(file).strip()
     return int(text) if text.isdecimal() else None
-
-
-def _reclaimable(file: Path, row: str) -> int:
-    lines = _text(file).splitlines()
-    return next((int(line.split()[1]) for line in lines if line.startswith(f"{row} ")), 0)
 
 
 def _text(file: Path) -> str:
