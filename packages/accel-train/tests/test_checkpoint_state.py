@@ -678,3 +678,12 @@ def test_the_weights_of_an_offloaded_module_replace_those_in_a_state_dict():
     assert torch.equal(state["0.weight"], weight)
     assert state["1.weight"] == "kept"
     assert model[0].weight.is_meta
+
+
+def test_the_weights_of_a_module_that_is_the_model_itself_are_replaced_too():
+    model = nn.Linear(2, 2)
+    weight = model.weight.detach().clone()
+    cpu_offload(model)
+    state = get_state_dict_from_offload(model, "weight", {"weight": "replaced", "other": "kept"})
+    assert torch.equal(state["weight"], weight)
+    assert state["other"] == "kept"

@@ -570,10 +570,10 @@ def get_state_dict_from_offload(
     Returns:
         `state_dict`.
     """
-    prefix = module_name.rpartition(".")[0]
+    prefix = "".join(module_name.rpartition(".")[:2])
     for name, value in with_offloaded_weights(module.state_dict(), module).items():
-        if f"{prefix}.{name}" in state_dict:
-            state_dict[f"{prefix}.{name}"] = value.to(device_to_put_offload)
+        if f"{prefix}{name}" in state_dict:
+            state_dict[f"{prefix}{name}"] = value.to(device_to_put_offload)
     return state_dict
 
 
