@@ -124,6 +124,13 @@ def test_an_exception_that_is_not_the_expected_one_fails(error, message):
         run()
 
 
+def test_an_exception_that_ends_the_process_can_be_expected():
+    with processes.assert_exception(SystemExit, "3"):
+        sys.exit(3)
+    with pytest.raises(KeyboardInterrupt), processes.assert_exception(ValueError):
+        raise KeyboardInterrupt
+
+
 def test_the_folder_is_emptied_before_each_test():
     class Folder(processes.TempDirTestCase):
         def test_a(self):

@@ -195,7 +195,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, exception_class) as error:
         if not isinstance(error, exception_class):
             message = f"Expected exception of type {exception_class} but got {type(error)}"
             raise AssertionError(message) from error
