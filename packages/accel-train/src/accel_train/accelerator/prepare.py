@@ -153,7 +153,7 @@ class PrepareFacet(SeamFacet):
     @overload
     def prepare(self, *args: Any, device_placement: Placement = ...) -> Any: ...
     def prepare(  # pyright: ignore[reportInconsistentOverload] - any number of arguments, as `More`
-        self, *args: Any, device_placement: Sequence[bool | None] | None = None
+        self, *args: Any, device_placement: Placement = None
     ) -> Any:
         """Prepare objects for this run: move and wrap models, shard what the strategy shards.
 
@@ -387,24 +387,20 @@ class PrepareFacet(SeamFacet):
     def _run_stages(
         self, args: Sequence[Any], device_placement: Placement = None, *, leave_out: Container[str] = ()
     ) -> list[Any]:
-        parts = self._parts
-        bundle, placements = sort_arguments(
-            args,
-            device_placement=device_placement,
-            default=parts.device_placement,
-            prepared=parts.prepared,
-        )
+        bundle, placements = self._sort(args, device_placement)
         request = PrepareRequest(accelerator=self, placements=placements, leave_out=leave_out)
         return run_stages(bundle, request).in_order()
 
     def _run_single_stage(self, stage: str, args: Sequence[Any]) -> tuple[Any, ...]:
-        parts = self._parts
-        bundle, placements = sort_arguments(
-            args, device_placement=None, default=parts.device_placement, prepared=parts.prepared
-        )
-        return tuple(
-            STAGES[stage](bundle, PrepareRequest(accelerator=self, placements=placements)).in_order()
-        )
+        bundle, placements = self._sort(args)
+        request = PrepareRequest(accelerator=self, placements=placements)
+        return tuple(STAGES[stage](bundle, request).in_order())
+
+    def _sort(
+        self, args: Sequence[Any], device_placement: Placement = None
+    ) -> tuple[Bundle, dict[str, list[bool]]]:
+        default, prepared = self._parts.device_placement, self._parts.prepared
+        return sort_arguments(args, device_placement=device_placement, default=default, prepared=prepared)
 
     def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
         kind = kind_of(obj)

@@ -87,8 +87,8 @@ class PlannedFile:
     """
 
     name: str
-    nbytes: int
-    count: int
+    nbytes: int = 0
+    count: int = 0
     write: Callable[[Path, VerifyingReader], FileRecord]
 
 
@@ -120,9 +120,9 @@ def plan_weights(contents: CheckpointContents, max_shard_size: int, *, safe: boo
     )
     files: list[PlannedFile] = []
     for name, names in plan.files.items():
-        part = {("model", 0, weight): weights[weight] for weight in names}
         tree = {weight: weights[weight] for weight in names}
-        files.append(_safetensors_file(name, tree, 0) if safe else _torch_file(name, tree, part))
+        labels: dict[Label, LazyTensor] = {("model", 0, weight): lazy for weight, lazy in tree.items()}
+        files.append(_safetensors_file(name, tree, 0) if safe else _torch_file(name, tree, labels))
     files += [_copied(name, path) for name, path in contents.config_files.items()]
     if plan.index is not None:
         text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
@@ -148,7 +148,8 @@ def plan_full(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
         }
         labels |= part.keys()
         files.append(_torch_file(layout.optimizer_name(index), tree, part))
-    return _with_files(contents, WritePlan(files=files, labels=labels, dropped=dropped, is_state=True))
+    files += _other_files(contents)
+    return WritePlan(files=files, labels=labels, dropped=dropped, is_state=True)
 
 
 def plan_sharded(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
@@ -170,7 +171,8 @@ def plan_sharded(contents: CheckpointContents, max_shard_size: int) -> WritePlan
         state, of_state = _named(optimizer, index)
         labels |= {*of_state.values()}
         files += _folder(layout.sharded_optimizer_name(index), state, of_state)
-    return _with_files(contents, WritePlan(files=files, labels=labels, dropped=dropped, is_state=True))
+    files += _other_files(contents)
+    return WritePlan(files=files, labels=labels, dropped=dropped, is_state=True)
 
 
 def plan_dcp(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
@@ -318,10 +320,9 @@ def _besides_weights(contents: CheckpointContents, *, optimizers: bool = True) -
     return [*dropped, *(f"file {name}" for name in contents.state_files)]
 
 
-def _with_files(contents: CheckpointContents, plan: WritePlan) -> WritePlan:
-    for name, path in (*contents.state_files.items(), *contents.config_files.items()):
-        plan.files.append(_copied(name, path))
-    return plan
+def _other_files(contents: CheckpointContents) -> list[PlannedFile]:
+    others = (*contents.state_files.items(), *contents.config_files.items())
+    return [_copied(name, path) for name, path in others]
 
 
 def _without_aliases(
@@ -355,19 +356,14 @@ def _torch_file(name: str, tree: dict[str, Any], labels: Mapping[Label, LazyTens
 
     def write(path: Path, stream: VerifyingReader) -> FileRecord:
         positions = _paired(tree, create_torch_file(path, tree))
-        with path.open("r+b", buffering=0) as file:
+        with path.open("r+b") as file:
             for label, lazy in labels.items():
                 file.seek(positions[id(lazy)])
                 for _, rows in stream.chunks(label, lazy):
-                    _write_all(file, as_bytes(rows))
+                    file.write(as_bytes(rows))
         return record_of(path, to_disk=True)
 
     return PlannedFile(name=name, nbytes=_nbytes(labels), count=len(labels), write=write)
-
-
-def _write_all(file: Any, data: memoryview) -> None:
-    while data:
-        data = data[file.write(data) :]
 
 
 def _paired(tree: Any, positions: Any) -> dict[int, int]:
@@ -396,14 +392,13 @@ def _folder(
 
         return write_file(path, lambda sink: writer.write(sink, path.name, chunks), to_disk=True)
 
-    def write_index(path: Path, stream: VerifyingReader) -> FileRecord:
-        del stream
+    def write_index(path: Path, _: VerifyingReader) -> FileRecord:
         return write_file(path, writer.write_index, to_disk=True)
 
     nbytes, count = _nbytes(writer.tensors), len(writer.tensors)
     return [
         PlannedFile(name=f"{prefix}{shard_file(0)}", nbytes=nbytes, count=count, write=write_shards),
-        PlannedFile(name=f"{prefix}{INDEX_NAME}", nbytes=0, count=0, write=write_index),
+        PlannedFile(name=f"{prefix}{INDEX_NAME}", write=write_index),
     ]
 
 
@@ -418,17 +413,14 @@ def _copied(name: str, source: Any) -> PlannedFile:
         else:
             sink.write(source.read_bytes())
 
-    return PlannedFile(
-        name=name, nbytes=0, count=0, write=lambda path, _: write_file(path, copy, to_disk=True)
-    )
+    return PlannedFile(name=name, write=lambda path, _: write_file(path, copy, to_disk=True))
 
 
 def _text_file(name: str, text: str) -> PlannedFile:
-    def write(path: Path, stream: VerifyingReader) -> FileRecord:
-        del stream
+    def write(path: Path, _: VerifyingReader) -> FileRecord:
         return write_file(path, lambda sink: sink.write(text.encode()), to_disk=True)
 
-    return PlannedFile(name=name, nbytes=0, count=0, write=write)
+    return PlannedFile(name=name, write=write)
 
 
 WRITERS: dict[str, Callable[[CheckpointContents, int], WritePlan]] = {

@@ -179,6 +179,18 @@ class BatchPlan:
         return [first[i % len(first)] for i in range(before, before + rows - len(local))]
 
 
+def _plan_of(shard: BatchSamplerShard | IterableDatasetShard) -> BatchPlan:
+    return BatchPlan(
+        num_processes=shard.num_processes,
+        process_index=shard.process_index,
+        batch_size=shard.batch_size,
+        drop_last=shard.drop_last,
+        split=shard.split_batches,
+        even=shard.even_batches,
+        static_shapes=shard.static_shapes,
+    )
+
+
 class BatchSamplerShard(BatchSampler):
     """Yield this rank's part of the batches of a batch sampler.
 
@@ -232,15 +244,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def plan(self) -> BatchPlan:
         """How an epoch is sharded; `even_batches` may be changed between epochs."""
-        return BatchPlan(
-            num_processes=self.num_processes,
-            process_index=self.process_index,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            split=self.split_batches,
-            even=self.even_batches,
-            static_shapes=self.static_shapes,
-        )
+        return _plan_of(self)
 
     @property
     def sampler(self) -> Any:
@@ -466,15 +470,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     @property
     def plan(self) -> BatchPlan:
         """How the samples are sharded."""
-        return BatchPlan(
-            num_processes=self.num_processes,
-            process_index=self.process_index,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            split=self.split_batches,
-            even=self.even_batches,
-            static_shapes=self.static_shapes,
-        )
+        return _plan_of(self)
 
     @property
     def epoch(self) -> int:
