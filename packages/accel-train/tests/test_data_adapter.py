@@ -345,6 +345,24 @@ def test_skipping_after_loading_counts_from_the_beginning_of_the_same_order() ->
     assert [flat(batch) for batch in skip_first_batches(other, 3)] == whole[3:]
     assert len(list(other)) == len(whole)
 
+    other.load_state_dict(state)
+    twice = skip_first_batches(skip_first_batches(other, 2), 1)
+    assert len(twice) == len(whole) - 3
+    assert [flat(batch) for batch in twice] == whole[3:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_skipping_after_loading_counts_from_the_beginning_of_a_stream(workers: int) -> None:
+    loader, other = (
+        prepare_data_loader(DataLoader(Stream(20), batch_size=2, num_workers=workers)) for _ in range(2)
+    )
+    batches = iter(loader)
+    whole = [flat(next(batches)) for _ in range(2)]
+    other.load_state_dict(loader.state_dict())
+    whole += [flat(batch) for batch in batches]
+    assert [flat(batch) for batch in skip_first_batches(other, 3)] == whole[3:]
+    assert [flat(batch) for batch in other] == whole
+
 
 def test_skipping_twice_adds_up() -> None:
     once = skip_first_batches(prepare_data_loader(_plain()), 2)

@@ -367,6 +367,16 @@ def test_torchdatas_own_shuffling_is_continued() -> None:
     assert values(prepared) == values(batches)
 
 
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_skipping_after_loading_counts_from_the_beginning(kind: str) -> None:
+    loader, other = (prepare_data_loader(raw(kind, 0), use_stateful_dataloader=True) for _ in range(2))
+    batches = iter(loader)
+    whole = [next(batches) for _ in range(2)]
+    other.load_state_dict(loader.state_dict())
+    whole += batches
+    assert values(skip_first_batches(other, 3)) == values(whole[3:])
+
+
 def test_what_says_no_position_is_refused() -> None:
     with pytest.raises(ValueError, match=r"neither an accel data loader position nor a state of torchdata"):
         prepare().load_state_dict({"step": 3})

@@ -373,8 +373,10 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         resumed = position is not None
         # In a stream, only reading shows how many samples a worker gives; and torchdata counts by itself.
         seeks = self._indices is not None or (not self.use_stateful_dataloader and self.num_workers == 0)
-        if position is None and skip and seeks:
-            position, skip = Position(unit=self._unit, consumed=(skip * self.stride,)), 0
+        if skip and seeks and (position is None or position.torchdata is None):
+            position = position or Position(unit=self._unit, consumed=(0,))
+            position = replace(position, consumed=(position.consumed[0] + skip * self.stride,))
+            skip = 0
         reading = self._read() if position is None else self._read_from(position, resumed=resumed)
         for item in islice(reading.batches, skip * self._batches_per_step):
             if reading.advance is not None:
@@ -598,11 +600,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         skipped._progress, skipped.meter = self._progress, self.meter
         skipped.preemption, skipped.replicas = self.preemption, self.replicas
         skipped.skip_batches = self.skip_batches + batches
-        position, self._resume = self._resume, None
-        # Skip batches of the order of the position.
+        position, self._resume, skipped._resume = self._resume, None, None
+        # Batches count from the beginning of the epoch, in the order of a loaded position.
         if position is not None and self._indices is not None and self._base is None:
-            skipped.skip_batches = 0
-            skipped._resume = replace(position, consumed=(batches * self.stride,))
+            skipped._resume = replace(position, consumed=(0,), torchdata=None)
         return skipped
 
     def _pass(
