@@ -21,7 +21,7 @@ from accel_plugins.kwargs import (
     ProjectConfiguration,
 )
 from accel_state import libraries
-from accel_state.errors import MissingDependencyError, SettingsError
+from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_train import Accelerator
 
 
@@ -161,6 +161,15 @@ def test_lomo_steps_in_the_backward_pass(lomo):
     assert weight.item() == pytest.approx(0.1)
     with pytest.raises(SettingsError, match="learning_rate=None"):
         accelerator.lomo_backward(weight.sum(), None)
+
+
+def test_lomo_cannot_count_items(lomo):
+    accelerator = Accelerator(cpu=True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    accelerator.prepare(lomo.Lomo([weight], lr=0.0))
+    with pytest.raises(UnsupportedError, match="num_items=4, learning_rate"):
+        accelerator.backward(weight.sum(), num_items=4, learning_rate=0.2)
+    assert weight.item() == 1
 
 
 def test_other_optimizers_are_no_lomo(lomo):

@@ -23,6 +23,7 @@ from accel_plugins.precision import switch_autocast, switch_scaler, with_autocas
 from accel_plugins.strategy import Feature
 from accel_plugins.unsharded import sync_in_backward
 from accel_state.accelerator_state import GradientState
+from accel_state.errors import UnsupportedError
 from accel_train.accelerator.build import with_recipe_handler
 from accel_train.accelerator.run import Facet
 from accel_train.data.adapter import override_even_batches
@@ -57,7 +58,7 @@ class SteppingFacet(Facet):
             TypeError: The loss is not a tensor.
             ValueError: `num_items` is invalid, or was passed only in some backward passes of a window.
             UnsupportedError: The strategy cannot count items, or `num_items` was passed within
-                `join_uneven_inputs`.
+                `join_uneven_inputs` or with `learning_rate`.
 
         Example:
             >>> import torch
@@ -76,6 +77,11 @@ class SteppingFacet(Facet):
                 f"backward({loss!r}): expected the loss as a tensor with gradients, not as item()."
             )
         if kwargs and "learning_rate" in kwargs:
+            if num_items is not None:
+                raise UnsupportedError(
+                    f"backward(num_items={num_items!r}, learning_rate=…): Lomo steps in this call, so its "
+                    "gradients cannot be divided by a number of items afterwards. Divide the loss."
+                )
             self.lomo_backward(loss, **kwargs)
             return
         if num_items is not None:
