@@ -321,7 +321,8 @@ def model_loader(
     if is_sharded_folder(folder):
         sharding.folder.read_index(folder)
         return partial(restore_model_shards, run, folder)
-    if form_of_run(run) is StateForm.NATIVE and not _is_full(source, index):
+    is_full = any(map(source.has, layout.full_weights_names(index)))
+    if form_of_run(run) is StateForm.NATIVE and not is_full:
         local = _local(source.folder)
         return lambda model, **_: _native(run).load_model(model, local, index)
     engine = engine_folder(source.folder, layout.engine_name(index), index)
@@ -373,14 +374,6 @@ def _native(run: CheckpointContext) -> NativeFiles:
     if run.strategy.native is None:
         raise CheckpointError("The strategy saves in a native form, but its `native` is None.")
     return run.strategy.native
-
-
-def _is_full(source: CheckpointReader, index: int) -> bool:
-    names = (
-        *(layout.weights_name(index, safe=safe) for safe in (True, False)),
-        layout.fsdp_weights_name(index),
-    )
-    return any(source.has(name) for name in names)
 
 
 EXTRA_STATE = "_extra_state"

@@ -87,6 +87,16 @@ def weights_name(index: int, *, safe: bool) -> str:
     return _indexed(SAFE_MODEL_NAME if safe else MODEL_NAME, index, SAFETENSORS_SUFFIX if safe else ".bin")
 
 
+def full_weights_names(index: int) -> tuple[str, str, str]:
+    """Return the names that a file with all weights of a model may have; the last one is other libraries'.
+
+    Example:
+        >>> full_weights_names(0)
+        ('model.safetensors', 'pytorch_model.bin', 'pytorch_model_fsdp.bin')
+    """
+    return weights_name(index, safe=True), weights_name(index, safe=False), fsdp_weights_name(index)
+
+
 def sharded_model_name(index: int) -> str:
     """Return the folder with the shards of a model, by the order of preparation.
 

@@ -378,9 +378,8 @@ class CheckpointReader:
 
     def weights_name(self, index: int) -> str:
         """Return the file with the weights of a model; if there is none, the usual name."""
-        safe, plain = layout.weights_name(index, safe=True), layout.weights_name(index, safe=False)
-        sharded = layout.fsdp_weights_name(index)  # other libraries write this file of a sharded model
-        return next((name for name in (safe, plain, sharded) if self.has(name)), safe)
+        names = layout.full_weights_names(index)
+        return next(filter(self.has, names), names[0])
 
     def position_name(self) -> str:
         """Return the file with the positions of this rank's loaders, if there is one."""

@@ -103,12 +103,8 @@ def _is_full_state(folder: AnyPath) -> bool:
 
 
 def _full_weights(folder: AnyPath, index: int) -> AnyPath | None:
-    names = (
-        layout.weights_name(index, safe=True),
-        layout.weights_name(index, safe=False),
-        layout.fsdp_weights_name(index),
-    )
-    return next((folder / name for name in names if (folder / name).is_file()), None)
+    paths = (folder / name for name in layout.full_weights_names(index))
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _full_state(folder: AnyPath) -> CheckpointContents:
@@ -308,10 +304,7 @@ def _numbers(is_there: Callable[[int], bool]) -> Iterator[int]:
 
 READERS: list[FormatReader] = [
     FormatReader(fits=is_universal, read=lambda folder: read_universal(folder, weights_in)),
-    FormatReader(
-        fits=is_engine_state,
-        read=lambda folder: read_engine_state(folder, of_state, weights_in),
-    ),
+    FormatReader(fits=is_engine_state, read=lambda folder: read_engine_state(folder, of_state, weights_in)),
     FormatReader(fits=_is_sharded_state, read=_sharded_state),
     FormatReader(fits=is_sharded_folder, read=_dcp),
     FormatReader(fits=_is_full_state, read=_full_state),

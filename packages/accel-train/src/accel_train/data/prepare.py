@@ -142,8 +142,9 @@ def prepare_data_loader(
     options["device"] = device
     options["use_stateful_dataloader"] = use_stateful_dataloader or is_stateful(dataloader)
     if dispatch:
+        options |= {name: shards[name] for name in ("split_batches", "even_batches")}
         options |= {"slice_fn": slice_fn_for_dispatch, "micro_batches": micro_batches}
-        return _dispatcher(dataloader, shards, options)
+        return DataLoaderDispatcher(dataloader.dataset, **options)
     options |= {"rng_types": order.rng_types, "synchronized_generator": order.generator}
     loader = _shard(dataloader, options, shards, warns=compiles)
     # A shard of ours knows its padding.
@@ -197,14 +198,13 @@ def _order(
     shards: dict[str, Any],
     together: int,
     *,
-    rng_types: Sequence[str | RNGType],
+    rng_types: Sequence[RNGType],
     seedable: bool,
     seed: int | None,
 ) -> SharedOrder:
     """Return the order of samples, shared across ranks; of iterable datasets only the generators to share."""
     if isinstance(dataloader.dataset, IterableDataset):
-        kinds = (RNGType(kind) for kind in rng_types)
-        return SharedOrder(rng_types=tuple(kind for kind in kinds if kind is not RNGType.GENERATOR))
+        return SharedOrder(rng_types=tuple(kind for kind in rng_types if kind is not RNGType.GENERATOR))
     several = shards["num_processes"] > 1
     if several and shards["even_batches"] and not (_drops_last(dataloader) or dataloader.in_order):
         raise ValueError(
@@ -218,17 +218,6 @@ def _order(
         rng_types=rng_types,
         seedable=seedable,
         seed=seed,
-    )
-
-
-def _dispatcher(
-    dataloader: DataLoader[Any], shards: dict[str, Any], options: dict[str, Any]
-) -> DataLoaderDispatcher[Any]:
-    return DataLoaderDispatcher(
-        dataloader.dataset,
-        split_batches=shards["split_batches"],
-        even_batches=shards["even_batches"],
-        **options,
     )
 
 
