@@ -10,7 +10,9 @@ import pickle
 import random
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -687,3 +689,13 @@ def test_the_weights_of_a_module_that_is_the_model_itself_are_replaced_too():
     state = get_state_dict_from_offload(model, "weight", {"weight": "replaced", "other": "kept"})
     assert torch.equal(state["weight"], weight)
     assert state["other"] == "kept"
+
+
+def test_a_replica_group_whose_state_another_one_saves_has_nothing_to_wait_for(tmp_path):
+    run = Setup(tmp_path)
+    checkpoints = run.accelerator._parts.checkpoints
+    checkpoints.strategy = replace(checkpoints.strategy, replicas=SimpleNamespace(is_saver=False))
+    saving = run.accelerator.save_state(blocking=False)
+    assert saving.wait() == saving.path
+    assert saving.done
+    assert not Path(saving.path).exists()

@@ -66,7 +66,9 @@ def save(
     target = target_of(run, output_dir)
     if run.strategy.replicas is not None and not run.strategy.replicas.is_saver:
         run.project.iteration += run.is_automatic
-        return Saving(str(target), _save_nothing)
+        saving = Saving(str(target), _save_nothing)
+        saving.start()
+        return saving
     if isinstance(target, RemotePath):
         check_remote(run, target)
     request = SaveRequest(
