@@ -127,6 +127,7 @@ def started(folder, slurm, *line):
             launch.terminate()  # which cancels the job
 
 
+@pytest.mark.thorough
 def test_a_job_of_two_nodes_that_is_preempted_is_queued_again_and_resumes(slurm, tmp_path):
     (tmp_path / "train.py").write_text(PREEMPTIBLE)
     line = ["--nodes", "2", "--num_processes", "2", "--time", "5", "--max_restarts", "1", "train.py", *WORDS]

@@ -59,7 +59,11 @@ def hosts():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "processes"),
-    [("c10d", 2), pytest.param("c10d", 4, marks=pytest.mark.thorough), ("static", 2)],
+    [
+        ("c10d", 2),
+        pytest.param("c10d", 4, marks=pytest.mark.thorough),
+        pytest.param("static", 2, marks=pytest.mark.thorough),
+    ],
 )
 def test_two_hosts_train_together(hosts, tmp_path, backend, processes):
     script = tmp_path / "train.py"

@@ -128,6 +128,7 @@ def launch(name, *arguments, folder):
     return done.stdout
 
 
+@pytest.mark.thorough
 def test_regions_are_compiled(tmp_path):  # in processes where warnings of the compiler are no errors
     said = launch("by_feature/compile", folder=tmp_path)
     assert re.search(SAYS["compile"], said, re.DOTALL), said

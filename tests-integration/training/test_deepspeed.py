@@ -248,6 +248,7 @@ def test_a_model_is_compiled_inside_its_engine(stage):
         torch._dynamo.reset()
 
 
+@pytest.mark.thorough
 @distributed(world_size=WORLD)
 def test_a_model_that_was_compiled_is_trained_by_stage_3():
     with deepspeed_process():

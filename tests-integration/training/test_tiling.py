@@ -87,7 +87,7 @@ def test_one_process_trains_as_the_plain_model(family):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler
-@pytest.mark.parametrize("regional", [False, True])
+@pytest.mark.parametrize("regional", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_compiled_model_trains_as_the_plain_model(regional):
     plain = FAMILIES["llama"]()
     compiler = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
