@@ -16,6 +16,7 @@ from accel_bigmodel import (
     cpu_offload,
     disk_offload,
     dispatch_model,
+    offload_state_dict,
     remove_hook_from_submodules,
 )
 from accel_ops.weights.tensors import find_tied_parameters
@@ -109,6 +110,14 @@ def test_a_folder_with_the_weights_of_another_model_is_refused(toy, tokens, tmp_
     with pytest.raises(SettingsError, match="has no weights for gain, "):
         disk_offload(toy, tmp_path)
     assert torch.equal(toy(tokens), expected)
+
+
+def test_a_folder_needs_no_buffers_that_stay_in_the_model(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).eval()
+    rows = torch.randn(4, 2)
+    expected = model(rows)
+    offload_state_dict(tmp_path, dict(model.named_parameters()))
+    assert torch.equal(disk_offload(model, tmp_path)(rows), expected)
 
 
 def test_a044_a_replaced_module_is_placed_like_the_old_one(toy, tokens, tmp_path):

@@ -117,22 +117,8 @@ def test_other_errors_are_not_hidden():
         train()
 
 
-def test_what_did_not_fit_is_let_go_before_the_next_try():
-    seen: list[weakref.ref[torch.Tensor]] = []
-
-    @find_executable_batch_size(starting_batch_size=2)
-    def train(batch_size: int) -> bool:
-        if batch_size == 1:
-            gc.collect()
-            return seen[0]() is None
-        big = torch.zeros(10)
-        seen.append(weakref.ref(big))
-        raise RuntimeError("CUDA out of memory.")
-
-    assert train()
-
-
-def test_what_an_earlier_error_holds_is_let_go_as_well():
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_what_did_not_fit_is_let_go_before_the_next_try(is_chained: bool):
     seen: list[weakref.ref[torch.Tensor]] = []
 
     @find_executable_batch_size(starting_batch_size=2)
@@ -145,6 +131,8 @@ def test_what_an_earlier_error_holds_is_let_go_as_well():
         try:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         except RuntimeError as error:
+            if not is_chained:
+                raise
             raise RuntimeError("The step failed: CUDA out of memory.") from error
 
     assert train()

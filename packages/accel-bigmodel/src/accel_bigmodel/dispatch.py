@@ -224,7 +224,8 @@ def disk_offload(
     if not (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():
         offload_state_dict(offload_dir, model.state_dict())
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    absent = [name for name in model.state_dict() if name not in weights]
+    state = model.state_dict() if offload_buffers else dict(model.named_parameters(remove_duplicate=False))
+    absent = [name for name in state if name not in weights]
     if absent:
         raise SettingsError(
             f"the folder {str(offload_dir)!r} is that of another model: it has no weights for "

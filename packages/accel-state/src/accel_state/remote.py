@@ -6,6 +6,7 @@ with all of its bytes, once its upload is completed. A request that fails is rep
 
 from __future__ import annotations
 
+import abc
 import errno
 import io
 import logging
@@ -316,9 +317,9 @@ class RangeFile(io.RawIOBase):
         self.size = size
         self._position = 0
 
+    @abc.abstractmethod
     def read_at(self, view: memoryview, position: int) -> None:
         """Fill a view with the bytes at a position."""
-        raise NotImplementedError
 
     def readable(self) -> bool:
         return True
