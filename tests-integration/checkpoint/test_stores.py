@@ -96,7 +96,9 @@ def test_a_run_in_a_bucket_resumes_bit_for_bit(endpoint: str, blocking: bool) ->
         run = build(folder, WIDTH, project={"total_limit": 2})
         for _ in range(3):
             train(run)
-            run[0].save_state(blocking=blocking)
+            saving = run[0].save_state(blocking=blocking)
+        if not blocking:
+            saving.wait()  # another `Accelerator` would load the checkpoint before it
         expected = tensors(run)
         other = build(folder, WIDTH, seed=1)
         assert other[0].has_checkpoint
