@@ -6,7 +6,6 @@ import json
 import math
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed import device_mesh as torch_mesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,7 +31,6 @@ from accel_plugins.parallelism.config import (
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel, get_model_tp_size, plan_of
 from accel_plugins.registry import choose
-from accel_state import torch_private
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
@@ -134,11 +131,20 @@ def test_a_script_may_give_the_options_of_an_axis_whatever_its_size():
 
 
 def test_a_mesh_of_one_axis_has_the_flattened_axes_too(monkeypatch: pytest.MonkeyPatch):
-    names: list[str] = []
-    monkeypatch.setattr(torch_private, "flatten_mesh", lambda mesh, name: names.append(name))
-    monkeypatch.setattr(torch_mesh, "init_device_mesh", lambda *_, **__: mock.MagicMock(device_type="cpu"))
-    ParallelismConfig(dp_shard_size=3).build_device_mesh("cpu")
-    assert names == ["dp", "dp_shard_cp", "dp_cp"]
+    flattened: dict[str, list[int]] = {}
+
+    def flatten(mesh: DeviceMesh, name: str) -> DeviceMesh:
+        flattened[name] = mesh.mesh.tolist()
+        return mesh
+
+    monkeypatch.setattr(torch_private, "flatten_mesh", flatten)
+    store: Any = FakeStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=3)
+    try:
+        ParallelismConfig(dp_shard_size=3).build_device_mesh("cpu")
+    finally:
+        dist.destroy_process_group()
+    assert flattened == dict.fromkeys(("dp", "dp_shard_cp", "dp_cp"), [0, 1, 2])
 
 
 def test_recurrent_layers_are_refused_by_the_configuration_alone():

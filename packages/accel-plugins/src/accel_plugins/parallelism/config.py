@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -599,27 +598,22 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     key = (device_type, tuple(sizes.items()))
     known = _meshes.get(key)
     if known is None or not _is_alive(known):
-        with _default_timeout(device_type):
-            known = torch_mesh.init_device_mesh(
-                device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
-            )
+        known = torch_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         _meshes[key] = known
-    return known
+    return _with_default_timeout(known)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Return the mesh with one axis, of a name, for all those of a mesh. A collective over all ranks."""
-    with _default_timeout(mesh.device_type):
-        return torch_private.flatten_mesh(mesh, name)
+    return _with_default_timeout(torch_private.flatten_mesh(mesh, name))
 
 
-@contextmanager
-def _default_timeout(device_type: str) -> Generator[None]:
-    """Give process groups that the block makes, which have torch's timeout, that of the default group."""
-    before = {*torch_private.process_groups()}
-    yield
-    for group in {*torch_private.process_groups()} - before:
-        set_group_timeout(group_timeout(torch.device(device_type)), group)
+def _with_default_timeout(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the groups of a mesh, which have torch's timeout, that of the default group."""
+    timeout = group_timeout(torch.device(mesh.device_type))
+    for group in mesh.get_all_groups():
+        set_group_timeout(timeout, group)
+    return mesh
 
 
 def _is_alive(mesh: DeviceMesh) -> bool:
