@@ -31,6 +31,7 @@ from accel_plugins.parallelism.config import (
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel, get_model_tp_size, plan_of
 from accel_plugins.registry import choose
+from accel_state import torch_private
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
@@ -144,7 +145,7 @@ def test_a_mesh_of_one_axis_has_the_flattened_axes_too(monkeypatch: pytest.Monke
         ParallelismConfig(dp_shard_size=3).build_device_mesh("cpu")
     finally:
         dist.destroy_process_group()
-    assert flattened == dict.fromkeys(("dp", "dp_shard_cp", "dp_cp"), [0, 1, 2])
+    assert flattened == {name: [0, 1, 2] for name in ("dp", "dp_shard_cp", "dp_cp")}
 
 
 def test_recurrent_layers_are_refused_by_the_configuration_alone():
