@@ -146,7 +146,7 @@ LEGS = {"1": leg_on_one, "2": leg_on_two, "3": leg_on_three, "4": leg_on_four}
     [
         ("gpt2", ("tp2pp2@4", "fsdp2@3", "single@1")),
         ("llama", ("fsdp2@2", "tp2pp2@4", "cp2dp2@4", "tp2@2", "single@1")),
-        pytest.param("gpt2", ("single@1", "dp2@2", "pp2@2", "single@1"), marks=pytest.mark.slow),
+        pytest.param("gpt2", ("single@1", "dp2@2", "pp2@2", "single@1"), marks=pytest.mark.thorough),
     ],
     ids=str,
 )

@@ -162,7 +162,7 @@ def test_a_rank_without_random_numbers_gets_its_own(tmp_path: Path) -> None:
     assert not torch.equal(once[2], once[0])
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("blocking", [pytest.param(True, marks=pytest.mark.thorough), False])
 @distributed(world_size=2)
 def test_the_main_process_alone_may_save_what_is_not_sharded(tmp_path: Path, blocking: bool) -> None:
     whole = build(tmp_path / "whole")

@@ -88,7 +88,7 @@ def expect(run: tuple, expected: list[torch.Tensor]) -> None:
     assert all(map(torch.equal, now, expected))
 
 
-@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("blocking", [pytest.param(True, marks=pytest.mark.thorough), False])
 @distributed(world_size=2)
 def test_a_run_in_a_bucket_resumes_bit_for_bit(endpoint: str, blocking: bool) -> None:
     with using_store(endpoint) as bucket:
@@ -355,7 +355,7 @@ def die_at(moment: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "kills"),
-    [(2, 3), *(pytest.param(*case, marks=pytest.mark.thorough) for case in ((1, 60), (2, 60)))],
+    [pytest.param(*case, marks=pytest.mark.thorough) for case in ((2, 3), (1, 60), (2, 60))],
 )
 def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     endpoint: str, tmp_path: Path, world_size: int, kills: int

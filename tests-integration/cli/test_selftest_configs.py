@@ -14,7 +14,7 @@ from accel_state.environ import patch_environment
 from accel_state.settings.file import parse_file
 from accel_state.settings.model import merge_layers, to_environ
 from accel_train.accelerator import Accelerator
-from harness import distributed
+from harness import cases, distributed
 from harness.engines import deepspeed_process
 
 FOLDER = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/strategies/configs"
@@ -47,7 +47,11 @@ def check(config: str, folder: Path, accumulation: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "config", ["ddp", "bf16", "fsdp1", "fsdp2", "tp", "pipeline", "zero1", "zero2", "zero3"]
+    "config",
+    cases(
+        ["ddp", "bf16", "fsdp1", "fsdp2", "tp", "pipeline", "zero1", "zero2", "zero3"],
+        always={"bf16", "fsdp1", "tp", "zero3"},
+    ),
 )
 @distributed(world_size=2)
 def test_a_configuration_passes(config: str, tmp_path: Path) -> None:
@@ -68,7 +72,7 @@ def test_layers_are_converted_to_fp8_or_the_check_fails(features: int, tmp_path:
             assert selftest_checks.mixed_precision(session) == "fp8 trains"
 
 
-@pytest.mark.parametrize("config", ["hsdp", "fsdp2_tp", "fsdp2_pp"])
+@pytest.mark.parametrize("config", cases(["hsdp", "fsdp2_tp", "fsdp2_pp"], always={"fsdp2_pp"}))
 @distributed(world_size=4)
 def test_a_configuration_of_several_axes_passes(config: str, tmp_path: Path) -> None:
     check(config, tmp_path, accumulation=1)

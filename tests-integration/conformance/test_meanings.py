@@ -19,7 +19,7 @@ from accel_state.errors import UnsupportedError
 from accel_train import Accelerator
 from equality.alone import CLIP, LENGTH, ROWS, batches_of, fresh
 from equality.strategies import STRATEGIES, Cell, fsdp
-from harness import distributed
+from harness import cases, distributed
 from harness.engines import deepspeed_process
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ def test_steps_and_micro_batches(strategy):
     steps_and_micro_batches(strategy)
 
 
-@pytest.mark.parametrize("strategy", ON_FOUR)
+@pytest.mark.parametrize("strategy", cases(ON_FOUR, always={"copies+tp"}))
 @distributed(world_size=4)
 def test_steps_and_micro_batches_on_four(strategy):
     steps_and_micro_batches(strategy)
@@ -266,7 +266,7 @@ def test_states_and_samples(strategy, tmp_path):
     states_and_samples(strategy, tmp_path)
 
 
-@pytest.mark.parametrize("strategy", ON_FOUR)
+@pytest.mark.parametrize("strategy", cases(ON_FOUR, always={"fsdp2+tp"}))
 @distributed(world_size=4)
 def test_states_and_samples_on_four(strategy, tmp_path):
     states_and_samples(strategy, tmp_path)

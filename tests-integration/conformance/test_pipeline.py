@@ -37,7 +37,7 @@ def test_two_stages_conform(schedule, tmp_path):
 @pytest.mark.parametrize(
     ("data", "plugin"),
     [
-        ("dp_shard_size", None),
+        pytest.param("dp_shard_size", None, marks=pytest.mark.thorough),
         ("dp_replicate_size", None),
         pytest.param("dp_shard_size", {"reshard_after_forward": True}, marks=pytest.mark.thorough),
         pytest.param(

@@ -15,14 +15,14 @@ from accel_state.libraries import is_installed
 from accel_state.partial_state import PartialState
 from accel_state.settings.model import Settings
 from accel_state.settings.run import ReplicaSettings
-from harness import distributed
+from harness import cases, distributed
 
 pytestmark = pytest.mark.skipif(not is_installed("torchft"), reason="needs torchft")
 
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", cases(["ddp", "fsdp2"], always={"fsdp2"}))
 @distributed(world_size=2)
 def test_a_group_of_two_ranks_conforms(kind, tmp_path):
     from torchft.coordination import LighthouseServer

@@ -99,7 +99,9 @@ def test_tensor_parallel_layers_of_one_shard_conform(tmp_path):
         check_strategy(subject(tmp_path, fsdp2.build, sizes={"tp_size": 2}, plugin={}))
 
 
-@pytest.mark.parametrize("data", ["dp_shard_size", "dp_replicate_size"])
+@pytest.mark.parametrize(
+    "data", ["dp_shard_size", pytest.param("dp_replicate_size", marks=pytest.mark.thorough)]
+)
 @distributed(world_size=4)
 def test_tensor_parallel_layers_of_shards_and_of_copies_conform(data, tmp_path):
     with planned():

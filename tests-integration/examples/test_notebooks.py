@@ -31,7 +31,13 @@ def _content(data: dict[str, str]) -> dict[str, str]:
     return data
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[] if path.stem == "resume" else [pytest.mark.thorough], id=path.stem)
+        for path in NOTEBOOKS
+    ],
+)
 def test_a_notebook_shows_what_is_stored_in_it(path: Path, tmp_path: Path) -> None:
     stored = nbformat.read(path, as_version=4)
     run = nbformat.read(path, as_version=4)

@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
 from harness.pool import close_all, distributed, trim_pools
 
-__all__ = ["close_all", "distributed", "trim_pools"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["cases", "close_all", "distributed", "trim_pools"]
+
+
+def cases(names: Iterable[str], *, always: set[str]) -> list[Any]:
+    """The parameters of a test, of which some run always and the others with `tools/check.py --all`."""
+    found = [*names]
+    assert always <= {*found}, f"unknown: {always - {*found}}"
+    return [pytest.param(name, marks=[] if name in always else [pytest.mark.thorough]) for name in found]

@@ -32,7 +32,7 @@ from accel_plugins.parallelism.experts import experts_of
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
 from accel_train import Accelerator
-from harness import distributed
+from harness import cases, distributed
 from harness.resuming import check_resuming, local
 from harness.small_llama import SIZES
 
@@ -258,19 +258,21 @@ FOUR_RANKS = {
     "mixtral, tp": ("mixtral", {"dp_shard_size": 2, "tp_size": 2, "ep_size": 2}),
     "qwen3, inside of experts": ("qwen3", {"dp_shard_size": 2, "tp_size": 2}),
 }
-THOROUGH = {"ep 4", "tp", "mixtral, tp"}
-"""What other cases contain."""
 
 
-@pytest.mark.parametrize("case", TWO_RANKS)
+@pytest.mark.parametrize(
+    "case",
+    cases(
+        TWO_RANKS,
+        always={"own", "one rank gets no token", "deepseek", "gpt_oss", "qwen3, inside of experts"},
+    ),
+)
 @distributed(world_size=2)
 def test_two_ranks_train_as_one_process(case, tmp_path):
     check_equal_to_one_process(*TWO_RANKS[case], tmp_path)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in THOROUGH)) for case in FOUR_RANKS]
-)
+@pytest.mark.parametrize("case", cases(FOUR_RANKS, always={"uneven", "replicas", "tp, ep 4"}))
 @distributed(world_size=4)
 def test_four_ranks_train_as_one_process(case, tmp_path):
     check_equal_to_one_process(*FOUR_RANKS[case], tmp_path)

@@ -20,7 +20,7 @@ from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState
 from accel_train import Accelerator
-from harness import distributed
+from harness import cases, distributed
 from harness.engines import deepspeed_process
 
 pytest.importorskip("torchao")
@@ -292,7 +292,7 @@ def test_several_processes_train_as_one_does_and_resume(strategy, tmp_path):
         check_strategy(strategy, CASES[strategy], tmp_path)
 
 
-@pytest.mark.parametrize("strategy", CASES_OF_FOUR)
+@pytest.mark.parametrize("strategy", cases(CASES_OF_FOUR, always={"fsdp2+tp"}))
 @distributed(world_size=4)
 def test_four_processes_along_two_axes_train_as_one_does_and_resume(strategy, tmp_path):
     check_strategy(strategy, CASES_OF_FOUR[strategy], tmp_path)

@@ -20,7 +20,7 @@ from accel_plugins.sharding.shards import write_shard
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.torch_private import StridedShard
 from accel_train import Accelerator
-from harness import distributed
+from harness import cases, distributed
 from harness.cuda_names import cuda_answered_by_cpu
 from harness.engines import deepspeed_process
 from training.test_experts import OwnModel
@@ -136,7 +136,7 @@ def test_full_parameters_are_those_of_the_state_dict(layout):
     check(*prepare(LAYOUTS[layout], make_model))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS_OF_FOUR)
+@pytest.mark.parametrize("layout", cases(LAYOUTS_OF_FOUR, always={"replicas of tensor"}))
 @distributed(world_size=4)
 def test_full_parameters_of_meshes_with_two_axes_are_those_of_the_state_dict(layout):
     check(*prepare(LAYOUTS_OF_FOUR[layout], make_model))

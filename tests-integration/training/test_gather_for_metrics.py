@@ -110,8 +110,11 @@ def test_every_sample_comes_exactly_once_on_two_ranks(kind, way):
 @pytest.mark.parametrize(
     "kind",
     [
-        *("map-style", "iterable"),
-        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("shuffled", "batch sampler")),
+        "iterable",
+        *(
+            pytest.param(kind, marks=pytest.mark.thorough)
+            for kind in ("map-style", "shuffled", "batch sampler")
+        ),
     ],
 )
 @distributed(world_size=4)

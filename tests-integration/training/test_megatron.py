@@ -18,7 +18,7 @@ from accel_plugins.megatron.train_steps import GPTTrainStep, causal_mask
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
-from harness import distributed
+from harness import cases, distributed
 from harness.cuda_names import cuda_answered_by_cpu
 
 TOKENS, LENGTH, STEPS, SAMPLES = 32, 8, 20, 4
@@ -138,13 +138,11 @@ CASES = {
 }
 
 
-THOROUGH = {"tensor", "distributed optimizer", "context", "loss by token, megatron-core's attention"}
-"""What other cases contain, or a smaller model does."""
+ALWAYS = {"sequence, accumulated", "virtual stages", "context, loss by token"}
+"""What contains the other cases, but for what a smaller model has."""
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in THOROUGH)) for case in CASES]
-)
+@pytest.mark.parametrize("case", cases(CASES, always=ALWAYS))
 @distributed(world_size=2)
 def test_two_ranks_train_a_llama_as_one_process(case):
     check_equal(make_llama, MegatronLMPlugin(**CASES[case]))
@@ -166,7 +164,11 @@ def test_windows_of_several_calls_train_as_one_batch(case):
     ("make", "options"),
     [
         (make_llama, {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 2}),
-        (make_gpt2, {"tp_degree": 2, "use_distributed_optimizer": True, "num_micro_batches": 2}),
+        pytest.param(
+            make_gpt2,
+            {"tp_degree": 2, "use_distributed_optimizer": True, "num_micro_batches": 2},
+            marks=pytest.mark.thorough,
+        ),
         (make_llama, {"tp_degree": 4}),  # twice the key-value heads
         (make_llama, {"context_parallel_size": 2, "tp_degree": 2, "sequence_parallelism": True}),
         pytest.param(

@@ -150,7 +150,7 @@ def check_equal(name, options):
         ("pretraining", {"tp_degree": 2}),
         ("pretraining", {"pp_degree": 2, "num_micro_batches": 2}),
         ("masked tokens", {"use_distributed_optimizer": True, "num_micro_batches": 2}),
-        ("classes", {"tp_degree": 2, "gradient_clipping": 0.0}),
+        pytest.param("classes", {"tp_degree": 2, "gradient_clipping": 0.0}, marks=pytest.mark.thorough),
         pytest.param(
             "pretraining", {"tp_degree": 2, "sequence_parallelism": True}, marks=pytest.mark.thorough
         ),
@@ -158,7 +158,11 @@ def check_equal(name, options):
         pytest.param("t5", {"tp_degree": 2, "num_micro_batches": 2}, marks=pytest.mark.thorough),
         ("t5", {"tp_degree": 2, "sequence_parallelism": True}),
         ("gated t5", {"use_distributed_optimizer": True}),
-        ("t5", {"tp_degree": 2, "recompute_granularity": "full", "num_micro_batches": 2}),
+        pytest.param(
+            "t5",
+            {"tp_degree": 2, "recompute_granularity": "full", "num_micro_batches": 2},
+            marks=pytest.mark.thorough,
+        ),
         pytest.param("gated t5", {"recompute_activations": True}, marks=pytest.mark.thorough),
     ],
     ids=str,

@@ -251,16 +251,16 @@ def test_four_stages_train_as_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "sizes", "schedule"),
     [
-        ("plain", {"dp_shard_size": 2}, "1F1B"),
+        pytest.param("plain", {"dp_shard_size": 2}, "1F1B", marks=pytest.mark.thorough),
         pytest.param("plain", {"dp_replicate_size": 2}, "InterleavedZeroBubble", marks=pytest.mark.thorough),
         pytest.param("tied", {"dp_shard_size": 2}, "Interleaved1F1B", marks=pytest.mark.thorough),
-        ("tied", {"dp_replicate_size": 2}, "GPipe"),
+        pytest.param("tied", {"dp_replicate_size": 2}, "GPipe", marks=pytest.mark.thorough),
         ("llama", {"dp_shard_size": 2}, "ZBVZeroBubble"),
         ("llama", {"tp_size": 2}, "1F1B"),
         pytest.param("tied", {"tp_size": 2}, "Interleaved1F1B", marks=pytest.mark.thorough),
-        ("llama", {"sp_size": 2}, "Interleaved1F1B"),
+        pytest.param("llama", {"sp_size": 2}, "Interleaved1F1B", marks=pytest.mark.thorough),
         pytest.param("tied", {"sp_size": 2}, "InterleavedZeroBubble", marks=pytest.mark.thorough),
-        ("mixture", {"dp_shard_size": 2, "ep_size": 2}, "1F1B"),
+        pytest.param("mixture", {"dp_shard_size": 2, "ep_size": 2}, "1F1B", marks=pytest.mark.thorough),
         pytest.param("mixture", {"tp_size": 2, "ep_size": 2}, "Interleaved1F1B", marks=pytest.mark.thorough),
         ("mixture", {"sp_size": 2, "ep_size": 2}, "InterleavedZeroBubble"),
     ],
@@ -310,7 +310,7 @@ def test_stages_share_sequences_by_ring_attention(tmp_path, schedule):
 @pytest.mark.parametrize(
     "options",
     [
-        {"auto_wrap_policy": "transformer_based_wrap"},
+        pytest.param({"auto_wrap_policy": "transformer_based_wrap"}, marks=pytest.mark.thorough),
         {"auto_wrap_policy": "transformer_based_wrap", "activation_checkpointing": True},
         {"auto_wrap_policy": "transformer_based_wrap", "cpu_offload": True, "forward_prefetch": True},
     ],

@@ -29,7 +29,7 @@ from accel_plugins.parallelism.config import (
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
 from accel_train import Accelerator
-from harness import distributed
+from harness import cases, distributed
 
 WIDTH, HEADS, TOKENS, LENGTH = 16, 4, 11, 8
 PLAN = {
@@ -204,7 +204,13 @@ def test_a_plugin_of_fsdp2_beside_tensor_parallelism_alone_has_one_shard():
     assert dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True)) == {"dp_shard": 1, "tp": 2}
 
 
-@pytest.mark.parametrize("layout", ["copies of shards", "shards of layers", "copies of layers"])
+@pytest.mark.parametrize(
+    "layout",
+    cases(
+        ["copies of shards", "shards of layers", "copies of layers"],
+        always={"copies of shards", "shards of layers"},
+    ),
+)
 @distributed(world_size=4)
 def test_four_processes_train_as_one(layout):
     check_equal(layout, accumulation=3, clip=0.5)
@@ -580,7 +586,14 @@ class Updates(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("how", ["foreach", "fused"])
-@pytest.mark.parametrize(("layout", "meshes"), [("layers", 2), ("shards of layers", 2), ("shards", 1)])
+@pytest.mark.parametrize(
+    ("layout", "meshes"),
+    [
+        pytest.param("layers", 2, marks=pytest.mark.thorough),
+        ("shards of layers", 2),
+        pytest.param("shards", 1, marks=pytest.mark.thorough),
+    ],
+)
 @distributed(world_size=4)
 def test_parameters_on_several_meshes_are_updated_in_lists(layout, meshes, how):
     if layout == "layers":
