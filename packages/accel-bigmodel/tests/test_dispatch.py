@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules.module import _global_module_registration_hooks as registration_hooks
+from torch.overrides import TorchFunctionMode
 
 from accel_bigmodel import (
     AlignDevicesHook,
@@ -19,6 +20,7 @@ from accel_bigmodel import (
     offload_state_dict,
     remove_hook_from_submodules,
 )
+from accel_bigmodel.align import align_hook_of
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_state.errors import SettingsError
 from accel_state.testing import late_device
@@ -80,6 +82,25 @@ def test_whole_models_are_offloaded(toy, tokens, tmp_path, offload):
     assert offloaded == [name for name, _ in toy.named_parameters() if name != "gain"]  # above blocks: stays
     for _ in range(2):
         assert torch.equal(toy(tokens), expected)
+
+
+class Copying(TorchFunctionMode):
+    """Let `to("cpu")` be a copy, as from an accelerator."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result.clone() if func is torch.Tensor.to and args[1:] == ("cpu",) else result
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_tied_weights_are_copied_to_the_cpu_once(toy, tokens, given):
+    expected = toy(tokens)
+    state = toy.state_dict() if given else None
+    with Copying():
+        cpu_offload(toy, "cpu", state_dict=state)
+    embed, head = (align_hook_of(module).weights_map["weight"] for module in (toy.embed, toy.head))
+    assert embed.data_ptr() == head.data_ptr()
+    assert torch.equal(toy(tokens), expected)
 
 
 @pytest.mark.parametrize("streams", [False, True])

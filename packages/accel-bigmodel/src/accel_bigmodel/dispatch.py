@@ -192,9 +192,12 @@ def cpu_offload(
         preload_module_classes: Classes whose modules load everything below them at once.
     """
     device = _first_device(model) if execution_device is None else execution_device
-    weights = {name: tensor.to("cpu") for name, tensor in (state_dict or model.state_dict()).items()}
+    state = state_dict or model.state_dict()
+    tied = {name: group[0] for group in find_tied_parameters(model) for name in group[1:]}
+    weights = {name: tensor.to("cpu") for name, tensor in state.items() if tied.get(name) not in state}
+    weights |= {name: weights[first] for name, first in tied.items() if first in state}
     loader = OffloadedWeightsLoader(state_dict=weights)
-    del weights
+    del state, weights
     return _offloaded(model, device, loader, offload_buffers, preload_module_classes)
 
 
