@@ -38,7 +38,7 @@ from accel_plugins.sharding.state import (
     state_by_name,
     strip_wrapper_prefixes,
 )
-from accel_plugins.sharding.wrap import load_from_rank0
+from accel_plugins.sharding.wrap import hook_of, load_from_rank0
 from accel_state.errors import CheckpointError, CheckpointMismatchError
 from accel_state.runtime import current
 from accel_state.testing.thread_ranks import ThreadRanks
@@ -235,8 +235,12 @@ def test_every_rank_hears_of_weights_that_rank_0_lacks():
     def load(rank: int) -> None:
         load_from_rank0(models[rank], state if rank == 0 else {}, current(), on_cpu=False)
 
+    handle = models[1][0].weight.register_hook(torch.neg)
     assert ranks.run(load) == [None, None]
     assert [model[0].weight.sum().item() for model in models] == [4, 4]
+    assert hook_of(models[1][0].weight) == "register_hook"  # hooks on gradients stay
+    handle.remove()
+    assert hook_of(models[1][0].weight) is None
     del state["0.bias"]
     for error in ranks.run(load):
         assert isinstance(error, CheckpointMismatchError)

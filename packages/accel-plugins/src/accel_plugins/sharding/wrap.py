@@ -433,6 +433,7 @@ def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: b
         [name for name in values.names if name not in (state or ())]
     )[0]
     parameters = dict(model.named_parameters())
+    values.hooks = {name: gradient_hooks(tensor) for name, tensor in parameters.items() if hook_of(tensor)}
     absent = [repr(name) for name in missing if name in parameters]
     if absent:
         raise CheckpointMismatchError(
