@@ -355,6 +355,13 @@ def test_the_mean_of_integers_is_exact_beyond_their_range(world) -> None:
         assert found.tolist() == [121.0]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_integers_beyond_those_with_a_sign_are_averaged_and_scaled(world, world_size: int) -> None:
+    large = torch.tensor([3 << 62], dtype=torch.uint64)
+    for found in world(world_size).run(lambda _: (reduce(large, "mean"), reduce(large, "max", scale=0.5))):
+        assert [result.tolist() for result in found] == [[3 * 2.0**62], [3 * 2.0**61]]
+
+
 def test_reduce_has_one_message_per_type_and_takes_large_leaves(world) -> None:
     ranks = world(2)
 

@@ -102,7 +102,8 @@ def reduce_in_place(operand: Tensor, scaling: Scaling) -> PendingReduce:
     """Prepare the reduction of a tensor that may be overwritten.
 
     A mean or a scaled result of integers or booleans is exact in 64 bits and then becomes the default
-    floating type; float8, which has no arithmetic, takes the way through float32.
+    floating type; uint64, of which int64 does not have all values, takes the way through float64, and float8,
+    which has no arithmetic, that through float32.
     """
     if operand.dtype.is_complex and scaling.op != "sum":
         raise TypeError(
@@ -112,7 +113,7 @@ def reduce_in_place(operand: Tensor, scaling: Scaling) -> PendingReduce:
     total = final = operand
     if scaling.changes:
         if not (operand.dtype.is_floating_point or operand.dtype.is_complex):
-            total = operand.to(torch.int64, copy=True)
+            total = operand.to(torch.float64 if operand.dtype == torch.uint64 else torch.int64, copy=True)
             final = torch.empty(operand.shape, dtype=torch.get_default_dtype(), device=operand.device)
         elif operand.dtype.itemsize == 1:
             total = operand.to(torch.float32)
