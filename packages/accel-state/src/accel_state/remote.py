@@ -216,13 +216,12 @@ class RemotePath:
         """
         self._request("writing", lambda fs, path: fs.pipe_file(path, content))
 
-    def open(self, mode: str = "rb") -> RemoteFile:
+    def open(self) -> RemoteFile:
         """Open the file for reading.
 
         Raises:
             OSError: It is absent, or cannot be reached.
         """
-        del mode
         return RemoteFile(self)
 
     def copy_to(self, target: AnyPath) -> None:

@@ -300,7 +300,8 @@ class _StoreFiles:
     """What `FileSystemReader` asks of a file system, for an object store."""
 
     def create_stream(self, path: RemotePath, mode: str) -> RemoteFile:
-        return path.open(mode)
+        del mode  # always "rb"
+        return path.open()
 
     def concat_path(self, path: RemotePath, suffix: str) -> RemotePath:
         return path / suffix
