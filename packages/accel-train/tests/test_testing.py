@@ -86,10 +86,10 @@ def test_a_program_that_fails_raises_what_it_wrote():
 
 
 def test_after_the_timeout_the_program_is_still_waited_for():
-    program = "import time; time.sleep(1.5); print('late')"
+    program = "import time; time.sleep(1.5); print('late\\n' * 200_000)"  # more than a pipe holds
     line = [sys.executable, "-c", program]
     result = processes.execute_subprocess_async(line, timeout=0.1, quiet=True, echo=False)
-    assert (result.returncode, result.stdout) == (0, [])
+    assert (result.returncode, result.stdout[0]) == (0, "late")
 
 
 def test_the_command_of_a_launch_has_the_flags_in_order():

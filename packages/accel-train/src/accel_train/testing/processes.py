@@ -105,7 +105,7 @@ def execute_subprocess_async(
         cmd: Its words.
         env: Its environment; that of this process if None.
         stdin: As of `subprocess.Popen`.
-        timeout: Seconds for which its output is collected.
+        timeout: Seconds to wait for the end of its output; then only the command itself is waited for.
         quiet: Whether its output is not repeated.
         echo: Whether the command is printed.
 
@@ -155,10 +155,9 @@ async def _stream_subprocess(
         return collect
 
     readers = [asyncio.create_task(_read_stream(getattr(process, name), collector(name))) for name in lines]
-    _, pending = await asyncio.wait(readers, timeout=timeout)
-    for reader in pending:
-        reader.cancel()
-    return _RunOutput(await process.wait(), lines["stdout"], lines["stderr"])
+    await asyncio.wait(readers, timeout=timeout)
+    returncode = await process.wait()  # readers go on until then: a full pipe would stop the command
+    return _RunOutput(returncode, lines["stdout"], lines["stderr"])
 
 
 async def _read_stream(stream: asyncio.StreamReader, callback: Callable[[bytes], None]) -> None:
