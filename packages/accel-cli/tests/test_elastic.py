@@ -72,10 +72,16 @@ def test_workers_that_finish_end_with_success():
     assert run(["--nnodes=1", "train.py"]) == (0, [["--nnodes=1", "train.py"]])
 
 
-@pytest.mark.parametrize(("code", "expected"), [(3, 3), (-9, 137)])
-def test_the_exit_code_is_that_of_the_worker_that_failed_first(code, expected, capsys):
+@pytest.mark.parametrize(
+    ("code", "expected", "how"),
+    [
+        (3, 3, "ended with exit code 3"),
+        (-9, 137, "was ended by SIGKILL"),
+        (-40, 168, "was ended by signal 40"),  # a real-time signal, which has no name
+    ],
+)
+def test_the_exit_code_is_that_of_the_worker_that_failed_first(code, expected, how, capsys):
     assert run(["train.py"], ChildFailedError({1: failure(code)}))[0] == expected
-    how = "ended with exit code 3" if code == 3 else "was ended by SIGKILL"
     assert capsys.readouterr().err == f"accel launch: rank 1 {how}\n"
 
 

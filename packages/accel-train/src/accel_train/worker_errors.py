@@ -73,8 +73,10 @@ def error_of_failure(failure: Any) -> WorkerErrors:
     error = parse_worker_errors(failure.error_file_data)
     if error.trace:  # a later signal is not the cause
         return error
-    if failure.exitcode < 0:
-        how = f"was ended by {signal.Signals(-failure.exitcode).name}"
+    if failure.exitcode < 0:  # most real-time signals have no name
+        number = -failure.exitcode
+        name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
+        how = f"was ended by {name}"
     else:
         how = f"ended with exit code {failure.exitcode}"
     return WorkerErrors(how=how, time=float(failure.timestamp))
