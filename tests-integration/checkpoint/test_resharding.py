@@ -260,6 +260,12 @@ def test_shards_are_merged_into_one_file(safe: bool, tmp_path: Path) -> None:
     ]
 
 
+@distributed(world_size=2)
+def test_every_rank_raises_the_error_of_the_one_that_merges(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="contains no shards of a model"):
+        merge_fsdp_weights(tmp_path, tmp_path / "merged")
+
+
 class Bomb:
     def __reduce__(self) -> tuple:
         return (print, ("this must not run",))

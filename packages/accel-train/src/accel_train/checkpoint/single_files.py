@@ -441,7 +441,7 @@ def merge_fsdp_weights(
     """Merge a folder with the shards of a model into one weight file.
 
     Tensors are copied from file to file one at a time: the model need not fit into memory. With several
-    processes, the main process merges, and all wait.
+    processes, the main process merges, and all wait; if it fails, all raise its error.
 
     Args:
         checkpoint_dir: The folder `pytorch_model_fsdp_0`, or the checkpoint that contains it; or its URL.
@@ -455,13 +455,19 @@ def merge_fsdp_weights(
         OSError: There is no space for the file.
     """
     state = PartialState() if torch.distributed.is_initialized() else None
+    failure: list[Exception | None] = [None]
     if state is None or state.is_main_process:
-        merge_folder(checkpoint_dir, output_path, safe_serialization)
-        if remove_checkpoint_dir:
-            folder = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
-            folder.remove_tree() if isinstance(folder, RemotePath) else remove(folder)
+        try:
+            merge_folder(checkpoint_dir, output_path, safe_serialization)
+            if remove_checkpoint_dir:
+                folder = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
+                folder.remove_tree() if isinstance(folder, RemotePath) else remove(folder)
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
+            failure = [error]
     if state is not None:
-        state.wait_for_everyone()
+        runtime.current().collectives.broadcast_object_list(failure, 0)
+    if failure[0] is not None:
+        raise failure[0]
 
 
 def merge_folder(
