@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from accel_cli.commands.check.record import File, LoaderRecord, RecordedCollective, SelectedStrategy
 from accel_cli.commands.estimate.memory import ADAM, Buckets
-from accel_cli.commands.estimate.trace import LiveStorageTracker, storage_key, with_attributes, wraps_tensors
+from accel_cli.commands.estimate.trace import LiveStorageTracker, storage_key, wraps_tensors
+from accel_ops.modules import replaced_attributes
 from accel_ops.tree import local_part
 from accel_plugins.fp8.recipe import plain_tensor
 from accel_state.rank_status import call_site, source_location
@@ -100,16 +101,16 @@ class CollectiveRecorder:
         return (
             contextlib.nullcontext()
             if self.tracker is None
-            else with_attributes(self.tracker, is_paused=True)
+            else replaced_attributes(self.tracker, {"is_paused": True})
         )
 
     def silence(self) -> AbstractContextManager[None]:
         """Record no collectives within the block: they belong to one that is recorded already."""
-        return with_attributes(self, _is_silent=True)
+        return replaced_attributes(self, {"_is_silent": True})
 
     def within_stage(self, stage: int) -> AbstractContextManager[None]:
         """Attribute what is recorded within the block to the ranks of one stage of a pipeline."""
-        return with_attributes(self, _stage=stage)
+        return replaced_attributes(self, {"_stage": stage})
 
     def record(self, kind: str, peer: int | None = None, transferred: int = 0) -> None:
         """Record a collective, or with a `peer` that many bytes sent to it or received from it."""
@@ -156,7 +157,7 @@ class CollectiveRecorder:
         """Run the block on real tensors."""
         # Earlier tensors are fake.
         with (
-            with_attributes(self, is_on_real_tensors=True),
+            replaced_attributes(self, {"is_on_real_tensors": True}),
             disable_current_modes(),
             FakeValueMode(self.record),
         ):

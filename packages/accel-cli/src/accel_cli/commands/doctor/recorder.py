@@ -43,8 +43,7 @@ from accel_cli.commands.doctor.record import (
     Schedule,
     Step,
 )
-from accel_cli.commands.estimate.trace import with_attributes
-from accel_ops.modules import extract_model_from_parallel
+from accel_ops.modules import extract_model_from_parallel, replaced_attributes
 from accel_ops.tree import local_part, walk
 from accel_plugins.ddp import DistributedDataParallelKwargs
 from accel_state.accelerator_state import GradientState
@@ -271,7 +270,7 @@ class TrainingRecorder:
                 inner.close()
 
     def _reading(self, read: Callable[[], Any]) -> Any:
-        with with_attributes(self, is_reading=True):
+        with replaced_attributes(self, {"is_reading": True}):
             return read()
 
     def _record_batch(self, loader: Any, number: int, epoch: int, batch: Any, indices: Sequence[int]) -> None:
@@ -345,13 +344,15 @@ class TrainingRecorder:
 
     def _without_numbers(self) -> AbstractContextManager[None]:
         """Save to and load from the folder of the argument, even if the script numbers its checkpoints."""
-        return with_attributes(self.accelerator.project_configuration, automatic_checkpoint_naming=False)
+        return replaced_attributes(
+            self.accelerator.project_configuration, {"automatic_checkpoint_naming": False}
+        )
 
     # 3. What is computed.
 
     def paused(self) -> AbstractContextManager[None]:
         """Record no steps: prepare() tries optimizers out, and loading a state makes an empty step."""
-        return with_attributes(self, is_paused=True)
+        return replaced_attributes(self, {"is_paused": True})
 
     def record_backward(self, loss: Any, items: Any) -> None:
         """Record a backward pass."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_cli.commands.estimate.memory import MemoryPeak
+from accel_ops.modules import replaced_attributes
 from accel_ops.tree import local_part
 from accel_plugins.fp8.recipe import plain_tensor
 from accel_state.torch_private import (
@@ -107,7 +108,7 @@ class LiveStorageTracker(TorchDispatchMode):
 
     def moving(self, *, to_host: bool) -> AbstractContextManager[None]:
         """Place tensors that are created within the block on the host, or on the device."""
-        return with_attributes(self, _moved_to=_HOST if to_host else "working")
+        return replaced_attributes(self, {"_moved_to": _HOST if to_host else "working"})
 
     def _track(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Track the new storages among the results of an operation."""
@@ -231,19 +232,6 @@ def _fake_parameters(model: nn.Module) -> Generator[None]:
     finally:
         for table, name, parameter in replaced:
             table[name] = parameter
-
-
-@contextlib.contextmanager
-def with_attributes(owner: Any, **values: Any) -> Generator[None]:
-    """Set attributes within the block."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def storage_key(tensor: Any) -> int:
