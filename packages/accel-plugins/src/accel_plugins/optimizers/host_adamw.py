@@ -15,6 +15,7 @@ from torch.optim.adamw import adamw
 
 from accel_ops.tree import is_dtensor, local_part
 from accel_plugins import sharding
+from accel_plugins.optimizers.muon import gradient_of
 from accel_state.accelerator_state import GradientState
 from accel_state.streams import DeviceStreams, pinned_if_possible, tensor_streams
 from accel_state.torch_private import active_fake_mode, version_of
@@ -227,11 +228,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def _begin(self, parameter: Tensor, options: tuple[Any, ...]) -> _Step:
         """Copy the gradient to the host, and hand the rest to the thread."""
-        value, sharded = local_part(parameter.detach()), cast("Any", parameter)
-        gradient: Any = parameter.grad
-        if is_dtensor(parameter) and gradient.placements != sharded.placements:
-            gradient = gradient.redistribute(placements=sharded.placements)
-        gradient = local_part(gradient)
+        value, gradient = local_part(parameter.detach()), local_part(gradient_of(parameter))
         version = version_of(local_part(cast("Tensor", parameter.grad)))
         streams = tensor_streams(value)
         if self._versions.get(parameter) != version_of(local_part(parameter)):

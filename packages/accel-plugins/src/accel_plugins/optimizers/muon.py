@@ -167,7 +167,7 @@ class Muon(torch.optim.Optimizer):
     def _step_by_muon(self, group: dict[str, Any], mesh: Any, parameters: Sequence[Tensor]) -> None:
         """Step matrices of a group, all of them on one mesh, or on none."""
         lr, momentum = float(group["lr"]), group["momentum"]
-        gradients = [_gradient_of(parameter) for parameter in parameters]
+        gradients = [gradient_of(parameter) for parameter in parameters]
         momenta = [*map(self._momentum_of, parameters, gradients)]
         for buffer, gradient in zip(momenta, gradients, strict=True):
             local_part(buffer).lerp_(local_part(gradient), 1 - momentum)
@@ -210,7 +210,7 @@ class Muon(torch.optim.Optimizer):
         return {**super().__getstate__(), "_options": self._options, "_layouts": {}}
 
 
-def _gradient_of(parameter: Tensor) -> Tensor:
+def gradient_of(parameter: Tensor) -> Tensor:
     """Return the gradient of a parameter, sharded like it."""
     gradient, like = cast("Any", parameter.grad), cast("Any", parameter)
     if is_dtensor(like) and gradient.placements != like.placements:
