@@ -8,7 +8,6 @@ the others, which wait there for it.
 from __future__ import annotations
 
 import random
-import statistics
 import sys
 import threading
 from collections import Counter, deque
@@ -146,7 +145,7 @@ def find_slow(windows: Mapping[int, Window]) -> dict[int, float]:
         least = min((other.samples for other in (*others, window)), default=0)
         if not others or least < 1:
             continue
-        usual = statistics.median_high(other.share for other in others)
+        usual = sorted(other.share for other in others)[len(others) // 2]
         chance = _SIGMAS * sqrt((usual * (1 - usual) + window.share * (1 - window.share)) / least)
         if usual - window.share >= max(SHARE, chance):
             slow[rank] = round(usual - window.share, 3)
