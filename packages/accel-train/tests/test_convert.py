@@ -137,6 +137,38 @@ def test_the_optimizer_and_the_files_of_a_state_are_its_own(state, tmp_path):
     assert (tmp_path / "full" / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.parametrize("form", [*STATES, "universal"])
+def test_a_learning_rate_that_is_a_tensor_is_converted(form, tmp_path):
+    model, accelerator = nn.Linear(3, 2), Accelerator(cpu=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.25))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    accelerator.save_state(tmp_path / "from")
+    convert_checkpoint(tmp_path / "from", tmp_path / form, to=form)
+    convert_checkpoint(tmp_path / form, tmp_path / "last", to="full")
+    (group,) = torch.load(tmp_path / "last/optimizer.bin")["param_groups"]
+    assert torch.equal(group["lr"], torch.tensor(0.25))
+
+
+def test_lists_of_tensors_in_an_optimizer_state_are_converted(tmp_path):
+    model, accelerator = nn.Linear(3, 2), Accelerator(cpu=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=3))
+
+    def loss():
+        optimizer.zero_grad()
+        value = model(torch.ones(1, 3)).square().sum()
+        accelerator.backward(value)
+        return value
+
+    optimizer.step(loss)
+    accelerator.save_state(tmp_path / "from")
+    convert_checkpoint(tmp_path / "from", tmp_path / "to", to="full")
+    first, last = (torch.load(tmp_path / name / "optimizer.bin")["state"][0] for name in ("from", "to"))
+    assert first["old_dirs"]
+    assert_same(dict(enumerate(last["old_dirs"])), dict(enumerate(first["old_dirs"])))
+
+
 def test_names_that_an_optimizer_has_are_used_and_doubtful_ones_are_not(tmp_path):
     for by_name in (True, False):
         run = Run(by_name=by_name, batch_norm=True).train(1)
@@ -296,6 +328,14 @@ def test_damaged_and_foreign_folders_are_sentences(state, tmp_path):
     (tmp_path / "dcp/.metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(CheckpointError, match=r"lacks a part of 'model\.0\.weight'"):
         convert_checkpoint(tmp_path / "dcp", tmp_path / "to", to="full")
+
+
+def test_a_folder_with_metadata_of_its_own_is_not_megatrons(tmp_path):
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "metadata.json").write_text('{"author": "me"}')
+    convert_checkpoint(tmp_path, tmp_path / "to", to="torch")
+    assert_same(read_with_torch(tmp_path / "to", "torch"), {"weight": torch.ones(2)})
+    assert (tmp_path / "to/metadata.json").is_file()
 
 
 def test_stores_are_read_and_written(state):

@@ -30,12 +30,11 @@ class OptimizerContents:
         """Return the parameters in the order of the groups, which is that of their numbers."""
         return [name for group in self.groups for name in group["params"]]
 
-    def tensors(self) -> Iterator[tuple[int, str, LazyTensor]]:
-        """Yield all tensors, with the number of the parameter and the key of the state."""
-        for number, name in enumerate(self.order()):
-            for key, value in self.states.get(name, {}).items():
-                if isinstance(value, LazyTensor):
-                    yield number, key, value
+    def tensors(self) -> Iterator[tuple[Label, LazyTensor]]:
+        """Yield all tensors, with the keys that lead to each in the state dict by number."""
+        for path, leaf in leaves(self.nested(by_number=True)):
+            if isinstance(leaf, LazyTensor):
+                yield path, leaf
 
     def nested(self, *, by_number: bool) -> dict[str, Any]:
         """Return it as a state dict, with parameters by number, as in `Optimizer.state_dict`, or by name."""
@@ -76,9 +75,23 @@ class CheckpointContents:
         for index, weights in enumerate(self.models):
             yield from ((("model", index, name), lazy) for name, lazy in weights.items())
         for index, optimizer in enumerate(self.optimizers):
-            for number, key, lazy in optimizer.tensors():
-                yield ("optimizer", index, number, key), lazy
+            yield from ((("optimizer", index, *path), lazy) for path, lazy in optimizer.tensors())
 
 
 Label = tuple[str | int, ...]
 """Names a tensor of a checkpoint, whatever the format."""
+
+
+def leaves(tree: Any, path: Label = ()) -> Iterator[tuple[Label, Any]]:
+    """Yield the leaves of nested dictionaries, lists and tuples, with the keys that lead to each.
+
+    Example:
+        >>> list(leaves({"a": [1, {"b": 2}]}))
+        [(('a', 0), 1), (('a', 1, 'b'), 2)]
+    """
+    if not isinstance(tree, (Mapping, list, tuple)):
+        yield path, tree
+        return
+    items: Any = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    for key, value in items:
+        yield from leaves(value, (*path, key))

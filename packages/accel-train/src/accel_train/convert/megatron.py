@@ -18,7 +18,7 @@ from accel_plugins.megatron.families import Weight, find_family
 from accel_plugins.sharding.folder import read_index
 from accel_plugins.sharding.stream import read_lazily
 from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError, some_of
-from accel_state.files import read_json
+from accel_state.files import read_json, read_regular
 from accel_state.remote import AnyPath
 from accel_train.convert.contents import CheckpointContents, OptimizerContents
 
@@ -34,7 +34,9 @@ _FUSED_NORMS = {
 
 def is_megatron(folder: AnyPath) -> bool:
     """Return whether Megatron saved a folder, or the folder of its iterations."""
-    return (folder / _LATEST_FILE).is_file() or (folder / _BACKEND_FILE).is_file()
+    backend = folder / _BACKEND_FILE  # a name that other libraries use, too
+    is_backend = backend.is_file() and b"sharded_backend" in read_regular(backend)
+    return is_backend or (folder / _LATEST_FILE).is_file()
 
 
 def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents:
@@ -52,7 +54,8 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents:
         CheckpointError: It is damaged, of another backend, or not of a model of that configuration.
     """
     folder = _iteration(folder)
-    backend = _entry(read_json(folder / _BACKEND_FILE), "sharded_backend")
+    described = read_json(folder / _BACKEND_FILE)
+    backend = described.get("sharded_backend") if isinstance(described, dict) else None
     if backend != "torch_dist":
         raise CheckpointError(
             f"{str(folder)!r} was saved by Megatron's backend {backend!r}: save it again by 'torch_dist'."
@@ -107,10 +110,6 @@ def _iteration(folder: AnyPath) -> AnyPath:
     if text != "release" and not text.isdecimal():
         raise CheckpointError(f"{str(folder / _LATEST_FILE)!r} has {text[:40]!r}, which is not an iteration.")
     return folder / (text if text == "release" else f"iter_{int(text):07d}")
-
-
-def _entry(value: object, key: str) -> Any:
-    return value.get(key) if isinstance(value, Mapping) else None
 
 
 def _by_layer(name: str, lazy: LazyTensor, latest: _Latest) -> dict[str, LazyTensor]:

@@ -29,7 +29,7 @@ from accel_train.checkpoint.files import sizes_in
 from accel_train.checkpoint.folder import check
 from accel_train.checkpoint.staging import SAFE
 from accel_train.convert.adapters import is_adapter, merge_adapter
-from accel_train.convert.contents import CheckpointContents, OptimizerContents
+from accel_train.convert.contents import CheckpointContents, OptimizerContents, leaves
 from accel_train.convert.deepspeed import (
     is_engine_state,
     is_universal,
@@ -242,21 +242,13 @@ def _shards(folder: AnyPath, dropped: list[str]) -> dict[str, Any]:
 def weights_in(state: Mapping[str, Any], where: str, dropped: list[str]) -> dict[str, LazyTensor]:
     """Return the tensors of nested dictionaries by dotted names; note what is none."""
     weights: dict[str, LazyTensor] = {}
-    for name, value in _leaves(state):
+    for path, value in leaves(state):
+        name = ".".join(map(str, path))
         if isinstance(value, LazyTensor):
             weights[name] = value
         else:
             dropped.append(f"{where}: {name}, which is no tensor")
     return weights
-
-
-def _leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    if not isinstance(state, (Mapping, list)):
-        yield prefix, state
-        return
-    items: Any = state.items() if isinstance(state, Mapping) else enumerate(state)
-    for key, value in items:
-        yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 def named_optimizer(state: Mapping[str, Any]) -> OptimizerContents:

@@ -15,6 +15,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from accel_ops.tree import recursively_apply
 from accel_ops.weights.layout import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
@@ -34,7 +35,7 @@ from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY, copy_file
 from accel_train.checkpoint.files import make_folder, record_of, write_file
 from accel_train.checkpoint.layout import FileRecord
-from accel_train.convert.contents import CheckpointContents, Label, OptimizerContents
+from accel_train.convert.contents import CheckpointContents, Label, OptimizerContents, leaves
 from accel_train.convert.deepspeed import MODEL_FILES, UNIVERSAL_TAG_FILE
 
 
@@ -142,12 +143,11 @@ def plan_full(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
         files.append(_safetensors_file(layout.weights_name(index, safe=True), weights, index))
         labels |= {("model", index, name) for name in weights}
     for index, optimizer in enumerate(contents.optimizers):
-        tree = optimizer.nested(by_number=True)
         part: dict[Label, LazyTensor] = {
-            ("optimizer", index, number, key): lazy for number, key, lazy in optimizer.tensors()
+            ("optimizer", index, *path): lazy for path, lazy in optimizer.tensors()
         }
         labels |= part.keys()
-        files.append(_torch_file(layout.optimizer_name(index), tree, part))
+        files.append(_torch_file(layout.optimizer_name(index), optimizer.nested(by_number=True), part))
     files += _other_files(contents)
     return WritePlan(files=files, labels=labels, dropped=dropped, is_state=True)
 
@@ -241,14 +241,24 @@ def plan_universal(contents: CheckpointContents, max_shard_size: int) -> WritePl
         trees[f"{name}/fp32"] = {"cat_dim": 0, "param": weights[name]}, label, weights[name]
         for key, lazy in optimizer.states[name].items():
             tree = {"cat_dim": 0, "param": lazy} if lazy.shape else lazy
-            trees[f"{name}/{key}"] = tree, ("optimizer", 0, numbers[name], key), lazy
+            trees[f"{name}/{key}"] = tree, ("optimizer", 0, "state", numbers[name], key), lazy
     labels |= {label: lazy for _, label, lazy in trees.values()}
+    of_groups: dict[Label, LazyTensor] = {
+        ("optimizer", 0, *path): lazy for path, lazy in optimizer.tensors() if path[0] == "param_groups"
+    }
+    labels |= of_groups
 
     def write_parameters(path: Path, stream: VerifyingReader) -> FileRecord:
         for name, (tree, label, lazy) in trees.items():
             make_folder((path / name).parent)
             _torch_file("", tree, {label: lazy}).write(path / f"{name}.pt", stream)
-        groups = [{**group, "params": []} for group in optimizer.groups]
+        for label, lazy in of_groups.items():
+            stream.read(label, lazy)
+        groups = recursively_apply(
+            LazyTensor.full,
+            [{**group, "params": []} for group in optimizer.groups],
+            test_type=lambda leaf: isinstance(leaf, LazyTensor),
+        )
         step = next(iter(optimizer.states.values()))["step"].full()
         state = {
             "param_groups": groups,
@@ -305,12 +315,15 @@ def _named(
     optimizer: OptimizerContents, index: int
 ) -> tuple[dict[str, Any], dict[tuple[str | int, ...], Label]]:
     """Return the nested state of an optimizer by name, and the labels of its tensors by path."""
-    order = optimizer.order()
+    named = optimizer.nested(by_number=False)
     labels: dict[tuple[str | int, ...], Label] = {
-        (OPTIMIZER_KEY, "state", order[number], key): ("optimizer", index, number, key)
-        for number, key, _ in optimizer.tensors()
+        (OPTIMIZER_KEY, *path): ("optimizer", index, *numbered_path)
+        for (path, leaf), (numbered_path, _) in zip(
+            leaves(named), leaves(optimizer.nested(by_number=True)), strict=True
+        )
+        if isinstance(leaf, LazyTensor)
     }
-    return {OPTIMIZER_KEY: optimizer.nested(by_number=False)}, labels
+    return {OPTIMIZER_KEY: named}, labels
 
 
 def _besides_weights(contents: CheckpointContents, *, optimizers: bool = True) -> list[str]:
@@ -355,7 +368,8 @@ def _torch_file(name: str, tree: dict[str, Any], labels: Mapping[Label, LazyTens
     """Plan a file of `torch.save` that is made with holes for the tensors, which are filled one by one."""
 
     def write(path: Path, stream: VerifyingReader) -> FileRecord:
-        positions = _paired(tree, create_torch_file(path, tree))
+        made = create_torch_file(path, tree)  # the same tree, with a position for every lazy tensor
+        positions = {id(leaf): at for (_, leaf), (_, at) in zip(leaves(tree), leaves(made), strict=True)}
         with path.open("r+b") as file:
             for label, lazy in labels.items():
                 file.seek(positions[id(lazy)])
@@ -364,19 +378,6 @@ def _torch_file(name: str, tree: dict[str, Any], labels: Mapping[Label, LazyTens
         return record_of(path, to_disk=True)
 
     return PlannedFile(name=name, nbytes=_nbytes(labels), count=len(labels), write=write)
-
-
-def _paired(tree: Any, positions: Any) -> dict[int, int]:
-    """Return the position of every lazy tensor of a tree by its id, from the same tree with positions."""
-    if isinstance(tree, LazyTensor):
-        return {id(tree): positions}
-    pairs: dict[int, int] = {}
-    keys: Any = (
-        tree if isinstance(tree, Mapping) else range(len(tree)) if isinstance(tree, (list, tuple)) else ()
-    )
-    for key in keys:
-        pairs |= _paired(tree[key], positions[key])
-    return pairs
 
 
 def _folder(
