@@ -408,3 +408,10 @@ def check_clock(step_per: str | None, argument: str) -> None:
             f"{argument}={step_per!r} is not a clock of a schedule. Use 'process' (one step for every "
             "process), 'update' (one step per optimizer step) or 'sample' (one for every sample)."
         )
+
+
+def without_wrapper(prepared: Any) -> Any:
+    """Return the optimizer or schedule that `prepare` has wrapped; anything else as it is."""
+    if isinstance(prepared, AcceleratedOptimizer):
+        return prepared.optimizer
+    return prepared.scheduler if isinstance(prepared, AcceleratedScheduler) else prepared

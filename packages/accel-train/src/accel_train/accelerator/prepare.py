@@ -28,7 +28,7 @@ from accel_plugins.deepspeed.engine import DeepSpeedOptimizerWrapper, DeepSpeedS
 from accel_plugins.fp8.recipe import Recipe, check_converted, parameter_ids
 from accel_plugins.kwargs import DataLoaderConfiguration, TilingKwargs, TorchDynamoPlugin
 from accel_plugins.megatron.data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer
+from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer, without_wrapper
 from accel_plugins.strategy import Bundle, Feature
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -462,7 +462,8 @@ def sort_arguments(
         is_prepared = argument in prepared
         kind = _OTHERS if is_prepared else kind_of(argument)
         order.append((kind, len(by_kind[kind])))
-        by_kind[kind].append(argument if is_prepared else _without_wrapper(argument))
+        # A wrapper of another Accelerator would step through the strategy of that Accelerator.
+        by_kind[kind].append(argument if is_prepared else without_wrapper(argument))
         placements[kind].append(default if placement is None else placement)
     fields = {kind: tuple(values) for kind, values in by_kind.items()}
     return Bundle(**fields, order=tuple(order), placements=placements["models"]), placements
@@ -474,7 +475,7 @@ def sort_argument(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, dict
     if kind != "schedulers" and not isinstance(argument, types):
         names = " or ".join(f"{expected.__module__}.{expected.__qualname__}" for expected in types)
         raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is not a {names}.")
-    fields: dict[str, Any] = {kind: (_without_wrapper(argument),), "order": ((kind, 0),)}
+    fields: dict[str, Any] = {kind: (without_wrapper(argument),), "order": ((kind, 0),)}
     placements = {known: [move] if known == kind else [] for known, _ in _KINDS}
     return Bundle(**fields, placements=placements["models"]), placements
 
@@ -506,13 +507,6 @@ def _warn_unprepared(arguments: Sequence[Any]) -> None:
                 "prepare() got the class %s, and returns it unchanged. Pass an instance.",
                 argument.__qualname__,
             )
-
-
-def _without_wrapper(argument: Any) -> Any:
-    # A wrapper of another Accelerator would step through the strategy of that Accelerator.
-    if isinstance(argument, AcceleratedOptimizer):
-        return argument.optimizer
-    return argument.scheduler if isinstance(argument, AcceleratedScheduler) else argument
 
 
 @frozen

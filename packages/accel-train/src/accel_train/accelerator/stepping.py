@@ -18,7 +18,7 @@ from accel_plugins.kwargs import (
     InitProcessGroupKwargs,
     KwargsHandler,
 )
-from accel_plugins.optimizer import AcceleratedOptimizer
+from accel_plugins.optimizer import without_wrapper
 from accel_plugins.precision import switch_autocast, switch_scaler, with_autocast_options
 from accel_plugins.strategy import Feature
 from accel_plugins.unsharded import sync_in_backward
@@ -195,7 +195,7 @@ class SteppingFacet(Facet):
         """
         parts = self._parts
         parts.strategy.require(Feature.UNEVEN_INPUTS, "join_uneven_inputs()")
-        inner = [_without_wrapper(joinable) for joinable in joinables]
+        inner = [without_wrapper(joinable) for joinable in joinables]
         with (
             parts.items.refuse("join_uneven_inputs()"),
             override_even_batches(parts.prepared.dataloaders, even_batches),
@@ -265,7 +265,7 @@ class SteppingFacet(Facet):
         self._normalize_gradients()
         if optimizer is not None:
             listed: Sequence[Any] = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-            known = [_without_wrapper(wrapped) for wrapped in listed]
+            known = [without_wrapper(wrapped) for wrapped in listed]
         self._parts.precision.unscale(known)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -462,10 +462,6 @@ class SteppingFacet(Facet):
                 " `if accelerator.sync_gradients:`."
             )
         return [optimizer.optimizer for optimizer in parts.prepared.optimizers]
-
-
-def _without_wrapper(optimizer: Any) -> Any:
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _check_parameters(parameters: object, name: str) -> None:

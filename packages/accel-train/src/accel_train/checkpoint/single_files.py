@@ -25,7 +25,7 @@ from accel_ops.weights.safetensors_io import create_safetensors
 from accel_ops.weights.write import save
 from accel_plugins import sharding
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
-from accel_plugins.optimizer import AcceleratedOptimizer
+from accel_plugins.optimizer import without_wrapper
 from accel_plugins.sharding.folder import LocalFiles, TensorMetadata
 from accel_plugins.sharding.state import ShardedStates, StateForm, is_sharded_folder, strip_wrapper_prefixes
 from accel_state import runtime
@@ -311,7 +311,7 @@ def save_fsdp_optimizer(
         use_dcp: As for `save_fsdp_model`.
     """
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder, inner = _make_folder(output_dir), _unwrap_optimizer(optimizer)
+    folder, inner = _make_folder(output_dir), without_wrapper(optimizer)
     if access.form is StateForm.FULL:
         state = access.persister.full_optimizer_state(inner, [model], keep=access.topology.is_main)
         save(state, folder / layout.optimizer_name(optimizer_index))
@@ -351,7 +351,7 @@ def load_fsdp_optimizer(
     """
     del adapter_only
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder, inner = Path(input_dir), _unwrap_optimizer(optimizer)
+    folder, inner = Path(input_dir), without_wrapper(optimizer)
     if access.form is StateForm.FULL:
         state: Any = read_object(_require_file(folder / layout.optimizer_name(optimizer_index)))
         access.persister.load_full_optimizer_state(inner, [model], state)
@@ -410,10 +410,6 @@ def _adapter_of(model: nn.Module, state: Mapping[str, Any], adapter_only: bool) 
     trained = (name for name, parameter in core.named_parameters() if parameter.requires_grad)
     names = set(map(strip_wrapper_prefixes, trained))
     return {name: value for name, value in state.items() if strip_wrapper_prefixes(name) in names}
-
-
-def _unwrap_optimizer(optimizer: Any) -> Optimizer:
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _make_folder(folder: str | os.PathLike[str]) -> Path:
