@@ -307,3 +307,14 @@ def test_native_amp_says_whether_torch_casts(precision, native):
 
 def test_an_accelerator_whose_constructor_failed_shows_no_facts():
     assert repr(Accelerator.__new__(Accelerator)) == "Accelerator()"
+
+
+def test_trackers_write_to_the_project_that_a_script_assigns(tmp_path):
+    pytest.importorskip("tensorboard")
+    accelerator = Accelerator(cpu=True)
+    accelerator.project_configuration = ProjectConfiguration(project_dir=tmp_path / "first")
+    accelerator.log_with = "tensorboard"
+    accelerator.project_configuration = ProjectConfiguration(project_dir=tmp_path / "second")
+    accelerator.init_trackers("run")
+    accelerator.end_training()
+    assert [path.name for path in tmp_path.iterdir()] == ["second"]

@@ -72,7 +72,7 @@ class TrackerSession:
     ) -> None:
         if on_error not in ("raise", "warn"):
             raise SettingsError(f"on_tracker_error={on_error!r}: expected 'raise' or 'warn'.")
-        self._logging_dir = logging_dir
+        self.logging_dir = logging_dir
         self.choose(log_with)
         self.trackers: list[GeneralTracker] = []
         self._warns = on_error == "warn"
@@ -90,7 +90,7 @@ class TrackerSession:
     def choose(self, log_with: Trackers | None) -> None:
         """Choose the trackers that `start` starts."""
         # Without trackers no library's module is imported.
-        known = [] if log_with is None else accel_trackers.filter_trackers(log_with, self._logging_dir)
+        known = [] if log_with is None else accel_trackers.filter_trackers(log_with, self.logging_dir)
         self.log_with: list[str | GeneralTracker] = known
 
     def use(self, trackers: list[GeneralTracker]) -> None:
@@ -245,7 +245,7 @@ class TrackerSession:
         try:
             tracker = kind
             if not isinstance(chosen, GeneralTracker):
-                where = (self._logging_dir,) if kind.requires_logging_directory else ()
+                where = (self.logging_dir,) if kind.requires_logging_directory else ()
                 known = self._resumed.get(chosen)
                 resuming = {} if known is None else kind.resume_arguments(known)
                 tracker = kind(project_name, *where, **{**resuming, **options.get(kind.name, {})})

@@ -279,6 +279,7 @@ class TrackingFacet(Facet):
 
     @log_with.setter
     def log_with(self, log_with: Trackers | None) -> None:
+        self._parts.trackers.logging_dir = self._parts.project.logging_dir
         self._parts.trackers.choose(log_with)
 
     @property
@@ -321,6 +322,7 @@ class TrackingFacet(Facet):
             >>> accelerator.end_training()
         """
         trackers, checkpoints = self._parts.trackers, self._parts.checkpoints
+        trackers.logging_dir = self._parts.project.logging_dir  # of now: scripts change the project
         trackers.start(project_name, config, init_kwargs)
 
         # `save_state` flushes logged values, and writes the ids of the runs.
