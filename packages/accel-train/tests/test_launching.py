@@ -394,6 +394,7 @@ def test_an_interrupt_lets_the_processes_clean_up_and_arrives_as_one(tmp_path):
         (print, (), 2, r"launch\(config=2\): expected accel.settings.Settings"),
         (print, (), {"num_procs": 2}, "num_procs"),
         (print, (), {"mpirun_config": {"mpirun_hostfile": "hosts"}}, "mpi.hostfile is supported only by"),
+        (print, (), {"launcher": "slurm", "as_accelerate": True}, "launcher, process.as_accelerate are supp"),
         (
             print,
             (),

@@ -255,7 +255,8 @@ def launch(
 _COMMAND_ONLY = (
     *(f"launch.{name}" for name in ("compute_environment", "min_machines", "tee", "log_dir", "role")),
     *("launch.no_python", "launch.quiet", "launch.rdzv_conf", "mpi.hostfile", "hosts.hostfile"),
-    *("launch.shutdown_timeout", "tpu.use_cluster", "launch.on_tpu"),
+    *("launch.shutdown_timeout", "launch.launcher", "launch.on_tpu", "tpu.use_cluster"),
+    "process.as_accelerate",
     *(f"cluster.{field.name}" for field in fields(ClusterSettings)),
 )
 """The settings that only the command carries out."""
