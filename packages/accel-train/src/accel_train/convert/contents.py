@@ -78,6 +78,18 @@ class CheckpointContents:
             yield from ((("optimizer", index, *path), lazy) for path, lazy in optimizer.tensors())
 
 
+def weights_in(state: Mapping[str, Any], where: str, dropped: list[str]) -> dict[str, LazyTensor]:
+    """Return the tensors of nested dictionaries by dotted names; note what is none."""
+    weights: dict[str, LazyTensor] = {}
+    for path, value in leaves(state):
+        name = ".".join(map(str, path))
+        if isinstance(value, LazyTensor):
+            weights[name] = value
+        else:
+            dropped.append(f"{where}: {name}, which is no tensor")
+    return weights
+
+
 Label = tuple[str | int, ...]
 """Names a tensor of a checkpoint, whatever the format."""
 

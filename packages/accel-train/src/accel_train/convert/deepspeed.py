@@ -16,7 +16,7 @@ from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, load
 from accel_state.errors import CheckpointError
 from accel_state.remote import AnyPath
 from accel_train.checkpoint import layout
-from accel_train.convert.contents import CheckpointContents, OptimizerContents
+from accel_train.convert.contents import CheckpointContents, OptimizerContents, weights_in
 from accel_train.convert.names import name_parameters
 
 
@@ -25,9 +25,7 @@ def is_engine_state(folder: AnyPath) -> bool:
     return is_engine_folder(folder) or is_engine_folder(engine_folder(folder, layout.engine_name(0), 0))
 
 
-def read_engine_state(
-    folder: AnyPath, of_state: Callable[..., CheckpointContents], weights_in: Callable[..., Any]
-) -> CheckpointContents:
+def read_engine_state(folder: AnyPath, of_state: Callable[..., CheckpointContents]) -> CheckpointContents:
     """Read a checkpoint of ZeRO stages 0 to 3; its files are mapped, and nothing of them is executed.
 
     Raises:
@@ -86,7 +84,7 @@ def _universal_folder(folder: AnyPath) -> AnyPath | None:
     return folder if (folder / "zero").is_dir() and _model_file(folder) is not None else None
 
 
-def read_universal(folder: AnyPath, weights_in: Callable[..., Any]) -> CheckpointContents:
+def read_universal(folder: AnyPath) -> CheckpointContents:
     """Read a universal checkpoint: a folder of files for each parameter, and one file of the model.
 
     Raises:

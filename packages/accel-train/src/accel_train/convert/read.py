@@ -29,7 +29,7 @@ from accel_train.checkpoint.files import sizes_in
 from accel_train.checkpoint.folder import check
 from accel_train.checkpoint.staging import SAFE
 from accel_train.convert.adapters import is_adapter, merge_adapter
-from accel_train.convert.contents import CheckpointContents, OptimizerContents, leaves
+from accel_train.convert.contents import CheckpointContents, OptimizerContents, weights_in
 from accel_train.convert.deepspeed import (
     is_engine_state,
     is_universal,
@@ -239,18 +239,6 @@ def _shards(folder: AnyPath, dropped: list[str]) -> dict[str, Any]:
     return state
 
 
-def weights_in(state: Mapping[str, Any], where: str, dropped: list[str]) -> dict[str, LazyTensor]:
-    """Return the tensors of nested dictionaries by dotted names; note what is none."""
-    weights: dict[str, LazyTensor] = {}
-    for path, value in leaves(state):
-        name = ".".join(map(str, path))
-        if isinstance(value, LazyTensor):
-            weights[name] = value
-        else:
-            dropped.append(f"{where}: {name}, which is no tensor")
-    return weights
-
-
 def named_optimizer(state: Mapping[str, Any]) -> OptimizerContents:
     """Return the state of an optimizer whose parameters have names."""
     return OptimizerContents(states=state.get("state", {}), groups=state.get("param_groups", []))
@@ -295,8 +283,8 @@ def _numbers(is_there: Callable[[int], bool]) -> Iterator[int]:
 
 
 READERS: list[FormatReader] = [
-    FormatReader(fits=is_universal, read=lambda folder: read_universal(folder, weights_in)),
-    FormatReader(fits=is_engine_state, read=lambda folder: read_engine_state(folder, of_state, weights_in)),
+    FormatReader(fits=is_universal, read=read_universal),
+    FormatReader(fits=is_engine_state, read=lambda folder: read_engine_state(folder, of_state)),
     FormatReader(fits=_is_sharded_state, read=_sharded_state),
     FormatReader(fits=is_sharded_folder, read=_dcp),
     FormatReader(fits=_is_full_state, read=_full_state),
