@@ -37,6 +37,7 @@ from accel_state.logging import get_logger
 from accel_state.memory import release_memory
 from accel_state.runtime import Runtime
 from accel_train.accelerator.presharded import adopt_sharded
+from accel_train.accelerator.run import attribute_of
 from accel_train.accelerator.seams import SeamFacet, replaced_stages, says_another_type, warn_of_uncalled
 from accel_train.data.adapter import DataLoaderAdapter, PreparedLoader
 from accel_train.data.prepare import prepare_data_loader
@@ -352,37 +353,10 @@ class PrepareFacet(SeamFacet):
         """Whether loaders become torchdata's `StatefulDataLoader`."""
         return self._parts.dataloading.use_stateful_dataloader
 
-    @property
-    def _models(self) -> list[nn.Module]:
-        return self._parts.prepared.models
-
-    @_models.setter
-    def _models(self, models: list[nn.Module]) -> None:
-        self._parts.prepared.models = models
-
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self._parts.prepared.optimizers
-
-    @_optimizers.setter
-    def _optimizers(self, optimizers: list[AcceleratedOptimizer]) -> None:
-        self._parts.prepared.optimizers = optimizers
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self._parts.prepared.schedulers
-
-    @_schedulers.setter
-    def _schedulers(self, schedulers: list[AcceleratedScheduler]) -> None:
-        self._parts.prepared.schedulers = schedulers
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return self._parts.prepared.dataloaders
-
-    @_dataloaders.setter
-    def _dataloaders(self, dataloaders: list[Any]) -> None:
-        self._parts.prepared.dataloaders = dataloaders
+    _models: list[nn.Module] = attribute_of("prepared", "models")
+    _optimizers: list[AcceleratedOptimizer] = attribute_of("prepared", "optimizers")
+    _schedulers: list[AcceleratedScheduler] = attribute_of("prepared", "schedulers")
+    _dataloaders: list[Any] = attribute_of("prepared", "dataloaders")
 
     def _run_stages(
         self, args: Sequence[Any], device_placement: Placement = None, *, leave_out: Container[str] = ()

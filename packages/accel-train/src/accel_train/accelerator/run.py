@@ -65,6 +65,15 @@ COMPUTED: Mapping[str, Callable[[Parts], Any]] = {
 """Attributes of Accelerate's `Accelerator` that nothing here depends on, as it computes them."""
 
 
+def attribute_of(part: str, name: str) -> Any:
+    """Make a property for an attribute of a part, by its name in Accelerate's `Accelerator`."""
+
+    def write(self: Any, value: Any) -> None:
+        setattr(getattr(self._parts, part), name, value)
+
+    return property(lambda self: getattr(getattr(self._parts, part), name), write)
+
+
 class ProcessFacet(Facet, RankMethods):
     """Rank, world size and device of this process."""
 

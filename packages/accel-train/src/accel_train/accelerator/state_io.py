@@ -21,7 +21,7 @@ from accel_state.errors import SettingsError
 from accel_state.files import any_path
 from accel_train import checkpoint
 from accel_train.accelerator.results import resume_runs
-from accel_train.accelerator.run import Facet
+from accel_train.accelerator.run import Facet, attribute_of
 from accel_train.data.prepare import skip_first_batches
 
 if TYPE_CHECKING:
@@ -395,29 +395,13 @@ class StateIoFacet(Facet):
         """
         return skip_first_batches(dataloader, num_batches)
 
-    @property
-    def _custom_objects(self) -> list[Any]:
-        return self._parts.checkpoints.custom
-
-    @_custom_objects.setter
-    def _custom_objects(self, objects: list[Any]) -> None:
-        self._parts.checkpoints.custom = objects
-
-    @property
-    def _save_model_state_pre_hook(self) -> OrderedDict[int, Callable[..., None]]:
-        return self._parts.checkpoints.save_hooks
-
-    @_save_model_state_pre_hook.setter
-    def _save_model_state_pre_hook(self, hooks: OrderedDict[int, Callable[..., None]]) -> None:
-        self._parts.checkpoints.save_hooks = hooks
-
-    @property
-    def _load_model_state_pre_hook(self) -> OrderedDict[int, Callable[..., None]]:
-        return self._parts.checkpoints.load_hooks
-
-    @_load_model_state_pre_hook.setter
-    def _load_model_state_pre_hook(self, hooks: OrderedDict[int, Callable[..., None]]) -> None:
-        self._parts.checkpoints.load_hooks = hooks
+    _custom_objects: list[Any] = attribute_of("checkpoints", "custom")
+    _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = attribute_of(
+        "checkpoints", "save_hooks"
+    )
+    _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]] = attribute_of(
+        "checkpoints", "load_hooks"
+    )
 
     @property
     def save_iteration(self) -> int:
