@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_state.errors import CheckpointError, SettingsError
+from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 from accel_train import Accelerator
 from accel_train.checkpoint.single_files import (
     load_fsdp_model,
@@ -56,6 +56,26 @@ def step(accelerator, model, optimizer, times=1):
         optimizer.zero_grad()
     state = accelerator._parts.strategy.persister.full_state_dict(model)
     return {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@distributed(world_size=2)
+def test_a_hook_that_fails_on_one_rank_fails_on_all(form, tmp_path):
+    _, accelerator, model, optimizer = make(2, form)
+    step(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "right")
+
+    def fail(*_):
+        if dist.get_rank() == 1:
+            raise ValueError("of this hook")
+
+    saving = accelerator.register_save_state_pre_hook(fail)
+    with pytest.raises(CheckpointWriteError, match=r"rank 1 failed before writing.*of this hook"):
+        accelerator.save_state(tmp_path / "wrong")
+    saving.remove()
+    accelerator.register_load_state_pre_hook(fail)
+    with pytest.raises(ValueError if dist.get_rank() == 1 else CheckpointError, match="of this hook"):
+        accelerator.load_state(tmp_path / "right")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -30,6 +30,7 @@ from accel_ops.weights.read import is_mappable
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_ops.weights.tensors import id_tensor_storage
 from accel_plugins.sharding.state import strip_wrapper_prefixes
+from accel_plugins.strategy import Generators
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
 from accel_state.files import any_path
 from accel_state.frozen import frozen
@@ -49,10 +50,6 @@ from accel_train.checkpoint.files import HashedBytes, HashedReader, record_of, r
 from accel_train.checkpoint.folder import SMALL, complete_everywhere, identity, is_being_replaced
 from accel_train.checkpoint.layout import FileRecord, Manifest, shares
 from accel_train.checkpoint.staging import read_object
-
-if TYPE_CHECKING:
-    from accel_plugins.strategy import Generators
-
 
 logger = logging.getLogger(__name__)
 WHAT = "load_state()"
@@ -89,13 +86,18 @@ def load(
     except Exception as error:  # noqa: BLE001 - hooks and load_state_dict are users' code, and all ranks need the error
         failure = error
     # 3. Raise on every rank if one of them failed.
+    _raise_everywhere(run, failure)
+    logger.info("Loaded the state from %s.", source.folder)
+    return source.folder
+
+
+def _raise_everywhere(run: CheckpointContext, failure: Exception | None) -> None:
+    """Raise the error of this rank, or that of another one."""
     problem = first_problem(run.main.exchange(WHAT, "" if failure is None else repr(failure)))
     if failure is not None:
         raise failure
     if problem:
         raise CheckpointError(problem)
-    logger.info("Loaded the state from %s.", source.folder)
-    return source.folder
 
 
 def has_checkpoint(run: CheckpointContext) -> bool:
@@ -179,8 +181,7 @@ def _find_candidates(run: CheckpointContext, asked: str | None) -> LoadProposal:
 
 def _complete_on_all(proposals: Iterable[LoadProposal]) -> list[int]:
     """Return the numbered checkpoints that are complete on every node, oldest first."""
-    complete = (proposal.complete for proposal in proposals)
-    return complete_everywhere([numbers for numbers in complete if numbers is not None])
+    return complete_everywhere([row.complete for row in proposals if row.complete is not None])
 
 
 def open_newest_complete(
@@ -424,8 +425,7 @@ def _locate(
     run: CheckpointContext, folder: AnyPath, options: Mapping[str, Any]
 ) -> tuple[CheckpointReader, str, bool]:
     """Return a checkpoint, the problem of its folder, and whether it is being replaced."""
-    manifest, problem, blocked = None, "", True
-    stamp = None
+    manifest, stamp, problem, blocked = None, None, "", True
     try:
         folders.wait_until_replaced(folder, repair=run.commits)
         blocked = False
@@ -529,9 +529,14 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
     prepared = run.prepared
     models = run.bare_models
     wrapped = dict(zip(map(id, models), prepared.models, strict=True))
-    with hook_folder(source.folder, used=bool(run.load_hooks)) as folder:
-        for hook in tuple(run.load_hooks.values()):
-            hook(models, str(folder))
+    failure: Exception | None = None
+    try:
+        with hook_folder(source.folder, used=bool(run.load_hooks)) as folder:
+            for hook in tuple(run.load_hooks.values()):
+                hook(models, str(folder))
+    except Exception as error:  # noqa: BLE001 - other ranks need it: what follows has collectives
+        failure = error
+    _raise_everywhere(run, failure)
     for index, model in enumerate(wrapped.get(id(bare), bare) for bare in models):
         load_shards = model_loader(run, source, index)
         if load_shards is not None:

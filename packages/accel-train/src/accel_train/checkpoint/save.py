@@ -241,8 +241,12 @@ def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[Checkp
     weights = [
         run.strategy.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if full
     ]
-    for hook in tuple(run.save_hooks.values()):
-        hook(run.bare_models, weights, str(job.hook_folder))
+    failure: Exception | None = None
+    try:
+        for hook in tuple(run.save_hooks.values()):
+            hook(run.bare_models, weights, str(job.hook_folder))
+    except Exception as error:  # noqa: BLE001 - raised below: other ranks wait in the collectives that follow
+        failure = error
     # 2. Collect the state of all other objects.
     contents = Contents(
         weights=weights,
@@ -274,6 +278,8 @@ def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[Checkp
             for path in sorted(job.hook_folder.rglob("*"))
             if path.is_file()
         ]
+    if failure is not None:
+        raise failure
     return [*shared, *rank_files(contents, rank=job.rank, device=run.runtime.device)]
 
 
