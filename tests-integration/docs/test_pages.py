@@ -1,4 +1,4 @@
-"""Modules and files that pages name exist, and the picture of the house in README.md has every module."""
+"""Modules and files that pages name exist, and the module map in README.md has every module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCES = {path.name: path for path in ROOT.glob("packages/*/src/*") if path.is_
 MODULE = re.compile(r"\baccel_[a-z]+(?!\.(?:svg|json)\b)(?:\.\w+)+")
 PATH = re.compile(r"(?<![\w/.-])(?:packages|tools|tests-integration|accel_[a-z]+)/[\w./-]*\w")
 PLACEHOLDER = re.compile(r"\bNAME\b|/index$")  # also entries of tables of contents, without their suffix
-PICTURE = re.compile(r"^## The house\n.*?^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+PICTURE = re.compile(r"^## Module map\n.*?^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 MAX_LINES = 40
 
 
