@@ -225,10 +225,10 @@ def test_another_rank_alone_does_not_save(tmp_path: Path) -> None:
     accelerator.save_state()
 
 
-@distributed(world_size=2)
+@distributed(world_size=4)
 def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
     accelerator, *_ = build(tmp_path)
-    if not accelerator.is_main_process:
+    if accelerator.process_index == 2:
         time.sleep(5)
     accelerator.save_state()
     assert accelerator.has_checkpoint

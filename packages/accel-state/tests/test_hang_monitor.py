@@ -65,15 +65,6 @@ def test_every_region_is_one_collective_and_regions_inside_belong_to_it(store):
             assert active.slot[1] == "gather"
     assert active.slot is None
     assert active.count == 2
-    assert [slot[:2] for slot in active.ring] == [(1, "gather"), (2, "gather")]
-
-
-def test_the_ring_keeps_the_last_few(store):
-    active = begin(store)
-    for _ in range(40):
-        with collective_scope("gather"):
-            pass
-    assert [slot[0] for slot in active.ring] == list(range(25, 41))
 
 
 def test_the_noted_place_is_the_line_of_the_caller(store):

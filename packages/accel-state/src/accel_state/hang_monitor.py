@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,7 +33,6 @@ from accel_state.process_group import absent_keys, clone_store, get_all
 from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
 from accel_state.stragglers import RankSampler
 
-_RING = 16  # collectives of this rank that are remembered
 WARN_AFTER_S = 60.0  # seconds after which a wait is worth a warning
 LAST_WARNING = 0.9  # of the limit: NCCL's watchdog then ends the process, and nothing else is said
 INTERVAL_S = 1.0  # between two polls of the store, where neither the world nor the limit asks for another
@@ -88,8 +86,7 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
         self._monitor = monitor
         monitor.failed = None
         monitor.count = number = monitor.count + 1
-        monitor.slot = slot = (number, self._operation, call_site(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage] - public in all but name
-        monitor.ring.append(slot)
+        monitor.slot = (number, self._operation, call_site(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage] - public in all but name
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -145,7 +142,6 @@ class HangMonitor:
         self.failed: _Slot | None = None  # the last collective, if it raised
         self.count = 0
         self.diagnosis: str | None = None
-        self.ring: deque[_Slot] = deque(maxlen=_RING)
         # About once a second, less often where a thousand ranks share one store, more often for short limits.
         self.interval = min(max(INTERVAL_S, world_size / 200), max(0.05, limit / 5))
         self._store = PrefixStore("accel/hang_monitor", store)
@@ -166,7 +162,6 @@ class HangMonitor:
 
     def uncount(self) -> None:
         """Undo the count of the last collective, which no other rank has joined."""
-        self.ring.pop()
         self.count -= 1
 
     def name_stragglers(self, steps: Callable[[], int]) -> None:

@@ -193,9 +193,13 @@ class StoreAllGather:
             for _ in self._pauses():
                 if self._store.check(keys):
                     return
-                if stragglers.is_due():
-                    absent = absent_keys(self._store, keys) if self._rank == 0 else ["0"]
+                if not stragglers.is_due():
+                    continue
+                if self._rank == 0:
+                    absent = absent_keys(self._store, keys)
                     stragglers.poll([int(key.rpartition("/")[2]) for key in absent])
+                else:  # rank 0 may itself wait in this exchange, for others
+                    stragglers.poll([0], have_joined=self._store.check([f"{self._round}/0"]))
 
     def _stragglers(self, operation: str, *, compare_locations: bool) -> StragglerMonitor:
         return StragglerMonitor(
@@ -265,15 +269,22 @@ class StragglerMonitor:
         """Return whether it is time to poll again."""
         return self._monitor is not None and time.monotonic() - self._polled >= self._pause
 
-    def poll(self, missing: Sequence[int]) -> None:
-        """Read the last statuses of the absent ranks; raise if one of them will never join."""
+    def poll(self, missing: Sequence[int], *, have_joined: bool = False) -> None:
+        """Read the last statuses of the ranks that are waited for; raise if one of them will never join.
+
+        Args:
+            missing: The ranks.
+            have_joined: Whether they have joined, and wait in the same collective for other ranks.
+        """
         if self._monitor is None:
             return
         now = self._polled = time.monotonic()
         if self._compare_locations and self._monitor.diagnosis is not None:
             raise StalledCollectiveError(f"{self._operation}: {self._monitor.diagnosis}")
         for rank, status in self._monitor.statuses(missing).items():
-            reason = None if status is None else self._judge(status, self._monitor, now)
+            reason = (
+                None if status is None else self._judge(status, self._monitor, now, has_joined=have_joined)
+            )
             if reason is not None:
                 kind = DistributedOperationException if reason == _DEAD else AbsentRankError
                 raise kind(
@@ -287,10 +298,11 @@ class StragglerMonitor:
                 "%s waits for %s: %s.", self._operation, format_ranks(missing), format_statuses(statuses)
             )
 
-    def _judge(self, status: RankStatus, monitor: HangMonitor, now: float) -> str | None:
+    def _judge(self, status: RankStatus, monitor: HangMonitor, now: float, *, has_joined: bool) -> str | None:
         """Return why a rank will never join, if that is certain."""
         # It must have been in another collective, which needs this rank, for a while: statuses may be late.
-        passed = status.collective >= monitor.count and (status.inside or monitor.asynchronous)
+        inside = status.inside or monitor.asynchronous
+        passed = status.collective >= monitor.count and inside and not has_joined
         timeout = 0.0 if self._is_usual else STUCK_S if status.inside else STUCK_ASYNC_S
         location = (status.collective, status.location) if passed else None
         old_location, since, heartbeat, beat_at = self._seen.get(status.rank, (None, now, -1, now))
