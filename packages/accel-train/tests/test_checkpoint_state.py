@@ -24,6 +24,7 @@ from torch import nn
 from accel_bigmodel import cpu_offload
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
+from accel_plugins.sharding.state import StateForm, TensorShards
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 from accel_train import Accelerator, load_custom_state, save_custom_state
 from accel_train.checkpoint import files
@@ -308,6 +309,19 @@ def test_a_path_with_an_unknown_scheme_makes_no_local_folder(tmp_path, monkeypat
     assert listing(tmp_path) == []
 
 
+def test_functions_that_need_a_local_folder_make_none_for_a_url(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        lambda: save_accelerator_state("memory://a", [], [], [], [], 0, 0),
+        lambda: load_accelerator_state("memory://a", [], [], [], [], 0),
+        lambda: save_custom_state(Counter(), "memory://a"),
+        lambda: load_custom_state(Counter(), "memory://a"),
+    ):
+        with pytest.raises(SettingsError, match=r"='memory://a': .*needs a local folder"):
+            call()
+    assert listing(tmp_path) == []
+
+
 def test_a_folder_that_exists_keeps_its_other_files(tmp_path):
     run = Setup(tmp_path, numbered=False)
     folder = tmp_path / "own"
@@ -325,6 +339,27 @@ def test_a_folder_that_exists_keeps_its_other_files(tmp_path):
     run.train(1)
     run.accelerator.load_state(folder)
     assert torch.equal(run.weights(), after)
+
+
+def test_a_folder_inside_with_the_name_of_a_file_of_checkpoints_stays(tmp_path):
+    run = Setup(tmp_path, numbered=False)
+    for folder in (tmp_path, tmp_path / "latest", tmp_path):
+        run.accelerator.save_state(folder)
+    run.accelerator.load_state(tmp_path / "latest")
+
+
+def test_files_beside_a_checkpoint_may_vanish_and_its_folders_may_be_links(tmp_path, monkeypatch):
+    def write_notes(models, weights, folder):
+        (Path(folder) / "more").mkdir()
+        (Path(folder) / "more" / "notes.txt").write_text("of a hook")
+
+    run = Setup(tmp_path, numbered=False)
+    run.accelerator.register_save_state_pre_hook(write_notes)
+    run.accelerator.save_state(tmp_path / "here")
+    (tmp_path / "here" / "more").rename(tmp_path / "elsewhere")
+    (tmp_path / "here" / "more").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(Path, "rglob", None)  # files of others are not looked at
+    run.accelerator.load_state(tmp_path / "here")
 
 
 def test_hooks_see_models_weights_and_folder_and_their_files_belong_to_the_checkpoint(tmp_path):
@@ -379,6 +414,28 @@ def test_fewer_or_more_objects_than_were_saved_are_named(tmp_path, told):
     more.accelerator.register_for_checkpointing(Counter(), Counter())
     with pytest.raises(CheckpointError, match=r"has no 'custom_checkpoint_1.pkl'"):
         more.accelerator.load_state()
+
+
+def test_fewer_or_more_shards_than_were_saved_are_named(tmp_path, told):
+    def sharded(numbers):
+        run = Setup(tmp_path, numbered=False)
+        for _ in range(numbers - 1):
+            model = nn.Linear(2, 2)
+            run.accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        checkpoints = run.accelerator._parts.checkpoints
+        shards = TensorShards(form_now=lambda: StateForm.SHARDED)
+        checkpoints.strategy = replace(checkpoints.strategy, shards=shards)
+        return run
+
+    one, two = sharded(1), sharded(2)
+    one.accelerator.save_state(tmp_path / "one")
+    two.accelerator.save_state(tmp_path / "two")
+    one.accelerator.load_state(tmp_path / "two")
+    assert "pytorch_model_fsdp_1 is in the checkpoint" in told.text
+    assert "optimizer_1 is in the checkpoint" in told.text
+    (tmp_path / "two" / "pytorch_model_fsdp_1").rename(tmp_path / "one" / "pytorch_model_fsdp_1")
+    with pytest.raises(CheckpointError, match=r"has no 'optimizer_1.bin'"):
+        two.accelerator.load_state(tmp_path / "one")
 
 
 def test_what_would_run_code_is_not_read(tmp_path):
@@ -507,6 +564,14 @@ def test_an_error_of_the_background_is_raised_by_the_next_call(tmp_path, monkeyp
     monkeypatch.undo()
     run.accelerator.save_state()
     assert run.accelerator.has_checkpoint
+
+
+def test_end_training_waits_for_a_save_in_the_background_and_raises_its_error(tmp_path, monkeypatch):
+    run = Setup(tmp_path)
+    monkeypatch.setattr(files, "os", FailingDisk(0))
+    run.accelerator.save_state(blocking=False)
+    with pytest.raises(CheckpointWriteError, match=r"No space left"):
+        run.accelerator.end_training()
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -669,6 +734,41 @@ def test_shards_are_merged_by_the_rank_that_asks(tmp_path):
     merged = load_file(path)
     assert merged.keys() == weights.keys()
     assert all(torch.equal(merged[name], value) for name, value in weights.items())
+
+
+def test_shards_of_several_types_are_merged_for_torch(tmp_path):
+    weights = {"a": torch.ones(2, 2), "b": torch.arange(3), "c": torch.zeros(0)}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
+        dcp.save({"model": weights}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    merged = torch.load(merge_folder(tmp_path / "shards", tmp_path / "merged", safe_serialization=False))
+    assert list(merged) == list(weights)
+    assert all(torch.equal(merged[name], value) for name, value in weights.items())
+    assert [value.untyped_storage().nbytes() for value in merged.values()] == [16, 24, 0]
+
+
+def test_a_merge_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
+        dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "shards", no_dist=True)
+
+    def fail(state, path):
+        Path(path).write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="No space left"):
+        merge_folder(tmp_path / "shards", tmp_path / "merged", safe_serialization=False)
+    assert listing(tmp_path / "merged") == []
+
+
+def test_a_merged_file_is_not_deleted_with_the_shards(tmp_path):
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
+        dcp.save({"model": {"a": torch.ones(2)}}, checkpoint_id=tmp_path / "shards", no_dist=True)
+    with pytest.raises(
+        SettingsError, match="is inside of the folder that remove_checkpoint_dir=True deletes"
+    ):
+        merge_fsdp_weights(tmp_path / "shards", tmp_path / "shards" / "in", remove_checkpoint_dir=True)
+    merge_fsdp_weights(tmp_path / "shards", tmp_path / "shards2", remove_checkpoint_dir=True)
+    assert listing(tmp_path) == ["shards2"]
 
 
 def test_the_weights_of_an_offloaded_module_replace_those_in_a_state_dict():

@@ -386,20 +386,24 @@ class TrackingFacet(Facet):
         return self._parts.trackers.get(name, unwrap=unwrap)
 
     def end_training(self) -> None:
-        """Flush logged values, finish the trackers, and destroy the process group.
+        """Wait for a save in the background, finish the trackers, and destroy the process group.
 
-        Call it last in a program. Without trackers and with one process it does nothing. While an exception
-        propagates, as in `finally`, it does not wait for ranks that do not respond.
+        Call it last in a program. Without trackers and with one process it does nothing else. While an
+        exception propagates, as in `finally`, it does not wait for ranks that do not respond.
 
         Raises:
+            CheckpointWriteError: The state that is saved in the background could not be written.
             Exception: The error of a tracker, with `on_tracker_error="raise"`.
         """
         if self._parts.preemption is not None:
             self._parts.preemption.uninstall()
         try:
-            self._parts.trackers.finish()
+            self._parts.checkpoints.finish()
         finally:
-            self._parts.process.destroy_process_group()
+            try:
+                self._parts.trackers.finish()
+            finally:
+                self._parts.process.destroy_process_group()
 
 
 def resume_runs(trackers: TrackerSession, folder: AnyPath) -> None:

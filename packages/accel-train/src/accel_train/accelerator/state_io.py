@@ -81,7 +81,8 @@ class StateIoFacet(Facet):
             safe_serialization: Write weights as safetensors; else as `torch.save` does.
             blocking: Return when the checkpoint is committed. Otherwise return as soon as everything is
                 copied to host memory, which is kept for the next time, and write in the background. The next
-                save, `load_state` and the end of the program wait for it, and raise what went wrong.
+                save, `load_state`, `end_training` and the end of the program wait for it, and raise what went
+                wrong.
             flush: Commit the checkpoint only when it is on disk, so that it survives a crash of the machine.
                 Otherwise it only survives the death of processes. If `None`, the value of
                 `ProjectConfiguration(durable=…)`, which is true by default.

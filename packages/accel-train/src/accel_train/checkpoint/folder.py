@@ -30,6 +30,7 @@ from accel_train.checkpoint.files import (
     move,
     remove,
     sizes_in,
+    sizes_of,
     try_lock,
     write_file,
 )
@@ -169,9 +170,11 @@ def recover(target: Path) -> None:
 
 def _checkpoint_files(folder: Path) -> set[str]:
     """Return the files of the checkpoint in a folder, by its manifest and by their names."""
-    names = {entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name)}
+    names: set[str] = set()
     for entry in folder.iterdir():
-        if entry.is_dir() and layout.is_folder_of_checkpoint(entry.name):
+        if not entry.is_dir():
+            names |= {entry.name} if layout.is_of_checkpoint(entry.name) else set()
+        elif layout.is_folder_of_checkpoint(entry.name):
             names |= {f"{entry.name}/{name}" for name in sizes_in(entry)}
     try:
         manifest = read_manifest(folder)
@@ -254,9 +257,8 @@ def check(folder: AnyPath) -> Manifest | None:
     if manifest is None:
         _check_foreign(folder)
         return None
-    complaints = manifest.complaints(sizes_in(folder))
-    if complaints and isinstance(folder, RemotePath):
-        complaints = stores.absent_files(folder, manifest.files)  # a listing may be late
+    listed = folder.sizes() if isinstance(folder, RemotePath) else {}  # in one request, but perhaps late
+    complaints = manifest.complaints(listed) and manifest.complaints(sizes_of(folder, manifest.files))
     if complaints:
         raise CheckpointError(
             f"The checkpoint {str(folder)!r} is damaged: {', '.join(complaints)}. Load another one."

@@ -29,7 +29,7 @@ from accel_ops.weights.mapped import releasable
 from accel_ops.weights.read import is_mappable
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_ops.weights.tensors import id_tensor_storage
-from accel_plugins.sharding.state import strip_wrapper_prefixes
+from accel_plugins.sharding.state import INDEX_NAME, strip_wrapper_prefixes
 from accel_plugins.strategy import Generators
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
 from accel_state.files import any_path
@@ -460,7 +460,7 @@ def _open_others(run: CheckpointContext, source: CheckpointReader) -> bool:
     """Read all files but the models'; return whether no other files are needed. No collective."""
     prepared = run.prepared
     shards = [optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
-    names = [] if any(shards) else [layout.optimizer_name(index) for index in range(len(shards))]
+    names = [layout.optimizer_name(index) for index, load in enumerate(shards) if load is None]
     names += map(layout.scheduler_name, range(len(prepared.schedulers)))
     names += map(layout.custom_name, range(len(run.custom)))
     for name in names:
@@ -546,7 +546,9 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
         load = partial(run.strategy.persister.load_full_state_dict, model)
         restore_model(source, index, core, load=load, **to_model)
     if not run.load_hooks:
-        warn_about_more_models(source, len(models))
+        count = len(models)
+        more = layout.weights_name(count, safe=True), layout.weights_name(count, safe=False)
+        _warn_about_more(source, *more, layout.sharded_model_name(count))
     # 2. Restore what trains them.
     _restore_optimizers(run, source)
     restore_states(
@@ -638,26 +640,29 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> d
     return complete
 
 
-def warn_about_more_models(source: CheckpointReader, count: int) -> None:
-    """Warn about weights of models that the run does not have."""
-    for safe in (True, False):
-        name = layout.weights_name(count, safe=safe)
-        if source.has(name):
+def _warn_about_more(source: CheckpointReader, *names: str) -> None:
+    """Warn about files or folders of shards with the state of an object that the run does not have."""
+    for name in names:
+        if source.has(name) or source.has(f"{name}/{INDEX_NAME}"):
             logger.warning(
-                "%s is in the checkpoint %s, but no model is prepared for it.", name, source.folder
+                "%s is in the checkpoint %s, but no object was prepared or registered for it.",
+                name,
+                source.folder,
             )
 
 
 def _restore_optimizers(run: CheckpointContext, source: CheckpointReader) -> None:
     load = run.strategy.persister.load_full_optimizer_state
     models, optimizers = run.prepared.models, run.prepared.optimizers
-    loaders = [optimizer_loader(run, source, index) for index in range(len(optimizers))]
-    for load_shards, prepared in zip(loaders, optimizers, strict=True):
+    for index, prepared in enumerate(optimizers):
+        load_shards = optimizer_loader(run, source, index)
         if load_shards is not None:
             load_shards(prepared.optimizer)
-    if not any(loaders):
-        loads = [partial(load, prepared.optimizer, models) for prepared in optimizers]
-        restore_states(source, layout.optimizer_name, loads)
+        else:
+            state = source.read(layout.optimizer_name(index), map_location=source.map_location)
+            load(prepared.optimizer, models, state)
+    count = len(optimizers)
+    _warn_about_more(source, layout.optimizer_name(count), layout.sharded_optimizer_name(count))
 
 
 def restore_states(
@@ -666,12 +671,7 @@ def restore_states(
     """Load the state of optimizers, schedulers or registered objects."""
     for index, load in enumerate(loads):
         load(source.read(name_of(index), map_location=source.map_location))
-    if source.has(name_of(len(loads))):
-        logger.warning(
-            "%s is in the checkpoint %s, but no object was prepared or registered for it.",
-            name_of(len(loads)),
-            source.folder,
-        )
+    _warn_about_more(source, name_of(len(loads)))
 
 
 def _restore_recipe(run: CheckpointContext, source: CheckpointReader) -> None:

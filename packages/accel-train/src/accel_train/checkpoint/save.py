@@ -42,7 +42,7 @@ from accel_train.checkpoint.contents import (
     shared_parts,
 )
 from accel_train.checkpoint.context import CheckpointContext
-from accel_train.checkpoint.files import FolderLock, make_folder, record_of, remove, sizes_in, write_file
+from accel_train.checkpoint.files import make_folder, record_of, remove, sizes_in, write_file
 from accel_train.checkpoint.folder import Staging, commit, delete, list_complete, to_prune
 from accel_train.checkpoint.layout import FileRecord, Manifest
 from accel_train.checkpoint.staging import HostStaging
@@ -228,7 +228,7 @@ def _write_task(
         to_disk=request.to_disk,
         manifest=Manifest(world_size=world_size, step=step, iteration=request.iteration),
         folders=tuple(folders_of(run)),
-        lock=None if staging is None else staging.lock,
+        made=staging,
         hook_folder=path if isinstance(path, Path) else Path(tempfile.mkdtemp(prefix="accel-hooks-")),
     )
 
@@ -293,8 +293,8 @@ def _save(run: CheckpointContext, request: SaveRequest, job: WriteTask, agreemen
         try:
             commit_when_written(job, write_parts(job, parts), agreement)
         finally:
-            if job.lock is not None:
-                job.lock.release()
+            if job.made is not None:
+                job.made.discard()
 
     # 1. Write the files, or copy their states to host memory.
     saving = Saving(str(job.target), work)
@@ -331,7 +331,7 @@ class WriteTask:
         to_disk: Whether everything must be on disk before the checkpoint is committed.
         manifest: The manifest, still without files.
         folders: The folders to which all ranks write; each needs an index.
-        lock: On the committer, the lock that other writers respect until the checkpoint is committed.
+        made: On the committer, the staging folder with its lock, to discard what is not committed.
         hook_folder: Where hooks write: `staging`, or a folder of this machine where that is on a store.
     """
 
@@ -344,7 +344,7 @@ class WriteTask:
     to_disk: bool
     manifest: Manifest
     folders: tuple[str, ...] = ()
-    lock: FolderLock | None = None
+    made: Staging | None = None
 
 
 @dataclass(slots=True)
@@ -379,15 +379,11 @@ def write_parts(job: WriteTask, parts: Sequence[CheckpointFile]) -> WriteResult:
                 make_folder(path.parent)
                 report.files[name] = write_file(path, part.write_to, to_disk=job.to_disk)
             else:
-                report.files[name] = journal.write(name, partial(_write_state, part, part.read()))
+                report.files[name] = journal.write(name, partial(part.write, part.read()))
     except Exception as error:
         report.error = _describe_error(job.rank, name, error)
         logger.debug("%s", report.error, exc_info=error)
     return report
-
-
-def _write_state(part: CheckpointFile, state: Any, sink: Any) -> None:
-    part.write(state, sink)
 
 
 def staged_parts(parts: Sequence[CheckpointFile], staging: HostStaging) -> list[CheckpointFile]:
@@ -410,16 +406,13 @@ def commit_when_written(job: WriteTask, report: WriteResult, agreement: Agreemen
     reports = [WriteResult.from_dict(row) for row in agreement.exchange(WHAT, asdict(report))]
     errors = [report.error for report in reports if report.error is not None]
     # 2. Commit it, or remove it.
-    commits = job.rank == job.committer
     problem = ""
-    if commits and not errors:
+    if job.made is not None and not errors:
         problem = _commit(
             job, {rank: report for rank, report in enumerate(reports) if report.committer == job.rank}
         )
-    if commits and (errors or problem) and isinstance(job.staging, Path):
-        remove(job.staging)  # what was uploaded stays, for the next attempt
-    if job.lock is not None:
-        job.lock.release()  # before another rank may return
+    if job.made is not None:
+        job.made.discard()  # before another rank may return
     # 3. Return on every rank when it is committed.
     errors += filter(None, agreement.exchange(WHAT, problem, last=True))
     if errors:

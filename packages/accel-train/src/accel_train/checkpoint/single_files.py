@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_ops.weights.layout import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from accel_ops.weights.safetensors_io import create_safetensors
+from accel_ops.weights.safetensors_io import SafetensorsFile, create_safetensors
 from accel_ops.weights.write import save
 from accel_plugins import sharding
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
@@ -30,7 +30,7 @@ from accel_plugins.sharding.folder import LocalFiles, TensorMetadata
 from accel_plugins.sharding.state import ShardedStates, StateForm, is_sharded_folder, strip_wrapper_prefixes
 from accel_state import runtime
 from accel_state.errors import CheckpointError, SettingsError
-from accel_state.files import any_path
+from accel_state.files import any_path, local_path
 from accel_state.partial_state import PartialState
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.topology import Topology
@@ -100,8 +100,7 @@ def save_accelerator_state(
         The folder.
     """
     current = runtime.current_or_single()
-    target = Path(output_dir)
-    make_folder(target)
+    target = _make_folder(output_dir)
     contents = Contents(
         weights=model_states,
         optimizers=[optimizer.state_dict() for optimizer in optimizers],
@@ -154,7 +153,7 @@ def load_accelerator_state(
         CheckpointError: A file is absent or damaged, or holds objects that are unsafe to load.
     """
     current = runtime.current_or_single()
-    folder = Path(input_dir)
+    folder = local_path(input_dir, "input_dir")
     source = CheckpointReader(
         folder=folder,
         manifest=read_manifest(folder),
@@ -188,7 +187,8 @@ def save_custom_state(
     """
     topology = runtime.current_or_single().topology
     if topology.is_local_main if save_on_each_node else topology.is_main:
-        _write(Path(path) / layout.custom_name(index), lambda sink: write_object(obj.state_dict(), sink))
+        file = local_path(path, "path") / layout.custom_name(index)
+        _write(file, lambda sink: write_object(obj.state_dict(), sink))
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:
@@ -202,7 +202,7 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
     Raises:
         CheckpointError: The file holds more than tensors and plain containers, or is damaged.
     """
-    obj.load_state_dict(read_object(Path(path) / layout.custom_name(index)))
+    obj.load_state_dict(read_object(local_path(path, "path") / layout.custom_name(index)))
 
 
 def _write(path: Path, write: Callable[[Any], object]) -> FileRecord:
@@ -277,7 +277,7 @@ def load_fsdp_model(
         CheckpointError: There is no such model, or it does not fit.
     """
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder = Path(input_dir)
+    folder = local_path(input_dir, "input_dir")
     strict = {"strict": False} if adapter_only and _has_adapter(model) else {}
     if access.form is StateForm.FULL:
         state: Any = read_object(_require_file(folder / layout.fsdp_weights_name(model_index)))
@@ -351,7 +351,7 @@ def load_fsdp_optimizer(
     """
     del adapter_only
     access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
-    folder, inner = Path(input_dir), without_wrapper(optimizer)
+    folder, inner = local_path(input_dir, "input_dir"), without_wrapper(optimizer)
     if access.form is StateForm.FULL:
         state: Any = read_object(_require_file(folder / layout.optimizer_name(optimizer_index)))
         access.persister.load_full_optimizer_state(inner, [model], state)
@@ -413,7 +413,7 @@ def _adapter_of(model: nn.Module, state: Mapping[str, Any], adapter_only: bool) 
 
 
 def _make_folder(folder: str | os.PathLike[str]) -> Path:
-    path = Path(folder)
+    path = local_path(folder, "output_dir")
     make_folder(path)
     return path
 
@@ -448,15 +448,18 @@ def merge_fsdp_weights(
 
     Raises:
         CheckpointError: There are no shards, or shards of several models, or they are damaged.
+        SettingsError: The file would be in the folder that is deleted.
         OSError: There is no space for the file.
     """
     state = PartialState() if torch.distributed.is_initialized() else None
     failure: list[Exception | None] = [None]
     if state is None or state.is_main_process:
         try:
+            folder = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
+            if remove_checkpoint_dir:
+                _check_outside(folder, any_path(output_path, "output_path"))
             merge_folder(checkpoint_dir, output_path, safe_serialization)
             if remove_checkpoint_dir:
-                folder = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
                 folder.remove_tree() if isinstance(folder, RemotePath) else remove(folder)
         except (ImportError, OSError, RuntimeError, ValueError) as error:
             failure = [error]
@@ -464,6 +467,15 @@ def merge_fsdp_weights(
         runtime.current().collectives.broadcast_object_list(failure, 0)
     if failure[0] is not None:
         raise failure[0]
+
+
+def _check_outside(folder: AnyPath, path: AnyPath) -> None:
+    outer, inner = (str(each.resolve() if isinstance(each, Path) else each) for each in (folder, path))
+    if f"{inner}/".startswith(f"{outer}/"):
+        raise SettingsError(
+            f"output_path={str(path)!r} is inside of the folder that remove_checkpoint_dir=True deletes: "
+            "pass another one."
+        )
 
 
 def merge_folder(
@@ -494,7 +506,8 @@ def _merge(folder: AnyPath, target: Path, *, safe: bool) -> None:
         if (name := _weight_name(entry)) is not None
     }
     make_folder(target.parent)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    nonce = secrets.token_hex(4)
+    temporary, merged = (target.with_name(f".{target.name}.{nonce}.{end}") for end in ("tmp", "bin"))
     try:
         rows = {
             name: (tuple(entry.shape), entry.dtype)
@@ -505,15 +518,14 @@ def _merge(folder: AnyPath, target: Path, *, safe: bool) -> None:
         sharding.folder.read_into(
             folder, {entry.key: mapped[name] for name, entry in tensors.items()}, flat=True
         )
-        if not safe:
-            temporary_bin = temporary.with_suffix(".bin")
-            torch.save(mapped, temporary_bin)
-            remove(temporary)
-            temporary = temporary_bin
         del mapped
-        move(temporary, target)
+        if not safe:  # each tensor with a storage of its own: torch refuses one of several types
+            file = SafetensorsFile(temporary)
+            torch.save({name: file.tensor(name) for name in tensors}, merged)
+        move(temporary if safe else merged, target)
     finally:
         remove(temporary)
+        remove(merged)
 
 
 def _folder_of_model(source: AnyPath) -> AnyPath:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from accel_state.errors import CheckpointError
 from accel_state.remote import RemotePath
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.files import HashingSink, make_folder, write_file
+from accel_train.checkpoint.files import HashingSink, make_folder, sizes_of, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class UploadJournal:
     def write(self, name: str, write: Callable[[Any], object]) -> FileRecord:
         """Upload a file, unless an interrupted save has uploaded the same bytes."""
         before = self._records.get(name)
-        if before is not None and _size_of(self._staging / name) == before.size:
+        if before is not None and sizes_of(self._staging, [name]).get(name) == before.size:
             sink = HashingSink()
             write(sink)
             if sink.finish() == before:
@@ -102,24 +102,6 @@ class UploadJournal:
         return record
 
 
-def _size_of(path: RemotePath) -> int | None:
-    try:
-        return path.size()
-    except FileNotFoundError:
-        return None
-
-
-def absent_files(folder: RemotePath, files: Mapping[str, FileRecord]) -> list[str]:
-    """Return one phrase for each file that the store lacks, or has with another size.
-
-    Each file is asked for: a listing may lack the newest.
-    """
-    with ThreadPoolExecutor(_REQUESTS, "accel-store") as threads:
-        sizes = [*threads.map(lambda name: _size_of(folder / name), files)]
-    known = {name: size for name, size in zip(files, sizes, strict=True) if size is not None}
-    return Manifest(world_size=1, step=0, files=files).complaints(known)
-
-
 def commit(staging: RemotePath, target: RemotePath, manifest: Manifest) -> None:
     """Commit a checkpoint whose files are uploaded: afterwards it is in its folder.
 
@@ -127,7 +109,7 @@ def commit(staging: RemotePath, target: RemotePath, manifest: Manifest) -> None:
         CheckpointError: The store lacks a file.
         OSError: The store cannot be written. The checkpoint before is unchanged.
     """
-    absent = absent_files(staging, manifest.files)
+    absent = manifest.complaints(sizes_of(staging, manifest.files))
     if absent:
         raise CheckpointError(f"{str(staging)!r} lacks uploaded files: {', '.join(absent[:5])}")
     if staging == target:
@@ -138,11 +120,6 @@ def commit(staging: RemotePath, target: RemotePath, manifest: Manifest) -> None:
         (target / layout.UPLOAD_NAME).remove_tree()
     except OSError as error:  # it is complete, and what is left is completed by the next save
         logger.warning("Cleaning up after the save to %s failed: %s.", target, error)
-
-
-def is_being_replaced(target: RemotePath) -> bool:
-    """Return whether a complete checkpoint in the folder has yet to replace the one before."""
-    return (target / layout.COMMIT_NAME / layout.MANIFEST_NAME).is_file()
 
 
 def recover(target: RemotePath) -> None:
@@ -161,7 +138,7 @@ def recover(target: RemotePath) -> None:
     try:
         _for_each(lambda name: (source / name).copy_to(target / name), manifest.files)
     except FileNotFoundError:
-        if is_being_replaced(target):
+        if marker.is_file():
             raise
         return  # another process has completed it
     (target / layout.MANIFEST_NAME).write_bytes(text)
