@@ -94,11 +94,16 @@ def test_the_command_starts_one_process_where_the_compiler_shards(script):
 @pytest.mark.parametrize(
     ("words", "name", "stored"),
     [
-        (("--mixed_precision", "bf16"), "bf16", [BFLOAT, BFLOAT]),
-        (("--mixed_precision", "bf16", "--downcast_bf16"), "bf16", [BFLOAT, FLOAT]),
-        (("--downcast_bf16",), "no", [FLOAT, 1 / 3]),
+        pytest.param(
+            ("--mixed_precision", "bf16"), "bf16", [BFLOAT, BFLOAT], marks=pytest.mark.thorough, id="bf16"
+        ),
+        pytest.param(
+            ("--mixed_precision", "bf16", "--downcast_bf16"), "bf16", [BFLOAT, FLOAT], id="downcast"
+        ),
+        pytest.param(
+            ("--downcast_bf16",), "no", [FLOAT, 1 / 3], marks=pytest.mark.thorough, id="without bf16"
+        ),
     ],
-    ids=["bf16", "downcast", "without bf16"],
 )
 def test_bf16_stores_float_as_bfloat16_and_double_too_unless_it_is_downcast(words, name, stored, tmp_path):
     program = tmp_path / "formats.py"

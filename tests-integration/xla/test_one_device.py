@@ -177,7 +177,16 @@ def test_the_example_of_the_guide_trains_on_the_device():
     assert names["model"].weight.device == XLA
 
 
-@pytest.mark.parametrize("backend", ["openxla", "aot_torchxla_trace_once", "eager", "aot_eager"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "openxla",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("aot_torchxla_trace_once", "eager", "aot_eager")
+        ),
+    ],
+)
 def test_a_compiled_model_trains_as_plain_pytorch(backend):
     accelerator = Accelerator(dynamo_backend=backend)
     model, optimizer, loader = prepared(accelerator, rows=16)
