@@ -163,6 +163,14 @@ def test_lomo_steps_in_the_backward_pass(lomo):
         accelerator.lomo_backward(weight.sum(), None)
 
 
+def test_backward_scales_losses_for_lomo_as_for_other_optimizers(lomo):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    weight = torch.nn.Parameter(torch.ones(1))
+    accelerator.prepare(lomo.Lomo([weight], lr=0.0))
+    accelerator.backward(2 * weight.sum(), learning_rate=0.2)
+    assert weight.item() == pytest.approx(1 - 0.2 * 2 / 4)
+
+
 def test_lomo_cannot_count_items(lomo):
     accelerator = Accelerator(cpu=True)
     weight = torch.nn.Parameter(torch.ones(1))

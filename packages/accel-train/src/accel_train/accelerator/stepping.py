@@ -82,7 +82,7 @@ class SteppingFacet(Facet):
                     f"backward(num_items={num_items!r}, learning_rate=…): Lomo steps in this call, so its "
                     "gradients cannot be divided by a number of items afterwards. Divide the loss."
                 )
-            self.lomo_backward(loss, **kwargs)
+            self.lomo_backward(loss / state.num_steps, **kwargs)
             return
         if num_items is not None:
             self._backward_of_items(loss, num_items, kwargs)
