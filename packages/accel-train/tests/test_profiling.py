@@ -134,6 +134,23 @@ def test_an_evaluation_between_two_logs_counts_for_nothing(clock):
     assert first["system/samples_per_second"] == 10 / (3 * 0.25 + 10 * 0.125)
 
 
+def test_steps_count_on_after_objects_were_released(clock):
+    accelerator, tracker, model, optimizer, loader = prepared(clock)
+    for _ in range(2):
+        for batch in loader:
+            clock(0.25)
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+        accelerator.log({"loss": 0.5})
+        accelerator.free_memory()
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters()), DataLoader(Slow(clock), batch_size=4)
+        )
+    first, second = (values for _, values in tracker.rows)
+    assert first == second
+    assert "system/step_seconds" in first
+
+
 def test_items_that_backward_counts_are_tokens(clock):
     accelerator, tracker, model, optimizer, loader = prepared(clock)
     for batch in loader:

@@ -129,14 +129,15 @@ class PreparedObjects:
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list["AcceleratedOptimizer"])
     schedulers: list[AcceleratedScheduler] = field(default_factory=list["AcceleratedScheduler"])
     dataloaders: list[Any] = field(default_factory=list[Any])
+    released_steps: int = 0
 
     def __contains__(self, candidate: object) -> bool:
         kinds = (self.models, self.optimizers, self.schedulers, self.dataloaders)
         return any(candidate is prepared for kind in kinds for prepared in kind)
 
     def num_steps(self) -> int:
-        """Return the largest number of steps of any optimizer."""
-        return max((optimizer.num_steps for optimizer in self.optimizers), default=0)
+        """Return the largest number of steps of any optimizer, after those of released ones."""
+        return self.released_steps + max((optimizer.num_steps for optimizer in self.optimizers), default=0)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Iterate over the parameters of optimizers and models; some occur more than once."""
@@ -148,6 +149,7 @@ class PreparedObjects:
 
     def clear(self) -> None:
         """Release all prepared objects."""
+        self.released_steps = self.num_steps()
         for kind in (self.models, self.optimizers, self.schedulers, self.dataloaders):
             kind.clear()
 
