@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     import torch
 
 
-# The label of a run with each of these plugins; the first that was given counts.
+# The distributed type of a run with each of these plugins; the first plugin passed counts.
 _ENGINE_LABELS = {"deepspeed_plugins": "deepspeed", "megatron_lm_plugin": "megatron", "fsdp_plugin": "fsdp"}
 
 
-_is_bf16_available = is_bf16_available  # a replacement of the function leaves this name alone
+_is_bf16_available = is_bf16_available  # stays the original if a program patches the function
 
 
 class AcceleratorState(SharedState):
@@ -35,17 +35,17 @@ class AcceleratorState(SharedState):
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or an installed recipe; `None` for the environment's.
         cpu: Compute on the CPU even if there is an accelerator.
         dynamo_plugin: The options of `torch.compile`.
-        deepspeed_plugin: How DeepSpeed trains; several by name, of which the first is active. As for the
+        deepspeed_plugin: The DeepSpeed plugin, or plugins by name, of which the first is active. As for the
             arguments below, `None` keeps the earlier value.
-        fsdp_plugin: How models are sharded.
+        fsdp_plugin: The FSDP plugin.
         torch_tp_plugin: The tensor-parallel plugin.
-        megatron_lm_plugin: How Megatron-LM trains.
+        megatron_lm_plugin: The Megatron-LM plugin.
         parallelism_config: The sizes of the axes of parallelism.
-        _from_accelerator: Whether an `Accelerator` asks, which may choose a precision of its own.
-        **kwargs: As of `PartialState`.
+        _from_accelerator: Whether an `Accelerator` is the caller; it may choose another precision.
+        **kwargs: As in `PartialState`.
 
     Raises:
-        SettingsError: The precision is none of these or the device does not offer it, or another
+        SettingsError: The precision is unknown or not supported by the device, or another
             precision or plugin is in use.
 
     Example:
@@ -127,10 +127,10 @@ class AcceleratorState(SharedState):
         return f"{PartialState()!r}\nMixed precision type: {self.mixed_precision}\n"
 
     def _check_initialized(self, mixed_precision: str | None = None, cpu: bool | None = None) -> None:
-        """Check that a precision and device are those in use.
+        """Check that a precision and device match those in use.
 
         Raises:
-            SettingsError: The state is initialised with others.
+            SettingsError: The state is initialised with another precision or device.
         """
         known = self.__dict__.get("_mixed_precision")
         if known is None:
@@ -162,7 +162,7 @@ class AcceleratorState(SharedState):
 
     @property
     def fork_launched(self) -> bool:
-        """Whether a notebook's launcher forked this process."""
+        """Whether `notebook_launcher` forked this process."""
         return self.runtime.fork_launched
 
     @property
@@ -178,7 +178,7 @@ class AcceleratorState(SharedState):
         return self.__dict__.get("_fsdp_version", plugin and plugin.fsdp_version) == 2
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """Return the DeepSpeed plugin of a name.
+        """Return the DeepSpeed plugin with the given name.
 
         Raises:
             SettingsError: The plugin does not exist.
@@ -186,7 +186,7 @@ class AcceleratorState(SharedState):
         return self._deepspeed_plugins_with(name)[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Make the DeepSpeed plugin of a name the active one.
+        """Select the active DeepSpeed plugin by name.
 
         Args:
             name: The key of the plugin; the first if `None`.
@@ -215,10 +215,10 @@ class AcceleratorState(SharedState):
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A class attribute whose value is one dict for all instances; if asked, one in each thread.
+    """A descriptor for a dict that all instances share, optionally one dict per thread.
 
     Args:
-        thread_local: Whether every thread has a dict of its own.
+        thread_local: Whether every thread has a separate dict.
 
     Example:
         >>> class State:
@@ -233,7 +233,7 @@ class ThreadLocalSharedDict(threading.local):
     def __init__(self, thread_local: bool = False) -> None:
         if thread_local:
             self._local: dict[str, Any] = {}
-        elif not hasattr(self, "_everywhere"):  # runs again in each thread
+        elif not hasattr(self, "_everywhere"):  # `__init__` runs again in each thread
             self._everywhere: dict[str, Any] = {}
 
     def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
@@ -247,7 +247,7 @@ class ThreadLocalSharedDict(threading.local):
 
 
 def is_initialized() -> bool:
-    """Whether an `AcceleratorState` has been made, as every `Accelerator` does."""
+    """Whether an `AcceleratorState` has been created, as every `Accelerator` does."""
     return AcceleratorState.__new__(AcceleratorState).initialized
 
 
@@ -264,7 +264,7 @@ def _precision(asked: str | None, state: PartialState) -> str:
             wanted = precision(*get_args(Precision))(str(asked))
         except ValueError as error:
             raise SettingsError(f"mixed_precision={asked!r}: {error}.") from None
-    # A replacement by a program has Accelerate's signature.
+    # A function patched in by a program has Accelerate's signature.
     own: dict[str, Any] = {"device": state.device} if is_bf16_available is _is_bf16_available else {}
     if wanted == "bf16" and not is_bf16_available(**own):
         raise SettingsError(
@@ -275,7 +275,7 @@ def _precision(asked: str | None, state: PartialState) -> str:
 
 
 def _by_name(plugin: Any) -> Mapping[str, Any] | None:
-    """Return DeepSpeed plugins by name; a single one is called `default`."""
+    """Return DeepSpeed plugins by name; a single plugin is named `default`."""
     if plugin is None or isinstance(plugin, dict):
         return cast("Mapping[str, Any] | None", plugin) or None
     return {"default": plugin}
@@ -294,23 +294,23 @@ class AccumulationPlugin(Protocol):
 
 
 class Loader(Protocol):
-    """The interface of a loader about its last batch."""
+    """The interface by which a loader describes its last batch."""
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether it was the last batch."""
+        """Whether the last batch has been yielded."""
         ...
 
     @property
     def remainder(self) -> int:
-        """Number of its real samples, over all ranks; -1 while unknown."""
+        """Number of real samples in the last batch, over all ranks; -1 while unknown."""
         ...
 
 
 class GradientState:
     """Whether gradients are synchronised in this step, and the active loader. All instances share state.
 
-    What is read in every step is a plain attribute.
+    Values that are read in every step are plain attributes.
 
     Args:
         gradient_accumulation_plugin: How gradients accumulate; `None` leaves it as it is.
@@ -369,7 +369,7 @@ class GradientState:
         )
 
     def __reduce__(self) -> tuple[type[GradientState], tuple[()]]:
-        return type(self), ()  # a copy is that of its process
+        return type(self), ()  # unpickling returns the state of the receiving process
 
     @classmethod
     def _reset_state(cls) -> None:

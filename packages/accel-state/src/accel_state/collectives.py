@@ -1,4 +1,4 @@
-"""Collectives on tensors: their protocol, and those of one process, of torch, and of devices that record."""
+"""Collectives on tensors: the protocol; implementations for one process, for torch, for lazy devices."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class Collectives(Protocol):
         ...
 
     def exchange_chunks(self, chunk: Tensor) -> Tensor:
-        """Send some bytes to every rank, each rank as many as it likes.
+        """All-gather byte chunks whose sizes may differ between ranks.
 
-        Ranks thus need not know of each other how much they send, and can compare in the message itself
-        whether their calls fit together.
+        Ranks need not know each other's sizes in advance, and can check in the message itself that their
+        calls match.
 
         Args:
             chunk: Up to `chunk_bytes` of type uint8, one-dimensional, on the CPU.
 
         Returns:
             A tensor of shape `(world_size, chunk_bytes)` with the chunk of each rank at the beginning of its
-            row, and anything behind. The next call overwrites it, and may return it again.
+            row, followed by unspecified bytes. The next call overwrites it, and may return it again.
         """
         ...
 
@@ -66,13 +66,13 @@ class Collectives(Protocol):
         ...
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Overwrite `tensor` with that of rank `src`, which has the same size and type."""
+        """Overwrite `tensor` with the tensor of rank `src`, of the same size and dtype."""
         ...
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        """Begin to fill `out` with this rank's tensor of those of rank `src`.
+        """Start to scatter the tensors of rank `src`; `out` receives the one of this rank.
 
-        The tensors are left alone until what is returned has been called.
+        The tensors must not be used until the returned function has been called.
 
         Args:
             out: Of the same size and type on all ranks.
@@ -81,15 +81,15 @@ class Collectives(Protocol):
             src: The sending rank.
 
         Returns:
-            What waits until `out` is filled.
+            A function that waits until `out` is filled.
         """
         ...
 
     def all_reduce(self, tensor: Tensor, *, op: ReduceOp = "sum") -> None:
-        """Overwrite `tensor` with the values of all ranks combined, if need be in a wider type.
+        """Overwrite `tensor` with the reduction over all ranks, computed in a wider dtype if need be.
 
         Args:
-            tensor: Of the same size and type on all ranks; real unless added.
+            tensor: Of the same size and type on all ranks; not complex unless summed.
             op: The reduction.
         """
         ...
@@ -99,7 +99,7 @@ class Collectives(Protocol):
         ...
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        """Replace the items of `objects` by those of rank `src`, whose list is as long."""
+        """Replace the items of `objects` by those of rank `src`, whose list has the same length."""
         ...
 
     def barrier(self) -> None:
@@ -204,7 +204,7 @@ class TorchCollectives:
     def exchange_chunks(self, chunk: Tensor) -> Tensor:
         limit, ranks, own = self.chunk_bytes, self.world_size, self.rank
         if not len(self._rows):
-            with torch.inference_mode(mode=False):  # Later calls outside of it write here.
+            with torch.inference_mode(mode=False):  # Later calls outside of it write to this buffer.
                 self._rows = torch.empty(ranks, limit, dtype=torch.uint8)
                 self._sent = torch.empty(ranks * limit, dtype=torch.uint8)
         nbytes = len(chunk)
@@ -363,14 +363,14 @@ _REDUCED_AS = _RECORDED | {torch.bool: torch.int32}
 
 
 class RecordedCollectives:
-    """The collectives of a device that records operations; see `Collectives` for their contracts.
+    """The collectives of a device that records operations (XLA); see `Collectives` for their contracts.
 
-    Collectives on the device's tensors become a part of the recorded program, and wait for nothing. Tensors
-    of the CPU, objects, and types that the device does not have use the process group of the hosts.
+    Collectives on the device's tensors become a part of the recorded program and do not wait. CPU tensors,
+    objects, and dtypes that the device lacks use the process group of the hosts.
 
     Args:
         device: The device of this process.
-        own: The module of its family, `DeviceKind.own_runtime`.
+        own: The runtime module of its device kind, `DeviceKind.own_runtime`.
     """
 
     def __init__(self, device: torch.device, own: Any) -> None:

@@ -29,18 +29,18 @@ class DeviceKind:
     """One family of devices.
 
     Args:
-        name: What the family is called; unique.
+        name: The name of the family; unique.
         type: The `type` of its `torch.device`.
         backend: The process-group backend that moves its tensors; `None` where there is none.
-        distributed_type: What users call several processes on such devices.
+        distributed_type: The distributed type of several processes on such devices.
         visible_devices_env: The variable that restricts which devices a process sees.
-        rng_key: The `RNGType` of its random number generator, if it has one of its own.
+        rng_key: The `RNGType` of its random number generator, if it has a separate one.
         plugin: The package that registers the device type with torch, if torch does not know it by itself.
-        least_torch: The oldest torch with which all works; `None` for that of the package's metadata.
+        least_torch: The minimum version of torch; `None` for the minimum in the package's metadata.
         probe: Whether a device of this family can be used by this process.
         runtime: The module in place of `torch.<type>`, for devices that torch does not know. It also finds
-            the ranks (`topology`) and how they connect (`group_options`), makes their `collectives`, and
-            executes what was recorded (`flush`), since such devices record operations.
+            the ranks (`topology`) and how they connect (`group_options`), creates their `collectives`, and
+            executes the recorded operations (`flush`).
     """
 
     name: str
@@ -69,9 +69,9 @@ class DeviceKind:
 
     @property
     def group_backend(self) -> str | None:
-        """What `init_process_group` is asked for: tensors of the device, and those of the CPU beside them.
+        """The `backend` argument of `init_process_group`, for tensors of the device and of the CPU.
 
-        Devices with a `runtime` have collectives of their own: their group is that of the hosts alone.
+        Devices with a `runtime` have separate collectives: their process group serves CPU tensors only.
         """
         if self.runtime is not None:
             return "gloo"
@@ -97,7 +97,7 @@ def _row(
     plugin: str | None = None,
     **row: Any,
 ) -> DeviceKind:
-    """Make a row; its name is also the type of its devices, its namespace in torch and its RNG key."""
+    """Create a row; its name is also the type of its devices, its namespace in torch and its RNG key."""
     row = {"type": name, "rng_key": name, "probe": _asking("has_device", name, plugin), **row}
     return DeviceKind(
         name=name,
@@ -130,14 +130,14 @@ KINDS: tuple[DeviceKind, ...] = (
 """All families in probe order; the CPU, which always works, is last."""
 
 WITHOUT_STORAGE = frozenset(kind.type for kind in KINDS if kind.runtime is not None)
-"""Types of devices whose tensors have no storage that could be addressed."""
+"""Types of devices whose tensors have no addressable storage."""
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 CPU = BY_NAME["cpu"]
 
 
 def available_kind() -> DeviceKind:
-    """Return the first family of `KINDS` of which this process can use a device.
+    """Return the first family of `KINDS` with a device that this process can use.
 
     Example:
         >>> available_kind().probe()
@@ -175,11 +175,11 @@ def runtime_module(device: torch.device) -> Any:
     return next((kind.own_runtime for kind in KINDS if kind.type == device.type), None)
 
 
-# GeForce cards of this generation were sold without peer access, which drivers pretended to offer until then:
+# GeForce cards of this generation lack peer access, which drivers before this version claimed to offer:
 # https://docs.nvidia.com/datacenter/tesla/tesla-release-notes-550-54-14/index.html
 _NO_PEER_ACCESS = ("RTX 40",)
 PEER_ACCESS_DRIVER = Version("550.40.07")
-"""The first driver of NVIDIA whose peer-to-peer copies are right on consumer cards."""
+"""The first NVIDIA driver whose peer-to-peer copies are correct on consumer cards."""
 
 _KERNEL = Version("5.5.0")
 
@@ -206,8 +206,8 @@ def check_cuda_p2p_ib_support() -> bool:
     """Return whether the GPUs of this machine support peer-to-peer and InfiniBand transfers.
 
     Returns:
-        False for cards that cannot (`NCCL_P2P_DISABLE=1` and `NCCL_IB_DISABLE=1` help); True otherwise, and
-        where there is no GPU to ask.
+        False for cards that do not (set `NCCL_P2P_DISABLE=1` and `NCCL_IB_DISABLE=1`); True otherwise, even
+            without a GPU.
     """
     names, count = get_gpu_info()
     if count < 2 or not any(card in name for name in names for card in _NO_PEER_ACCESS):
@@ -219,7 +219,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def peer_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that NCCL lacks where GPUs cannot reach each other's memory."""
+    """Return the NCCL variables that must still be set because GPUs cannot access each other's memory."""
     missing = {name: "1" for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in variables}
     return missing if missing and not check_cuda_p2p_ib_support() else {}
 

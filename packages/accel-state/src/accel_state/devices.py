@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 def choose_device(
     name: str | None, *, cpu: bool, local_rank: int, local_world_size: int
 ) -> tuple[DeviceKind, torch.device]:
-    """Find the device of this process.
+    """Choose the device of this process.
 
     Args:
-        name: A device asked for by name, such as `"cuda:1"` or `"xpu"`; without an index the local rank
-            gives it. `None` for the best that is there.
-        cpu: Whether the CPU was asked for, even if there is an accelerator.
+        name: The requested device, such as `"cuda:1"` or `"xpu"`; the index defaults to the local rank.
+            `None` for the best available device.
+        cpu: Whether to use the CPU even if there is an accelerator.
         local_rank: Local rank of this process.
         local_world_size: Number of processes on this node.
 
@@ -50,7 +50,7 @@ def choose_device(
         return kind, default_device(kind, local_rank, local_world_size)
     for row in KINDS:
         if row.type == name.partition(":")[0]:
-            row.probe()  # torch knows some types only once their plugin is there
+            row.probe()  # torch knows some types only after their plugin is imported
     try:
         device = torch.device(name)
         kind = kind_of(device)
@@ -66,11 +66,11 @@ SINGLE_DEVICE_TYPES = frozenset({"cpu", "mps"})
 
 
 def default_device(kind: DeviceKind, local_rank: int, local_world_size: int) -> torch.device:
-    """Return the device of a family for one of the processes of a machine.
+    """Return the device of one process of a node, for a device family.
 
     Returns:
-        A device with an index, where the family numbers its devices: that of the local rank, or the one that
-        the caller has made current already if this process is the only one on its node.
+        A device with an index, where the family numbers its devices: the local rank, or, if this process is
+        the only one on its node, the current device.
 
     Raises:
         SettingsError: There are fewer devices than processes.
@@ -81,7 +81,7 @@ def default_device(kind: DeviceKind, local_rank: int, local_world_size: int) -> 
     count = namespace.device_count()
     if local_world_size == 1 and getattr(namespace, "is_initialized", bool)():
         return torch.device(kind.type, namespace.current_device())
-    if count <= 1:  # each process sees only its own, as under Slurm with one GPU per task
+    if count <= 1:  # each process sees only its own device, as under Slurm with one GPU per task
         return torch.device(kind.type, 0)
     if local_rank >= count:
         raise SettingsError(
@@ -93,7 +93,7 @@ def default_device(kind: DeviceKind, local_rank: int, local_world_size: int) -> 
 
 
 def set_current_device(device: torch.device) -> None:
-    """Make a device the current one of its family; leave one of a family without numbers alone."""
+    """Make a device the current device of its type; do nothing if the type does not number its devices."""
     set_device = getattr(kind_of(device).module, "set_device", None)
     if device.index is not None and device.type not in SINGLE_DEVICE_TYPES and set_device is not None:
         set_device(device)
@@ -101,7 +101,7 @@ def set_current_device(device: torch.device) -> None:
 
 @functools.cache
 def _warn_of_old_torch(kind: DeviceKind) -> None:
-    """Warn, once, that torch is older than what devices of a family need."""
+    """Warn, once, that torch is older than the minimum version of a device family."""
     if kind.least_torch is not None and is_torch_version("<", kind.least_torch):
         logger.warning(
             "torch %s is installed, but accel needs torch %s or newer on %s devices. Training may work, but "
@@ -112,7 +112,7 @@ def _warn_of_old_torch(kind: DeviceKind) -> None:
 
 @functools.cache
 def _warn_of_unknown_device() -> None:
-    """Warn, once, that torch can use an accelerator that no family has."""
+    """Warn, once, that torch can use an accelerator that is in no device family."""
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is not None and all(device.type != kind.type for kind in KINDS):
         logger.warning(
@@ -123,7 +123,7 @@ def _warn_of_unknown_device() -> None:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the type of the best available device, and what several processes on it are called.
+    """Return the type of the best available device, and the distributed type of several processes on it.
 
     Example:
         >>> device_type, label = get_current_device_type()
@@ -136,7 +136,7 @@ def get_current_device_type() -> tuple[str, str]:
 
 @functools.cache
 def is_cuda_available() -> bool:
-    """Return whether torch can use an NVIDIA or AMD GPU; CUDA stays uninitialised, so one may fork."""
+    """Return whether torch can use an NVIDIA or AMD GPU; CUDA stays uninitialised, for forks."""
     with patch_environment(pytorch_nvml_based_cuda_check="1"):
         return torch.cuda.is_available()
 
@@ -153,7 +153,7 @@ def is_rocm_available() -> bool:
 
 @functools.cache
 def has_device(device_type: str, plugin: str | None = None) -> bool:
-    """Return whether torch can use a device of a type that answers `torch.<type>.is_available()`.
+    """Return whether torch can use a device of a type that has `torch.<type>.is_available()`.
 
     Args:
         device_type: Such as `"xpu"` or `"npu"`.
@@ -168,7 +168,7 @@ def has_device(device_type: str, plugin: str | None = None) -> bool:
 
 
 def _question(name: str, device: str) -> Callable[..., bool]:
-    """Make `is_<name>_available` of a kind of device."""
+    """Create the function `is_<name>_available` of a device type."""
 
     def is_available(check_device: bool = False) -> bool:
         kind = BY_NAME[name]
@@ -195,7 +195,7 @@ is_neuron_available = _question("neuron", "an AWS Neuron device")
 
 
 def is_xccl_available() -> bool:
-    """Return whether torch has the backend with which Intel GPUs talk to each other."""
+    """Return whether torch has XCCL, the process-group backend of Intel GPUs."""
     return dist.is_available() and getattr(dist, "is_xccl_available", bool)()
 
 
@@ -203,7 +203,7 @@ def is_mps_available(min_version: str = "1.12") -> bool:
     """Return whether torch can use an Apple GPU.
 
     Args:
-        min_version: The oldest torch that will do.
+        min_version: The minimum version of torch.
 
     Example:
         >>> is_mps_available("999")
@@ -217,7 +217,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
     """Return whether torch can use an Intel Gaudi.
 
     Args:
-        init_hccl: Also import Gaudi's library of collectives, which registers its backend with torch.
+        init_hccl: Also import Gaudi's collectives library, which registers its backend with torch.
     """
     if init_hccl and BY_NAME["hpu"].probe():
         import_module("habana_frameworks.torch.distributed.hccl")
@@ -240,8 +240,8 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Return whether torch_xla is installed; it is imported only to check for hardware.
 
     Args:
-        check_is_tpu: Whether it also drives a TPU.
-        check_is_gpu: Whether it also drives a GPU.
+        check_is_tpu: Also check that its device is a TPU.
+        check_is_gpu: Also check that its device is a GPU.
 
     Raises:
         SettingsError: Both are requested.
@@ -258,8 +258,8 @@ def is_bf16_available(ignore_tpu: bool = False, *, device: torch.device | None =
     """Return whether a device computes in bfloat16.
 
     Args:
-        ignore_tpu: Answer no for XLA devices.
-        device: The device; the best that is there when `None`.
+        ignore_tpu: Return False for XLA devices.
+        device: The device; the best available one when `None`.
 
     Example:
         >>> is_bf16_available(device=torch.device("cpu"))
@@ -308,7 +308,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
     """Pin this process to the cores near its GPU, even if it is already pinned.
 
-    Does nothing but log where there is no CUDA device, or the machine does not say which cores are near it.
+    Only logs a message if there is no CUDA device, or the system does not report which cores are near it.
 
     Args:
         local_process_index: Local rank, which is also the index of its GPU.
@@ -334,7 +334,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 def _pci_address(index: int) -> str | None:
     properties = torch.cuda.get_device_properties(index % torch.cuda.device_count())
-    if not hasattr(properties, "pci_bus_id"):  # older torch does not tell
+    if not hasattr(properties, "pci_bus_id"):  # not in older versions of torch
         return None
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
@@ -343,13 +343,13 @@ _SYSFS = Path("/sys/bus/pci/devices")
 
 
 def near_cores(address: str, devices: Path = _SYSFS) -> set[int]:
-    """Return the cores near a device, by its PCI address (`"0000:3b:00.0"`); none if the kernel has none."""
+    """Return the cores near a device, by its PCI address (`"0000:3b:00.0"`); none if none are listed."""
     listing = devices / address / "local_cpulist"
     return parse_cores(listing.read_text()) if listing.is_file() else set()
 
 
 def parse_cores(text: str) -> set[int]:
-    """Read a list of cores as the kernel writes it.
+    """Parse a list of cores in the notation of the Linux kernel.
 
     Example:
         >>> sorted(parse_cores("0-3,8"))
@@ -363,7 +363,7 @@ def parse_cores(text: str) -> set[int]:
 
 
 def _parse_cpu_list(cpu_list_str: str) -> list[int]:  # pyright: ignore[reportUnusedFunction] - programs call it
-    """Return the numbers of the cores in the notation of Linux, in order.
+    """Parse a list of cores in the notation of the Linux kernel; return their numbers in order.
 
     Example:
         >>> _parse_cpu_list("0-2,8")

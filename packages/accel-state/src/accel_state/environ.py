@@ -1,4 +1,4 @@
-"""Read, write and restore `os.environ`: no other module touches it."""
+"""Read, write and restore `os.environ`; no other module accesses it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def publish(variables: Mapping[str, str]) -> None:
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read a truth value written as text.
+    """Parse a boolean.
 
     Args:
         value: One of y, yes, t, true, on, 1, n, no, f, false, off, 0, in any case.
         to_bool: Return a `bool` rather than 1 or 0.
 
     Raises:
-        SettingsError: The text is none of these.
+        SettingsError: `value` is none of these.
 
     Example:
         >>> str_to_bool("Yes"), str_to_bool("off", to_bool=True)
@@ -59,10 +59,10 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Read the variable `key` as a truth value.
+    """Read the variable `key` as a boolean.
 
     Raises:
-        SettingsError: It is set to something that is not a truth value.
+        SettingsError: It is set to a value that is not a boolean.
 
     Example:
         >>> parse_flag_from_env("SURELY_NOT_SET", default=True)
@@ -88,14 +88,14 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Return the first of several variables that is a number of at least 0.
+    """Return the first of several variables that is set to an integer of at least 0.
 
     Args:
         env_keys: Names of variables, in order of preference.
-        default: The answer when none is set, or all are negative.
+        default: The result when none is set, or all are negative.
 
     Raises:
-        SettingsError: A variable that is looked at holds something else than an integer.
+        SettingsError: A variable before the first valid one is not an integer.
 
     Example:
         >>> get_int_from_env(["SURELY_NOT_SET", "NEITHER_IS_THIS"], 7)
@@ -117,7 +117,7 @@ def patch_environment(**kwargs: Any) -> Generator[None]:
     """Set variables within the block, and restore the environment after it.
 
     Args:
-        **kwargs: Names, put in upper case, and values, turned into text.
+        **kwargs: Names, converted to upper case, and values, converted to text.
 
     Example:
         >>> with patch_environment(my_flag=1):
@@ -136,7 +136,7 @@ def patch_environment(**kwargs: Any) -> Generator[None]:
 
 @contextmanager
 def clear_environment() -> Generator[None]:
-    """Clear the environment within the block, and restore it after it.
+    """Clear the environment within the block, and restore it afterwards.
 
     Variables that the block sets are removed.
 
@@ -165,7 +165,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    r"""Write variables as lines for an environment file, without those that such a file cannot hold.
+    r"""Format variables as lines of an environment file, without variables that such a file cannot hold.
 
     Returns:
         `NAME=value` with a line end, one per variable. A variable whose name or value is empty, or holds
@@ -181,7 +181,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
         if name and text and "=" not in name and not _NOT_IN_FILES & {*name, *text}:
             lines.append(f"{name}={text}\n")
         else:
-            # Imported here, or every process would pay for it that has the alias.
+            # Imported here, or every process that has the alias would pay for it.
             import_module("logging").getLogger(__name__).warning(
                 "skipped the variable %r=%r: it cannot be written to a line of an environment file",
                 name,
@@ -201,14 +201,14 @@ def accelerate_values() -> dict[str, str]:
 
 
 def restore_accelerate_values(before: Mapping[str, str]) -> None:
-    """Remove `ACCELERATE_*` variables that are new, and give those that are left their values back."""
+    """Remove `ACCELERATE_*` variables that are new, and restore the values of the others."""
     now = accelerate_variables()
     remove(now - before.keys())
     publish({name: before[name] for name in now & before.keys()})
 
 
 def remove(names: Iterable[str]) -> None:
-    """Remove variables of this process, those that are set."""
+    """Remove variables of this process, if they are set."""
     for name in names:
         os.environ.pop(name, None)
 
@@ -219,10 +219,9 @@ _Decorated = TypeVar("_Decorated", bound="Callable[..., Any]")
 def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     """Decorate a function or a class so that `ACCELERATE_*` variables which it sets do not outlive a call.
 
-    Variables that existed before get their values back; those that the function removed stay away, and
-    other variables are left alone. Of a class, the methods that begin with `test` are treated so, also those
-    that subclasses define; what `setUp`, `setup_method` and their likes set is kept between them, until the
-    matching teardown.
+    Variables that existed before are restored, except those that the function removed; other variables are
+    not changed. For a class, this applies to the methods that begin with `test`, including those of
+    subclasses; variables set by `setUp`, `setup_method` and the like are kept until the matching teardown.
 
     Example:
         >>> from accel_state.environ import publish, read
@@ -274,7 +273,7 @@ def _purging(
     return scope()(function)
 
 
-# What test frameworks call before and after the methods of a class.
+# The methods that test frameworks call before and after the tests of a class.
 _LIFECYCLES = {
     "setUp": "tearDown",
     "asyncSetUp": "asyncTearDown",
@@ -302,7 +301,7 @@ def _purge_methods(cls: type) -> None:
 
 
 def _lifecycle_scopes() -> Mapping[str, Callable[[], _GeneratorContextManager[None]]]:
-    """For every set-up and tear-down method the scope that remembers, or drops, what the set-up adds."""
+    """Map each set-up and tear-down method to the scope that keeps, or drops, the variables it sets."""
     before: dict[str, Mapping[str, str]] = {}
 
     @contextmanager
@@ -310,7 +309,7 @@ def _lifecycle_scopes() -> Mapping[str, Callable[[], _GeneratorContextManager[No
         before[setup] = accelerate_values()
         try:
             yield
-        except BaseException:  # also when interrupted: no tear-down follows a set-up that failed
+        except BaseException:  # no tear-down follows a failed or interrupted set-up
             restore_accelerate_values(before.pop(setup))
             raise
 
@@ -339,7 +338,7 @@ def _optional_argument(purging: Callable[..., Any], function: Callable[..., Any]
 
 
 def _inherited(cls: type, name: str, like: Any) -> Any:
-    """A tear-down method that does what it did without one: call the parent's, if there is any."""
+    """Create a tear-down method that only calls the parent's, if there is one."""
 
     def teardown(owner: Any, argument: Any) -> Any:
         parent = getattr(super(cls, owner), name, None)

@@ -44,7 +44,7 @@ class SettingsError(AccelError, ValueError):
 
 
 class MissingDependencyError(AccelError, ImportError):
-    """An optional library is needed and absent. The message names the extra that brings it."""
+    """An optional library is needed but not installed. The message names the extra that installs it."""
 
 
 class CheckpointError(AccelError, ValueError):
@@ -68,7 +68,7 @@ class TrackerError(AccelError, RuntimeError):
 
 
 class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 - the documented name
-    """The ranks called different collectives, or the same one on data that does not fit together."""
+    """The ranks called different collectives, or the same collective on data that does not match."""
 
 
 class StalledCollectiveError(DistributedOperationException, TimeoutError):
@@ -87,7 +87,7 @@ def first_line(error: BaseException) -> str:
 
 
 def some_of(names: Iterable[str], *, most: int = 10, width: int = 100) -> str:
-    """List names for a message: the first ones, none longer than `width` characters, and how many more.
+    """Format names for a message: the first ones, each cut to `width` characters, and the number of others.
 
     Example:
         >>> some_of(["a", "b", "c"], most=2), some_of(["a" * 9], width=4)

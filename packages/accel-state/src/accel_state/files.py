@@ -1,7 +1,7 @@
-"""Read files of unknown origin, JSON and pickles among them; the C library.
+"""Read files of unknown origin, including JSON and pickles; load the C library.
 
-Opening a FIFO would block, and reading `/dev/zero` would fill memory: only regular files are read, and no
-more of them than a limit.
+Opening a FIFO would block, and reading `/dev/zero` would fill memory: only regular files are read, up to
+a size limit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accel_state.errors import CheckpointError, SettingsError
 from accel_state.remote import AnyPath, RemotePath, check_scheme
 
 JSON_LIMIT = 100_000_000
-"""Bytes; the bound of the safetensors format for its header, and generous for every index."""
+"""Bytes; the limit of the safetensors format for its header, and generous for any index."""
 
 CONFIG_LIMIT = 200_000
 """Bytes of a config file; parsing YAML takes a second per 100 kB."""
@@ -52,7 +52,7 @@ def open_regular(
         return BufferedReader(path.open())
     kind = stat.S_IFMT(Path(path).stat().st_mode)
     if kind == stat.S_IFREG:
-        file = open(path, "rb", opener=_open_without_blocking)  # noqa: SIM115 - it is the caller's; Path has no opener
+        file = open(path, "rb", opener=_open_without_blocking)  # noqa: SIM115 - closed by the caller; Path has no opener
         kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)  # Another file may have replaced it.
         if kind == stat.S_IFREG:
             return file
@@ -113,7 +113,7 @@ class RestrictedUnpickler(pickle.Unpickler):
     """Unpickle plain values and torch's dtypes; refuse other classes and functions that are not listed.
 
     Attributes:
-        allowed: What a pickle may name: module and name to the object that stands for it. Set by subclasses.
+        allowed: The objects that a pickle may refer to, by module and name. Set by subclasses.
 
     Example:
         >>> import io
@@ -127,7 +127,7 @@ class RestrictedUnpickler(pickle.Unpickler):
     allowed: ClassVar[Mapping[tuple[str, str], Any]] = {}
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Return what a listed name stands for."""
+        """Return the object of a listed name."""
         allowed = self.allowed.get((module_name, global_name))
         if allowed is None and module_name == "torch":
             known = getattr(sys.modules.get("torch"), global_name, None)
@@ -142,7 +142,7 @@ def _open_without_blocking(path: str, flags: int) -> int:
 
 
 _LONGEST_NAME = 255
-"""Bytes; of Linux, macOS and Windows."""
+"""Bytes; the limit of Linux, macOS and Windows."""
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # one slash, as Path drops the other; "C:/" is a drive
 
@@ -206,7 +206,7 @@ def local_path(path: str | os.PathLike[str], argument: str) -> Path:
 
 @functools.cache
 def libc() -> ctypes.CDLL | None:
-    """Return the C library; `None` on other systems than Linux.
+    """Return the C library; `None` on systems other than Linux.
 
     Example:
         >>> import os
@@ -218,9 +218,9 @@ def libc() -> ctypes.CDLL | None:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system, as far as the C library can.
+    """Return freed memory to the system, if the C library supports it.
 
-    glibc keeps it when large and small blocks were freed alternately.
+    glibc keeps freed memory when large and small blocks were freed alternately.
     """
     trim = getattr(libc(), "malloc_trim", None)  # musl has none
     if trim is not None:

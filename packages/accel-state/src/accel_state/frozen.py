@@ -1,4 +1,4 @@
-"""`frozen`, a decorator of records: frozen dataclasses that are cheap to define."""
+"""`frozen`, a class decorator for frozen dataclasses that are cheap to define."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _FACTORY = _Factory()
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
 def frozen(cls: type[_T]) -> type[_T]:
-    """Make a class a dataclass that is frozen, has slots, and takes keyword arguments only.
+    """Turn a class into a frozen, slotted, keyword-only dataclass.
 
     It behaves as with `@dataclass(frozen=True, slots=True, kw_only=True)`, which before Python 3.13 compiles
-    six methods for each class, one by one: that was half of the time of `from accel import Accelerator`.
+    six methods for each class, one by one: half of the time of `from accel import Accelerator`.
     Here only `__init__` is compiled, and all such classes share the other methods.
 
     Example:
@@ -37,9 +37,9 @@ def frozen(cls: type[_T]) -> type[_T]:
         (Point(x=1, y=0), True)
     """
     for name, method in _METHODS.items():
-        if vars(cls).get(name) is None:  # `__hash__` is None in a class with `__eq__` of its own
+        if vars(cls).get(name) is None:  # `__hash__` is None in a class that defines `__eq__`
             setattr(cls, name, method)
-    # `dataclass` would compile the methods of a frozen class, and takes no other class beneath a frozen one.
+    # `dataclass` would compile the methods of a frozen class, and does not derive a non-frozen class from it.
     parameters = [base.__dataclass_params__ for base in cls.__mro__ if "__dataclass_params__" in vars(base)]
     for of_base in parameters:
         of_base.frozen = False

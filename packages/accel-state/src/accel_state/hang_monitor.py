@@ -1,9 +1,9 @@
 """Hang diagnosis: the source line of every rank, in a warning and in the error of a collective.
 
 Every collective runs inside a `collective_scope`, which records the user's line in about a microsecond. A
-thread posts that line, or where the main thread is otherwise, to the store of the process group about once a
-second. When the backend gives up on a collective, the statuses of all ranks make the message. Ranks that are
-slower than the others are named as well; see `accel_state.stragglers`.
+thread posts that line, or the main thread's current line, to the store of the process group about once a
+second. When a collective times out in the backend, the error lists the statuses of all ranks. Ranks that are
+slower than the others are reported as well; see `accel_state.stragglers`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from accel_state.process_group import absent_keys, clone_store, get_all
 from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
 from accel_state.stragglers import RankSampler
 
-WARN_AFTER_S = 60.0  # seconds after which a wait is worth a warning
-LAST_WARNING = 0.9  # of the limit: NCCL's watchdog then ends the process, and nothing else is said
-INTERVAL_S = 1.0  # between two polls of the store, where neither the world nor the limit asks for another
-MIN_POLL_S = 1.0  # seconds in which a rank that is alive says something, on a busy machine too
-SHUTDOWN_GRACE_S = 5.0  # seconds that rank 0 waits for the others to hear why it ends
+WARN_AFTER_S = 60.0  # seconds of waiting before the first warning
+LAST_WARNING = 0.9  # fraction of the limit, at which NCCL's watchdog ends the process without our message
+INTERVAL_S = 1.0  # between two polls of the store; adapted to the world size and the limit
+MIN_POLL_S = 1.0  # seconds within which every live rank posts, even on a busy machine
+SHUTDOWN_GRACE_S = 5.0  # seconds that rank 0 waits for the others to read its diagnosis
 
-# Errors of the transport have such a type or origin; a download of the program may time out as well.
+# Transport errors have such a type or origin; other timeouts, as of a download by the program, do not.
 _TYPES = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
 # gloo's errors are plain RuntimeErrors that begin with a line of gloo's own source.
 _GLOO = re.compile(r"\[(?P<enforced>enforce fail at )?\S*\bgloo/\S+:\d+\] ")
@@ -61,10 +61,10 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
         operation: Name of the collective, for code without source text, such as `"backward"`.
 
     Raises:
-        StalledCollectiveError: On entry if another rank has given up waiting; on leaving in place of the
-            backend's error when this rank has.
-        DistributedOperationException: On leaving in place of another error of the backend, as when ranks
-            call different operations.
+        StalledCollectiveError: On entry if a collective has timed out on another rank; on exit in place of
+            the backend's timeout error.
+        DistributedOperationException: On exit in place of another error of the backend, as when ranks call
+            different operations.
 
     Example:
         >>> with collective_scope("all_reduce"):
@@ -108,7 +108,7 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
 def transport_errors_explained(operation: str) -> Generator[None]:
     """Explain a stall in code that mixes the user's computation with collectives, such as a pipeline.
 
-    Unlike a `collective_scope` it is no collective: the collectives inside are recorded.
+    Unlike a `collective_scope` it does not count as a collective itself; the collectives inside do.
 
     Raises:
         StalledCollectiveError: In place of the transport's error when a collective timed out.
@@ -126,13 +126,13 @@ class HangMonitor:
     """The status of this rank, and the thread that posts it.
 
     Args:
-        store: A connection to the job's store of its own.
-        limit: Seconds after which the backend gives up on a collective.
+        store: A separate connection to the job's store.
+        limit: Seconds after which a collective times out in the backend.
         asynchronous: Whether collectives return before they are done, as on GPUs, so that a process that
             waits for them may be anywhere.
 
     Attributes:
-        polls (list[Callable[[], None]]): What the thread also calls each time; short, and never waiting.
+        polls (list[Callable[[], None]]): Further short, non-blocking callbacks of each poll.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class HangMonitor:
         self.count -= 1
 
     def name_stragglers(self, steps: Callable[[], int]) -> None:
-        """Look for ranks that are slower than the others from now on, and name them in the log of rank 0.
+        """Start to detect ranks that are slower than the others, and log them on rank 0.
 
         Args:
             steps: Returns how many optimizer steps this rank has done.
@@ -184,8 +184,8 @@ class HangMonitor:
         """Post that this rank exits, and end the thread.
 
         Args:
-            closing: Whether this process may close the store. Rank 0 then gives the others the time
-                to stop using it, about a second if they are still at work.
+            closing: Whether this process may close the store. Rank 0 then waits until the others stop
+                using it, about a second if they are still running.
         """
         self._closing.set()
         self._thread.join(timeout=5.0)
@@ -196,12 +196,12 @@ class HangMonitor:
                 logger.debug("the store is already gone: %s", error)
 
     def on_timeout(self, operation: str, error: BaseException) -> str:
-        """Make the message for a collective that timed out, and post it to the other ranks."""
+        """Create the error message of a collective that timed out, and post it to the other ranks."""
         reason = first_sentence(error)
         self._warn_after = float("inf")
         try:
-            # The first rank to give up looks where all are, and is quoted by the others: thousands may give
-            # up at once, and each would have thousands to look for.
+            # Only the first rank to time out reads the statuses of all ranks; the others quote its message:
+            # thousands may time out at once, and each would read thousands of statuses.
             if self._store.add("explaining", 1) > 1:
                 # Wait for the diagnosis of another rank, unless that rank exits.
                 deadline = time.monotonic() + 2 * self._poll_interval + SHUTDOWN_GRACE_S
@@ -226,7 +226,7 @@ class HangMonitor:
         return max(2.5 * self.interval, MIN_POLL_S)
 
     def _explanation(self) -> str:
-        """Describe all ranks; wait a few intervals to find those that no longer answer."""
+        """Describe all ranks; wait a few intervals to find ranks without a heartbeat."""
         ranks = range(self._world_size)
         before = self.statuses(ranks)
         time.sleep(self._poll_interval)
@@ -247,7 +247,7 @@ class HangMonitor:
             self._store.add("started", 1)
             while not self._wait():
                 closing = self._store.check(["closing"])
-                self._poll_diagnosis()  # also to the last that rank 0 says
+                self._poll_diagnosis()  # reads rank 0's last message, too
                 if closing:
                     break
                 self._post()
@@ -257,11 +257,11 @@ class HangMonitor:
                     poll()
             self._post(exited=True)
             self._store.add("exited", 1)
-        except RuntimeError as error:  # the store is gone, with the process that kept it
+        except RuntimeError as error:  # the store is gone, with the process that hosted it
             logger.debug("the hang explainer stops: %s", error)
 
     def _wait(self) -> bool:
-        """Wait until the next post, and take samples meanwhile; return whether this rank ends."""
+        """Wait until the next post, and take samples meanwhile; return whether the monitor stops."""
         end = time.monotonic() + self.interval
         while (sampler := self.sampler) is not None and time.monotonic() < end:
             if self._closing.wait(sampler.pause()):
@@ -270,7 +270,7 @@ class HangMonitor:
         return self._closing.wait(max(0.0, end - time.monotonic()))
 
     def _compare_ranks(self) -> None:
-        """Name slow ranks, on rank 0 alone, which reads the statuses that all ranks post anyway."""
+        """Log slow ranks, on rank 0 only, from the statuses that all ranks post anyway."""
         sampler, now = self.sampler, time.monotonic()
         if self._rank == 0 and sampler is not None and sampler.is_due(now):
             line = sampler.compare(self.statuses(range(self._world_size)), now)
@@ -299,7 +299,7 @@ class HangMonitor:
         if self.diagnosis is None and self._store.check(["diagnosis"]):
             diagnosis = self._store.get("diagnosis").decode()
             logger.error("Another rank gave up waiting: %s", diagnosis)
-            self.diagnosis = diagnosis  # from now on collectives are refused, with the reason in the log
+            self.diagnosis = diagnosis  # from now on collectives raise, with the reason in the log
 
     def _warn(self) -> None:
         """Log all statuses while this rank makes no progress, less and less often, and before the limit."""
@@ -315,14 +315,14 @@ class HangMonitor:
         if waited < self._warn_after:
             return
         self._warn_after = next_warning(waited, self._limit)
-        if self._warns is None:  # one of the ranks that wait for the same warns for all
+        if self._warns is None:  # only one of the ranks that wait for the same collective warns
             self._claim, own = f"warned/{self.count}", f"{self._rank}"
             self._warns = self._store.compare_set(self._claim, "", own) == own.encode()
         if not self._warns:
             return
         statuses = self.statuses(range(self._world_size))
-        # Outside of collectives a process may well compute for long: what counts is who waits for whom, that
-        # is, whether a rank has begun fewer collectives, or has ended.
+        # Outside of collectives a process may compute for long: warn only if other ranks wait, that is, if a
+        # rank has begun fewer collectives, or has ended.
         if slot is None and waited < LAST_WARNING * self._limit:
             known = [status for status in statuses.values() if status is not None]
             if not any(status.exited or status.collective < self.count for status in known):
@@ -337,7 +337,7 @@ class HangMonitor:
         )
 
     def statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
-        """Return the last status of ranks, in two requests if all have one; `None` for a rank without one."""
+        """Return the last status of each rank (`None` if it has none), in two requests if all have one."""
         absent = set(absent_keys(self._store, [f"{rank}" for rank in ranks]))
         present = [f"{rank}" for rank in ranks if f"{rank}" not in absent]
         texts = dict(zip(present, get_all(self._store, present), strict=True))
@@ -356,7 +356,7 @@ class HangMonitor:
 
 
 def next_warning(waited: float, limit: float) -> float:
-    """Return after how many seconds of waiting to warn again: twice as long, but once near the limit.
+    """Return the waiting time in seconds of the next warning: twice as long, but once near the limit.
 
     Example:
         >>> [next_warning(waited, 600) for waited in (60, 480, 540)]
@@ -373,7 +373,7 @@ def active() -> HangMonitor | None:
 
 def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchronous: bool = False) -> None:
     """Start monitoring this rank if there are several ranks."""
-    global _active  # noqa: PLW0603 - one process has one monitor, and `collective_scope` must find it in no time
+    global _active  # noqa: PLW0603 - one monitor per process, which `collective_scope` must find fast
     end()
     if world_size == 1:
         return
@@ -386,7 +386,7 @@ def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchron
             asynchronous=asynchronous,
         )
         monitor.start()
-    except RuntimeError as error:  # a store of a third party; the run does not depend on this help
+    except RuntimeError as error:  # a third-party store; the run does not depend on the monitor
         logger.warning("Hangs will not be explained: the store of the process group fails (%s).", error)
     else:
         _active = monitor
@@ -396,7 +396,7 @@ def end(*, closing: bool = False) -> None:
     """Stop monitoring; do nothing if nothing is monitored.
 
     Args:
-        closing: Whether this process may take the store with it, as on leaving the process group.
+        closing: Whether this process may close the store, as when it destroys the process group.
     """
     global _active
     monitor, _active = _active, None
@@ -411,7 +411,7 @@ def _after_fork() -> None:
 
 
 def _explain(monitor: HangMonitor, operation: str, error: BaseException) -> None:
-    """Raise a transport error again with the statuses of all ranks; ignore any other error."""
+    """Re-raise a transport error with the statuses of all ranks; ignore any other error."""
     if is_transport_error(error):
         wrapped = StalledCollectiveError if is_stall(error) else DistributedOperationException
         raise wrapped(monitor.on_timeout(operation, error)) from error
@@ -430,7 +430,7 @@ def is_transport_error(error: BaseException | None) -> bool:
 
 
 def is_stall(error: BaseException) -> bool:
-    """Return whether a transport error means that another rank did not take part, not that ranks disagree.
+    """Return whether a transport error means that another rank did not join, not that ranks disagree.
 
     Example:
         >>> is_stall(RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:464] 8 vs 4"))

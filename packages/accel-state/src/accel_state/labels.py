@@ -1,7 +1,7 @@
-"""The documented enumerations: labels that users compare, write in files and read in messages.
+"""The documented enumerations, with the labels used in config files and messages.
 
-Torch-free. After construction nothing inside accel compares a `DistributedType`; a strategy record,
-a device row or a topology answers instead.
+Torch-free. After construction no code of accel compares a `DistributedType`; it asks the strategy
+record, the device kind or the topology instead.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ PrecisionName: TypeAlias = Literal["no", "fp8", "fp16", "bf16"]
 
 
 class FP8BackendType(str, BaseEnum):
-    """The library that multiplies matrices in 8 bits."""
+    """The library for FP8 matrix multiplication."""
 
     NO = "NO"
     TE = "TE"
@@ -159,7 +159,7 @@ class SageMakerDistributedType(str, Enum):  # noqa: UP042 - prints with the name
     MODEL_PARALLEL = "MODEL_PARALLEL"
 
 
-# Strategies that have a label of their own on every device; the label of the others is that of the device.
+# Strategies with a separate label, the same on every device; other strategies use the device's label.
 _STRATEGY_LABELS = {
     "fsdp": DistributedType.FSDP,
     "fsdp1": DistributedType.FSDP,
@@ -172,17 +172,17 @@ _STRATEGY_LABELS = {
 def distributed_type_of(
     strategy_name: str, device_kind_label: DistributedType | str, world_size: int
 ) -> DistributedType:
-    """Return the label of a run.
+    """Return the distributed type of a run.
 
     Args:
-        strategy_name: The name of the strategy, such as `"single"`, `"ddp"` or a third party's own.
+        strategy_name: The name of the strategy, such as `"single"`, `"ddp"` or a third party's.
         device_kind_label: The label of several processes on this kind of device, for example
             `DistributedType.MULTI_GPU` for CUDA.
         world_size: Number of processes.
 
     Returns:
-        `XLA` on XLA devices; else the strategy's own label where it has one, `NO` for one process, else the
-        device's label.
+        `XLA` on XLA devices; else the strategy's label if it has one; else `NO` for one process, the device's
+        label for several.
 
     Example:
         >>> distributed_type_of("ddp", "MULTI_CPU", 2).value
@@ -195,7 +195,7 @@ def distributed_type_of(
         'XLA'
     """
     label = DistributedType(device_kind_label)
-    if label is DistributedType.XLA:  # also with one process, which may drive many devices
+    if label is DistributedType.XLA:  # even with one process, which may drive many devices
         return label
     labels = _STRATEGY_LABELS.get(strategy_name)
     if labels is not None:
@@ -207,7 +207,7 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
     "DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA",
     "MULTI_MUSA", "MULTI_XPU", "MULTI_CPU", "MULTI_HPU", "MULTI_NEURON",
 ]  # fmt: skip
-"""What runs are called whose processes `torch.distributed` connects."""
+"""The labels of runs that use `torch.distributed`."""
 
 
 def has_sharded_gradients(distributed_type: DistributedType | str | None) -> bool:
@@ -230,16 +230,16 @@ TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
 """The modes of `torch.compile`."""
 
 DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
-"""What starts DeepSpeed's processes on several nodes."""
+"""The programs that start DeepSpeed's processes on several nodes."""
 
 SAGEMAKER_PYTORCH_VERSION = "1.10.2"
-"""The version of torch of a SageMaker job that names none."""
+"""The default version of torch of a SageMaker job."""
 
 SAGEMAKER_PYTHON_VERSION = "py38"
-"""The version of Python of a SageMaker job that names none."""
+"""The default version of Python of a SageMaker job."""
 
 SAGEMAKER_TRANSFORMERS_VERSION = "4.17.0"
-"""The version of transformers of a SageMaker job that names none."""
+"""The default version of transformers of a SageMaker job."""
 
 SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]
-"""The instances on which SageMaker's own data parallelism runs."""
+"""The instances that support SageMaker's data parallelism library."""

@@ -1,4 +1,4 @@
-"""Import names at their first use: those of a package, by its stub, and those of entry points."""
+"""Import names at their first use: the exports in a package's stub, and the objects of entry points."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _AS_ITSELF = re.compile(r"\b(\w+) as \1\b")
 class LazyModule(ModuleType):
     """A package or module whose names are defined in other modules.
 
-    What is assigned to such a name replaces it there, too, and in each of our modules that has imported it:
-    a program that replaces a function under the documented name replaces the one that is called. Deleting
-    the name puts the original back everywhere; `unittest.mock` and pytest's `monkeypatch` delete a name that
-    they had to ask for.
+    Assigning to such a name also patches the defining module and each of our modules that has imported it:
+    a program that patches a function under its documented name patches the function that is called. Deleting
+    the name restores the original everywhere; `unittest.mock` and pytest's `monkeypatch` delete a name that
+    they found through `__getattr__`.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
         originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
         is_export = name in vars(self).get("_EXPORTS", ()) or name in _visible_names(self, name)
-        # The import system binds a submodule in its package, which replaces nothing.
+        # The import system binds a submodule in its package, which is no patch.
         is_submodule = isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}"
         if not is_export or (name not in originals and is_submodule):
             super().__setattr__(name, value)
@@ -52,7 +52,7 @@ class LazyModule(ModuleType):
 
 
 def _replace(name: str, before: object, after: object) -> None:
-    """Replace an object in each of our other modules that has it under a name, also as `accelerate`."""
+    """Replace an object under a name in each of our other modules, also those imported as `accelerate`."""
     for module_name, module in list(sys.modules.items()):
         top = module_name.partition(".")[0]
         is_ours = (top in ("accel", "accelerate") or top.startswith("accel_")) and module_name != __name__
@@ -61,7 +61,7 @@ def _replace(name: str, before: object, after: object) -> None:
 
 
 def replaced_absent_names() -> list[str]:
-    """Return the full names of what a program has replaced and nothing of ours implements."""
+    """Return the full names that a program has patched although we do not implement them."""
     modules = {id(module): module for module in [*sys.modules.values()] if isinstance(module, LazyModule)}
     return [
         f"{module.__name__}.{name}"
@@ -72,16 +72,16 @@ def replaced_absent_names() -> list[str]:
 
 
 def attach(package: str, visible: str | None = None) -> None:
-    """Give a module the names that its stub imports from other modules, each imported at its first use.
+    """Add to a module the names that its stub imports from other modules, each imported at its first use.
 
-    The stub, the file beside the module that ends in `.pyi`, is the one list of them: type checkers read it
-    as it is. `__all__` has the public names without submodules.
+    The stub, the module's `.pyi` file, is the only list of them: type checkers read it as it is. `__all__`
+    has the public names without submodules.
 
     Args:
         package: The name of the module.
-        visible: A module whose `NAMES` has, by module, further names with their sources, which the module
-            answers when it is asked for them; neither `dir()` nor `__all__` has them. It is imported at the
-            first name that is no export.
+        visible: A module whose `NAMES` has, by module, further names with their sources, which can be
+            imported although neither `dir()` nor `__all__` lists them. It is imported at the first name
+            that is no export.
     """
     module: Any = sys.modules[package]
     spec = module.__spec__
@@ -106,9 +106,9 @@ def attach(package: str, visible: str | None = None) -> None:
 
 
 def _object_at(target: str, name: str) -> Any:
-    """Import `"module"`'s object of a name, the object `"module:object"`, or the module `"module:"`.
+    """Import the object `name` of `"module"`, the object `"module:object"`, or the module `"module:"`.
 
-    Of `"module:function()"` it is the function's result.
+    For `"module:function()"`, return the function's result.
     """
     source, is_explicit, attribute = target.partition(":")
     module = import_module(source)
@@ -118,7 +118,7 @@ def _object_at(target: str, name: str) -> Any:
 
 
 def _visible_object(module: ModuleType, name: str) -> Any:
-    """Import the object of a name that a module answers beside its exports.
+    """Import the object of an unlisted name of a module.
 
     Raises:
         AttributeError: There is no such name, or the library that defines it is not installed.
@@ -133,7 +133,7 @@ def _visible_object(module: ModuleType, name: str) -> Any:
 
 
 def _visible_names(module: ModuleType, name: str) -> dict[str, str]:
-    """Return what a module answers beside its exports, by name, for one that may be among them."""
+    """Return the unlisted names of a module with their sources, if `name` may be among them."""
     table: str | None = vars(module).get("_VISIBLE")
     if table is None or name.startswith("__"):
         return {}
@@ -142,15 +142,15 @@ def _visible_names(module: ModuleType, name: str) -> dict[str, str]:
 
 
 _ABSENT = "absent: "
-"""What precedes, in a table of visible names, the sentence about names that we do not implement."""
+"""The prefix, in a table of visible names, of the advice for names that we do not implement."""
 
 
 class AbsentName:
-    """Stand for a name of the reference that we do not implement: importing it works, using it raises.
+    """A placeholder for a name of the reference that we do not implement: importing works, using it raises.
 
     Args:
         name: The full name.
-        advice: The sentence that the error ends with.
+        advice: The last sentence of the error message.
     """
 
     def __init__(self, name: str, advice: str) -> None:
@@ -171,10 +171,10 @@ class AbsentName:
 
 
 def exports_of(stub: str, package: str) -> dict[str, str]:
-    r"""Return the names that a stub exports: those that it imports as themselves.
+    r"""Return the names that a stub exports, that is, imports `as` the same name.
 
     Returns:
-        Name to the dotted module that defines it, or to that of a submodule with a trailing colon.
+        Name to the dotted module that defines it; a submodule maps to its dotted name with a trailing colon.
 
     Example:
         >>> exports_of("from json import dumps as dumps\nfrom zoo import keepers as keepers", "zoo")
@@ -191,7 +191,7 @@ def entry_points_of(group: str) -> EntryPoints:
     """Return the entry points of a group.
 
     The metadata of every distribution is read once (0.1 s for 300 of them), and once more after a folder of
-    `sys.path` has changed, so that what is installed meanwhile is found.
+    `sys.path` has changed, so that distributions installed meanwhile are found.
     """
     return _entry_points_of(group, tuple((path, _changed_at(path)) for path in sys.path))
 
@@ -227,7 +227,7 @@ Row = TypeVar("Row", bound=Named)
 
 @frozen
 class Registry(Generic[Row]):
-    """The rows that come with accel, and those of installed distributions.
+    """A table of built-in rows and rows of installed distributions.
 
     A distribution adds a row with `[project.entry-points."GROUP"] name = "module:ROW"`.
 
@@ -287,7 +287,7 @@ class Registry(Generic[Row]):
         return rows[name]
 
     def resolve(self, name: str, reference: Any) -> Any:
-        """Import what a row names as `"module:object"`; return anything else as it is."""
+        """Import a reference such as `"module:object"`; return anything else as it is."""
         return EntryPoint(name, reference, self.group).load() if isinstance(reference, str) else reference
 
     def _points(self, installed: Iterable[EntryPoint] | None) -> list[EntryPoint]:

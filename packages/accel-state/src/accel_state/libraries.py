@@ -23,31 +23,31 @@ STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Version, Version], bool]] = {
     "<=": operator.le,
     "<": operator.lt,
 }
-"""What the texts of comparisons mean."""
+"""The functions of comparison operators."""
 
 MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.1.0"
-"""The version of torch since which its profiler records devices that are not CUDA's."""
+"""The first version of torch whose profiler records devices other than CUDA."""
 XPU_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0"
-"""The version of torch since which its profiler records Intel GPUs."""
+"""The first version of torch whose profiler records Intel GPUs."""
 
 BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
-"""The version of torch since which tensor parallelism works."""
+"""The first version of torch whose tensor parallelism works."""
 BETA_TP_AVAILABLE_TRANSFORMERS_VERSION = "4.52.0"
-"""The version of transformers since which its models have a plan for tensor parallelism."""
+"""The first version of transformers whose models have a tensor-parallel plan."""
 BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
-"""The version of torch since which context parallelism works."""
+"""The first version of torch whose context parallelism works."""
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
-"""The version of DeepSpeed since which sequence parallelism works."""
+"""The first version of DeepSpeed whose sequence parallelism works."""
 FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
-"""The version of torch since which FSDP works."""
+"""The first version of torch whose FSDP works."""
 FSDP2_PYTORCH_VERSION = "2.6.0"
-"""The version of torch since which FSDP2 works."""
+"""The first version of torch whose FSDP2 works."""
 DTENSOR_PYTORCH_VERSION = "2.5.0"
-"""The version of torch since which DTensor is public."""
+"""The first version of torch with a public DTensor."""
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Compare a version with another.
+    """Compare two versions.
 
     Args:
         library_or_version: The distribution name of an installed library, or a parsed version.
@@ -83,7 +83,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 def is_torch_version(operation: str, version: str) -> bool:
     """Compare the version of the installed torch with another.
 
-    A pre-release or nightly counts as the release that it leads to.
+    A pre-release or nightly counts as the release that follows it.
 
     Example:
         >>> is_torch_version(">=", "2.9")
@@ -93,7 +93,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def torch_version() -> Version:
-    """Return the version of torch without the part that names its build, such as `+cpu`."""
+    """Return the version of torch without its local build label, such as `+cpu`."""
     return Version(installed_version("torch").base_version)
 
 
@@ -123,7 +123,7 @@ class Library:
     Args:
         modules: Top-level modules; any of them is sufficient.
         distribution: The distribution to install; the module's own name if None.
-        minimum: The first version that is enough.
+        minimum: The minimum version.
     """
 
     modules: tuple[str, ...]
@@ -140,7 +140,7 @@ _NAMED_ALIKE = (
     "pandas", "peft", "plotly", "pytest", "rich", "sagemaker", "schedulefree", "swanlab", "timm",
     "torchdata", "torchft", "torchvision", "trackio", "transformers", "triton", "wandb",
 )  # fmt: skip
-"""Libraries whose module and distribution have the name by which we know them."""
+"""Libraries whose module and distribution have the same name as their key in `LIBRARIES`."""
 
 LIBRARIES: Mapping[str, Library] = {
     **{name: _library(name) for name in _NAMED_ALIKE},
@@ -156,13 +156,13 @@ LIBRARIES: Mapping[str, Library] = {
     "torchdata_stateful_dataloader": _library("torchdata", minimum="0.8.0"),
     "transformer_engine": _library("transformer_engine", distribution="transformer-engine"),
 }
-"""Every optional library that is asked about, by the name in `is_<name>_available`."""
+"""Every optional library, by the name in `is_<name>_available`."""
 
 
 def hide_import_notices() -> None:
-    """Drop what torch logs when torchao 0.18 is imported, as by transformers: it concerns torchao's authors.
+    """Hide torch's log messages about the import of torchao 0.18, meant for the authors of torchao.
 
-    To be called before that import. It does not import torch.
+    Call it before torchao is imported, as transformers does. It does not import torch.
     """
     logging.getLogger("torch.utils._pytree").addFilter(_is_no_import_notice)
 
@@ -172,7 +172,7 @@ def _is_no_import_notice(record: logging.LogRecord) -> bool:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether a library of the table is installed, in a version that is enough.
+    """Return whether a library of the table is installed, in its minimum version or newer.
 
     Example:
         >>> is_installed("import_timer")
@@ -187,8 +187,8 @@ def require(name: str, what: str, *, install: str | None = None) -> None:
     Args:
         name: A key of `LIBRARIES`.
         what: The feature that needs it, as the subject of a sentence.
-        install: The requirement to install, such as an extra of an accel package; its own distribution if
-            None.
+        install: The requirement to install, such as an extra of an accel package; the library's distribution
+            if None.
 
     Raises:
         MissingDependencyError: It is not installed, or too old.
@@ -213,12 +213,12 @@ def _is_installed(library: Library) -> bool:
         return True
     try:
         return compare_versions(library.distribution or library.modules[0], ">=", library.minimum)
-    except MissingDependencyError:  # no distribution brought the module, such as a stub
+    except MissingDependencyError:  # the module belongs to no distribution, as a stub does
         return False
 
 
 def _has_module(name: str) -> bool:
-    """Whether `import name` would find code, rather than a folder that happens to have the name.
+    """Return whether `import name` would find code, rather than a folder that happens to have the name.
 
     A folder with Python modules deeper down, as of `megatron`, is code; an empty or a data folder is not.
     """
@@ -234,7 +234,7 @@ _NAMESPACES = frozenset({"megatron"})
 
 
 def _question(name: str) -> Callable[[], bool]:
-    """Make `is_<name>_available` of a library of the table."""
+    """Create the function `is_<name>_available` of a library of the table."""
     library = LIBRARIES[name]
 
     def is_available() -> bool:
@@ -305,7 +305,7 @@ def is_4bit_bnb_available() -> bool:
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Return whether bitsandbytes is installed in a version for more than CUDA (0.46.0)."""
+    """Return whether bitsandbytes is installed in a version that supports more than CUDA (0.46.0)."""
     return is_bnb_available(min_version="0.46.0")
 
 
@@ -315,12 +315,12 @@ def is_fp8_available() -> bool:
 
 
 def is_pippy_available() -> bool:
-    """Return whether torch brings `torch.distributed.pipelining` (2.4)."""
+    """Return whether torch has `torch.distributed.pipelining` (2.4)."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether NumPy is installed, at least a version of it."""
+    """Return whether NumPy is installed in a minimum version or newer."""
     return _is_package_available("numpy") and compare_versions("numpy", ">=", min_version)
 
 
@@ -330,7 +330,7 @@ def is_tqdm_available() -> bool:
 
 
 def _is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
-    """Return whether a module and its distribution, of the same name if none is given, are installed."""
+    """Return whether a module and its distribution (by default of the same name) are installed."""
     if find_spec(pkg_name) is None:
         return False
     try:
@@ -353,15 +353,15 @@ _MI300 = (9, 4)
 
 @frozen
 class Fp8Backend:
-    """A library that multiplies matrices in 8 bits.
+    """A library for FP8 matrix multiplication.
 
     Args:
         name: As in `ACCELERATE_FP8_BACKEND`.
-        title: Its own name.
+        title: The name that the library calls itself.
         library: A key of `accel_state.libraries.LIBRARIES`.
-        install: What `pip install` takes.
-        devices: The types of devices on which it runs, of those where FP8 is computed.
-        otherwise: What to use where it cannot run.
+        install: The requirement for `pip install`.
+        devices: The device types on which it computes in FP8.
+        otherwise: The alternative to suggest where it cannot run.
     """
 
     name: str
@@ -374,11 +374,11 @@ class Fp8Backend:
 
 @frozen
 class Fp8Device:
-    """What is known of a device before torch is imported.
+    """The properties of a device that are known before torch is imported.
 
     Args:
         type: Such as `"cuda"`.
-        capability: Its compute capability; `None` if it has none, or nobody knows it.
+        capability: Its compute capability; `None` if it has none, or it is unknown.
         is_rocm: Whether `"cuda"` means ROCm.
     """
 
@@ -413,7 +413,7 @@ BACKENDS = (
         otherwise="use the FP8 backend 'AO' (torchao: AORecipeKwargs()), or mixed_precision='bf16'",
     ),
 )
-"""In the order in which they are used when none is named."""
+"""In order of preference when none is requested."""
 
 BY_NAME = {backend.name: backend for backend in BACKENDS}
 
@@ -447,11 +447,11 @@ def why_unusable(backend: Fp8Backend, device: Fp8Device, *, emulate: bool = Fals
 def choose_backend(
     named: str | None, device: Fp8Device, *, emulate: bool = False, installed: Iterable[str] | None = None
 ) -> Fp8Backend:
-    """Return the backend of a run: the one that was named, else the first that is installed and can run.
+    """Return the FP8 backend of a run: the one requested by name, else the first usable installed one.
 
     Raises:
-        MissingDependencyError: The one that was named, or all of them, are not installed.
-        UnsupportedError: The device cannot do it.
+        MissingDependencyError: The requested backend is not installed, or, without a request, none is.
+        UnsupportedError: The device does not support it.
 
     Example:
         >>> choose_backend(None, Fp8Device(type="cpu"), installed=["TE", "AO"]).title

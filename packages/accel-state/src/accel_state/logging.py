@@ -19,7 +19,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
 
     Every method of a logger takes two more arguments: `main_process_only` (default `True`) and, with
     `main_process_only=False`, `in_order` (default `False`), which makes ranks log one after the other;
-    then all processes must make the call, whatever their levels. It also works before any state exists.
+    then all processes must make the call, whatever their levels. No state needs to exist.
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
@@ -60,12 +60,12 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Get a logger that logs on the main process only by default.
+    """Return a logger that logs on the main process only by default.
 
     Args:
-        name: As of `logging.getLogger`, such as `__name__`.
-        log_level: The lowest level that is logged, such as `"INFO"`. Without it the variable
-            `ACCELERATE_LOG_LEVEL`, and without that the level of `logging`'s own configuration.
+        name: As in `logging.getLogger`, such as `__name__`.
+        log_level: The lowest level that is logged, such as `"INFO"`. Defaults to the variable
+            `ACCELERATE_LOG_LEVEL`, and without it to the configuration of `logging`.
 
     Raises:
         SettingsError: The level does not exist.
@@ -90,7 +90,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ProgressBar(Protocol[T_co]):
-    """A bar of tqdm, which has no types of its own; it may have more methods."""
+    """The type of a tqdm progress bar, as tqdm has no type hints; it may have more methods."""
 
     def __iter__(self) -> Iterator[T_co]: ...
     def __len__(self) -> int: ...
@@ -113,15 +113,15 @@ def tqdm(
 @overload
 def tqdm(*args: Any, main_process_only: bool = ..., **kwargs: Any) -> ProgressBar[Any]: ...
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> ProgressBar[Any]:
-    """Make a `tqdm` progress bar that only the first process of each node shows.
+    """Create a `tqdm` progress bar that only the first process of each node shows.
 
-    A process that another one started, such as a rank of `notebook_launcher`, shows a bar of text: the
-    widgets of a notebook take updates from its own process only.
+    A child process, such as a rank of `notebook_launcher`, shows a text bar: the widgets of a notebook
+    accept updates from its own process only.
 
     Args:
-        *args: As of `tqdm.auto.tqdm`, which wraps any iterable.
+        *args: As in `tqdm.auto.tqdm`, which wraps any iterable.
         main_process_only: Set to `False` to show a bar on every process.
-        **kwargs: As of `tqdm.auto.tqdm`.
+        **kwargs: As in `tqdm.auto.tqdm`.
 
     Example:
         >>> list(tqdm(range(3), disable=True))

@@ -1,4 +1,4 @@
-"""Release memory of objects and of devices, and find a batch size that fits into it."""
+"""Release memory of objects and of devices, and find a batch size that fits into memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MESSAGES = (
     " out of memory",  # CUDA, XPU, MPS, HPU, NPU
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
-    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN says when no workspace is left
+    "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED",  # cuDNN's error when there is no memory for its workspace
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
 
@@ -49,8 +49,8 @@ def release_memory(*objects: Any) -> list[None]:
     """Release objects and their memory.
 
     Args:
-        *objects: Models, optimizers, tensors … A function cannot delete its caller's names, so these must be
-            assigned anew.
+        *objects: Models, optimizers, tensors … A function cannot delete its caller's names: the caller must
+            reassign them.
 
     Example:
         >>> model, optimizer = object(), object()
@@ -97,8 +97,8 @@ def find_executable_batch_size(
 ) -> Any:
     """Decorate a function so that it is retried with smaller batches until one fits into memory.
 
-    The decorated function is called without its first argument, the batch size. The next call begins with the
-    size that was found.
+    The decorated function is called without its first argument, the batch size. The next call starts with the
+    batch size found.
 
     Args:
         function: Takes the batch size first; omit it to decorate with arguments.
@@ -148,7 +148,7 @@ def find_executable_batch_size(
         raise RuntimeError("No executable batch size found, reached zero.")
 
     parameters = list(signature.parameters.values())
-    search.__signature__ = signature.replace(parameters=parameters[1:])  # pyright: ignore[reportAttributeAccessIssue] - what inspect looks for
+    search.__signature__ = signature.replace(parameters=parameters[1:])  # pyright: ignore[reportAttributeAccessIssue] - for inspect
     return search
 
 

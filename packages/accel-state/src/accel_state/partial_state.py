@@ -1,4 +1,4 @@
-"""PartialState: rank, world size and device of this process, with the methods that ask for the rank."""
+"""PartialState: rank, world size and device of this process, and methods that depend on the rank."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ T = TypeVar("T")
 
 
 class RankMethods:
-    """Methods of `PartialState`, `AcceleratorState` and `Accelerator` that ask for the rank."""
+    """Methods of `PartialState`, `AcceleratorState` and `Accelerator` that depend on the rank."""
 
     __slots__ = ()
 
     @property
     def _process(self) -> PartialState:
-        """The state of this process, as each of them finds it."""
+        """The `PartialState` of this process."""
         raise NotImplementedError
 
     @property
@@ -82,7 +82,7 @@ class RankMethods:
         return goes_first(self.is_local_main_process, self.wait_for_everyone)
 
     def _goes_first(self, is_main: bool) -> Generator[None]:
-        """Yield on the ranks that say so first, then on the others; Accelerate's name of `goes_first`."""
+        """Run the block on some ranks first, then on the others; Accelerate's name of `goes_first`."""
         with goes_first(is_main, self.wait_for_everyone):
             yield
 
@@ -130,7 +130,7 @@ class RankMethods:
 
         Args:
             function: The function; omit it to decorate with arguments.
-            process_index: The rank. With one process, every rank is this one.
+            process_index: The rank. With a single process, the function runs for any rank.
 
         Raises:
             ValueError: `process_index` is missing.
@@ -158,7 +158,7 @@ class RankMethods:
 
         Args:
             function: The function; omit it to decorate with arguments.
-            local_process_index: The local rank. With one process, every local rank is this one.
+            local_process_index: The local rank. With a single process, the function runs for any local rank.
 
         Raises:
             ValueError: `local_process_index` is missing.
@@ -215,7 +215,7 @@ def _run_if(condition: bool, function: Any) -> Any:
 
 
 def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
-    """Return the function itself, or one of the same name that does nothing.
+    """Return the function if the condition holds, else a function of the same name that does nothing.
 
     Example:
         >>> only_if(False, len)([1, 2]) is None
@@ -250,7 +250,7 @@ def goes_first(first: bool, barrier: Callable[[], None]) -> Generator[None]:
 
 
 def shard_bounds(length: int, num_shards: int, index: int) -> tuple[int, int]:
-    """Return where one shard of a sequence begins and ends; the first shards may be one longer.
+    """Return begin and end index of one shard of a sequence; the first shards may be one longer.
 
     Example:
         >>> [shard_bounds(5, 3, i) for i in range(3)]
@@ -295,7 +295,7 @@ def shard_inputs(inputs: Any, num_shards: int, index: int, *, apply_padding: boo
 
 
 def _slice_padded(inputs: Any, begin: int, end: int, missing: int) -> Any:
-    """Return items `begin` to `end`, padded with `missing` copies of the last item of all."""
+    """Return items `begin` to `end`, padded with `missing` copies of the last of all items."""
     if _is_dataset(inputs):
         return inputs.select([*range(begin, end), *[len(inputs) - 1] * missing])
     shard, last = inputs[begin:end], inputs[-1:]
@@ -339,7 +339,7 @@ class SharedState(RankMethods):
 
         def __getattr__(self, name: str) -> Any:
             kind = type(self).__name__
-            message = f"{kind!r} object has no attribute {name!r}"  # Programs look for these words of Python.
+            message = f"{kind!r} object has no attribute {name!r}"  # Programs match Python's wording.
             is_known = name in SharedState.__annotations__ or name.endswith("_plugin")
             if is_known and not self._shared_state:
                 message = (
@@ -368,13 +368,13 @@ class PartialState(SharedState):
 
     Attributes:
         device (torch.device): Where this process computes.
-        distributed_type (DistributedType): What the run is called.
+        distributed_type (DistributedType): The kind of run.
         num_processes (int): Number of processes.
         process_index (int): Index of this process, from 0.
         local_process_index (int): Index of this process on its machine, from 0.
         backend (str | None): The backend that moves tensors between processes; `None` for one process.
         debug (bool): Whether collectives check first that all ranks agree.
-        fork_launched (bool): Whether a notebook's launcher forked this process.
+        fork_launched (bool): Whether `notebook_launcher` forked this process.
         runtime (Runtime): The record behind this class.
 
     Raises:
@@ -405,7 +405,7 @@ class PartialState(SharedState):
     def _from_settings(
         cls, settings: Settings, variables: Mapping[str, str], cpu: bool, options: dict[str, Any]
     ) -> None:
-        """Initialise the state, unless it is, from settings that were read already."""
+        """Initialise the state from settings that were read already, unless it is initialised."""
         if not cls._shared_state:
             state = cls.__new__(cls)
             state.__dict__ = cls._shared_state
@@ -452,11 +452,11 @@ class PartialState(SharedState):
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str | None, DistributedType]:
-        """Return the backend and the label of this run, as in Accelerate, where programs replace it.
+        """Return the backend and the distributed type of this run; programs override it, as in Accelerate.
 
-        What a replacement returns decides at the start which backend joins the ranks; with
-        `DistributedType.NO` the process stays alone. One that calls this method then gets what the
-        launcher's variables say.
+        The values that an override returns at the start select the backend of the process group; with
+        `DistributedType.NO` the process runs alone. An override that calls this method then gets the
+        values of the launcher's variables.
         """
         del sagemaker_dp
         if self.initialized:
@@ -498,22 +498,22 @@ class PartialState(SharedState):
         return default_device(available_kind(), topology.local_rank, topology.local_world_size)
 
     def set_device(self) -> None:
-        """Make `device` the current one of its family."""
+        """Make `device` the current device of its type."""
         set_current_device(self.device)
 
     def destroy_process_group(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         """Destroy a process group.
 
         Args:
-            group: The group to destroy; the default group and all others if `None`. A process that was forked
-                by a notebook's launcher leaves that to the launcher.
+            group: The group to destroy; the default group and all others if `None`, except in a process that
+                `notebook_launcher` forked, which destroys them itself.
         """
         if self.fork_launched and group is None:
             return
         runtime.destroy_process_group(group)
 
     def _agree(self, cpu: bool, options: dict[str, Any]) -> None:
-        """Check that a later construction asks for what was initialised."""
+        """Check that the arguments of a later construction match the initialised state."""
         if cpu and not self._cpu:
             raise SettingsError(
                 f"cpu=True was requested, but this process already computes on {self.device}. Pass cpu=True "
@@ -532,7 +532,7 @@ class PartialState(SharedState):
             )
 
 
-_prepare_backend = PartialState._prepare_backend  # pyright: ignore[reportPrivateUsage] - tells a replacement
+_prepare_backend = PartialState._prepare_backend  # pyright: ignore[reportPrivateUsage] - detects an override
 
 
 def wait_for_everyone() -> None:

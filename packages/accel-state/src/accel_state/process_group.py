@@ -1,9 +1,9 @@
-"""Make and destroy the default process group; use its store from several threads.
+"""Create and destroy the default process group; use its store from several threads.
 
 gloo's destructor waits for collectives that have not completed, NCCL's `shutdown` for kernels; both up to the
 timeout of the group, half an hour by default. A dead rank breaks its connections, which ends such a wait at
-once under gloo; a rank that is stopped or busy elsewhere does not. Where nothing may wait, gloo's groups are
-therefore left to the end of the process, and NCCL gets some seconds.
+once under gloo; a rank that is stopped or busy with other work does not. Where a wait is not acceptable,
+gloo's groups are therefore left to the end of the process, and NCCL gets a few seconds.
 
 Before the interpreter ends, gloo's threads have to finish: a collective is done as soon as its result is
 there, and the thread that has carried it out drops it a moment later, and with it the last reference to its
@@ -42,7 +42,7 @@ _num_joined = 0
 
 
 def join_single(backend: str | None, device: torch.device) -> None:
-    """Initialise the default process group of a job of one process, which has none; gloo's by default."""
+    """Initialise the default process group of a single-process job, with gloo by default."""
     if not dist.is_initialized():
         store, backend = dist.HashStore(), backend or "gloo"  # pyright: ignore[reportPrivateImportUsage] - documented
         bound = bound_device(backend, device)
@@ -51,7 +51,7 @@ def join_single(backend: str | None, device: torch.device) -> None:
 
 
 def bound_device(backend: str, device: torch.device) -> dict[str, Any]:
-    """Return the argument of `init_process_group` that binds NCCL to its device, which it then never guesses.
+    """Return the argument of `init_process_group` that binds NCCL to its device, so that it never guesses.
 
     Before torch 2.10, groups of some of the ranks fail or hang if a group with several backends is bound.
     """
@@ -68,7 +68,7 @@ def joined() -> None:
 
 
 def groups_joined() -> int:
-    """Return how many default process groups this process has initialised, itself and not its parent."""
+    """Return how many default process groups this process (not its parent) has initialised."""
     return _num_joined if _joined is not None and _joined[0] == os.getpid() else 0
 
 
@@ -78,8 +78,8 @@ FAILED_LIMIT_S = 1.0
 def destroy(group: Any = None) -> None:
     """Destroy a process group as torch does; the default group and all others if `None`.
 
-    While an exception is handled or on its way, ranks may never answer: collectives are aborted where the
-    backend can do that, and what is not done after a second is left to the end of the process.
+    While an exception is handled or propagates, ranks may never respond: collectives are aborted where the
+    backend can do that, and groups not destroyed after a second are left to the end of the process.
     """
     if sys.exc_info()[0] is None or group is not None:
         dist.destroy_process_group(group)
@@ -96,7 +96,7 @@ def destroy_at_exit() -> None:
         return
     pid, group = _joined
     if pid != os.getpid() or group() is not dist.group.WORLD:
-        return  # A forked child has no threads that could be joined; a group that the user made is not ours.
+        return  # A forked child has no threads to join; a group that the user created is not ours.
     failed = getattr(sys, "last_value", None) is not None  # The interpreter has printed an exception.
     _destroy_with_timeout(FAILED_LIMIT_S if failed else EXIT_LIMIT_S, abort=failed)
 
@@ -180,7 +180,7 @@ def clone_store(store: Any) -> Any:
 
 
 def absent_keys(store: Any, keys: Sequence[str]) -> list[str]:
-    """Return the keys that are not in a store: one request if none is absent, else some log(n) for each.
+    """Return the keys that are not in a store: one request if none is absent, else about log(n) for each.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -198,7 +198,7 @@ def absent_keys(store: Any, keys: Sequence[str]) -> list[str]:
 
 
 def get_all(store: Any, keys: Sequence[str]) -> list[bytes]:
-    """Return the values of keys that are all in a store, in one request where the store can."""
+    """Return the values of keys that are all in a store, in one request where the store supports it."""
     if not keys:
         return []
     if store.has_extended_api():

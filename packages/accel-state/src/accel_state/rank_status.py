@@ -1,4 +1,4 @@
-"""Describe what each rank does, and compare the calls of ranks. It imports no torch."""
+"""Report the status of each rank, and compare the collective calls of ranks; torch-free."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class RankStatus:
         host: The name of its node.
         steps: Optimizer steps that it has done.
         samples: Number of samples of the rank; see `accel_state.stragglers`.
-        waits: How often that found it in a collective.
-        busy: File, line and source where it was most often otherwise.
-        run: Which sampler of its process has counted.
+        waits: How many of the samples were in a collective.
+        busy: File, line and source most frequent in the other samples.
+        run: The number of the sampler in its process.
     """
 
     rank: int
@@ -65,20 +65,20 @@ class RankStatus:
     run: int = 0
 
     def to_text(self) -> str:
-        """Write for the store."""
+        """Serialise for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, data: bytes | str) -> RankStatus:
-        """Read what `to_text` wrote."""
+        """Parse the result of `to_text`."""
         return cls(**json.loads(data))
 
 
 def call_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
     """Return the innermost call site in the user's program among the callers of a frame.
 
-    Frames of accel, torch and the standard library are passed over. Costs about a tenth of a microsecond
-    per frame; `source_location` turns the answer into text when it is needed.
+    Frames of accel, torch and the standard library are skipped. Costs about a tenth of a microsecond per
+    frame; `source_location` formats the result when it is needed.
 
     Returns:
         The code and the offset of the instruction in it, or `None` without a frame.
@@ -197,7 +197,7 @@ class Call:
         where: File and line of the user's program.
         operation: The name of the collective.
         detail: Its other arguments, as text.
-        leaves: Path, type and shape of every leaf; no shape for what is not a tensor.
+        leaves: Path, type and shape of every leaf; no shape for a leaf that is not a tensor.
     """
 
     where: str
@@ -224,8 +224,8 @@ def compare_calls(
         rows_differ: Sizes of dimension 0 need not agree.
 
     Raises:
-        DistributedOperationException: Calls differ. Every rank raises it, with a table of where each rank
-            is, what it calls, and on what.
+        DistributedOperationException: Calls differ. Every rank raises it, with a table of each rank's
+            call site, collective and data.
     """
     where, _ = source_location(call_site(inspect.currentframe()))
     own = Call(where=where, operation=operation, detail=detail, leaves=tuple(leaves))

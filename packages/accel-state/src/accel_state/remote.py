@@ -1,7 +1,7 @@
-"""Files on object stores, through fsspec: `RemotePath`, with the methods of `pathlib.Path`; uploads in parts.
+"""Files on object stores, through fsspec: `RemotePath`, a subset of `pathlib.Path`; multipart uploads.
 
-An object store has no folders, no rename and no locks, and may list late what was written. A file is there,
-with all of its bytes, once its upload is completed. A request that fails is repeated a few times, and logged.
+An object store has no folders, no rename and no locks, and may list new files late. A file exists, with all
+of its bytes, once its upload is completed. A request that fails is logged and retried a few times.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from accel_state.errors import MissingDependencyError, SettingsError, first_line
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 4
-"""How often a request is sent, beyond the repetitions of the back end."""
+"""Attempts per request, in addition to the retries of the back end."""
 PAUSE_S = 0.5
 """Seconds before the second attempt; three times as long before each further one."""
 PART_BYTES = 16 << 20
-"""Bytes of a part of an upload."""
+"""Bytes per part of an upload."""
 UPLOADS = 4
-"""Parts of a file that are uploaded at the same time, where the store takes parts in any order."""
+"""Concurrent part uploads of a file, where the store accepts parts in any order."""
 FIRST_BYTES = 256 << 10
-"""Bytes of the block that a smaller read takes; of one that follows it, twice as much, up to eight times."""
+"""Bytes of the block fetched for a smaller read; doubled for each sequential read, up to eight times."""
 BLOCK_BYTES = 8 << 20
-"""Bytes that are read at once: a larger read takes several blocks."""
+"""Bytes per request: a larger read takes several blocks."""
 READS = 8
-"""Blocks of a file that are read at the same time."""
+"""Concurrent block reads of a file."""
 
 _Result = TypeVar("_Result")
-# What another attempt would not change; of absent files, the class says which error it is.
+# Errors that are not retried; for absent files, the class gives the error number.
 _NUMBERS: dict[type[Exception], int] = {
     FileNotFoundError: errno.ENOENT,
     PermissionError: errno.EACCES,
@@ -51,15 +51,15 @@ _NUMBERS: dict[type[Exception], int] = {
 
 
 def repeated(request: Callable[[], _Result], what: str, url: str) -> _Result:
-    """Return the result of a request, which is repeated if it fails.
+    """Send a request, retry it if it fails, and return its result.
 
     Args:
-        request: Can be repeated.
+        request: Must be safe to repeat.
         what: The request, as the subject of a sentence, for the log.
-        url: What it is about.
+        url: The file or folder of the request, for the log.
 
     Raises:
-        OSError: It failed each time, or in a way that another attempt would not change, as
+        OSError: Every attempt failed, or one failed with an error that is not retried, such as
             `FileNotFoundError` and `PermissionError`.
     """
     for attempt in range(1, ATTEMPTS + 1):
@@ -120,7 +120,7 @@ class RemotePath:
 
     @property
     def suffix(self) -> str:
-        """The end of the name, from its last dot on."""
+        """The file extension, with its dot."""
         return PurePosixPath(self.name).suffix
 
     @property
@@ -149,7 +149,7 @@ class RemotePath:
         return False
 
     def size(self) -> int:
-        """Return the bytes of the file.
+        """Return the size of the file in bytes.
 
         Raises:
             OSError: It is absent, or cannot be reached.
@@ -270,7 +270,7 @@ class RemotePath:
         fs, path = self.file_system()
 
         def send() -> _Result:
-            fs.invalidate_cache(path)  # other processes write, too
+            fs.invalidate_cache(path)  # other processes write as well
             return request(fs, path)
 
         return repeated(send, what, self._url)
@@ -310,7 +310,7 @@ def check_scheme(url: str, argument: str) -> None:
 
 
 class RangeFile(io.RawIOBase):
-    """A file of `size` bytes whose bytes at a position `read_at` reads."""
+    """A seekable file of `size` bytes, read by `read_at`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -338,11 +338,11 @@ class RangeFile(io.RawIOBase):
 
 
 class RemoteFile(RangeFile):
-    """A file of an object store that is read by ranges, several at once.
+    """A file of an object store that is read by range requests, several at once.
 
     Attributes:
         name: Its URL.
-        size: Its bytes when it was opened.
+        size: Its size in bytes when it was opened.
     """
 
     def __init__(self, path: RemotePath) -> None:
@@ -385,7 +385,7 @@ class RemoteFile(RangeFile):
             view, position = view[len(part) :], position + len(part)
 
     def _block_at(self, position: int) -> tuple[int, bytes]:
-        """Return a cached block with the byte at a position, and where it begins."""
+        """Return the offset and content of a cached block that contains a position."""
         for begin, block in self._blocks:
             if begin <= position < begin + len(block):
                 return begin, block
@@ -417,10 +417,10 @@ class RemoteFile(RangeFile):
 
 
 class RemoteWriter:
-    """A new file of an object store, uploaded in parts while it is written; it exists after `finish`.
+    """Write a file of an object store in parts; the file exists after `finish`.
 
-    A file of one part is uploaded at once. Where the store takes parts in any order, several are uploaded at
-    the same time, and each is repeated if it fails. At most `UPLOADS` parts and the next one are in memory.
+    A file of one part is uploaded in one request. Where the store accepts parts in any order, several are
+    uploaded concurrently, and each is retried if it fails. At most `UPLOADS` + 1 parts are in memory.
     """
 
     def __init__(self, path: RemotePath) -> None:
@@ -462,7 +462,7 @@ class RemoteWriter:
         self._close()
 
     def abandon(self) -> None:
-        """Stop, and remove what was uploaded."""
+        """Stop, and remove the uploaded parts."""
         self._close()
         if self._upload is not None:
             self._upload.abort()
@@ -487,12 +487,12 @@ class RemoteWriter:
 
 
 def _part_bytes(count: int) -> int:
-    """Return the bytes of the next part: they grow, since a store takes 10,000 parts of a file."""
+    """Return the size of the next part; parts grow, since stores accept at most 10,000 per file."""
     return PART_BYTES << (count // 2500)
 
 
 def _wait(futures: Iterable[Future[None]]) -> None:
-    """Wait for all, also where one fails: they use the caller's memory; raise the first error."""
+    """Wait for all futures, as they use the caller's memory, then raise the first error."""
     errors = [future.exception() for future in futures]
     for error in errors:
         if error is not None:
@@ -500,9 +500,9 @@ def _wait(futures: Iterable[Future[None]]) -> None:
 
 
 class _StreamUpload:
-    """A file that fsspec's back end buffers and uploads, in order; it repeats parts itself.
+    """An upload that fsspec's back end buffers and sends in order; it retries parts itself.
 
-    `put` takes parts, numbered from 1, up to `parallel` at the same time; `complete` makes the file appear.
+    `put` accepts parts, numbered from 1, up to `parallel` concurrently; `complete` creates the file.
     """
 
     parallel = 1
@@ -530,7 +530,7 @@ class _StreamUpload:
 
 
 class _S3Upload:
-    """A multipart upload, as `_StreamUpload`. s3fs's own file uploads one part at a time."""
+    """A multipart upload, as `_StreamUpload`. s3fs's file class uploads one part at a time."""
 
     parallel = UPLOADS
 
@@ -551,7 +551,7 @@ class _S3Upload:
         parts = [{"PartNumber": number, "ETag": self._parts[number]} for number in sorted(self._parts)]
         try:
             self._call("complete_multipart_upload", "completing an upload", MultipartUpload={"Parts": parts})
-        except FileNotFoundError:  # no such upload: it was completed, and the answer was lost
+        except FileNotFoundError:  # no such upload: it was completed, and the response was lost
             if RemotePath(self._url).size() != sum(self._sizes.values()):
                 raise
 

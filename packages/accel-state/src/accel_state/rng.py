@@ -34,13 +34,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """Seed `random`, numpy and torch on all devices.
 
     Args:
-        seed: Any whole number from 0 to 2**32 - 1.
-        device_specific: Add the rank to the seed, so that every rank draws other numbers.
-        deterministic: Make torch use deterministic algorithms, or fail where it has none.
+        seed: An integer from 0 to 2**32 - 1.
+        device_specific: Add the rank to the seed, so that every rank draws different numbers.
+        deterministic: Make torch use deterministic algorithms, or raise where it has none.
 
     Raises:
         SettingsError: The seed is out of range.
-        TypeError: It is no whole number.
+        TypeError: The seed is not an integer.
 
     Example:
         >>> set_seed(7)
@@ -49,14 +49,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         >>> bool(torch.rand(()) == first)
         True
     """
-    seed = operator.index(seed)  # NumPy's integers, too
+    seed = operator.index(seed)  # accepts NumPy's integers
     if device_specific:
         seed += runtime.current_topology().rank
     if not 0 <= seed < 2**32:
         raise SettingsError(f"seed={seed!r} is out of range: numpy takes whole numbers from 0 to 2**32 - 1.")
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)  # of every device that torch itself knows
+    torch.manual_seed(seed)  # seeds every device that torch itself knows
     seed_plugin = getattr(available_kind().module, "manual_seed_all", None)
     if seed_plugin is not None:
         seed_plugin(seed)
@@ -70,7 +70,7 @@ def synchronize_rng_state(
     """Broadcast rank 0's state of one generator to all ranks.
 
     Args:
-        rng_type: The generator. `None` for the generator if there is one, else torch's own on the CPU.
+        rng_type: The generator's type. `None` for `generator` if passed, else torch's CPU generator.
         generator: The generator, for `"generator"`.
 
     Raises:
@@ -107,7 +107,7 @@ def synchronize_rng_states(
 
 
 def rng_source(rng_type: RNGType | str, generator: torch.Generator | None = None) -> RngSource:
-    """Return the generator of a type.
+    """Return the random number generator of a type.
 
     Raises:
         SettingsError: The type is unknown, or its device or generator is missing.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class NotStartedError(AccelError, RuntimeError):
-    """The topology of this process was needed before `PartialState()` or `Accelerator()` was made."""
+    """The topology of this process is needed before `PartialState()` or `Accelerator()` was created."""
 
 
 @frozen
@@ -73,10 +73,10 @@ GROUP_OPTIONS = frozenset({
     "backend", "init_method", "timeout", "world_size", "rank", "store", "group_name", "pg_options",
     "device_id",
 })  # fmt: skip
-"""What `init` passes on to `torch.distributed.init_process_group`."""
+"""Options that `init` passes on to `torch.distributed.init_process_group`."""
 
 NCCL_TIMEOUT = timedelta(minutes=10)
-"""torch's own limit for NCCL, which it forgets for a group that has gloo for the CPU's tensors, too."""
+"""torch's default timeout of NCCL, which it does not apply if the group also has gloo for CPU tensors."""
 
 
 def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False, **group: Any) -> Runtime:
@@ -117,7 +117,7 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
 def topology_and_device(
     settings: Settings, variables: Mapping[str, str], *, cpu: bool = False, **group: Any
 ) -> tuple[Topology, DeviceKind, torch.device]:
-    """Return the topology of this process, the kind of its device and the device, and start nothing."""
+    """Detect topology, device kind and device of this process, without starting a runtime."""
     topology = _topology(variables, group)
     kind, device = choose_device(
         settings.process.torch_device,
@@ -144,12 +144,12 @@ def current() -> Runtime:
 
 
 def current_or_single() -> Runtime:
-    """Return the runtime of this process, or that of one process on the CPU while none is started."""
+    """Return the runtime of this process, or a single-process CPU runtime if none is started."""
     return _current or _SINGLE
 
 
 def current_topology() -> Topology:
-    """Return the topology of this process; before a runtime is started, from the launcher's variables."""
+    """Return the topology of this process, from the launcher's variables if no runtime is started."""
     if _current is not None:
         return _current.topology
     return _topology(process_environment.read(), {})
@@ -170,9 +170,9 @@ def set_collective_timeout(timeout: timedelta) -> None:
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Destroy a process group, the default one and all others if `None`; do nothing without one.
+    """Destroy a process group (all of them if `None`); do nothing if there is none.
 
-    While an exception is handled, it does not wait for ranks that do not answer.
+    While an exception is being handled, do not wait for ranks that do not respond.
     """
     if dist.is_initialized():
         if group is None:
@@ -205,7 +205,7 @@ def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topolog
         return launched
     if (rank, world_size) == (launched.rank, launched.world_size):
         return launched
-    # A group made by hand, as after `torch.multiprocessing.spawn`: one machine unless told otherwise.
+    # A group created by the user, as after `torch.multiprocessing.spawn`: one node by default.
     local = int(variables.get("LOCAL_WORLD_SIZE") or world_size)
     local_rank = int(variables.get("LOCAL_RANK") or rank % local)
     return Topology(
@@ -236,7 +236,7 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
 
 def _monitor(runtime: Runtime, limit: timedelta) -> None:
     topology, store = runtime.topology, get_default_store()
-    if store is None or dist.get_backend() == "fake":  # MPI has no store; a fake group has nobody to wait for
+    if store is None or dist.get_backend() == "fake":  # MPI has no store; a fake group has no other ranks
         return
     hang_monitor.begin(
         store,
@@ -269,7 +269,7 @@ def _group_options(
 
 
 def _restart_prefix(variables: Mapping[str, str]) -> str:
-    """Tell this group from earlier ones that have left keys in the agent's store; empty for the first."""
+    """Return a key prefix unlike those of earlier groups in the agent's store; empty for the first group."""
     if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     restarts, earlier = int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0), process_group.groups_joined()
@@ -279,9 +279,9 @@ def _restart_prefix(variables: Mapping[str, str]) -> str:
 def _restart_store(
     life: str | int, variables: Mapping[str, str], topology: Topology, timeout: timedelta | None
 ) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """Return a store without the stale keys of dead processes, and of groups that ended, in the agent's.
+    """Return a store without the keys that dead processes and earlier groups left in the agent's store.
 
-    With a static rendezvous these outlive the processes; torch 2.15 would connect to their addresses.
+    With a static rendezvous they outlive the processes; torch 2.15 would connect to stale addresses.
     """
     endpoint = rendezvous(variables, topology)
     wait = dist.default_pg_timeout if timeout is None else timeout
@@ -309,13 +309,13 @@ def _check_backend(kind: DeviceKind, asked: str | None) -> str:
 
 
 def _backend_of(device: torch.device) -> str:
-    """Return the name of the backend of a device in the default group."""
+    """Return the name of the default group's backend for a device."""
     pairs = dict(pair.split(":") for pair in dist.get_backend_config().split(",") if ":" in pair)
     return pairs.get(device.type) or dist.get_backend()
 
 
 def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
-    """Limit threads to the cores of the node over its processes, unless the launcher has; torchrun does."""
+    """Limit threads to the node's cores per process, unless the launcher set a limit, as torchrun does."""
     if runtime.topology.launcher in {"torchrun", "torch.distributed"} or "OMP_NUM_THREADS" in variables:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -323,7 +323,7 @@ def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
 
 
 def _shut_down() -> None:
-    """End in order: the monitor's thread, the process group, and gloo's threads."""
+    """Shut down in order: the monitor's thread, the process group, gloo's threads."""
     hang_monitor.end(closing=True)
     has_gloo = dist.is_available() and dist.is_initialized() and "gloo" in str(dist.get_backend_config())
     process_group.destroy_at_exit()

@@ -1,8 +1,8 @@
-"""Name the ranks that the others wait for, from samples of each rank's activity. It imports no torch.
+"""Find the ranks that the others wait for, from samples of each rank's activity; torch-free.
 
-The thread of the hang monitor looks some twenty times a second whether the main thread is in a collective.
-The step itself is not touched. A rank that is slow is in collectives for a smaller share of its time than
-the others, which wait there for it.
+The thread of the hang monitor checks about twenty times a second whether the main thread is in a collective.
+The training step itself is unchanged. A slow rank spends a smaller fraction of its time in collectives than
+the others, which wait for it there.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from accel_state.frozen import frozen
 from accel_state.rank_status import RankStatus, call_site, format_ranks, source_location
 
 SAMPLE_S = 0.05  # seconds between two samples, on average
-STEPS = 100  # optimizer steps of which a line tells
-SECONDS = 10.0  # that these steps take at least
-SHARE = 0.1  # of the time: ranks that are waited for less are not named
-_SIGMAS = 4  # by which a share must exceed what samples show by chance
+STEPS = 100  # optimizer steps per log line
+SECONDS = 10.0  # the minimum duration of these steps
+SHARE = 0.1  # fraction of the time: ranks that are waited for less are not named
+_SIGMAS = 4  # by which a fraction must exceed the noise of sampling
 _SITES = 400  # samples outside of collectives that are remembered
 
 
 class RankSampler:
-    """What the main thread of this rank does, by samples.
+    """Samples of the activity of this rank's main thread.
 
     Args:
         steps: Returns how many optimizer steps this rank has done.
-        folder: The folder of torch.distributed: its code is waiting, too, where it is innermost.
-        run: Which sampler of this process it is; the statuses of earlier ones are not compared.
+        folder: The folder of torch.distributed: a thread whose innermost frame is there is waiting, too.
+        run: The number of this sampler in the process; statuses of earlier samplers are not compared.
     """
 
     def __init__(self, steps: Callable[[], int], folder: str, run: int = 0) -> None:
@@ -47,10 +47,10 @@ class RankSampler:
         self._sites: deque[tuple[CodeType, int] | None] = deque(maxlen=_SITES)
         self._before: Mapping[int, RankStatus] = {}
         self._now: float = 0.0
-        self._random = random.Random()  # noqa: S311 - no secret; the script's own stream stays as it is
+        self._random = random.Random()  # noqa: S311 - no secret; leaves the script's generator unchanged
 
     def pause(self) -> float:
-        """Return the seconds until the next sample, at random, so that no rhythm of steps misleads."""
+        """Return a random delay in seconds until the next sample, so that samples do not align with steps."""
         return SAMPLE_S * self._random.uniform(0.5, 1.5)
 
     def take(self, *, is_inside: bool) -> None:
@@ -63,7 +63,7 @@ class RankSampler:
             self._sites.append(call_site(frame))
 
     def status_fields(self) -> dict[str, Any]:
-        """Return the fields of a `RankStatus` that tell other ranks of the samples."""
+        """Return the fields of a `RankStatus` that report the samples to other ranks."""
         counted = Counter(self._sites).most_common(1)
         location, source = source_location(counted[0][0] if counted else None)
         busy = f"{location} `{source}`" if location else ""
@@ -78,7 +78,7 @@ class RankSampler:
         return self.steps() >= done + STEPS and now - self._now >= SECONDS
 
     def compare(self, statuses: Mapping[int, RankStatus | None], now: float) -> str | None:
-        """Compare with the statuses of the last time; return the line that names slow ranks, if any."""
+        """Compare with the statuses of the last call; return a line that names slow ranks, if any."""
         known = {
             rank: status for rank, status in statuses.items() if status is not None and status.run == self.run
         }
@@ -113,7 +113,7 @@ class Window:
 
     Args:
         samples: Number of samples.
-        waits: How many found it in a collective.
+        waits: Number of samples in a collective.
         host: The name of its node.
         busy: Where it was most often outside of collectives.
     """
@@ -125,14 +125,14 @@ class Window:
 
     @property
     def share(self) -> float:
-        """The share of its time that the rank was in collectives."""
+        """The fraction of its time that the rank was in collectives."""
         return self.waits / max(self.samples, 1)
 
 
 def find_slow(windows: Mapping[int, Window]) -> dict[int, float]:
-    """Return the ranks that others wait for, each with the share of the time that they wait at least.
+    """Return the ranks that others wait for, each with the minimum fraction of the time that they wait.
 
-    A rank is slow if half of the others or more are in collectives for clearly longer than itself.
+    A rank is slow if at least half of the others are in collectives for clearly longer than it is.
 
     Example:
         >>> waiting, busy = Window(samples=1000, waits=700), Window(samples=1000, waits=300)

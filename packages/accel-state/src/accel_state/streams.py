@@ -1,7 +1,7 @@
-"""Streams, events, pinned buffers and asynchronous copies of a device: no other module touches them.
+"""Streams, events, pinned buffers and asynchronous copies of a device; no other module handles them.
 
-`device_streams(device)` returns the streams of a device that runs its work asynchronously, and None for one
-that does not, such as the CPU. Tests run on the late device of `accel_state.testing`.
+`device_streams(device)` returns the streams of a device that runs its work asynchronously, and None for a
+device that does not, such as the CPU. Tests use the fake `late_device` of `accel_state.testing`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """A point in a stream's work. One that was never recorded counts as reached."""
+    """A point in a stream's work. An event that was never recorded counts as reached."""
 
     def record(self, stream: Any) -> None:
-        """Move the event to the end of what `stream` was given so far."""
+        """Record the event at the end of the work submitted to `stream` so far."""
         ...
 
     def synchronize(self) -> None:
@@ -43,16 +43,16 @@ class Stream(Protocol):
         ...
 
     def wait_stream(self, stream: Any) -> None:
-        """Let later work of this stream wait, on the device, for all that `stream` was given so far."""
+        """Let later work of this stream wait, on the device, for all work submitted to `stream` so far."""
         ...
 
     def synchronize(self) -> None:
-        """Block the host until everything the stream was given is done."""
+        """Block the host until all work submitted to the stream is done."""
         ...
 
 
 class DeviceStreams(Protocol):
-    """What an asynchronous device offers. All methods may be called from any thread."""
+    """The streams, events and memory of an asynchronous device. All methods may be called from any thread."""
 
     @property
     def device(self) -> torch.device:
@@ -60,9 +60,9 @@ class DeviceStreams(Protocol):
         ...
 
     def set_current(self) -> None:
-        """Make the device this thread's current one: first of all in a thread that uses it.
+        """Make the device this thread's current device; to be called first in a thread that uses it.
 
-        A thread begins on device 0, and the end of an `on` within it would make a context there.
+        A thread starts on device 0, and the end of an `on` block would create a context there.
         """
         ...
 
@@ -71,11 +71,11 @@ class DeviceStreams(Protocol):
         ...
 
     def current_stream(self) -> Stream:
-        """Return the stream to which this thread's operators go."""
+        """Return the stream on which this thread's operators run."""
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Send this thread's operators to `stream`, and make its device current, within the block."""
+        """Run this thread's operators on `stream`, and make its device current, within the block."""
         ...
 
     def new_event(self) -> Event:
@@ -93,11 +93,11 @@ class DeviceStreams(Protocol):
     def pinned(self, nbytes: int) -> Tensor:
         """Allocate a uint8 pinned (page-locked) host buffer of shape `(nbytes,)`.
 
-        Once freed, it is reused only after the copies from and to it that streams have by then. Who writes or
-        reads it on the host waits for them with an event.
+        Once freed, it is reused only after the copies from and to it that were submitted by then. Code that
+        reads or writes it on the host must wait for them with an event.
 
         Raises:
-            RuntimeError: The system lets this process pin no more; see `pinned_if_possible`.
+            RuntimeError: The system does not allow this process to pin more; see `pinned_if_possible`.
         """
         ...
 
@@ -110,7 +110,7 @@ class DeviceStreams(Protocol):
         ...
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        """Reuse a device tensor's memory, once freed, only after the work that `stream` has by then."""
+        """Reuse a device tensor's memory, once freed, only after the work submitted to `stream` by then."""
         ...
 
     def synchronize(self) -> None:
@@ -121,7 +121,7 @@ class DeviceStreams(Protocol):
 class _TorchStreams:
     """The `DeviceStreams` of a real accelerator, through the module of torch for its type.
 
-    Not through torch's device-independent classes: the host spins on their events, whatever their options
+    It avoids torch's device-independent classes: the host spins on their events, whatever their options
     (https://github.com/pytorch/pytorch/issues/189017), and until torch 2.10 their streams are contexts that
     one thread at a time may enter.
     """
@@ -168,10 +168,10 @@ class _TorchStreams:
 
 
 _EVENT_OPTIONS: dict[str, Mapping[str, Any]] = {"cuda": {"blocking": True}, "xpu": {}}
-"""The types of devices whose copies overlap with computation, and what makes their events block, not spin."""
+"""Device types whose copies overlap with computation, and the options by which events block, not spin."""
 
 replaced_streams: dict[str, Callable[[torch.device], DeviceStreams | None]] = {}
-"""Streams that tests put in place of a device type's own; empty otherwise."""
+"""Streams by which tests replace those of a device type; empty otherwise."""
 
 
 def device_streams(device: torch.device) -> DeviceStreams | None:
@@ -186,7 +186,7 @@ def device_streams(device: torch.device) -> DeviceStreams | None:
 def pinned_if_possible(streams: DeviceStreams, nbytes: int) -> Tensor | None:
     """Allocate a pinned host buffer; return None, and log why, where no more can be pinned.
 
-    WSL2 and containers limit what a process may pin. Without it copies are slower, and the host waits.
+    WSL2 and containers limit pinned memory per process. Without it copies are slower, and the host waits.
     """
     try:
         return streams.pinned(nbytes)

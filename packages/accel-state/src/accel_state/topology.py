@@ -22,10 +22,10 @@ DEFAULT_PORT = 29500
 
 @frozen
 class Topology:
-    """Rank of this process, world size and nodes of the job. Made once, by `detect`.
+    """Rank of this process, world size and nodes of the job. Created once, by `detect`.
 
     Args:
-        launcher: The name of the row of `LAUNCHERS` that answered.
+        launcher: The name of the row of `LAUNCHERS` that matched.
 
     Example:
         >>> Topology(rank=3, world_size=4).is_last
@@ -72,10 +72,10 @@ class LauncherEnvironment:
         world_size: Variable of the number of processes.
         local_rank: Variable of the local rank.
         local_world_size: Variable of the local world size.
-        node: Variable of the machine's index, for a launcher that lists the numbers of all machines.
+        node: Variable of the node's index, for a launcher that lists the local world sizes of all nodes.
         applies: A further condition on the environment.
         address: The address of rank 0, if the launcher provides it.
-        job: Variable of the job's name, in which jobs of one machine differ.
+        job: Variable of the job's name, which is unique on a machine.
     """
 
     name: str
@@ -161,7 +161,7 @@ def detect(environ: Mapping[str, str]) -> Topology:
     """Detect rank, world size and nodes from the variables of the launcher.
 
     Raises:
-        SettingsError: If a launcher's variables are there but no whole numbers, or contradict each other.
+        SettingsError: If a launcher's variables are not integers, or contradict each other.
 
     Example:
         >>> detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}).launcher
@@ -191,7 +191,7 @@ def detect(environ: Mapping[str, str]) -> Topology:
 
 
 def launcher_of(environ: Mapping[str, str]) -> LauncherEnvironment | None:
-    """Return the row of `LAUNCHERS` of this environment, or None without a launcher."""
+    """Return the row of `LAUNCHERS` that matches an environment, or None without a launcher."""
     for row in LAUNCHERS:
         if environ.get(row.rank) and environ.get(row.world_size) and row.applies(environ):
             return row
@@ -224,15 +224,15 @@ def rendezvous(environ: Mapping[str, str], topology: Topology) -> Rendezvous:
         )
     if environ.get("MASTER_PORT"):
         return Rendezvous(address=address, port=_number(environ, "MASTER_PORT"))
-    # Two jobs on one machine must not meet; all processes of one job must. The digits in the job's name give
-    # a port below those that systems choose from, modulo a prime: Open MPI numbers jobs in steps of 2 ** 16.
+    # Jobs on one machine need different ports. The digits of the job's name, modulo a prime since Open MPI
+    # numbers jobs in steps of 2 ** 16, give a port below the range of ephemeral ports.
     job = environ.get(row.job, "") if row is not None and row.job is not None else ""
     digits = "".join(re.findall("[0-9]", job))
     return Rendezvous(address=address, port=15000 + int(digits) % 14983 if digits else DEFAULT_PORT)
 
 
 def check_first_host(environ: Mapping[str, str], topology: Topology) -> None:
-    """Check that the host which the launcher names for rank 0 resolves; torch would wait for it in silence.
+    """Check that the launcher's host name for rank 0 resolves; torch would wait for it without a message.
 
     An address in `MASTER_ADDR` is not checked: the name of a pod, for example, may resolve later.
 
@@ -265,7 +265,7 @@ def _number(environ: Mapping[str, str], variable: str) -> int:
 def _local_world_size(environ: Mapping[str, str], row: LauncherEnvironment, world_size: int) -> int:
     """Return the local world size; a launcher that does not set it is taken to use one node.
 
-    Slurm lists those of all nodes, as `4(x2),3` (https://slurm.schedmd.com/srun.html, output
+    Slurm lists the sizes of all nodes, as `4(x2),3` (https://slurm.schedmd.com/srun.html, output
     environment variables).
     """
     text = environ.get(row.local_world_size, "")
@@ -341,9 +341,9 @@ def free_port() -> int:
 def reserved_port() -> int:
     """Reserve a free TCP port of this machine for the lifetime of this process.
 
-    That also holds for the program that this process becomes. On Linux a socket stays bound to it that never
-    listens: a server that sets SO_REUSEADDR, as torch's store does, can still listen on that
-    port. On other systems the port is only free at the moment.
+    The reservation survives `exec`. On Linux a socket that never listens stays bound to the port: a server
+    that sets SO_REUSEADDR, as torch's store does, can still listen on it. On other systems the port is only
+    free at the moment of the call.
 
     Example:
         >>> 0 < reserved_port() < 65536

@@ -1,10 +1,10 @@
-"""Every private name of torch that this project uses, and nothing else: where to look when a torch breaks us.
+"""Every private name of torch that this project uses: the place to look when a new torch breaks accel.
 
-A name of `NAMES` is imported from torch when something first imports it from here, so that this module
-costs nothing and keeps torch-free what is torch-free. The functions below read private attributes; what runs
-in each step of a training loop is an `attrgetter`, or is bound once by its user. All names were seen in
-torch 2.15.0; where other versions differ, a comment says so. The files are below
-https://github.com/pytorch/pytorch/blob/v2.15.0/; an operator in `torch.ops` is no private name, whatever its
+A name of `NAMES` is imported from torch at its first import from here, so that importing this module
+costs nothing and does not import torch. The functions below read private attributes; those that run in
+each step of a training loop are `attrgetter`s, or are bound once by their caller. All names exist in
+torch 2.15.0; comments note differences of other versions. The files are below
+https://github.com/pytorch/pytorch/blob/v2.15.0/; an operator in `torch.ops` is not private, whatever its
 first letter.
 """
 
@@ -80,13 +80,13 @@ if TYPE_CHECKING:
     set_group_timeout: Callable[..., None]
 
 NAMES = {
-    # torch/_guards.py: the mode of fake tensors in which code runs, for the recorder of `accel check`.
+    # torch/_guards.py: the active fake tensor mode, for the recorder of `accel check`.
     "active_fake_mode": "torch._guards:active_fake_mode",
-    # aten/src/ATen/native/native_functions.yaml: what GradScaler itself calls.
+    # aten/src/ATen/native/native_functions.yaml: the operator that GradScaler calls.
     "amp_unscale_and_check": "torch:_amp_foreach_non_finite_check_and_unscale_",
     # native_functions.yaml: an assertion that does not wait for the device; it has no public name.
     "assert_async": "torch:_assert_async",
-    # torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py: what the tutorials of FSDP import.
+    # torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py: imported by the FSDP tutorials.
     "apply_activation_checkpointing": (
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:apply_activation_checkpointing"
     ),
@@ -97,17 +97,17 @@ NAMES = {
     "context_parallel": "torch.distributed.tensor.experimental._attention:context_parallel",
     "ring_attention": "torch.distributed.tensor.experimental._attention:_templated_ring_attention",
     "set_rotate_method": "torch.distributed.tensor.experimental._attention:set_rotate_method",
-    # torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: its public base class gathers nothing.
+    # torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: the public base class is abstract.
     "DefaultAllGather": "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather",
     # torch/utils/_python_dispatch.py: https://dev-discuss.pytorch.org/t/what-and-why-is-torch-dispatch/557
     "TorchDispatchMode": "torch.utils._python_dispatch:TorchDispatchMode",
     "disable_current_modes": "torch.utils._python_dispatch:_disable_current_modes",
     "is_traceable_wrapper_subclass": "torch.utils._python_dispatch:is_traceable_wrapper_subclass",
-    # torch/optim/_muon.py: what Muon does with a matrix and its learning rate; the class takes no DTensors.
+    # torch/optim/_muon.py: Muon's update and learning rate of a matrix; the class does not support DTensors.
     "adjust_muon_lr": "torch.optim._muon:_adjust_lr",
     "orthogonalize_matrix": "torch.optim._muon:_zeropower_via_newtonschulz",
-    # torch/distributed/tensor/_dtensor_spec.py and _utils.py: make a DTensor without a collective; find the
-    # place of a shard in its tensor, of this rank or of the one at some coordinates of the mesh.
+    # torch/distributed/tensor/_dtensor_spec.py and _utils.py: create a DTensor without a collective; compute
+    # shape and offset of the shard of this rank, or of the rank at some coordinates of the mesh.
     "DTensorSpec": "torch.distributed.tensor._dtensor_spec:DTensorSpec",
     "TensorMeta": "torch.distributed.tensor._dtensor_spec:TensorMeta",
     "compute_shape_and_offset_at": "torch.distributed.tensor._utils:_compute_local_shape_and_global_offset",
@@ -116,13 +116,13 @@ NAMES = {
     ),
     # torch/distributed/tensor/_sharding_prop.py: infers shapes of results, patched by `accel check`.
     "ShardingPropagator": "torch.distributed.tensor._sharding_prop:ShardingPropagator",
-    # torch/testing/_internal/distributed/fake_pg.py: the store of process groups that communicate nothing.
+    # torch/testing/_internal/distributed/fake_pg.py: the store of process groups without communication.
     "FakeStore": "torch.testing._internal.distributed.fake_pg:FakeStore",
     # torch/_subclasses/fake_tensor.py: tensors without data,
     # https://docs.pytorch.org/docs/main/torch.compiler_fake_tensor.html
     "FakeTensor": "torch._subclasses.fake_tensor:FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor:FakeTensorMode",
-    # torch/distributed/checkpoint/_nested_dict.py: how a checkpoint's keys come from nested names.
+    # torch/distributed/checkpoint/_nested_dict.py: creates a checkpoint's keys from nested names.
     "flatten_state_dict": "torch.distributed.checkpoint._nested_dict:flatten_state_dict",
     # torch/distributed/checkpoint/filesystem.py: the rows of a folder's index.
     "StorageInfo": "torch.distributed.checkpoint.filesystem:_StorageInfo",
@@ -133,20 +133,20 @@ NAMES = {
     "foreach_div_": "torch:_foreach_div_",
     "foreach_mul_": "torch:_foreach_mul_",
     # torch/distributed/distributed_c10d.py: neither the default group nor its store has a public getter;
-    # `set_group_timeout` of versions that have no `torch.distributed.set_timeout`.
+    # `set_group_timeout` is for versions without `torch.distributed.set_timeout`.
     "get_default_group": "torch.distributed.distributed_c10d:_get_default_group",
     "get_default_store": "torch.distributed.distributed_c10d:_get_default_store",
     "set_group_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
-    # torch/serialization.py and torch/_utils.py: what pickled tensors name, for restricted unpicklers.
+    # torch/serialization.py and torch/_utils.py: functions in pickled tensors, for restricted unpicklers.
     "get_layout": "torch.serialization:_get_layout",
     "rebuild_parameter": "torch._utils:_rebuild_parameter",
     "rebuild_tensor": "torch._utils:_rebuild_tensor",
     "rebuild_tensor_v2": "torch._utils:_rebuild_tensor_v2",
-    # torch/nn/modules: the bases of all convolutions and batch norms, and what load_state_dict returns.
+    # torch/nn/modules: base classes of all convolutions and batch norms, and load_state_dict's result.
     "ConvNd": "torch.nn.modules.conv:_ConvNd",
     "IncompatibleKeys": "torch.nn.modules.module:_IncompatibleKeys",
     "NormBase": "torch.nn.modules.batchnorm:_NormBase",
-    # torch/distributed/tensor/placement_types.py: of several pieces, or of dims sharded twice.
+    # torch/distributed/tensor/placement_types.py: shards of several slices, or of dims sharded twice.
     "StridedShard": "torch.distributed.tensor.placement_types:_StridedShard",
     # torch/csrc/utils/python_arg_parsing.h: reads the arguments of `to`, as nn.Module.to does.
     "parse_to": "torch:_C._nn._parse_to",
@@ -159,7 +159,7 @@ NAMES = {
     "tree_structure": "torch.utils._pytree:tree_structure",
     "tree_unflatten": "torch.utils._pytree:tree_unflatten",
 }
-"""What a name of this module is in torch, as `pkgutil.resolve_name` takes it."""
+"""Names of this module to their objects in torch, in the notation of `pkgutil.resolve_name`."""
 
 
 def __getattr__(name: str) -> Any:
@@ -172,25 +172,25 @@ def __getattr__(name: str) -> Any:
 # Tensors and storages.
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""Return how often a tensor was written in place (torch/_tensor.py, in the notes on autograd)."""
+"""Return a tensor's version, the number of in-place writes (torch/_tensor.py, in the notes on autograd)."""
 
 local_tensor: Callable[[Any], Any] = attrgetter("_local_tensor")
-"""Return the shard of a DTensor (torch/distributed/tensor/_api.py); `to_local` makes another object."""
+"""Return the shard of a DTensor (torch/distributed/tensor/_api.py); `to_local` creates another object."""
 
 dtensor_spec: Callable[[Any], Any] = attrgetter("_spec")
 """Return mesh, placements and shape of a DTensor (torch/distributed/tensor/_api.py)."""
 
 
 storage_address: Callable[[UntypedStorage], int] = attrgetter("_cdata")
-"""Return the address of a storage's object, which fake storages have, too (torch/storage.py).
+"""Return the address of a storage object, which fake storages also have (torch/storage.py).
 
-`torch.save` tells storages apart by it.
+`torch.save` identifies storages by it.
 """
 
 checkpoint_offset: Callable[[UntypedStorage], int] = attrgetter("_checkpoint_offset")
-"""Return where a storage that `torch.load` has faked begins in its file (torch/serialization.py).
+"""Return the file offset of a storage that `torch.load` has faked (torch/serialization.py).
 
-`torch.serialization.skip_data` documents that its files are filled there.
+`torch.serialization.skip_data` documents that its files are filled at this offset.
 """
 
 
@@ -201,15 +201,15 @@ gradient_hooks: Callable[[Tensor], tuple[dict[int, Any] | None, dict[int, Any] |
 
 
 def set_gradient_hooks(tensor: Tensor, hooks: tuple[Any, Any]) -> None:
-    """Give a tensor the hooks of another; a handle to those still removes them."""
+    """Set a tensor's hooks to those of another; existing handles still remove them."""
     tensor._backward_hooks, tensor._post_accumulate_grad_hooks = hooks  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def not_views() -> Callable[[], Any]:
-    """Return the guard in which tensors that are cut out of a buffer are no "views" to autograd.
+    """Return a guard in which slices of a buffer are not "views" to autograd.
 
-    Each has its own version counter, so that an in-place change of one does not invalidate graphs that use
-    another; cutting also costs less (torch/csrc/autograd/python_variable.cpp, c10/core/DispatchKey.h).
+    Each slice has its own version counter, so that an in-place change of one does not invalidate graphs that
+    use another; slicing is also cheaper (torch/csrc/autograd/python_variable.cpp, c10/core/DispatchKey.h).
     """
     torch_c = import_module("torch._C")
     keys = torch_c.DispatchKeySet(torch_c.DispatchKey.AutogradFunctionality)
@@ -218,7 +218,7 @@ def not_views() -> Callable[[], Any]:
 
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""Return the schema of an operator (torch/_ops.py): its name, and which arguments it writes."""
+"""Return the schema of an operator (torch/_ops.py): its name, and the arguments that it mutates."""
 
 
 def is_in_backward() -> bool:
@@ -231,36 +231,36 @@ def is_in_backward() -> bool:
 tables_of: Callable[
     [nn.Module], tuple[dict[str, nn.Parameter | None], dict[str, Tensor | None], dict[str, nn.Module | None]]
 ] = attrgetter("_parameters", "_buffers", "_modules")
-"""Return a module's own tables of parameters, buffers and children (torch/nn/modules/module.py)."""
+"""Return a module's dicts of direct parameters, buffers and children (torch/nn/modules/module.py)."""
 
 parameter_table: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
-"""Return the module's own table of direct parameters, to be read and written.
+"""Return the module's dict of direct parameters, to be read and written.
 
-`setattr` does much more, and slower; hooks that swap tensors around each forward cannot pay it.
+`setattr` does much more, and is too slow for hooks that swap tensors around each forward.
 """
 
 buffer_table: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-"""Return the module's own table of direct buffers, to be read and written."""
+"""Return the module's dict of direct buffers, to be read and written."""
 
 child_table: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
-"""Return the module's own table of children; `named_children()` hides one that is registered twice."""
+"""Return the module's dict of children; `named_children()` hides a child that is registered twice."""
 
 
 non_persistent_names: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
-"""Return the names of the module's own buffers that its state leaves out (torch/nn/modules/module.py)."""
+"""Return the names of the module's direct non-persistent buffers (torch/nn/modules/module.py)."""
 
 
 def optimized_module() -> type[Any] | None:
-    """Return the class of `torch.compile`'s results, or `None` where nobody has imported the compiler.
+    """Return the class of `torch.compile`'s results, or `None` if the compiler has not been imported.
 
-    Nothing is compiled then, and importing it takes seconds (torch/_dynamo/eval_frame.py).
+    No module is compiled then, and importing the compiler takes seconds (torch/_dynamo/eval_frame.py).
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return None if dynamo is None else dynamo.OptimizedModule
 
 
 def import_compiler() -> None:
-    """Import torch's compiler, which takes seconds, before processes are forked that need it."""
+    """Import torch's compiler, which takes seconds, before forking processes that need it."""
     import_module("torch._dynamo")
 
 
@@ -269,7 +269,7 @@ compiled_module: Callable[[Any], nn.Module] = attrgetter("_orig_mod")
 
 
 def compile_call(module: nn.Module, like: Any) -> None:
-    """Compile a module in place, as `Module.compile` does, by the options of a result of `torch.compile`."""
+    """Compile a module in place, as `Module.compile` does, with the options of a `torch.compile` result."""
     module._compiled_call_impl = like.dynamo_ctx(module._call_impl)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -279,9 +279,9 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def disable_compiler(function: F) -> F:
-    """Exclude a function, and not what it calls, from compilation (torch/_compile.py).
+    """Exclude a function, but not its callees, from compilation (torch/_compile.py).
 
-    `torch.compiler.disable` does the same, and imports the compiler.
+    `torch.compiler.disable` does the same, but imports the compiler.
     """
     return import_module("torch")._disable_dynamo(recursive=False)(function)
 
@@ -295,12 +295,12 @@ def supports_amp_scaling(optimizer: Any) -> bool:
 
 
 def infinite_flags(scaler: Any, optimizer: Any) -> list[Tensor]:
-    """Return the flags, one a device, of gradients that are not finite (torch/amp/grad_scaler.py)."""
+    """Return GradScaler's flags, one per device, of non-finite gradients (torch/amp/grad_scaler.py)."""
     return [*scaler._found_inf_per_device(optimizer).values()]
 
 
 def let_foreach_run_on(device_type: str, tensor_type: type[Tensor]) -> None:
-    """Let optimizers use foreach kernels for a device and a type of tensors (torch/optim/optimizer.py)."""
+    """Enable the foreach kernels of optimizers for a device and a tensor type (torch/optim/optimizer.py)."""
     optimizer: Any = import_module("torch.optim.optimizer")
     real = optimizer._get_foreach_kernels_supported_devices
     optimizer._get_foreach_kernels_supported_devices = lambda: [*real(), device_type]
@@ -308,14 +308,14 @@ def let_foreach_run_on(device_type: str, tensor_type: type[Tensor]) -> None:
 
 
 requested_samples: Callable[[Any], int | None] = attrgetter("_num_samples")
-"""Return `num_samples` as a `RandomSampler` was given it (torch/utils/data/sampler.py)."""
+"""Return the `num_samples` argument of a `RandomSampler` (torch/utils/data/sampler.py)."""
 
 
 # Process groups.
 
 
 def process_groups() -> Mapping[ProcessGroup, Any]:
-    """Return the process groups that exist now (torch/distributed/distributed_c10d.py, no public list)."""
+    """Return all existing process groups (torch/distributed/distributed_c10d.py, no public list)."""
     return import_module("torch.distributed.distributed_c10d")._world.pg_map
 
 
@@ -353,7 +353,7 @@ def set_terminate_handler(handler: Callable[..., Any]) -> None:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the mesh with one axis for all those of a mesh (torch/distributed/device_mesh.py).
+    """Flatten a mesh to one axis with the given name (torch/distributed/device_mesh.py).
 
     It is the documented way: https://docs.pytorch.org/tutorials/recipes/distributed_device_mesh.html
     """
@@ -361,26 +361,26 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
-    """Return a mesh that has the axes of several (torch/distributed/device_mesh.py, no other way)."""
+    """Concatenate the axes of several meshes (torch/distributed/device_mesh.py, no public function)."""
     return type(meshes[0])._concatenate(meshes)  # pyright: ignore[reportPrivateUsage]
 
 
 MESH_METHODS = ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate")
-"""The methods of a device mesh that need the values of its tensor of ranks; not every torch has all."""
+"""The methods of a device mesh that read its tensor of ranks; not every torch has all of them."""
 
 PROPAGATION_METHODS = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")
 """The methods of `ShardingPropagator` that infer a result's shape; each torch version has one of them."""
 
 
 def hybrid_shard_zero2() -> ShardingStrategy:
-    """Return the sharding strategy that has no public name (torch/distributed/fsdp/api.py)."""
+    """Return `_HYBRID_SHARD_ZERO2`, which has no public name (torch/distributed/fsdp/api.py)."""
     return import_module("torch.distributed.fsdp").ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
 def fully_sharded_mesh(module: FSDPModule) -> DeviceMesh | None:
-    """Return the mesh of a module's own FSDP2 parameters (torch/distributed/fsdp/_fully_shard).
+    """Return the mesh of the parameters in a module's own FSDP2 group (torch/distributed/fsdp/_fully_shard).
 
-    torch 2.9 has one group of parameters for a module, later versions a list; `None` if there is none.
+    torch 2.9 has one parameter group per module, later versions a list; `None` if there is none.
     """
     state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
     groups: Any = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -402,12 +402,12 @@ flat_names: Callable[[Any], list[str]] = attrgetter("_fqns")
 
 
 def flat_shards(flat: Any) -> zip[tuple[Any, Any, Any]]:
-    """Return original parameter, shape and shard of each parameter in a flat one, with `use_orig_params`."""
+    """Return original parameter, shape and shard of each item of a flat parameter, with `use_orig_params`."""
     return zip(flat._params or (), flat._shapes, flat._shard_param_infos, strict=False)
 
 
 def flat_slices(handle: Any) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
-    """Yield name, full shape, begin and elements of this rank's part of each parameter in a flat one."""
+    """Yield name, full shape, offset and elements of this rank's shard of each item of a flat parameter."""
     flat = handle.flat_param
     is_sharded = handle.uses_sharded_strategy
     local = flat._local_shard.detach() if is_sharded else flat.detach()
@@ -420,22 +420,22 @@ def flat_slices(handle: Any) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
 
 
 shared_parameters: Callable[[Any], list[tuple[Any, ...]]] = attrgetter("_shared_param_infos")
-"""Return where tied weights of a flat parameter are, again and first (`SharedParamInfo`)."""
+"""Return repeated and first locations of tied weights of a flat parameter (`SharedParamInfo`)."""
 
 
 def replace_fsdp_chunks(make: Callable[..., Any]) -> None:
-    """Replace how FSDP2 cuts a parameter (torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
+    """Replace FSDP2's chunking of parameters (torch/distributed/fsdp/_fully_shard/_fsdp_param.py)."""
     module: Any = import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
     module._chunk_with_empty = make
 
 
 def context_parallel_options() -> Any:
-    """Return torch's options of context parallelism (torch/distributed/tensor/experimental)."""
+    """Return torch's context-parallel options (torch/distributed/tensor/experimental)."""
     return _ring_module()._cp_options
 
 
 def context_parallel_rules() -> dict[Any, Any]:
-    """Return torch's own table of the rules by which operators run within context parallelism."""
+    """Return torch's table of dispatch rules of operators within context parallelism."""
     return _ring_module().custom_ops
 
 

@@ -1,4 +1,4 @@
-"""Replaces `torch.xla`, which torch does not have: XLA devices through PJRT. It imports torch_xla."""
+"""The runtime module of XLA devices, in place of a `torch.xla`: PJRT through torch_xla."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def check_versions(torch_version: str, xla_version: str) -> None:
 
 
 def topology(launched: Topology) -> Topology:
-    """Return the ranks that PJRT knows: one for every device, or for every host where no launcher ran.
+    """Return PJRT's topology: one rank per device, or one per host without a launcher.
 
     Raises:
-        SettingsError: They say something else; or torch_xla runs several ranks as threads of one process.
+        SettingsError: The launcher's topology differs; or torch_xla runs ranks as threads of one process.
     """
     library()
     runtime = import_module("torch_xla.runtime")
@@ -93,7 +93,7 @@ def group_options(earlier: int) -> dict[str, Any]:
     """Return store, rank and world size of a process group of the host, as PJRT knows them.
 
     Args:
-        earlier: How many groups this process has joined before: their keys stay in the store.
+        earlier: Number of groups that this process has joined before: their keys stay in the store.
     """
     library()
     import_module("torch_xla.distributed.xla_backend")  # registers "xla://"
@@ -105,46 +105,46 @@ def group_options(earlier: int) -> dict[str, Any]:
 
 
 def collectives(device: torch.device) -> Collectives:
-    """Return the collectives of the ranks, on top of the process group of their hosts."""
+    """Return the collectives of the device, on top of the process group of the hosts."""
     if is_replicated():
         return RecordedCollectives(device, sys.modules[__name__])
     return TorchCollectives(torch.device("cpu"))
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Return the tensors of all ranks, of one dimension each: there is no layout to agree on."""
+    """All-gather one-dimensional tensors: there is no layout to agree on."""
     return import_module("torch_xla.core.xla_model").all_gather(tensor, pin_layout=False)
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Return the tensors of all ranks combined."""
+    """All-reduce a tensor."""
     return import_module("torch_xla.core.xla_model").all_reduce("mul" if op == "prod" else op, tensor)
 
 
 def broadcast(tensor: Tensor, *, is_source: bool) -> Tensor:
-    """Return the tensor of the source: a sum to which all others add zeros.
+    """Broadcast the tensor of the source rank: an all-reduce to which all others add zeros.
 
-    Which rank is the source is data, so that all record the same program. (torch_xla's `collective_broadcast`
-    multiplies by zero, which leaves NaN of what is infinite elsewhere.)
+    The source rank is data, so that all ranks record the same program. (torch_xla's `collective_broadcast`
+    multiplies by zero, which turns infinite values of other ranks into NaN.)
     """
     (flag,) = send([torch.tensor(is_source)], tensor.device)
     return all_reduce(torch.where(flag, tensor, torch.zeros_like(tensor)), "sum")
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Begin to copy tensors of the CPU to a device, all at once."""
+    """Start to copy CPU tensors to a device, all at once."""
     return import_module("torch_xla.core.xla_model").send_cpu_data_to_device([*tensors], device)
 
 
 def run_on_each_device(
     function: Callable[..., Any], args: Sequence[Any], count: int | None
 ) -> dict[int, Any]:
-    """Run a function in a process for every device of this machine, forked from this one.
+    """Fork one process per device of this machine, and run a function in each.
 
     Args:
         function: Any function, also one of a notebook or of a local scope. Its result is pickled.
-        args: What it is called with.
-        count: The number of devices that the caller expects, if it says so.
+        args: The arguments of the function.
+        count: The number of devices that the caller expects; `None` for any.
 
     Returns:
         The results by rank.
@@ -161,7 +161,7 @@ def run_on_each_device(
 
 
 _inherited: list[tuple[Callable[..., Any], Sequence[Any], int | None]] = []
-"""What forked processes run; they inherit it, since functions of a local scope cannot be pickled."""
+"""The function that forked processes run: inherited, as functions of a local scope cannot be pickled."""
 
 
 def _run_inherited() -> Any:
@@ -176,30 +176,30 @@ def _run_inherited() -> Any:
 
 
 def is_replicated() -> bool:
-    """Return whether there is a rank for every device, rather than a process for all devices of a host."""
+    """Return whether there is a rank per device, rather than one process for all devices of a host."""
     return library()._XLAC._xla_get_replication_devices_count() > 0
 
 
 def is_global() -> bool:
-    """Return whether tensors of the device are those of several hosts, over which the compiler shards."""
+    """Return whether tensors are global, that is, sharded by the compiler over several hosts."""
     runtime = import_module("torch_xla.runtime")
     return runtime.is_spmd() and runtime.process_count() > 1
 
 
 def flush() -> None:
-    """Execute what was recorded since the last time, without waiting for the end."""
+    """Execute the operations recorded since the last flush, without waiting for the end."""
     library().sync()
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Execute what was recorded on every device of the process, and wait until it is done."""
+    """Execute the operations recorded on every device of the process, and wait until they are done."""
     del device
     library().sync(wait=True)
     import_module("torch_xla.core.xla_model").wait_device_ops()
 
 
 def device_count() -> int:
-    """Return the number of devices that this process drives: one, or one that stands for all of a mesh."""
+    """Return the number of devices that this process drives: one, which under SPMD is a mesh of devices."""
     return 1
 
 
@@ -214,13 +214,13 @@ def is_initialized() -> bool:
 
 
 def start(*, spmd: bool) -> None:
-    """Begin to use the devices of this process, seeded as was asked for before.
+    """Initialise the devices of this process, with the seed set before.
 
     Args:
-        spmd: Whether one device stands for all of them, over which the compiler shards (SPMD).
+        spmd: Whether one virtual device represents all devices, over which the compiler shards (SPMD).
 
     Raises:
-        SettingsError: SPMD is asked for, and a tensor was moved to a device without it.
+        SettingsError: SPMD is requested after a tensor was moved to a device without it.
     """
     extension, runtime = library()._XLAC, import_module("torch_xla.runtime")
     if spmd and not runtime.is_spmd():
@@ -236,7 +236,7 @@ def start(*, spmd: bool) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed the device's generator; before `start` the seed is only remembered, and no device used."""
+    """Seed the device's generator; before `start` the seed is only stored, and no device is used."""
     _use.seed = seed
     if _use.started:
         library().manual_seed(seed)

@@ -193,7 +193,7 @@ DEEPSPEED = (
 
 _NOT_ON_XLA = "The questions about TPUs do not cover FSDP."
 
-# The lists are public in Accelerate, as lists in this order; transformers relies on it.
+# These lists are public in Accelerate, in this order; transformers relies on it.
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 """How FSDP1 shards parameters, gradients and optimizer states; numbered from 1."""
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
@@ -207,7 +207,7 @@ FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 
 
 def _reshard(text: str) -> bool | int | str:
-    """A truth value, a number of ranks, or a strategy of version 1."""
+    """Parse a boolean, a number of ranks, or a strategy of FSDP1."""
     if text.strip().isdecimal() and int(text) > 1:
         return int(text)
     try:
@@ -379,7 +379,7 @@ _NO_EXPERTS = "Not supported: no supported model has experts."
 
 
 def _attention_backend(text: str) -> str:
-    """A name; or a truth value, as in other libraries' files: whether to choose a fused one."""
+    """Parse a backend's name; or, as other libraries write, a boolean: whether to use a fused backend."""
     try:
         return "auto" if boolean(text) else "unfused"
     except ValueError:
@@ -396,7 +396,7 @@ def _megatron_row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field i
 @documented
 @frozen
 class MegatronSettings:
-    """How Megatron-LM trains; the fields of `MegatronLMPlugin` that can be set from outside."""
+    """How Megatron-LM trains; the fields of `MegatronLMPlugin` that can be set outside of the script."""
 
     tp_degree: int | None = _megatron_row("Tensor-parallel size.", question="Tensor-parallel size?")
     sequence_parallelism: bool | None = _megatron_row(

@@ -1,4 +1,4 @@
-"""Read config files into settings, those of older formats included; find the default file."""
+"""Read config files, including legacy formats, into settings; find the default file."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ _NEEDLESS = {
     "ipex_config": "PyTorch includes the features of the extension for Intel devices",
     "use_ipex": "PyTorch includes the features of the extension for Intel devices",
 }
-"""Old key to why it no longer has a meaning."""
+"""Old key to the reason why it is no longer used."""
 
 _OLD_TYPES = {"TPU": ("XLA", ""), "TP": ("MULTI_GPU", " with 'parallelism_config'")}
 _TENSOR_PARALLEL = {"tp_size": "parallelism_config_tp_size"}
 _FSDP = ("min_num_params", "offload_params", "sharding_strategy")
-"""Keys of `fsdp_config` that had no prefix once."""
+"""Keys of `fsdp_config` that once had no prefix."""
 
 
 @frozen
 class Translation:
-    """A config file in the present format.
+    """A config file translated to the current format.
 
     Args:
-        notes: What was translated, a clause for each.
+        notes: A clause for each translated entry.
     """
 
     content: dict[str, Any]
@@ -57,7 +57,7 @@ class Translation:
 
 
 def translate(content: Mapping[str, Any]) -> Translation:
-    """Translate the table of a config file to the present format; entries in that format stay.
+    """Translate the table of a config file to the current format; entries in that format stay.
 
     Example:
         >>> translate({"fp16": True}).notes
@@ -83,7 +83,7 @@ def translate(content: Mapping[str, Any]) -> Translation:
 
 
 def _table(result: dict[str, Any], key: str) -> dict[Any, Any]:
-    """Return a table to add to; what is there in place of one stays, and is refused later."""
+    """Return the table of a key to add to; a value that is not a table stays, and is refused later."""
     _fill(result, key, {})
     return result[key] if isinstance(result[key], dict) else {}
 
@@ -147,7 +147,7 @@ _TABLES = frozenset(key.partition(".")[0] for key in BY_KEY if "." in key)
 
 
 def default_config_file(environ: Mapping[str, str]) -> Path | None:
-    """Find the config file that is used when none is named.
+    """Find the default config file, used when none is passed.
 
     It lies in `accelerate/` below `$HF_HOME`, else below `$XDG_CACHE_HOME/huggingface`, else below
     `~/.cache/huggingface`, and is YAML or JSON.
@@ -157,7 +157,7 @@ def default_config_file(environ: Mapping[str, str]) -> Path | None:
 
 
 def default_config_folder(environ: Mapping[str, str]) -> Path:
-    """The folder of the default config file, which need not exist.
+    """Return the folder of the default config file, which need not exist.
 
     Example:
         >>> default_config_folder({"HF_HOME": "/data/hf"}).as_posix()
@@ -172,7 +172,7 @@ def parse_file(content: Mapping[str, Any], source: str) -> dict[str, SourcedValu
     """Read the settings of a config file.
 
     Args:
-        content: The file's top-level table. Older formats are translated.
+        content: The file's top-level table. Legacy formats are translated.
         source: The file's name, for messages.
 
     Returns:
@@ -212,7 +212,7 @@ def to_content(settings: Settings) -> dict[str, Any]:
     """Write settings as the table of a config file; `parse_file` reads it.
 
     Args:
-        settings: What to write. An engine is written as `distributed_type`.
+        settings: The settings. An engine is written as `distributed_type`.
 
     Example:
         >>> from accel_state.settings.model import TrainingSettings
@@ -245,14 +245,14 @@ def to_content(settings: Settings) -> dict[str, Any]:
 
 
 def concat(before: SourcedValue | None, after: SourcedValue) -> SourcedValue:
-    """Concatenate two lists of one source; of other values, return the later one."""
+    """Concatenate two lists of one source; for other values, return the later one."""
     if before is None or not (isinstance(before.value, tuple) and isinstance(after.value, tuple)):
         return after
     return SourcedValue(value=before.value + after.value, layer=after.layer, origin=after.origin)
 
 
 def _flat(content: Mapping[str, Any], source: str) -> list[tuple[str, Any]]:
-    """Key and value of every entry; those of the tables that hold settings with a dotted key."""
+    """Return key and value of every entry, with dotted keys for entries of nested tables of settings."""
     entries: list[tuple[str, Any]] = []
     for key, value in content.items():
         if key not in _TABLES or value is None:
@@ -265,7 +265,7 @@ def _flat(content: Mapping[str, Any], source: str) -> list[tuple[str, Any]]:
 
 
 def _read(key: str, value: object, origin: str) -> list[SourcedValue]:
-    """The value of a key; several of a list, none of an empty one."""
+    """Return the values of a key: several for a list, none for an empty value."""
     if key not in BY_KEY:
         raise SettingsError(f"{origin} is unknown{_nearest(key)}")
     option = BY_KEY[key]
@@ -274,7 +274,7 @@ def _read(key: str, value: object, origin: str) -> list[SourcedValue]:
 
 
 def _texts(option: Option, value: object, origin: str) -> list[str]:
-    """The texts that an option's `parse` reads; several only for lists."""
+    """Return the texts for an option's `parse`; several only for lists."""
     if isinstance(value, Mapping):
         if option.kind != "table":
             raise SettingsError(f"{origin} is {value!r}: expected a single value")
@@ -286,7 +286,7 @@ def _texts(option: Option, value: object, origin: str) -> list[str]:
 
 
 def _text(value: object) -> str:
-    """YAML reads a bare `no` as false, `1` as a number and nothing as null; settings are parsed from text."""
+    """Return a YAML value as text: YAML parses a bare `no` as false, `1` as a number, empty as null."""
     if value is None:
         return ""
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""`Settings` and `OPTIONS`: merge sources by precedence; write and read the form of environment variables."""
+"""`Settings` and `OPTIONS`: merge sources by precedence; convert from and to environment variables."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from accel_state.settings.run import (
 Precision: TypeAlias = Literal["no", "fp16", "bf16", "fp8"]
 
 BASE_PRECISIONS = frozenset({"no", "fp16", "bf16"})
-"""Those that need no recipe."""
+"""The precisions that need no recipe."""
 
 
 @frozen
@@ -96,14 +96,14 @@ OPTIONAL_SECTIONS: Mapping[
 """The sections that a switch of the same name turns on."""
 
 ENGINES = ("deepspeed", "megatron", "fsdp")
-"""The sections of which there can be one only."""
+"""The mutually exclusive sections."""
 
 IMPLICIT_SECTIONS: Mapping[str, type[Fp8Settings]] = {"fp8": Fp8Settings}
 """The sections that exist if any of their settings has a source."""
 
 
 def value_at(settings: Settings, path: str) -> object:
-    """The value of a path; of a section alone whether it is there; None in a section that is not.
+    """Return the value of a path; for a section, whether it is set; None for a path in an unset section.
 
     Example:
         >>> value_at(Settings(fsdp=FsdpSettings(fsdp_version=2)), "fsdp.fsdp_version")
@@ -145,7 +145,7 @@ BY_VARIABLE: Mapping[str, Option] = {option.variable: option for option in OPTIO
 BY_KEY: Mapping[str, Option] = {
     key: option for option in OPTIONS if option.key for key in (option.key, *option.key_aliases)
 }
-"""The settings of config files by their key, in every spelling that is read."""
+"""The settings of config files by their key, in every accepted spelling."""
 
 
 class Layer(IntEnum):
@@ -318,7 +318,7 @@ def merge_sources(*sources: Mapping[str, SourcedValue]) -> Merged:
         if layer == on[0][0]
     )
     sourced |= asked | {name: replace(asked[name], value=False) for _, name in on[1:]}
-    # 3. Make the sections.
+    # 3. Create the sections.
     sections: dict[str, dict[str, Any]] = {}
     for path, value in sourced.items():
         section, _, name = path.partition(".")
@@ -342,7 +342,7 @@ SPLIT_VARIABLES: Mapping[str, tuple[str, ...]] = {
         "ACCELERATE_FP8_OVERRIDE_WGRAD",
     )
 }
-"""Settings that other launchers pass in several variables; a variable that is not set is false."""
+"""Settings that other launchers pass in several variables; an unset variable is false."""
 
 
 def parse_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
@@ -383,7 +383,7 @@ def from_environ(environ: Mapping[str, str]) -> Settings:
 
 
 def to_environ(settings: Settings) -> dict[str, str]:
-    """Write what differs from the defaults as variables; `from_environ` reads the same settings back.
+    """Convert settings that differ from the defaults to variables; `from_environ` is the inverse.
 
     Settings that only the command reads are omitted: workers get their topology from their launcher.
 
@@ -401,7 +401,7 @@ def to_environ(settings: Settings) -> dict[str, str]:
 
 
 def worker_environ(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Make the environment of a worker: that of its launcher, with the variables of settings replaced.
+    """Create a worker's environment: the launcher's, with the variables of settings replaced.
 
     Example:
         >>> worker_environ(Settings(), {"HOME": "/root", "ACCELERATE_USE_CPU": "1"})

@@ -27,7 +27,7 @@ def boolean(text: str) -> bool:
 
 
 def integer(low: int, high: float = math.inf) -> Callable[[str], int]:
-    """Make a parser of integers.
+    """Create a parser of integers.
 
     Example:
         >>> integer(1)("8")
@@ -48,7 +48,7 @@ def integer(low: int, high: float = math.inf) -> Callable[[str], int]:
 
 
 def number(low: float, high: float = math.inf, of: str = "") -> Callable[[str], float]:
-    """Make a parser of finite numbers.
+    """Create a parser of finite numbers.
 
     Example:
         >>> number(0, 1)("0.5")
@@ -73,7 +73,7 @@ RECIPE_GROUP = "accel.recipes"
 
 
 def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
-    """Make the reader of a word, in any case or, if `numbered`, by its number from 1.
+    """Create a parser of one of some words, in any case or, if `numbered`, by its number from 1.
 
     Example:
         >>> one_of("FULL_SHARD", "NO_SHARD", numbered=True)("2")
@@ -93,7 +93,7 @@ def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
 
 
 def precision(*choices: str) -> Callable[[str], str]:
-    """Make the reader of a precision: one of some words, in any case, or the name of an installed recipe.
+    """Create a parser of a precision: one of some words, in any case, or the name of an installed recipe.
 
     Example:
         >>> precision("no", "bf16")("BF16")
@@ -115,7 +115,7 @@ def precision(*choices: str) -> Callable[[str], str]:
 
 
 def optional(parse: Callable[[str], Any], *nothing: str) -> Callable[[str], Any]:
-    """Make a parser that returns None for some words.
+    """Create a parser that returns None for some words.
 
     Example:
         >>> optional(integer(1), "-1")("-1") is None
@@ -139,7 +139,7 @@ def comma_list(text: str) -> tuple[str, ...]:
 
 
 def booleans(count: int) -> Callable[[str], tuple[bool, ...]]:
-    """Make a parser of a comma-separated list of booleans, in brackets or not.
+    """Create a parser of a comma-separated list of booleans, with or without brackets.
 
     Example:
         >>> booleans(3)("(False, true, no)")
@@ -174,7 +174,7 @@ def json_object(text: str) -> dict[str, Any]:
 _Section = TypeVar("_Section")
 
 Answers: TypeAlias = "Callable[[str], Any]"
-"""Looks up the answer given so far for a settings path."""
+"""Returns the current answer for a settings path."""
 
 
 @frozen
@@ -182,18 +182,18 @@ class Option:
     """One setting.
 
     Args:
-        path: Its path in `Settings`, as `"section.field"`; a section alone for its switch.
+        path: Its path in `Settings`, as `"section.field"`; only the section for its switch.
         help: One sentence for the command's help and the reference page.
         topic: The heading under which help and reference show it.
         parse: Text to value; raises a `ValueError` that describes valid values. None means "unset".
-        choices: The texts that are allowed, as they are written; the empty tuple allows what `parse` does.
+        choices: The allowed texts, as they are written; the empty tuple leaves the check to `parse`.
         variable: The environment variable; None for settings that only the command reads.
         flags: Command line flags, spelled with underscores.
         const: The value of a flag without an argument; None if the flag takes one.
         flag_aliases: Further flags without an argument, each with its value.
         kind: Its type in a file; a list becomes a tuple, and its flag may be repeated.
         key: The key of a config file; a dot leads into a nested table.
-        key_aliases: Further spellings of the key that are read, and not written.
+        key_aliases: Further spellings of the key, which are read but not written.
         launch_default: The value that `accel launch` passes to workers by default; None passes none.
         question: The question of `accel config`; None if there is none.
         ask_if: Decides by the previous answers whether to ask.
@@ -241,13 +241,13 @@ def setting(
     repr: bool = True,  # noqa: A002 - as of `dataclasses.field`
     **row: Any,
 ) -> Any:
-    """Declare a field of a section with its row.
+    """Declare a field of a section with its `Option`.
 
-    What the row leaves out follows: a boolean field is parsed as one, and its flag takes no value if
-    the field cannot be None; an integer is at least 1; `choices` are parsed in any case.
+    Defaults of the row follow from the type: a boolean field is parsed as one, and its flag takes no value
+    if the field cannot be None; an integer is at least 1; `choices` are parsed in any case.
 
     Args:
-        derive: Makes values of the row from the field's name; those in `row` win.
+        derive: Creates values of the row from the field's name; those in `row` take precedence.
         default: The field's default.
         repr: Whether the field is shown.
         **row: Fields of `Option`, without `path` and `topic`.
@@ -257,7 +257,7 @@ def setting(
 
 
 def plain(help: str, **row: Any) -> Any:  # noqa: A002 - as the field is called
-    """Declare a field that has its own name as variable, as flag and as key at the top of a file."""
+    """Declare a field whose name is also its variable, its flag and its top-level key of a file."""
     return setting(
         lambda name: {"variable": f"ACCELERATE_{name.upper()}", "flags": (f"--{name}",), "key": name},
         help=help,
@@ -286,7 +286,7 @@ def _row_of(section: str, item: Field[Any], topic: str) -> Option:
 
 
 def switch(section: str, name: str, **row: Any) -> Option:
-    """Make the row that turns on an optional section; `name` is that of its flag and variable."""
+    """Create the row that turns on an optional section; `name` is the name of its flag and variable."""
     variable, flags = f"ACCELERATE_USE_{name.upper()}", (f"--use_{name}",)
     return Option(path=section, parse=boolean, const="true", variable=variable, flags=flags, **row)
 

@@ -29,7 +29,7 @@ DEVICE_TYPES = tuple(label.value for label in DistributedType if label in _OF_DE
 """The values of `distributed_type` that only name the hardware."""
 
 ENGINE_TYPES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
-"""The values of `distributed_type` that switch on an engine, and its section of `Settings`."""
+"""The values of `distributed_type` that switch on an engine, with its section of `Settings`."""
 
 SAGEMAKER_TYPES = ("DATA_PARALLEL", "MODEL_PARALLEL")
 DISTRIBUTED_TYPES = (*DEVICE_TYPES, *ENGINE_TYPES, "XLA", *SAGEMAKER_TYPES)
@@ -42,12 +42,12 @@ _ONE_JOB = "Depends on the job, not on the machine."
 
 
 def is_local(answers: Answers) -> bool:
-    """Whether the answers so far are about machines of one's own."""
+    """Return whether the answers so far describe the user's own machines."""
     return answers("launch.compute_environment") != "AMAZON_SAGEMAKER"
 
 
 def several_machines(answers: Answers) -> bool:
-    """Whether the answers so far are about several machines of one's own."""
+    """Return whether the answers so far describe several machines of the user."""
     return is_local(answers) and answers("launch.num_machines") > 1
 
 
@@ -188,12 +188,12 @@ class LaunchSettings:
 
     @property
     def on_tpu(self) -> bool:
-        """Whether processes run on TPUs, which have launchers of their own."""
+        """Whether processes run on TPUs, which have separate launchers."""
         return self.distributed_type == "XLA"
 
     @property
     def device_ids(self) -> tuple[str, ...]:
-        """The devices of this machine that were chosen; empty for all.
+        """The selected devices of this machine; empty for all.
 
         Example:
             >>> LaunchSettings(gpu_ids="0, 2").device_ids, LaunchSettings(gpu_ids="all").device_ids

@@ -1,4 +1,4 @@
-"""Fakes for tests: a device that copies late on a CPU, and several ranks in one process.
+"""Fakes for tests: an asynchronous device on the CPU, and several ranks in one process.
 
 The guides "Testing code that copies asynchronously" and "Extending" show `late_device` and `ThreadRanks`.
 """

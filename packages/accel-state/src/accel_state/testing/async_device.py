@@ -1,4 +1,4 @@
-"""`late_device`: a fake device on the CPU whose copies and kernels run late, and its operators."""
+"""`late_device`: a fake asynchronous device on the CPU whose copies run late; interception of operators."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from accel_state.torch_private import (
 _METADATA_ONLY = re.compile(r"^aten::(new_.*|.*_like|set_|resize_)$")
 _WITHOUT_VALUES = re.compile(r"^aten::(new_empty.*|empty.*)$")
 _TO_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::item"}
-"""Operators whose result is known to the host when they return."""
+"""Operators that return their result to the host."""
 
 
 class OperatorMode(TorchDispatchMode):
-    """Tell a device about all operators of this thread."""
+    """Report all operators of this thread to a device."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
@@ -55,12 +55,12 @@ class OperatorMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Register the operator's accesses; take over copies between pinned and device memory."""
+        """Register the operator's accesses; replace copies between pinned and device memory."""
         kwargs = kwargs or {}
         device = self._device
         leaves = tree_leaves((args, kwargs))
         if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves):
-            return NotImplemented  # the operators on its inner tensors come here next
+            return NotImplemented  # the operators on its inner tensors are dispatched next
         name = schema_of(func).name
         if device.is_inside or func.is_view:
             return func(*args, **kwargs)
@@ -81,7 +81,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 class TransferMode(TorchFunctionMode):
-    """Give `pin_memory`, `is_pinned` and `to` of this thread the meaning they have with a device."""
+    """Make `pin_memory`, `is_pinned` and `to` of this thread behave as with a device."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class TransferMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Do what a device would do, or what the function does."""
+        """Emulate the function on the device, or call it."""
         kwargs = kwargs or {}
         if func is torch.Tensor.pin_memory:
             return self._device.pin(args[0])
@@ -109,7 +109,7 @@ class TransferMode(TorchFunctionMode):
 
 
 def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that an operator reads, and the arguments that it writes."""
+    """Return the tensors that an operator reads, and the tensors that it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     schema = schema_of(func)
@@ -129,7 +129,7 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor with memory that can be tracked."""
+    """Return whether a value is a tensor whose memory can be tracked."""
     return (
         isinstance(value, torch.Tensor)
         and value.device.type == "cpu"
@@ -139,10 +139,10 @@ def _is_plain(value: Any) -> bool:
 
 
 class RaceError(AssertionError):
-    """Accesses to device or pinned memory that no event orders.
+    """Unordered accesses to device or pinned memory.
 
     Args:
-        races: All of them.
+        races: All races that were found.
     """
 
     def __init__(self, races: Sequence[Race]) -> None:
@@ -151,7 +151,7 @@ class RaceError(AssertionError):
 
 
 class LateHost:
-    """What the devices of one block share: host memory, host threads, and the races that were found.
+    """The state shared by the devices of one block: host memory, host threads, and the races found.
 
     Args:
         schedule: When copies run.
@@ -160,7 +160,7 @@ class LateHost:
         devices: How many devices there are.
 
     Attributes:
-        contexts: The indices of the devices that some thread has made its current one, or allocated on.
+        contexts: The indices of the devices that any thread has made current, or allocated on.
         pinned_peak: The most bytes that were pinned at a time.
     """
 
@@ -187,19 +187,19 @@ class LateHost:
 
     @property
     def thread(self) -> HostThread:
-        """The host thread that asks."""
+        """The calling host thread."""
         return self.threads.thread
 
     def device(self, device: torch.device) -> LateDevice:
-        """Return a device; the current one of this thread, if it has no index."""
+        """Return a fake device; this thread's current device if `device` has no index."""
         return self.devices[self.thread.device if device.index is None else device.index]
 
 
 class LateDevice:
-    """The streams of a device that is as late as it may be. Use `late_device` to get one.
+    """The streams of a device that delays work as long as allowed. Use `late_device` to create one.
 
     Args:
-        host: What it shares with the other devices of the block.
+        host: The state shared with the other devices of the block.
         index: Its index.
 
     Attributes:
@@ -221,12 +221,12 @@ class LateDevice:
 
     @property
     def races(self) -> list[Race]:
-        """What was found so far, on whatever device."""
+        """The races found so far, on any device."""
         return self.host.races
 
     @property
     def pending(self) -> int:
-        """How many copies were issued and have not run."""
+        """Number of copies that were issued and have not run."""
         return len(self.host.pending)
 
     @property
@@ -236,7 +236,7 @@ class LateDevice:
 
     @property
     def nbytes(self) -> int:
-        """The bytes in use, without what is freed and only waits for `record_stream`, as a device would."""
+        """The bytes in use, without freed memory that waits for `record_stream`, as on a device."""
         with self.own_code():
             return self.host.storages.nbytes(Kind.DEVICE, self)
 
@@ -248,17 +248,17 @@ class LateDevice:
         return self.streams[-1]
 
     def current_stream(self) -> LateStream:
-        """Return the stream to which this thread's operators go."""
+        """Return the stream on which this thread's operators run."""
         return self.host.thread.streams.get(self.index, self._default)
 
     def set_current(self) -> None:
-        """Make the device this thread's current one, which makes a context on it."""
+        """Make the device this thread's current device, which creates a context on it."""
         self.host.thread.device = self.index
         self.host.contexts.add(self.index)
 
     @contextmanager
     def on(self, stream: Any) -> Generator[None]:
-        """Send this thread's operators to a stream, and make its device current, within the block."""
+        """Run this thread's operators on a stream, and make its device current, within the block."""
         thread = self.host.thread
         before, former = stream.device.current_stream(), self.host.devices[thread.device]
         if former is not stream.device:
@@ -276,10 +276,10 @@ class LateDevice:
         return LateEvent(self)
 
     def empty(self, nbytes: int) -> Tensor:
-        """Hand out poisoned memory, if possible that which the current stream freed last.
+        """Allocate poisoned memory, preferably the block that the current stream freed last.
 
         Raises:
-            torch.OutOfMemoryError: The capacity is less than all that is in use would take.
+            torch.OutOfMemoryError: The capacity is exceeded.
         """
         with self.own_code():
             stream = self.current_stream()
@@ -291,7 +291,7 @@ class LateDevice:
             return tensor
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Hand out a poisoned host buffer.
+        """Allocate a poisoned pinned host buffer.
 
         Raises:
             RuntimeError: No more can be pinned.
@@ -326,30 +326,30 @@ class LateDevice:
         self.plain_copy(target, source, blocking=True)
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """Keep a freed tensor's memory until the work is done that `stream` has by then."""
+        """Keep a freed tensor's memory until the work submitted to `stream` by then is done."""
         with self.own_code():
             block = self.host.storages.find(tensor).block
             if block is not None:
                 block.recorded.append(stream)
 
     def synchronize(self) -> None:
-        """Run everything that all streams have."""
+        """Run all work of all streams."""
         for stream in list(self.streams):
             stream.synchronize()
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """See this thread's operators within the block.
+        """Track this thread's operators within the block.
 
-        `late_device` does this for the thread that enters it. What other threads do through the seam is
-        always seen, and so is a change of memory that a pending copy reads; their operators only in such a
-        block.
+        `late_device` does this for the thread that enters it. Calls of `DeviceStreams` by other threads, and
+        changes of memory that a pending copy reads, are always tracked; operators of other threads only in
+        such a block.
         """
         with OperatorMode(self), TransferMode(self):
             yield
 
     def check(self) -> None:
-        """Raise what was found so far.
+        """Raise if races were found so far.
 
         Raises:
             RaceError: Accesses were not ordered.
@@ -359,30 +359,30 @@ class LateDevice:
                 raise RaceError(self.races)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """What `tensor.is_pinned()` says."""
+        """Emulate `tensor.is_pinned()`."""
         return tensor.layout is torch.strided and self.host.storages.kind(tensor) is Kind.PINNED
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Do what `tensor.pin_memory()` does."""
+        """Emulate `tensor.pin_memory()`."""
         if self.is_pinned(tensor):
             return tensor
         return _like(self.pinned(tensor.numel() * tensor.itemsize), tensor).copy_(tensor)
 
     def upload(self, tensor: Tensor, *, blocking: bool) -> Tensor:
-        """Do what `tensor.to(device)` does with pinned memory."""
+        """Emulate `tensor.to(device)` of pinned memory."""
         target = _like(self.empty(tensor.numel() * tensor.itemsize), tensor)
         self.plain_copy(target, tensor, blocking=blocking)
         return target
 
     def is_device_copy(self, target: Tensor, source: Tensor) -> bool:
-        """Whether a plain `target.copy_(source)` is a copy between pinned memory and known device memory."""
+        """Return whether `target.copy_(source)` is a copy between pinned memory and known device memory."""
         if source.layout is not torch.strided or target.layout is not torch.strided:
             return False
         kinds = {self.host.storages.kind(tensor) for tensor in (target, source)}
         return kinds == {Kind.PINNED, Kind.DEVICE}
 
     def plain_copy(self, target: Tensor, source: Tensor, *, blocking: bool) -> None:
-        """Do what `target.copy_(source)` does between pinned and device memory."""
+        """Emulate `target.copy_(source)` between pinned and device memory."""
         with self.own_code():
             self._copy(target, source)
         if blocking:
@@ -392,8 +392,8 @@ class LateDevice:
         """Register an operator's accesses.
 
         Returns:
-            What gives it to its stream for an operator on device memory, the host thread for one on pinned
-            memory alone; None for one whose tensors could be in either.
+            The stream's actor for an operator on device memory, the host thread for an operator on pinned
+            memory only; None if its tensors could be in either.
 
         Raises:
             RuntimeError: Its tensors are on different devices.
@@ -418,14 +418,14 @@ class LateDevice:
     def after_operator(
         self, name: str, outputs: Iterable[Tensor], actor: Actor | None, *, waits: bool
     ) -> None:
-        """Register an operator's results; they are where its inputs are, and `waits` if the host has them.
+        """Register an operator's results, in the memory of its inputs; `waits` if the host receives them.
 
         Raises:
-            torch.OutOfMemoryError: The capacity is less than all that is in use would take.
+            torch.OutOfMemoryError: The capacity is exceeded.
         """
         with self.own_code():
             stream = self.current_stream() if actor is None else actor.stream
-            if stream is None:  # of pinned memory alone
+            if stream is None:  # pinned memory only
                 return
             where = user_line()
             for tensor in outputs:
@@ -439,7 +439,7 @@ class LateDevice:
 
     @contextmanager
     def own_code(self) -> Generator[None]:
-        """Hold the lock, hide operators from `watch`, and notice what was freed."""
+        """Hold the lock, hide operators from `watch`, and register freed memory."""
         with self.host.lock:
             thread = self.host.thread
             before = thread.inside
@@ -453,7 +453,7 @@ class LateDevice:
                 thread.inside = before
 
     def _require(self, nbytes: int) -> None:
-        """Make sure that as many bytes fit beside those in use."""
+        """Raise if some bytes do not fit in addition to those in use."""
         capacity, used = self.host.capacity, self.host.storages.nbytes(Kind.DEVICE, self)
         if capacity is not None and used + nbytes > capacity:
             raise torch.OutOfMemoryError(
@@ -461,7 +461,7 @@ class LateDevice:
             )
 
     def _begin(self, stream: LateStream | None) -> Actor:
-        """Count one more piece of work that this thread gives to a stream, or does itself."""
+        """Count an item of work that this thread submits to a stream, or does itself."""
         actor = self.host.thread.actor if stream is None else self.host.thread.at(stream)
         actor.clock[actor.number] = actor.clock.get(actor.number, 0) + 1
         return actor
@@ -499,7 +499,7 @@ class LateDevice:
         stream.submit(run)
 
     def _alias(self, tensor: Tensor) -> Tensor:
-        """See a tensor's memory without keeping it from being freed, if it is the device's own."""
+        """Alias a tensor's memory without keeping it alive, if the device has allocated it."""
         block = self.host.storages.find(tensor).block
         storage = (tensor if block is None else block.tensor()).untyped_storage()
         alias = torch.empty(0, dtype=tensor.dtype)
@@ -514,7 +514,7 @@ class LateDevice:
         return tensor, block
 
     def _free(self, block: Block) -> None:
-        """Give a block back to its pool; find the streams that may still use it."""
+        """Return a block to its pool; find the streams that may still use it."""
         owner = block.owner
         known = self.host.threads.clock_of(owner)
         later = (access for access in block.history.accesses if not access.is_in(known))
@@ -535,7 +535,7 @@ class LateDevice:
         self.host.pool.free_block(block)
 
     def finish(self) -> None:
-        """Run what is pending, and `check`."""
+        """Run pending copies, and `check`."""
         for device in self.host.devices:
             for stream in device.streams:
                 with self.own_code():
@@ -544,7 +544,7 @@ class LateDevice:
 
 
 def _like(flat: Tensor, tensor: Tensor) -> Tensor:
-    """See bytes as a tensor of the shape, dtype and, if they leave no gaps, the strides of another one."""
+    """View bytes with shape, dtype and (if they leave no gaps) strides of another tensor."""
     strides = torch.empty_like(tensor, device="meta").stride()
     return flat.view(tensor.dtype).as_strided(tensor.size(), strides)
 
@@ -557,12 +557,12 @@ def late_device(
     pinned_capacity: int | None = None,
     devices: int = 1,
 ) -> Generator[LateDevice]:
-    """Make the CPU an asynchronous device that behaves as badly as the rules of streams allow.
+    """Turn the CPU into an asynchronous device that delays work as long as stream semantics allow.
 
     Within the block `device_streams(torch.device("cpu"))` is this device, and this thread's operators are
-    watched. Memory is the device's if it comes from `empty`, was computed from such memory, or was copied to
-    or from pinned memory by `copy_`. What host threads do is ordered if one of them hands over to the other,
-    by a lock (or a future, queue, event) that was made within the block, or by starting or joining a thread.
+    watched. Device memory is memory that comes from `empty`, was computed from such memory, or was copied to
+    or from pinned memory by `copy_`. The work of host threads is ordered if they synchronise by a lock (or a
+    future, queue, event) created within the block, or by starting or joining a thread.
 
     Args:
         schedule: When copies run. Races are found with either; wrong values may need the right one.
@@ -606,5 +606,5 @@ def late_device(
     with host.threads.watch():
         with override_streams("cpu", host.device), device.watch():
             yield device
-        # Threads of the block may still run: what they hand over is seen as long as races are looked for.
+        # Threads of the block may still run: their synchronisation is tracked as long as races are detected.
         device.finish()

@@ -1,11 +1,11 @@
 """Queues, clocks and storages of the late device, and the detector of races between them.
 
-The method is that of `torch.cuda._sanitizer`. Other than there, an access covers a range of bytes rather than
-a pointer, so that views count, and every host thread is one more actor.
+The method is that of `torch.cuda._sanitizer`, except that an access covers a range of bytes rather than a
+pointer, so that views count, and that every host thread is an actor.
 
-A thread knows what it has done itself, and what a thread had done that handed something over to it: by a
-lock, and what is built on locks (conditions, events, queues, futures), by starting or joining a thread, or by
-a task of a pool. What a thread gives to a stream is ordered only after what it knows the stream to have.
+A thread is ordered after its own work and after the work of threads that synchronised with it: by a lock and
+primitives built on locks (conditions, events, queues, futures), by starting or joining a thread, or by a task
+of a pool. Work that a thread submits to a stream is ordered only after the stream's work known to the thread.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 
 Clock = dict[int, int]
-"""For every actor how many of its accesses have happened."""
+"""A vector clock: the number of accesses by actor."""
 
 
 @dataclass(slots=True, eq=False)
 class Actor:
-    """A host thread, or what a host thread gives to a stream.
+    """A host thread, or the work that a host thread submits to a stream.
 
     Args:
         number: Its key in clocks.
-        name: What messages call it.
+        name: Its name in messages.
         stream: The stream; None for a host thread.
     """
 
@@ -58,7 +58,7 @@ class Actor:
     clock: Clock = field(default_factory=dict[int, int])
 
     def join(self, clock: Clock) -> None:
-        """Order everything that the actor does from now on after what `clock` has seen."""
+        """Order all later accesses of the actor after those in `clock`."""
         for number, count in clock.items():
             if count > self.clock.get(number, 0):
                 self.clock[number] = count
@@ -69,13 +69,13 @@ class Access:
     """One read or write of a range of bytes.
 
     Args:
-        actor: Who reads or writes.
+        actor: The actor that reads or writes.
         count: The actor's count of accesses, this one included.
         writes: Whether it writes.
         start: First byte in the storage.
         end: First byte after the range.
         what: The operator or copy.
-        where: Place in the code.
+        where: File and line of the code.
     """
 
     actor: Actor
@@ -87,7 +87,7 @@ class Access:
     where: str
 
     def is_in(self, clock: Clock) -> bool:
-        """Whether a clock has the access: an actor with it is ordered after the access."""
+        """Return whether a clock has the access: an actor with this clock is ordered after it."""
         return self.count <= clock.get(self.actor.number, 0)
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two accesses to one storage, one of them a write, that nothing orders."""
+    """Two unordered accesses to one storage, at least one of them a write."""
 
     first: str
     second: str
@@ -126,7 +126,7 @@ class History:
         ]
 
     def add(self, access: Access) -> None:
-        """Remember an access and forget those that it makes redundant."""
+        """Add an access and drop those that it makes redundant."""
         self.accesses = [
             before
             for before in self.accesses
@@ -140,7 +140,7 @@ class History:
 
 
 Knowledge = dict["LateStream | None", Clock]
-"""By stream, what it was given before; for None, what was waited for."""
+"""The clock of the work submitted to each stream; for None, of the work that was waited for."""
 
 _numbers = itertools.count(1)
 
@@ -149,10 +149,10 @@ class HostThread:
     """One host thread.
 
     Attributes:
-        actor: The thread itself; its clock has what it has waited for.
+        actor: The thread itself; its clock has the work that it has waited for.
         device: The index of its current device.
         streams: Its current stream of each device where it is not the default stream.
-        inside: Whether it is in the late device's own code.
+        inside: Whether it runs code of the late device.
     """
 
     def __init__(self, name: str) -> None:
@@ -163,7 +163,7 @@ class HostThread:
         self._actors: dict[LateStream | None, Actor] = {None: self.actor}
 
     def at(self, stream: LateStream) -> Actor:
-        """Return what gives a stream this thread's work: later than all that the thread has waited for."""
+        """Return the actor for this thread's work on a stream, ordered after all the thread waited for."""
         actor = self._actors.get(stream)
         if actor is None:
             actor = self._actors[stream] = Actor(next(_numbers), stream.name, stream)
@@ -171,16 +171,16 @@ class HostThread:
         return actor
 
     def clock_of(self, stream: LateStream | None) -> Clock:
-        """Return what the thread knows a stream to have; or, for None, what it has waited for."""
+        """Return the clock of a stream's work known to the thread; for None, of the work it waited for."""
         actor = self._actors.get(stream)
         return {} if actor is None else dict(actor.clock)
 
     def knowledge(self) -> Knowledge:
-        """Return what the thread knows."""
+        """Return the clocks known to the thread."""
         return {stream: dict(actor.clock) for stream, actor in self._actors.items()}
 
     def learn(self, knowledge: Knowledge) -> None:
-        """Add what another thread knew."""
+        """Merge the clocks known to another thread."""
         for stream, clock in knowledge.items():
             (self.actor if stream is None else self.at(stream)).join(clock)
 
@@ -195,17 +195,17 @@ class HostThreads:
 
     @property
     def thread(self) -> HostThread:
-        """The thread that asks."""
+        """The calling thread."""
         known: HostThread | None = getattr(self._local, "thread", None)
         if known is None:
-            # Not the thread's own name: one that starts has none yet.
+            # Not the thread's own name: a starting thread has none yet.
             name = f"host thread {len(self._all) + 1}" if self._all else "the host"
             known = self._local.thread = HostThread(name)
             self._all.append(known)
         return known
 
     def clock_of(self, stream: LateStream | None) -> Clock:
-        """Return all that any thread has given to a stream, or has waited for."""
+        """Return the clock of all work that any thread has submitted to a stream, or has waited for."""
         total = Actor(0, "")
         for thread in list(self._all):
             total.join(thread.clock_of(stream))
@@ -213,7 +213,7 @@ class HostThreads:
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """See what threads hand over, by means that are made within the block."""
+        """Track synchronisation of threads by primitives created within the block."""
         start, join, submit = threading.Thread.start, threading.Thread.join, ThreadPoolExecutor.submit
         lock, rlock = threading.Lock, threading.RLock
 
@@ -258,7 +258,7 @@ class HostThreads:
 
 
 class _SeenLock:
-    """A lock: who acquires it knows what those knew who released it."""
+    """A lock that passes the known clocks of threads that release it to the threads that acquire it."""
 
     def __init__(self, threads: HostThreads, lock: Any) -> None:
         self._threads = threads
@@ -291,7 +291,7 @@ class _SeenLock:
 
 
 class _SeenRLock(_SeenLock):
-    """A lock that its owner may acquire again; with what `threading.Condition` asks of one."""
+    """A re-entrant lock, with the methods that `threading.Condition` needs."""
 
     def _release_save(self) -> Any:
         self._share()
@@ -318,15 +318,15 @@ POISON = 0xFF
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Memory that is handed out to one storage after the other.
+    """Memory that is allocated to one storage after the other.
 
     Args:
         memory: uint8, of the block's capacity.
         owner: The stream to whose pool it belongs; None for pinned memory.
-        history: The accesses of its present tenant.
+        history: The accesses to its current storage.
         recorded: The streams of `record_stream`.
-        until: What must hold before it is handed out again.
-        where: Where in the code its present tenant was allocated.
+        until: The conditions for its reuse.
+        where: File and line that allocated its current storage.
     """
 
     memory: np.ndarray
@@ -341,12 +341,12 @@ class Block:
         self.memory.fill(POISON)
 
     def tensor(self) -> Tensor:
-        """Return all of the memory, without keeping its present tenant alive."""
+        """Return all of the memory, without keeping its current storage alive."""
         return torch.from_numpy(self.memory)
 
 
 class Pool:
-    """Blocks by owner. The one that was freed last is handed out first."""
+    """A memory pool: blocks by owner. The block that was freed last is reused first."""
 
     def __init__(self) -> None:
         self._freed: deque[Block] = deque()
@@ -354,10 +354,10 @@ class Pool:
         self._free: list[Block] = []
 
     def take(self, nbytes: int, owner: LateStream | None) -> tuple[Block, Tensor]:
-        """Hand out memory.
+        """Allocate memory.
 
         Returns:
-            The block, and a uint8 tensor of shape `(nbytes,)` on whose end the block is freed.
+            The block, and a uint8 tensor of shape `(nbytes,)` with whose deletion the block is freed.
         """
         self._waiting, still = [], self._waiting
         for block in still:
@@ -377,7 +377,7 @@ class Pool:
         return block, torch.from_numpy(lease)[:nbytes]
 
     def freed(self) -> list[Block]:
-        """Return the blocks whose last tensor has gone since the last call."""
+        """Return the blocks whose last tensor was deleted since the last call."""
         blocks: list[Block] = []
         while self._freed:
             blocks.append(self._freed.popleft())
@@ -389,7 +389,7 @@ class Pool:
 
 
 class Kind(Enum):
-    """Where a storage lies. On the CPU only its use can tell."""
+    """The kind of memory of a storage. On the CPU only its use shows the kind."""
 
     UNKNOWN = 0
     DEVICE = 1
@@ -398,14 +398,14 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Tracked:
-    """A storage.
+    """A tracked storage.
 
     Args:
-        reference: Holds the storage's address, so that it is not given to another one.
+        reference: Reserves the storage's address, so that no other storage gets it.
         nbytes: Its size.
-        kind: Where it lies.
-        device: The device on which it lies, if it does.
-        block: Its memory, if it is the device's own.
+        kind: The kind of its memory.
+        device: Its device, if it is in device memory.
+        block: Its block, if the late device has allocated it.
     """
 
     reference: StorageWeakRef
@@ -424,7 +424,7 @@ class Storages:
         self._limit = _SWEEP
 
     def find(self, tensor: Tensor) -> Tracked:
-        """Return what is known of a tensor's storage; begin to track it if it is new."""
+        """Return the record of a tensor's storage; start to track it if it is new."""
         key = storage_id(tensor)
         tracked = self._table.get(key)
         if tracked is None:
@@ -439,7 +439,7 @@ class Storages:
         return tracked
 
     def kind(self, tensor: Tensor) -> Kind:
-        """Return where a tensor is stored."""
+        """Return the kind of a tensor's memory."""
         return self.find(tensor).kind
 
     def nbytes(self, kind: Kind, device: LateDevice | None = None) -> int:
@@ -452,7 +452,7 @@ class Storages:
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return what identifies a tensor's storage as long as a reference to it, weak or not, is held."""
+    """Return an identifier of a tensor's storage, valid as long as a (weak) reference to it is held."""
     return storage_address(tensor.untyped_storage())
 
 
@@ -487,7 +487,7 @@ Schedule = Literal["late", "early"]
 
 
 class LateStream:
-    """A queue of copies that run when somebody waits for them."""
+    """A queue of copies that run when they are waited for."""
 
     def __init__(self, device: LateDevice, name: str) -> None:
         self.device = device
@@ -498,10 +498,10 @@ class LateStream:
         self._context: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> LateStream:
-        """Do what torch's own streams did before torch 2.11: keep the context in the stream.
+        """Keep the context in the stream, as torch's streams did before torch 2.11.
 
         Raises:
-            RuntimeError: The stream is entered already, by whatever thread.
+            RuntimeError: The stream is entered already, by any thread.
         """
         if self._context is not None:
             raise RuntimeError(f"the context of {self.name} is entered already: use `on` of its device")
@@ -523,14 +523,14 @@ class LateStream:
             self.run()
 
     def run(self, until: int | None = None) -> None:
-        """Run the first `until` pieces of work that the stream ever got, or all of them."""
+        """Run the first `until` items of work ever submitted to the stream, or all of them."""
         until = self.submitted if until is None else until
         while self.done < until:
             self._queue.popleft()()
             self.done += 1
 
     def reaches_end(self) -> Callable[[], bool]:
-        """Return what tells whether all that the stream has now is done."""
+        """Return a function that returns whether all of the stream's current work is done."""
         position = self.submitted
         return lambda: self.done >= position
 
@@ -544,27 +544,27 @@ class LateStream:
                 self.submit(lambda: stream.run(position))
 
     def wait_stream(self, stream: Any) -> None:
-        """Order later work after all that a stream has."""
+        """Order later work after all current work of a stream."""
         event = LateEvent(self.device)
         event.record(stream)
         self.wait_event(event)
 
     def synchronize(self) -> None:
-        """Run everything the stream has."""
+        """Run all work of the stream."""
         event = LateEvent(self.device)
         event.record(self)
         event.synchronize()
 
 
 class LateEvent:
-    """A position in a stream's queue, with what the thread that recorded it knew the stream to have."""
+    """A position in a stream's queue, with the clock of the stream known to the recording thread."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
         self.point: tuple[LateStream, int, Clock] | None = None
 
     def record(self, stream: Any) -> None:
-        """Note the end of the stream's queue."""
+        """Record the current end of the stream's queue."""
         with self._device.own_code():
             self.point = (stream, stream.submitted, dict(self._device.host.thread.at(stream).clock))
 
@@ -577,7 +577,7 @@ class LateEvent:
                 self._device.host.thread.actor.join(clock)
 
     def query(self) -> bool:
-        """Answer no as long as nothing has waited; but the work is done before the next question."""
+        """Return False until the event has been waited for, but complete its work before the next query."""
         with self._device.own_code():
             if self.point is None:
                 return True
@@ -594,10 +594,10 @@ class Copy:
     """A copy between pinned and device memory.
 
     Args:
-        target: Where to, as a view that keeps no memory of the device from being freed.
-        source: Where from, likewise.
-        where: Place in the code.
-        expected: What the source held when the copy was issued, if nothing may change it.
+        target: The target, as a view that does not keep the device's memory alive.
+        source: The source, likewise.
+        where: File and line of the code.
+        expected: The source's values when the copy was issued, if they must not change.
     """
 
     target: Tensor
@@ -606,7 +606,7 @@ class Copy:
     expected: Tensor | None = None
 
     def overlaps(self, other: Copy) -> bool:
-        """Whether a copy that runs earlier may change what this one's operands hold."""
+        """Return whether a copy that runs earlier may change the operands of this copy."""
         own = [_addresses(self.target), _addresses(self.source)]
         return any(
             a[0] < b[1] and b[0] < a[1]
@@ -615,14 +615,14 @@ class Copy:
         )
 
     def poison_target(self) -> None:
-        """Make the target's old values unreadable; they are gone anyway."""
+        """Overwrite the target's old values, which the copy will replace anyway."""
         if self.target.dtype is not torch.bool:
             floating = self.target.is_floating_point() or self.target.is_complex()
             with torch.no_grad():
                 self.target.fill_(math.nan if floating else _LOWEST.get(self.target.dtype, -1))
 
     def run(self) -> list[Race]:
-        """Copy the bytes; return what was done to the source meanwhile."""
+        """Copy the bytes; return a race if the source was changed meanwhile."""
         races: list[Race] = []
         if self.expected is not None:
             before, now = (part.reshape(-1).view(torch.uint8) for part in (self.expected, self.source))

@@ -1,4 +1,4 @@
-"""Several ranks inside one process, for tests: threads of which one runs at a time."""
+"""Several ranks in one process, for tests: threads that run one at a time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _RAISED_TOGETHER = (TypeError, ValueError, RuntimeError)
 class ThreadRanks:
     """Ranks as threads, with `ThreadCollectives` between them.
 
-    The state of the run is switched with the threads: in each, `runtime.current()` is that of its rank.
+    The runtime is switched with the threads: in each, `runtime.current()` is the runtime of its rank.
 
     Args:
         size: Number of ranks.
         debug: Whether calls are checked, as by `ACCELERATE_DEBUG_MODE`.
-        chunk_bytes: As of `Collectives`.
+        chunk_bytes: As in `Collectives`.
         device: The device of all ranks.
-        timeout: Seconds until a collective that some ranks have not reached fails.
+        timeout: Seconds after which a collective fails if some ranks have not reached it.
 
     Attributes:
         messages (list[str]): Names of the collectives so far, in order.
@@ -57,7 +57,7 @@ class ThreadRanks:
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """Run a function on every rank; return what each rank returned, or the exception that it raised."""
-        before = runtime._current  # pyright: ignore[reportPrivateUsage] - stands for `init`
+        before = runtime._current  # pyright: ignore[reportPrivateUsage] - in place of `init`
         results: list[Any] = [None] * self.size
         threads = [
             threading.Thread(target=self._run_rank, args=(rank, body, results)) for rank in range(self.size)
@@ -74,7 +74,7 @@ class ThreadRanks:
 
         Raises:
             AssertionError: Ranks are in different collectives.
-            threading.BrokenBarrierError: Some ranks have not come in time.
+            threading.BrokenBarrierError: Some ranks have not reached the collective in time.
         """
         own = runtime._current  # pyright: ignore[reportPrivateUsage]
         if rank == 0:
@@ -103,16 +103,16 @@ class ThreadRanks:
             runtime._current = own  # pyright: ignore[reportPrivateUsage]
             try:
                 results[rank] = body(rank)
-            except Exception as error:  # noqa: BLE001 - the test looks at it, whatever it is
+            except Exception as error:  # noqa: BLE001 - returned to the test
                 results[rank] = error
-                if not isinstance(error, _RAISED_TOGETHER):  # what ranks may raise together
+                if not isinstance(error, _RAISED_TOGETHER):  # errors that all ranks may raise together
                     self._barrier.abort()
 
 
 class ThreadCollectives:
     """`Collectives` between the threads of `ThreadRanks`; each call waits for all ranks.
 
-    What is behind a rank's chunk in the rows of `exchange_chunks` is 255.
+    Bytes after a rank's chunk in the rows of `exchange_chunks` are 255.
     """
 
     def __init__(self, rank: int, ranks: ThreadRanks) -> None:
@@ -155,7 +155,7 @@ class ThreadCollectives:
         self._exchange("barrier", None)
 
     def _alike(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """Return the tensors of all ranks, which have one shape and dtype."""
+        """Return the tensors of all ranks, which have the same shape and dtype."""
         if not tensor.is_contiguous():
             raise AssertionError(f"{name}: the tensor of rank {self.rank} is not contiguous.")
         tensors = self._exchange(name, tensor.detach())
@@ -170,7 +170,7 @@ class ThreadCollectives:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return a dtype in which combining values of a dtype is exact enough, and implemented."""
+    """Return a dtype in which reducing values of a dtype is exact enough, and implemented."""
     if dtype.is_complex:
         return torch.complex128
     return torch.float64 if dtype.is_floating_point else torch.int64
