@@ -41,7 +41,7 @@ def training_function(config, args):
     )
 
     if args.resume_from_checkpoint and accelerator.has_checkpoint:
-        accelerator.load_state()  # the newest one: weights, optimizer, schedule, random numbers, position
+        accelerator.load_state()  # weights, optimizer, schedule, random states, data position
         accelerator.print(f"resuming in epoch {train_loader.iteration}")
     accelerator.init_trackers("complete_nlp_example", config)
 

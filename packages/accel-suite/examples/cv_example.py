@@ -1,4 +1,4 @@
-"""Train an image classifier of timm.
+"""Train a timm image classifier.
 
 By default a small ResNet with random weights learns scikit-learn's handwritten digits, so that nothing is
 downloaded. `--data_dir` fine-tunes a pretrained ResNet-50 on a folder of images, with a subfolder for each
@@ -21,7 +21,7 @@ from accel.utils import set_seed
 
 
 def get_data(data_dir):
-    """Return the data of training and evaluation, and the number of classes."""
+    """Return the training and evaluation data, and the number of classes."""
     if data_dir:
         train, test = (
             timm.data.create_dataset(

@@ -1,4 +1,4 @@
-"""Train a small convolutional network on the handwritten digits that scikit-learn carries.
+"""Train a small convolutional network on scikit-learn's handwritten digits.
 
 The same file runs in one process, in several, and on a GPU:
 
@@ -23,7 +23,7 @@ batch_size = 32  # per process
 learning_rate = 3e-3
 
 started = time.perf_counter()
-# The schedule below is written for the batches of one process.
+# The schedule below counts the batches of one process.
 accelerator = Accelerator(step_scheduler_per="process")
 set_seed(0)
 
@@ -72,7 +72,7 @@ correct = seen = 0
 for image, label in test_loader:
     with torch.no_grad():
         prediction = model(image).argmax(dim=1)
-    # every held-out image exactly once, however many processes there are
+    # every held-out image exactly once, on any number of processes
     predictions, truths = accelerator.gather_for_metrics((prediction, label))
     correct += (predictions == truths).sum().item()
     seen += len(truths)

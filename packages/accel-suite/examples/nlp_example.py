@@ -1,7 +1,7 @@
 """Fine-tune a BERT to decide whether two sentences mean the same.
 
-By default a small BERT with random weights learns from sentences that the script makes up, so that nothing is
-downloaded. `--real` fine-tunes bert-base-cased on MRPC (`pip install datasets`).
+By default a small BERT with random weights learns from generated sentences, so that nothing is downloaded.
+`--real` fine-tunes bert-base-cased on MRPC (`pip install datasets`).
 
     accel launch nlp_example.py
     accel launch --cpu --num_processes 2 nlp_example.py
@@ -25,7 +25,7 @@ from transformers import (
 from accel import Accelerator
 from accel.utils import set_seed
 
-WORDS = {  # two ways to say the same
+WORDS = {  # pairs of synonyms
     "buy": "purchase", "begin": "start", "big": "large", "fast": "quick", "finish": "complete",
     "fix": "repair", "help": "assist", "keep": "retain", "choose": "select", "show": "display",
     "use": "employ", "end": "stop",
@@ -33,7 +33,7 @@ WORDS = {  # two ways to say the same
 
 
 class WordTokenizer:
-    """Number the words of sentence pairs: 0 pads, 1 begins, 2 separates."""
+    """Tokenize sentence pairs by word: 0 is padding, 1 the start, 2 the separator."""
 
     def __init__(self):
         words = sorted({*WORDS, *WORDS.values(), "not"})
@@ -51,7 +51,7 @@ class WordTokenizer:
 
 
 def made_up_pairs(count, seed):
-    """Make sentences of four words, and write them in other words, half of them with a "not"."""
+    """Generate sentences of four words and paraphrases, half of them negated by a "not"."""
     draw = random.Random(seed)
     pairs = []
     for number in range(count):
@@ -64,7 +64,7 @@ def made_up_pairs(count, seed):
 
 
 def get_dataloaders(accelerator, batch_size, real):
-    """Return the loaders of training and evaluation, and the size of the vocabulary."""
+    """Return the training and evaluation loaders, and the vocabulary size."""
     if real:
         from datasets import load_dataset
 

@@ -1,4 +1,4 @@
-"""Keep the batch of a step when memory is short: smaller micro-batches, and more of them."""
+"""Keep the batch size of a step when memory runs out, with more and smaller micro-batches."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -12,20 +12,20 @@ wanted = 256  # samples of a step on each process
 accelerator = Accelerator()
 images, labels = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
-# A CPU begins to swap long before it raises, so that there the example sets itself a limit.
+# A CPU swaps long before it raises an error, so the example sets a limit there.
 limit = 100 if accelerator.device.type == "cpu" else len(data)
 size = wanted
 
 
 def half():
-    global size  # noqa: PLW0603 - what the search shares with the loop
+    global size  # noqa: PLW0603 - shared by the search and the loop
     size //= 2
     return size
 
 
 @find_executable_batch_size(starting_batch_size=wanted, reduce_batch_size_fn=half)
 def train(batch_size):
-    accelerator.free_memory()  # what an attempt before has left
+    accelerator.free_memory()  # release the memory of a previous attempt
     accelerator.gradient_accumulation_steps = wanted // batch_size
     set_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

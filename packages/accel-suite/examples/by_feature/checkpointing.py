@@ -1,7 +1,7 @@
 """Save the state of training regularly, and resume from the newest checkpoint.
 
-The same file resumes after it was interrupted, after a worker was killed (`accel launch --max_restarts 3`),
-and on another number of processes. A scheduler that preempts it loses no step.
+The script resumes after an interruption, after a worker was killed (`accel launch --max_restarts 3`), and on
+another number of processes. A preemption by a scheduler loses no step.
 """
 
 import torch
@@ -32,7 +32,7 @@ if accelerator.has_checkpoint:
     accelerator.print(f"resuming in epoch {loader.iteration}")
 
 step = 0
-while loader.iteration < epochs:  # the loader knows in which epoch it is, and which samples are left of it
+while loader.iteration < epochs:  # the loader tracks its epoch and the remaining samples
     for image, label in loader:
         accelerator.backward(nn.functional.cross_entropy(model(image), label))
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Compress gradients while they travel between processes: a communication hook of DDP."""
+"""Compress gradients for the all-reduce with a DDP communication hook."""
 
 import torch
 from sklearn.datasets import load_digits

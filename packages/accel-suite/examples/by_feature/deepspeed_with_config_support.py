@@ -27,7 +27,7 @@ set_seed(0)
 images, labels = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # DummyOptim where the configuration has one
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # DummyOptim if the configuration has an optimizer
 scheduler = DummyScheduler(optimizer)  # the configuration describes it
 loader = DataLoader(data, batch_size=32, shuffle=True)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)

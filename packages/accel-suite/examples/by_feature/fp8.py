@@ -1,4 +1,4 @@
-"""Train in FP8: torchao multiplies the matrices of linear layers in 8 bits.
+"""Train in FP8: torchao computes the matrix products of linear layers in 8 bits.
 
 A GPU of compute capability 8.9 or newer computes in FP8. Elsewhere, `emulate` rounds as FP8 does, which shows
 whether a model tolerates it.
@@ -36,7 +36,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 converted = sum("Float8" in type(layer).__name__ for layer in model.modules())
-accelerator.print(f"{converted} of 4 linear layers in FP8")  # the first and the last stay in bfloat16
+accelerator.print(f"{converted} of 4 linear layers in FP8")  # the first and last layers stay in bfloat16
 
 for epoch in range(4):
     total = 0.0

@@ -1,6 +1,6 @@
-"""Shard a model with FSDP2, and see in which phase a device holds most.
+"""Shard a model with FSDP2, and print the peak memory of each phase.
 
-On a GPU the peak is what its allocator says. On a CPU, where there is none, only what stays is counted.
+On a GPU, the allocator reports the peak. On a CPU, only parameters, gradients and optimizer state count.
 """
 
 import torch
@@ -19,7 +19,7 @@ set_seed(0)
 
 
 def peak():
-    """Mebibytes of the device since the last call, at most."""
+    """Return the peak memory of the device since the last call, in MiB."""
     if accelerator.device.type == "cuda":
         most = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()

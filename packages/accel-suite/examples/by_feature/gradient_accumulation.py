@@ -1,4 +1,4 @@
-"""Train with batches that are four times larger than what is computed at once."""
+"""Accumulate gradients over four batches per optimizer step."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -21,9 +21,7 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for epoch in range(4):
     steps, total = 0, torch.zeros(1, device=accelerator.device)
     for image, label in loader:
-        with accelerator.accumulate(
-            model
-        ):  # gradients travel and the optimizer steps with every fourth batch
+        with accelerator.accumulate(model):  # every fourth batch reduces gradients and steps the optimizer
             loss = nn.functional.cross_entropy(model(image), label)
             accelerator.backward(loss)
             if accelerator.sync_gradients:

@@ -1,7 +1,7 @@
-"""Accumulate gradients of sentences of different length, exactly as if they had been one big batch.
+"""Accumulate gradients over sentences of different length, exactly as in one large batch.
 
-The mean of the micro-batches' means weights a token of a short sentence more than one of a long sentence.
-Losses that are summed, and divided by the number of tokens of all micro-batches and processes, do not.
+The mean of micro-batch means gives a token of a short sentence more weight than a token of a long one. Summed
+losses, divided by the number of tokens of all micro-batches and processes, weight all tokens equally.
 """
 
 from importlib.resources import files
@@ -22,7 +22,7 @@ padding = -100
 accelerator = Accelerator(gradient_accumulation_steps=accumulation_steps)
 set_seed(0)
 
-# Sentences of the descriptions that scikit-learn ships with its data sets, as bytes.
+# Sentences of scikit-learn's data set descriptions, as bytes.
 pages = [page for page in files("sklearn.datasets.descr").iterdir() if page.name.endswith(".rst")]
 text = " ".join(" ".join(page.read_text().split()) for page in sorted(pages, key=lambda page: page.name))
 sentences = [torch.tensor(list(one.encode()[:200])) for one in text.split(". ") if len(one) > 20]
@@ -34,7 +34,7 @@ def collate(batch):
 
 
 class NextByte(nn.Module):
-    """Predicts every next byte."""
+    """Predict the next byte at every position."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class NextByte(nn.Module):
         self.head = nn.Linear(64, 256)
 
     def forward(self, inputs):
-        """Give the logits of the next bytes."""
+        """Return the logits of the next bytes."""
         return self.head(self.recurrent(self.embedding(inputs))[0])
 
 

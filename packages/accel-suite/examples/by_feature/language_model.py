@@ -1,4 +1,4 @@
-"""Train a small transformer on a text that a package ships, with a warm-up that counts optimizer steps."""
+"""Train a small transformer on text from an installed package, with a warm-up counted in optimizer steps."""
 
 from importlib.resources import files
 
@@ -15,7 +15,7 @@ length, width, batch_size, steps = 64, 64, 16, 120
 accelerator = Accelerator(step_scheduler_per="update")
 set_seed(0)
 
-# The descriptions that scikit-learn ships with its data sets, as bytes.
+# scikit-learn's data set descriptions, as bytes.
 pages = [page for page in files("sklearn.datasets.descr").iterdir() if page.name.endswith(".rst")]
 text = "\n".join(page.read_text() for page in sorted(pages, key=lambda page: page.name))
 tokens = torch.tensor(list(text.encode()))
@@ -23,7 +23,7 @@ data = tokens[: len(tokens) // (length + 1) * (length + 1)].view(-1, length + 1)
 
 
 class Transformer(nn.Module):
-    """Predicts every next byte."""
+    """Predict the next byte at every position."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, inputs):
-        """Give the logits of the next bytes."""
+        """Return the logits of the next bytes."""
         mask = nn.Transformer.generate_square_subsequent_mask(inputs.shape[1], device=inputs.device)
         return self.head(self.blocks(self.embedding(inputs) + self.positions, mask=mask, is_causal=True))
 

@@ -1,4 +1,4 @@
-"""Train on sequences that several processes share: context or sequence parallelism with FSDP2.
+"""Train on sequences sharded across processes: context or sequence parallelism with FSDP2.
 
 With one process nothing is sharded. With several, `--axis cp` shards sequences and exchanges keys and values.
 `--axis sp` shards sequences outside of attention, and heads within it (Ulysses).

@@ -1,8 +1,8 @@
-"""Fine-tune a language model with LoRA: peft trains a small part of the weights, and saves only these.
+"""Fine-tune a language model with LoRA: peft trains and saves only small adapters.
 
 By default a small Llama with random weights learns one sentence; `--model_name` adapts a model of the hub.
 
-    accel launch --as_accelerate lora.py        # peft imports accelerate, which is accel then
+    accel launch --as_accelerate lora.py        # peft imports accelerate, which resolves to accel
     accel launch --as_accelerate lora.py --model_name meta-llama/Llama-3.2-1B
 """
 
@@ -47,7 +47,7 @@ for epoch in range(6):
     mean = accelerator.reduce(loss.detach(), "mean").item()
     accelerator.print(f"epoch {epoch}: loss {mean:.2f}")
 
-# The adapter alone: `PeftModel.from_pretrained(base, "adapter")` loads it.
+# Only the adapter is saved: `PeftModel.from_pretrained(base, "adapter")` loads it.
 accelerator.unwrap_model(model).save_pretrained(
     "adapter", is_main_process=accelerator.is_main_process, state_dict=accelerator.get_state_dict(model)
 )

@@ -13,11 +13,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from accel import Accelerator
 from accel.utils import DataLoaderConfiguration, set_seed
 
-length, steps, batch_size = 64, 40, 16  # a batch is of all processes together
+length, steps, batch_size = 64, 40, 16  # the batch size is that of all processes together
 
 
 def read_rows():
-    """Give the descriptions that scikit-learn ships with its data sets, as rows of bytes."""
+    """Return scikit-learn's data set descriptions as rows of bytes."""
     pages = [page for page in files("sklearn.datasets.descr").iterdir() if page.name.endswith(".rst")]
     text = "\n".join(page.read_text() for page in sorted(pages, key=lambda page: page.name))
     tokens = torch.tensor(list(text.encode()))
@@ -26,7 +26,7 @@ def read_rows():
 
 
 def main():
-    """Train, evaluate, and save what transformers loads."""
+    """Train, evaluate, and save the model for transformers."""
     loading = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=0)
     accelerator = Accelerator(dataloader_config=loading)
     set_seed(0)

@@ -11,13 +11,13 @@ from accel.utils import find_executable_batch_size, set_seed
 accelerator = Accelerator()
 images, labels = load_digits(return_X_y=True)
 data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
-# A CPU begins to swap long before it raises, so that there the example sets itself a limit.
+# A CPU swaps long before it raises an error, so the example sets a limit there.
 limit = 200 if accelerator.device.type == "cpu" else len(data)
 
 
 @find_executable_batch_size(starting_batch_size=1024)
 def train(batch_size):
-    accelerator.free_memory()  # what an attempt before has left
+    accelerator.free_memory()  # release the memory of a previous attempt
     set_seed(0)
     accelerator.print(f"trying batches of {batch_size}")
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

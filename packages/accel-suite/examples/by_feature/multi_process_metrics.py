@@ -1,4 +1,4 @@
-"""Compute a metric over all processes: every held-out sample counts once, however batches are sharded."""
+"""Compute a metric over all processes: every held-out sample counts once, for any sharding of batches."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -1,6 +1,6 @@
-"""Train a language model whose layers are spread over processes: pipeline parallelism.
+"""Train a language model with its layers split across processes: pipeline parallelism.
 
-The loop is that of one process: the forward call runs the schedule with all micro-batches.
+The loop is the same as on one process: the forward call runs the schedule with all micro-batches.
 
     accel launch --cpu --num_processes 2 pipeline_training.py
 """

@@ -23,14 +23,14 @@ model, optimizer, train_loader, test_loader = accelerator.prepare(
 
 for epoch in range(4):
     model.train()
-    optimizer.train()  # weights of training
+    optimizer.train()  # use the training weights
     for image, label in train_loader:
         accelerator.backward(nn.functional.cross_entropy(model(image), label))
         optimizer.step()
         optimizer.zero_grad()
 
     model.eval()
-    optimizer.eval()  # averaged weights, which are those to evaluate and to save
+    optimizer.eval()  # use the averaged weights, to evaluate and save them
     correct = seen = 0
     for image, label in test_loader:
         with torch.no_grad():

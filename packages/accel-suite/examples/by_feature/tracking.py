@@ -1,6 +1,6 @@
 """Log hyperparameters, losses, images and histograms with experiment trackers.
 
-Every call is made on every process, and the main one logs. Look at the result with
+Every process makes every call, and the main process logs. View the result with
 
     tensorboard --logdir tracking-run
 """

@@ -1,4 +1,4 @@
-"""Send the weights to a second process while the model is trained, as to an inference engine.
+"""Send the weights to a second process during training, as to an inference engine.
 
 accel launch --cpu --num_processes 2 packages/accel-suite/examples/by_feature/weights_out.py
 """
@@ -25,7 +25,7 @@ def make_model():
 
 
 def serve(port):
-    """The engine: take the weights as they come, and answer the end of an update with the number of hits."""
+    """Run the engine: receive weights, and reply to each complete update with the number of hits."""
     model = make_model().bfloat16()
     with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rwb") as stream:
         for line in stream:
@@ -63,7 +63,7 @@ def train():
             accelerator.backward(nn.functional.cross_entropy(model(image), label))
             optimizer.step()
             optimizer.zero_grad()
-        # The model is sharded: every process takes part in gathering a bucket, and the main process gets it.
+        # The model is sharded: all processes gather each bucket, and only the main process receives it.
         parameters = accelerator.named_full_parameters(
             dtype=torch.bfloat16, bucket_bytes=16 << 10, to_main_only=True
         )
@@ -76,7 +76,7 @@ def train():
     if accelerator.is_main_process:
         for part in (stream, connection, listener):
             part.close()
-        engine.wait()  # which ends with the connection
+        engine.wait()  # it exits when the connection closes
 
 
 if sys.argv[1:2] == ["--engine"]:

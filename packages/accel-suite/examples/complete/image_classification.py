@@ -39,7 +39,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=config["learning_rate"])
 model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
 
 if accelerator.has_checkpoint:
-    accelerator.load_state()  # also says under which ids the runs of the trackers go on
+    accelerator.load_state()  # also restores the run ids of the trackers
     accelerator.print(f"resuming with epoch {train_loader.iteration}")
 accelerator.init_trackers("digits", config)
 

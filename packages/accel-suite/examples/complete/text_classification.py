@@ -1,6 +1,6 @@
 """Distinguish lines of prose from lines of code: train, evaluate, log, save and resume.
 
-The prose is the manual that Python carries for `help()`, the code that of modules.
+The prose is Python's built-in manual for `help()`, and the code comes from modules.
 
 uv run python packages/accel-suite/examples/complete/text_classification.py
 uv run accel launch --cpu --num_processes 2 packages/accel-suite/examples/complete/text_classification.py
@@ -28,7 +28,7 @@ def lines(text):
 
 
 def collate(rows):
-    """Cut every text to its first bytes, or pad it with spaces, and stack the labels."""
+    """Truncate every text or pad it with spaces, and stack the labels."""
     texts, labels = zip(*rows, strict=True)
     size = 60
     padded = [text.encode()[:size].ljust(size) for text in texts]
@@ -44,7 +44,7 @@ test_loader = DataLoader(held_out, batch_size=config["batch_size"], collate_fn=c
 
 
 class Classifier(nn.Module):
-    """Look for patterns of five bytes anywhere in the line."""
+    """Detect patterns of five bytes anywhere in the line."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=config["learning_rate"])
 model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
 
 if accelerator.has_checkpoint:
-    accelerator.load_state()  # also says under which ids the runs of the trackers go on
+    accelerator.load_state()  # also restores the run ids of the trackers
     accelerator.print(f"resuming with epoch {train_loader.iteration}")
 accelerator.init_trackers("prose-or-code", config)
 

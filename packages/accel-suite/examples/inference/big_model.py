@@ -1,7 +1,7 @@
-"""Generate with a model that exceeds the memory: weights on the device, on the CPU and on the disk.
+"""Generate with a model larger than memory: weights on the device, on the CPU and on the disk.
 
-By default a small Llama is saved, and loaded with room for two of its layers in memory. `--model_name`
-loads a model of the hub onto the GPUs, the CPU and the disk of this machine.
+By default, a small Llama is saved, and loaded with two of its layers in memory. `--model_name` loads a model
+of the hub onto the GPUs, the CPU and the disk of this machine.
 
     python big_model.py
     python big_model.py --model_name meta-llama/Llama-3.1-70B --offload_folder offload

@@ -1,7 +1,7 @@
-"""Generate text for many prompts, a share of them on each process.
+"""Generate text for many prompts, split across processes.
 
-The model is tiny and trained for a moment on one sentence, so that what it writes can be checked;
-`from_pretrained` takes its place in real use.
+The model is tiny and trained briefly on one sentence, so that its output can be checked. Replace it with
+`from_pretrained` in real use.
 """
 
 import torch
@@ -36,7 +36,7 @@ for _ in range(60):
 model.eval()
 
 with state.split_between_processes(prompts) as mine:
-    # Prompts of one length need no padding: sort by length, and batch what is alike.
+    # Prompts of equal length need no padding: sort by length, and batch equal lengths.
     order = sorted(range(len(mine)), key=lambda i: len(mine[i]))
     written = [""] * len(mine)
     for begin in range(0, len(order), batch_size):

@@ -20,7 +20,7 @@ with torch.no_grad():
 
 model = prepare_pippy(model, example_args=(inputs[:4],), no_split_module_classes=["TransformerEncoderLayer"])
 with torch.no_grad():
-    output = model(inputs.to(state.device))  # what the first process passes counts
+    output = model(inputs.to(state.device))  # the inputs of the first process are used
 
-if state.is_last_process:  # which has the output; gather_output=True gives it to all
+if state.is_last_process:  # it has the output; gather_output=True returns it on all
     print(f"{tuple(output.shape)}, equal to one process: {torch.allclose(output.cpu(), expected, atol=1e-5)}")

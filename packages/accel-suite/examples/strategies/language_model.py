@@ -1,4 +1,4 @@
-"""Train a small language model; the configuration file alone selects the strategy.
+"""Train a small language model under the strategy that the config file selects.
 
     accel launch --config_file configs/ddp.yaml language_model.py
     accel launch --config_file configs/fsdp2.yaml language_model.py
@@ -29,7 +29,7 @@ batch_size = 16  # of all processes together
 
 
 class Progress:
-    """Counts optimizer steps, also those before a run was stopped."""
+    """Count optimizer steps, including steps before a restart."""
 
     step = 0
 
@@ -43,7 +43,7 @@ class Progress:
 
 
 def read_data():
-    """Return the descriptions of scikit-learn's data sets, as rows of bytes."""
+    """Return scikit-learn's data set descriptions as rows of bytes."""
     pages = [page for page in files("sklearn.datasets.descr").iterdir() if page.name.endswith(".rst")]
     text = "\n".join(page.read_text() for page in sorted(pages, key=lambda page: page.name))
     tokens = torch.tensor(list(text.encode()))
@@ -52,7 +52,7 @@ def read_data():
 
 
 def make_model(experts=0):
-    """Build a Llama, or a Mixtral with some experts, with random weights that predicts the next byte."""
+    """Build a Llama, or a Mixtral if there are experts, with random weights, to predict the next byte."""
     sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
     sizes |= {"vocab_size": 256, "max_position_embeddings": length}
     if experts:
@@ -62,7 +62,7 @@ def make_model(experts=0):
 
 
 def with_next_tokens(batch, shards):
-    """Add what a rank cannot know from its shard of a sequence: the next tokens, and where it begins."""
+    """Add what a rank cannot compute from its shard of a sequence: next tokens and positions."""
     tokens = batch["input_ids"]
     labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
     positions = torch.arange(length, device=tokens.device).repeat(len(tokens), 1)
@@ -120,7 +120,7 @@ def main():
                 optimizer.zero_grad()
             progress.step += accelerator.sync_gradients
             if progress.step >= arguments.steps:
-                if arguments.save:  # here, in the epoch: a run that goes on has the next batch first
+                if arguments.save:  # within the epoch, so that a resumed run starts with the next batch
                     accelerator.save_state(arguments.save)
                 break
 
