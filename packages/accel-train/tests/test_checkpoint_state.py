@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
@@ -26,8 +28,11 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
 from accel_plugins.sharding.state import StateForm, TensorShards
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
+from accel_state.process_group import clone_store
+from accel_state.torch_private import get_default_store
 from accel_train import Accelerator, load_custom_state, save_custom_state
 from accel_train.checkpoint import files
+from accel_train.checkpoint.save import Saving
 from accel_train.checkpoint.single_files import (
     get_model_state,
     get_state_dict_from_offload,
@@ -348,6 +353,16 @@ def test_a_folder_inside_with_the_name_of_a_file_of_checkpoints_stays(tmp_path):
     run.accelerator.load_state(tmp_path / "latest")
 
 
+def test_weights_that_were_saved_beside_a_checkpoint_are_not_loaded_with_it(tmp_path):
+    run = Setup(tmp_path, numbered=False)
+    before = run.weights().clone()
+    run.accelerator.save_state(tmp_path / "here", safe_serialization=False)
+    run.train(2)
+    run.accelerator.save_model(run.model, tmp_path / "here")
+    run.accelerator.load_state(tmp_path / "here")
+    assert torch.equal(run.weights(), before)
+
+
 def test_files_beside_a_checkpoint_may_vanish_and_its_folders_may_be_links(tmp_path, monkeypatch):
     def write_notes(models, weights, folder):
         (Path(folder) / "more").mkdir()
@@ -572,6 +587,23 @@ def test_end_training_waits_for_a_save_in_the_background_and_raises_its_error(tm
     run.accelerator.save_state(blocking=False)
     with pytest.raises(CheckpointWriteError, match=r"No space left"):
         run.accelerator.end_training()
+
+
+def test_the_store_of_a_group_that_the_script_destroys_lasts_until_a_save_is_written():
+    dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
+    connection, gate = clone_store(get_default_store()), threading.Event()
+
+    def work():
+        assert gate.wait(60)
+        connection.set("written", "1")
+        assert connection.get("written") == b"1"
+
+    saving = Saving("folder", work)
+    saving.start()
+    dist.destroy_process_group()
+    gc.collect()
+    gate.set()
+    assert saving.wait() == "folder"
 
 
 @pytest.mark.parametrize("blocking", [True, False])

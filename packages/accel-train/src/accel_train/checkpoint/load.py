@@ -378,9 +378,10 @@ class CheckpointReader:
         return (self.folder / name).is_file()
 
     def weights_name(self, index: int) -> str:
-        """Return the file with the weights of a model; if there is none, the usual name."""
+        """Return the weights file of a model: one of the manifest, if it has any; else the usual name."""
         names = layout.full_weights_names(index)
-        return next(filter(self.has, names), names[0])
+        listed = () if self.manifest is None else self.manifest.files
+        return min(filter(self.has, names), key=lambda name: name not in listed, default=names[0])
 
     def position_name(self) -> str:
         """Return the file with the positions of this rank's loaders, if there is one."""

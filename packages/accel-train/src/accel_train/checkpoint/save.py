@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import is_initialized
+
 from accel_plugins import sharding
 from accel_plugins.sharding.state import INDEX_NAME, StateForm
 from accel_state.errors import (
@@ -26,6 +28,7 @@ from accel_state.errors import (
 from accel_state.files import any_path
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
+from accel_state.torch_private import get_default_store
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleProcess
 from accel_train.checkpoint.contents import (
@@ -517,7 +520,7 @@ class Saving:
 
     def start(self) -> None:
         """Start the writer thread; called once."""
-        _running.add(self._thread)
+        _running[self._thread] = get_default_store() if is_initialized() else None
         self._thread.start()
 
     def finish(self) -> None:
@@ -539,14 +542,16 @@ class Saving:
         except BaseException as error:  # noqa: BLE001 - the main thread raises it, whatever it is
             self._error = error
             logger.error("%s", error)
-        _running.discard(threading.current_thread())
+        del _running[threading.current_thread()]
 
 
 def _save_nothing() -> None:
     """Write nothing: another replica group has the same state, and saves it."""
 
 
-_running: set[threading.Thread] = set()
+# The writer threads, and the store that they exchange values through: if nothing referred to it, its server
+# would end when a script destroys the process group.
+_running: dict[threading.Thread, Any] = {}
 
 
 def _join_running() -> None:
