@@ -90,11 +90,14 @@ class Preemption:
         _active = self
 
     def uninstall(self) -> None:
-        """Restore the previous signal handlers."""
+        """Restore the previous signal handlers, and stop polling."""
         for number, handler in self._handlers.items():
             # A handler that C installed is None and cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._handlers = {}
+        monitor = hang_monitor.active()
+        if monitor is not None and self._poll in monitor.polls:
+            monitor.polls.remove(self._poll)
 
     def count_optimizer_step(self) -> None:
         """Note that an optimizer has stepped."""
