@@ -225,6 +225,31 @@ def test_another_rank_alone_does_not_save(tmp_path: Path) -> None:
     accelerator.save_state()
 
 
+class Sum:
+    """A registered object whose state is a collective."""
+
+    loaded: float = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return {"total": total.item()}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.loaded = state["total"]
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@distributed(world_size=2)
+def test_the_state_of_a_registered_object_may_be_a_collective(tmp_path: Path, blocking: bool) -> None:
+    accelerator, *_ = build(tmp_path)
+    registered = Sum()
+    accelerator.register_for_checkpointing(registered)
+    accelerator.save_state(blocking=blocking)
+    accelerator.load_state()
+    assert registered.loaded == 2.0
+
+
 @distributed(world_size=4)
 def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
     accelerator, *_ = build(tmp_path)

@@ -77,7 +77,6 @@ class Contents:
     optimizers: Sequence[Mapping[str, Any]] = ()
     schedulers: Sequence[Any] = ()
     dataloaders: Sequence[Any] = ()
-    custom: Sequence[Any] = ()
     scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
     generators: Generators | None = None
@@ -100,10 +99,6 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[CheckpointFile]:
     parts += [
         CheckpointFile(name=layout.scheduler_name(index), read=scheduler.state_dict)
         for index, scheduler in enumerate(contents.schedulers)
-    ]
-    parts += [
-        CheckpointFile(name=layout.custom_name(index), read=registered.state_dict)
-        for index, registered in enumerate(contents.custom)
     ]
     parts += [
         CheckpointFile(name=layout.loader_state_name(index), read=loader.torchdata_state)

@@ -262,7 +262,6 @@ def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[Checkp
         ],
         schedulers=prepared.schedulers,
         dataloaders=prepared.dataloaders,
-        custom=run.custom,
         scaler=run.precision.state_dict(),
         recipe=run.recipe_state(),
         generators=run.strategy.generators,
@@ -273,6 +272,12 @@ def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[Checkp
         shared += sharded_parts(run)
     elif form is StateForm.NATIVE:
         shared += native_parts(run, job.hook_folder)
+    states = [registered.state_dict() for registered in run.custom]  # on every rank: perhaps a collective
+    shared += [
+        CheckpointFile(name=layout.custom_name(index), read=lambda state=state: state)
+        for index, state in enumerate(states)
+        if run.commits
+    ]
     if job.hook_folder != job.staging:
         shared += [
             CheckpointFile(
