@@ -48,7 +48,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         dim: Dim along which inputs are split over several devices of one process.
         broadcast_buffers: Whether rank 0 broadcasts its buffers at the start of every forward pass.
         bucket_cap_mb: Size in MiB of the buckets in which gradients are all-reduced.
-        find_unused_parameters: Whether parameters that a forward pass did not use are looked for.
+        find_unused_parameters: Whether to search for parameters that a forward pass did not use.
         check_reduction: Deprecated by PyTorch; has no effect there.
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy of them.
         static_graph: Whether the same parameters are used in every pass.
@@ -177,7 +177,7 @@ class MonitoredDDP(DistributedDataParallel):
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run with several processes."""
+    """Build the DDP strategy of a run with several processes."""
     del settings
     topology = runtime.topology
     check_axes(handlers, topology.world_size)
@@ -204,8 +204,8 @@ def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
     if not isinstance(inner, DistributedDataParallel):
         return nullcontext()
     if inner.static_graph and inner not in _graphs_seen:
-        # torch learns a static graph in the first pass and fails if that is not synchronised. Averaging the
-        # first micro-batch early gives the same sum: later averages of a part that all ranks share keep it.
+        # torch records a static graph in the first pass and fails if that is not synchronised. Averaging the
+        # first micro-batch early gives the same sum: later averages keep a term equal on all ranks.
         _graphs_seen.add(inner)
         return nullcontext()
     return inner.no_sync()
@@ -261,10 +261,10 @@ def register_comm_hook(
 def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
     """Average a bucket of gradients as a square matrix of low rank.
 
-    In place of torch's `batched_powerSGD_hook`, which fails in its first compressed step since
-    `_orthogonalize` takes batches of matrices (https://github.com/pytorch/pytorch/pull/75157). Algorithm:
-    Vogels, Karimireddy, Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization*, 2019, https://arxiv.org/abs/1905.13727.
+    Replaces torch's `batched_powerSGD_hook`, which fails in its first compressed step since `_orthogonalize`
+    takes batches of matrices (https://github.com/pytorch/pytorch/pull/75157). Algorithm: Vogels, Karimireddy,
+    Jaggi, *PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization*, 2019,
+    https://arxiv.org/abs/1905.13727.
 
     Returns:
         A future with the averaged gradients.

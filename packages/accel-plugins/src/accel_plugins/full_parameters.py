@@ -25,7 +25,7 @@ _ALIGNMENT = 16  # bytes, so that every tensor of a bucket is aligned for its dt
 
 @frozen
 class FullParameters:
-    """The options of a pass over all full parameters.
+    """Options for iterating over all full parameters.
 
     Args:
         bucket_bytes: Largest size of a bucket; a larger parameter is a bucket of its own.
@@ -42,7 +42,7 @@ class FullParameters:
     selects: Callable[[str], bool] = lambda _: True
 
     def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a parameter comes."""
+        """Return the dtype in which a parameter is yielded."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
 
@@ -51,7 +51,7 @@ class ParameterSource:
     """A parameter of a prepared model, as this rank has it.
 
     Args:
-        names: In the bare model; tied weights have several.
+        names: Its names in the unwrapped model; tied weights have several.
         shape: Of the full parameter.
         dtype: Of the parameter.
         full: The full parameter, if this rank has it.
@@ -84,7 +84,7 @@ def named_parameters_of(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...],
 
 
 def full_sources(state: Mapping[str, Any]) -> list[ParameterSource]:
-    """Return the parameters in a state dict of `keep_vars=True`, of which this rank has all.
+    """Return the sources of the parameters in a state dict of `keep_vars=True`, which are full on this rank.
 
     Example:
         >>> [source.names for source in full_sources(nn.Linear(2, 1).state_dict(keep_vars=True))]
@@ -109,7 +109,7 @@ def iter_gathered(
     Args:
         sources: All parameters of the model, in the same order on every rank.
         request: Their dtype, the size of buckets, and the ranks that need them.
-        device: On which shards are gathered.
+        device: The device on which shards are gathered.
     """
     for bucket in _fill_buckets(sources, request):
         yield from _named(bucket, _gather_bucket(bucket, request, device), request)

@@ -87,7 +87,7 @@ def resolve_fields(
 ) -> dict[str, str]:
     """Replace the fields of a plugin that are `None` by their environment variables, else by their defaults.
 
-    Variables of a section of `Settings` are read whether or not its switch is on, since making a plugin
+    Variables of a section of `Settings` are read whether or not its switch is on, since creating a plugin
     requests it. `setting_names` maps fields to settings where they differ.
 
     Returns:
@@ -109,10 +109,10 @@ def resolve_fields(
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Options that change nothing unless a condition holds, which is called with all options by name.
+    """Options that have no effect unless `condition`, called with all options by name, holds.
 
-    `reason` completes "has no effect …" in messages, with other options in braces. Beside `None`, `neutral`
-    is the value that asks for nothing.
+    `reason` completes "has no effect …" in messages, with other options in braces. Like `None`, the value
+    `neutral` requests nothing.
     """
 
     names: tuple[str, ...]
@@ -141,7 +141,7 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
             "without auto_wrap_policy='size_based_wrap'",
             lambda values: values["auto_wrap_policy"] == "size_based_wrap",
         ),
-        Effect(  # version 2 behaves as with these values of `backward_prefetch`
+        Effect(  # FSDP2 always behaves as with these values of `backward_prefetch`
             ("backward_prefetch",),
             "with fsdp_version=2",
             lambda values: (
@@ -224,12 +224,12 @@ EFFECTS: Mapping[str, tuple[Effect, ...]] = {
 }
 """The options that need others, by the name of their class.
 
-`megatron.checks` has rows that depend on what is prepared, `megatron.generate` those of a call.
+`megatron.checks` has rows that depend on the prepared objects, `megatron.generate` rows for one call.
 """
 
 
 def find_ineffective(effects: Iterable[Effect], values: Mapping[str, Any]) -> Iterator[tuple[list[str], str]]:
-    """Yield the options of each row that are set and have no effect, and the sentence about them."""
+    """Yield the options of each row that are set and have no effect, and the message about them."""
     for effect in effects:
         names = [name for name in effect.names if values.get(name) not in (None, effect.neutral)]
         if names and not effect.condition(values):
@@ -304,11 +304,11 @@ class DataLoaderConfiguration:
         use_stateful_dataloader: Whether loaders become torchdata's `StatefulDataLoader`.
         resume_mid_epoch: Whether every loader continues with the next batch after `load_state`. Otherwise
             only stateful loaders do; others restart the interrupted epoch in the same order, and the script
-            skips the batches that it has done, with `skip_first_batches`.
-        already_sharded: Whether loaders give each rank its own data before they are prepared. If `None`, that
-            is recognised where it can be: by a sampler or stream that has the number of ranks and the rank
-            among its attributes, such as a `DistributedSampler`, by streams that `datasets` has split by
-            node, and by datasets that read a split of Ray Data.
+            skips the batches already trained on, with `skip_first_batches`.
+        already_sharded: Whether loaders read different data on each rank before they are prepared. If `None`,
+            this is detected where possible: from a sampler or stream that has the number of ranks and the
+            rank among its attributes, such as a `DistributedSampler`, from streams that `datasets` has split
+            by node, and from datasets that read a split of Ray Data.
         shard_iterable_dataset: Whether iterable datasets are sharded, unless they are recognised as sharded
             already. `False` is `already_sharded=True` for loaders of iterable datasets alone.
 
@@ -350,15 +350,15 @@ class ProjectConfiguration:
         iteration: Number of the next checkpoint.
         save_on_each_node: Whether each node's local main process writes the files of the main process, for
             nodes without a shared file system.
-        durable: Whether `save_state` waits until a checkpoint is on disk, so that it survives also a crash of
-            the machine. Without, it counts when the operating system has it, as in other libraries.
+        durable: Whether `save_state` waits until a checkpoint is on disk, so that it survives even a crash of
+            the machine. Otherwise it counts once the operating system has it, as in other libraries.
         save_on_preemption: Whether SIGTERM or SIGUSR1, with which schedulers announce that they will end a
             job, saves a checkpoint on all ranks after the same step, within seconds, and exits with code 143
-            (`Accelerator.exit_if_preempted` says what a step is). Needs `automatic_checkpoint_naming`.
+            (`Accelerator.exit_if_preempted` defines a step). Needs `automatic_checkpoint_naming`.
 
     Raises:
         SettingsError: A field has another type or is out of its range, or `project_dir` has an unknown
-            scheme; or there is no checkpoint to which a preempted run could be saved.
+            scheme; or `save_on_preemption` is set without `automatic_checkpoint_naming`.
 
     Example:
         >>> ProjectConfiguration(project_dir="runs/7").logging_dir
@@ -395,7 +395,7 @@ class ProjectConfiguration:
             project_dir: Directory of the project's files.
 
         Raises:
-            SettingsError: It is a URL with a scheme that fsspec does not know.
+            SettingsError: `project_dir` is a URL with a scheme that fsspec does not know.
         """
         self.project_dir = project_dir
         if project_dir is None:
@@ -412,7 +412,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     Args:
         backend: Name of the backend; the default `"nccl"` means the backend of the run's device.
         init_method: URL of the rendezvous; the launcher's variables if `None`.
-        timeout: How long a collective may take, also in the groups of a mesh. Then every rank raises an
+        timeout: Timeout of collectives, also in the groups of a mesh. When it expires, every rank raises an
             error; NCCL ends the process instead. If `None`, 10 minutes for nccl, 30 minutes for others.
 
     Raises:
@@ -432,7 +432,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             expect(self, name, "a text or None", lambda value: value is None or isinstance(value, str))
         self._has_timeout = self.timeout is not None
         if self.timeout is None:
-            # PyTorch's own (torch.distributed.constants); nccl's is unset there in builds without nccl.
+            # PyTorch's defaults (torch.distributed.constants); nccl's is unset there in builds without nccl.
             self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
         wanted = "a positive time, such as datetime.timedelta(seconds=600)"
         expect(self, "timeout", wanted, lambda value: isinstance(value, timedelta) and value > timedelta(0))
@@ -504,13 +504,13 @@ _COMPILE_DEFAULTS = {
     "disable": False,
 }
 
-# PyTorch 2.1 has renamed the backends of torch_xla; scripts and files have the names of before.
+# PyTorch 2.1 renamed the backends of torch_xla; scripts and config files use the old names.
 _XLA_BACKENDS = {"torchxla_trace_once": "openxla_eval", "aot_torchxla_trace_once": "openxla"}
 
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of `torch.compile`. An argument wins over `ACCELERATE_DYNAMO_*`, and that over the default.
+    """Options of `torch.compile`. Arguments take precedence over `ACCELERATE_DYNAMO_*`, these over defaults.
 
     Args:
         backend: The compiler, a `DynamoBackend` or its name; `NO` does not compile.
@@ -571,12 +571,12 @@ ActivityName = Literal["cpu", "xpu", "mtia", "cuda", "hpu"]
 
 @dataclass
 class TilingKwargs(KwargsHandler):
-    """Parts in which the memory of long sequences is used; with any parallelism, and without.
+    """Tiling that bounds the memory of long sequences; works with any parallelism, and without.
 
     Args:
-        loss_chunk_size: Rows of logits that there are at a time: the loss of a causal language model of
-            transformers is computed in chunks while it trains, and its output has no logits then. The default
-            is `ACCELERATE_LOSS_CHUNK_SIZE` of the environment, else all at once.
+        loss_chunk_size: Rows of logits in memory at a time: in training, the loss of a causal language model
+            of transformers is computed in chunks, and its output has no logits. The default is
+            `ACCELERATE_LOSS_CHUNK_SIZE` of the environment, else all at once.
         mlp_tile_size: Tokens for which the MLP of a block is computed at a time; the backward pass recomputes
             each tile. The default is `ACCELERATE_MLP_TILE_SIZE` of the environment, else all at once.
 
@@ -600,13 +600,13 @@ class TilingKwargs(KwargsHandler):
 
 @dataclass
 class ReplicaSyncKwargs(KwargsHandler):
-    """Replica groups that train apart, and average after some steps: torchft's LocalSGD, or its DiLoCo.
+    """Periodic synchronisation of replica groups that train independently: torchft's LocalSGD or DiLoCo.
 
     Args:
         sync_every: Number of optimizer steps of a group between two syncs.
-        outer_optimizer: Makes, from parameters, the optimizer that steps by the average change of a window:
-            DiLoCo, as with `lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9,
-            nesterov=True)`. Without, parameters are averaged: LocalSGD.
+        outer_optimizer: Builds, from parameters, the outer optimizer, which steps by the average change of a
+            window: DiLoCo, as with `lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9,
+            nesterov=True)`. If `None`, parameters are averaged: LocalSGD.
 
     Raises:
         SettingsError: `sync_every` is no integer of 1 or more, or `outer_optimizer` cannot be called.
@@ -689,7 +689,7 @@ class ProfileKwargs(KwargsHandler):
         return members[activity]
 
     def build(self) -> torch.profiler.profile:
-        """Make the profiler.
+        """Build the profiler.
 
         Raises:
             SettingsError: An activity is not supported, or `schedule_option` lacks or misspells an argument.

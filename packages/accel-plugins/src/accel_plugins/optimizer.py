@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class ItemCounter(Protocol):
-    """The items of summed losses since the last step, by whose number gradients are divided."""
+    """Counter of the items of summed losses since the last step; gradients are divided by their number."""
 
     is_open: bool
     """Whether items have been counted since the last step."""
@@ -33,12 +33,12 @@ class ItemCounter(Protocol):
         ...
 
     def close(self, *, used: bool = False) -> None:
-        """Begin a new window."""
+        """Begin a new accumulation window."""
         ...
 
 
 def _forward(name: str, doc: str) -> Any:
-    """Make a property for an attribute of the wrapped optimizer."""
+    """Return a property that forwards to an attribute of the wrapped optimizer."""
 
     def write(self: AcceleratedOptimizer, value: Any) -> None:
         setattr(self.optimizer, name, value)
@@ -50,15 +50,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer whose `step` and `zero_grad` act only when gradients are synchronised.
 
     Within `Accelerator.accumulate`, calls between synchronisations do nothing, so that a training loop
-    can call both for every micro-batch. Anything else is the wrapped optimizer's.
+    can call both for every micro-batch. Everything else is forwarded to the wrapped optimizer.
 
     Args:
         optimizer: The optimizer to wrap, available as `.optimizer`.
-        device_placement: Whether to move the optimizer's state to where its parameters are.
+        device_placement: Whether to move the optimizer's state to the device of its parameters.
         scaler: The loss scaler to step through, where float16 is used without an `Accelerator`.
-        step: How to step, as of a strategy's `Stepper`; returns False for a skipped step. By default
-            the optimizer itself, through `scaler` where there is one.
-        window: The items that are counted until the next step, which ends the window.
+        step: Steps the optimizer, as a strategy's `Stepper.step`; returns False for a skipped step. By
+            default, the optimizer's own step, through `scaler` if there is one.
+        window: Counter of the items since the last step, which ends the accumulation window.
 
     Attributes:
         num_steps (int): Number of `step` calls with synchronised gradients.
@@ -81,7 +81,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         step: Callable[..., bool | torch.Tensor] | None = None,
         window: ItemCounter | None = None,
     ) -> None:
-        # Optimizer.__init__ would make a second set of groups and state; both are the wrapped optimizer's.
+        # Optimizer.__init__ would create a second set of groups and state; both are the wrapped optimizer's.
         self.optimizer = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
@@ -121,7 +121,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             closure: Computes the loss anew, as for any PyTorch optimizer.
 
         Returns:
-            What `closure` returned first; `None` without one, or if nothing was done.
+            The first result of `closure`; `None` without a closure, or if nothing was done.
         """
         if not self.gradient_state.sync_gradients:
             return None
@@ -149,7 +149,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Clear the gradients if they are synchronised now.
 
         Args:
-            set_to_none: Passed on if given.
+            set_to_none: Passed to the wrapped optimizer unless `None`.
         """
         if not self.gradient_state.sync_gradients:
             return
@@ -169,7 +169,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def _is_overflow(self) -> bool:
-        """The same; scripts set it where they skip a step themselves, and schedulers then do not advance."""
+        """As `step_was_skipped`; scripts that skip a step set it, so that schedulers do not advance."""
         return self.step_was_skipped
 
     @_is_overflow.setter
@@ -203,7 +203,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, "eval", lambda: None)()
 
     def __getattr__(self, name: str) -> Any:
-        # Hooks, and additions of particular optimizers. copy and pickle look up before there is an optimizer.
+        # Hooks and methods of particular optimizers. copy and pickle look names up before `optimizer` is set.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
@@ -237,11 +237,11 @@ def move_to_device(state: Any, device: torch.device | str) -> Any:
 def patch_optimizer_step(
     accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Record on a prepared optimizer that a function, such as the step of the wrapped one, was called.
+    """Wrap a function, such as the inner optimizer's step, to record its calls on a prepared optimizer.
 
     Args:
-        accelerated_optimizer: Whose `_accelerate_step_called` becomes true.
-        method: The function.
+        accelerated_optimizer: The optimizer whose `_accelerate_step_called` becomes true.
+        method: The function to wrap.
 
     Example:
         >>> optimizer = AcceleratedOptimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5))
@@ -267,8 +267,8 @@ class AcceleratedScheduler:
     While gradients are accumulated, and when an optimizer skipped its step because gradients were not finite,
     the schedule stays where it is. Otherwise it advances by `step_per`:
 
-    - `"process"`, the documented default: as many steps as there are processes, since every one of them
-      has used up a batch of a data set for whose batches the schedule was written; one step if batches are
+    - `"process"`, the documented default: as many steps as there are processes, since the schedule was
+      written for the batches of one process, and each process has consumed one; one step if batches are
       split.
     - `"update"`: one step per optimizer step, on any number of processes.
     - `"sample"`: as many steps as all processes have read samples since the last optimizer step. A
@@ -278,11 +278,11 @@ class AcceleratedScheduler:
         scheduler: The scheduler to wrap.
         optimizers: The prepared optimizer, or optimizers, whose learning rate it sets.
         step_with_optimizer: Whether to follow the optimizers as described. `False` forwards every `step`
-            as it is.
+            unchanged.
         split_batches: Whether each batch of the data loader is sharded across ranks.
-        step_per: The unit of one step of the schedule. `None` is `"process"`, with a message in the log,
-            at level INFO, where that is more than one step.
-        num_shards: How many processes have batches of their own; all if `None`.
+        step_per: The unit of one step of the schedule. `None` is `"process"`, with a log message at level
+            INFO if that is more than one step.
+        num_shards: Number of processes that read different batches; all if `None`.
 
     Raises:
         SettingsError: The clock is unknown, or is passed together with `step_with_optimizer=False`.
@@ -341,7 +341,7 @@ class AcceleratedScheduler:
         """Advance the schedule, if the optimizers have stepped; arguments go to the wrapped scheduler.
 
         Raises:
-            ValueError: Samples are to be counted, and no loader knows their number.
+            ValueError: Steps are counted in samples, and no loader knows their number.
         """
         scheduler = self.scheduler
         if not self.step_with_optimizer:

@@ -46,11 +46,11 @@ def build_precision(
     shared: bool = False,
     master_weights: bool = False,
 ) -> PrecisionPolicy:
-    """Make the policy of a run.
+    """Build the precision policy of a run.
 
     Args:
         name: `"no"`, `"bf16"` or `"fp16"`.
-        device: Where models compute.
+        device: The device on which models compute.
         autocast_kwargs: Options of autocast; not used by `"no"`.
         scaler_kwargs: Options of the loss scaler; used by `"fp16"` alone.
         shared: Whether ranks have shards of the gradients, and decide together whether all are finite.
@@ -93,7 +93,7 @@ def build_precision(
 class MixedPrecision:
     """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`.
 
-    Without `casts`, the scaler alone is left of it.
+    Without `casts`, only the loss scaler remains.
     """
 
     name: str
@@ -105,7 +105,7 @@ class MixedPrecision:
 
     @property
     def scaler(self) -> GradScaler | None:
-        """The loss scaler, if there is one; one that is disabled counts where nothing is cast either."""
+        """The loss scaler, if any; `None` if neither it nor `casts` is enabled."""
         if self.scaling is None or not (self.casts or self.scaling.scaler.is_enabled()):
             return None
         return self.scaling.scaler
@@ -117,7 +117,7 @@ class MixedPrecision:
         return torch.autocast(self.device_type, self.dtype, **options)
 
     def convert(self, bundle: Bundle) -> Bundle:
-        """Put autocast, and the conversion of its results to float32, around every model's `forward`."""
+        """Wrap every model's `forward` in autocast, and convert its results to float32."""
         for model in bundle.models if self.casts else ():
             wrap_forward(model, self._around)
         if self.scaling is not None:
@@ -176,13 +176,13 @@ def warn_unused_scaler_state(state: StateDict, name: str) -> None:
 
 @frozen
 class EnginePrecision:
-    """The policy `"no"`, and that of an engine that casts models.
+    """The policy `"no"`, and the policy of engines that cast models themselves.
 
     Such models take inputs of any floating dtype, and return float32.
 
     Args:
         read_scale: Returns the state of the engine's loss scale, unless the engine's own files have it.
-        write_scale: Resumes from it.
+        write_scale: Restores that state.
     """
 
     name: str
@@ -192,9 +192,9 @@ class EnginePrecision:
     write_scale: Callable[[StateDict], None] = lambda _: None
 
     def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return a context for what is computed outside of models.
+        """Return a context for computations outside of models.
 
-        Without a 16-bit dtype it changes nothing, or disables an autocast around it if `kwargs` do.
+        Without a 16-bit dtype it does nothing, or disables an enclosing autocast if `kwargs` do.
         """
         options = {} if kwargs is None else kwargs.to_kwargs()
         if self.name in DTYPES:
@@ -204,7 +204,7 @@ class EnginePrecision:
         return torch.autocast(self.device_type, enabled=False)
 
     def convert(self, bundle: Bundle) -> Bundle:
-        """Let every model's `forward` convert what it gets and returns."""
+        """Make every model's `forward` convert its inputs and outputs."""
         if self.name in DTYPES:
             for model in bundle.models:
                 wrap_forward(model, self._around)
@@ -256,7 +256,7 @@ def compute_in_float32(precision: PrecisionPolicy) -> PrecisionPolicy:
 
 
 def switch_autocast(precision: PrecisionPolicy, casts: bool) -> PrecisionPolicy:
-    """Return a policy with autocast or without; of an engine, which casts by itself, the same one.
+    """Switch a policy's autocast on or off; the policy of an engine that casts models stays as it is.
 
     Example:
         >>> policy = switch_autocast(build_precision("bf16", torch.device("cpu")), False)
@@ -299,9 +299,9 @@ def switch_scaler(precision: PrecisionPolicy, scaler: GradScaler | None) -> None
 class LossScaling:
     """A `GradScaler` that is updated once per iteration, however many optimizers step in it.
 
-    All gradients of an iteration were made with one scale, so that it must not change between the steps of
-    two optimizers: it is updated when all known optimizers have stepped, or else before the next loss. With
-    `master_weights`, parameters in float16 are put into float32 when they are wrapped.
+    All gradients of an iteration have the same scale, which must not change between the steps of two
+    optimizers: it is updated when all known optimizers have stepped, or else before the next loss. With
+    `master_weights`, float16 parameters are converted to float32 when models are wrapped.
     """
 
     def __init__(self, scaler: GradScaler, *, master_weights: bool = False) -> None:
@@ -315,7 +315,7 @@ class LossScaling:
         self._versions: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], ...]] = WeakKeyDictionary()
 
     def add(self, optimizers: Iterable[Optimizer]) -> None:
-        """Add optimizers, whose steps an update waits for."""
+        """Add optimizers; the scale is updated once all of them have stepped."""
         for optimizer in optimizers:
             self._optimizers.add(optimizer)
 
@@ -337,9 +337,9 @@ class LossScaling:
         if self._stepped:
             self._update()
         elif self._unscaled:
-            # Gradients were unscaled, as for clipping, but made no step. If they were cleared, the step was
-            # left out. Otherwise they may still make it, as where each of several optimizers has a loss,
-            # unless the new loss's gradients are added to them.
+            # Gradients were unscaled, as for clipping, but not stepped. If they were cleared, the step was
+            # skipped. Otherwise it may still come, as where each optimizer has its own loss, unless the new
+            # loss's gradients are added to them.
             if any(_has_gradients(optimizer) for optimizer in self._unscaled):
                 for optimizer in self._unscaled:
                     self._versions.setdefault(optimizer, _versions(optimizer))
@@ -364,7 +364,7 @@ class LossScaling:
 
         Returns:
             Whether it stepped. Fused optimizers decide that in their kernel: for them it is a 0-d tensor on
-            the device, so that only those who ask for its value wait.
+            the device, so that only reading its value synchronises.
         """
         if not self.scaler.is_enabled() or not self._takes_part(optimizer):
             return step_unscaled(optimizer, closure)
@@ -416,7 +416,7 @@ class LossScaling:
             )
 
     def _takes_part(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer has gradients: here or, if ranks decide together, maybe elsewhere."""
+        """Return whether this rank has gradients or, if ranks decide together, another rank may have some."""
         if not isinstance(self.scaler, ShardedGradScaler):
             return _has_gradients(optimizer)
         self.scaler.make_scale()
@@ -450,11 +450,11 @@ class ShardedGradScaler(GradScaler):
     """A `GradScaler` that skips a step on every rank if any rank has a gradient that is not finite.
 
     Gradients may be ordinary tensors and DTensors on several meshes, on the device and on the CPU. A rank may
-    have none, as of a stage of a pipeline that is not trained.
+    have none, as for a frozen pipeline stage.
     """
 
     def make_scale(self) -> None:
-        """Make the scale, which torch does with the first loss: not every stage of a pipeline has one."""
+        """Create the scale, which torch does at the first loss: not every pipeline stage has a loss."""
         self.scale(torch.zeros((), device=self._device))
 
     def _unscale_grads_(
@@ -481,10 +481,10 @@ class ShardedGradScaler(GradScaler):
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
-    """Make the loss scaler for models that FSDP2 has sharded.
+    """Build a loss scaler for models sharded by FSDP2.
 
     Args:
-        **kwargs: As of `torch.amp.GradScaler`.
+        **kwargs: Arguments of `torch.amp.GradScaler`.
 
     Example:
         >>> get_fsdp2_grad_scaler(device="cpu", init_scale=8.0).get_scale()
@@ -494,7 +494,7 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
 
 
 def build_scaler(device: torch.device, options: GradScalerKwargs, *, shared: bool) -> GradScaler:
-    """Make a loss scaler."""
+    """Build a loss scaler."""
     kind = ShardedGradScaler if shared else GradScaler
     return kind(device.type, **options.to_kwargs())
 
@@ -521,10 +521,10 @@ def get_mixed_precision_context_manager(
 
 
 def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwargs: Any) -> GradScaler:
-    """Make a loss scaler for the device of this process.
+    """Build a loss scaler for the device of this process.
 
     Args:
-        distributed_type: How models are run; where each rank has shards of the gradients, all skip a step
+        distributed_type: How models are trained; where each rank has shards of the gradients, all skip a step
             together.
         **kwargs: Fields of `GradScalerKwargs`.
 

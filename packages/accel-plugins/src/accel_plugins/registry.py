@@ -174,13 +174,13 @@ def choose(
 
 @frozen
 class Engine:
-    """A plugin that `Accelerator` takes.
+    """A plugin that `Accelerator` accepts.
 
     Its class has a method `to_settings(settings)`, which returns settings with those fields of the plugin
     that `choose` reads, and refuses contradictions.
 
     Args:
-        section: The field of `Settings` that, if it is not `None`, requests a plugin made without
+        section: The field of `Settings` that, if it is not `None`, requests a plugin created without
             arguments.
         several: Whether the argument may also be a dictionary of plugins by name.
     """
@@ -191,7 +191,7 @@ class Engine:
     several: bool = False
 
     def plugin_type(self) -> type[Any]:
-        """Import the class."""
+        """Import the plugin class."""
         return cast("type[Any]", EntryPoint(self.argument, self.plugin, "accel.plugins").load())
 
 
@@ -218,7 +218,7 @@ def find_plugins(
 
     Args:
         requested: Values by argument of `Accelerator`; `None` if absent.
-        known: The same, of an earlier one.
+        known: Values of an earlier `Accelerator`, by argument.
         settings: The settings of the run.
         needed: Sections that need a plugin even if the settings have none, each with the plugin's arguments;
             `None` for sections that do not.
@@ -251,7 +251,7 @@ def find_plugins(
 
 
 def with_plugin_fields(settings: Settings, plugins: Mapping[str, Any]) -> Settings:
-    """Return settings with the fields of plugins, for the choice of a strategy."""
+    """Return settings updated with the fields of plugins, for choosing a strategy."""
     for value in plugins.values():
         first = next(iter(cast("Mapping[str, Any]", value).values())) if isinstance(value, dict) else value
         settings = first.to_settings(settings)

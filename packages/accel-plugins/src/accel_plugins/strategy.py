@@ -1,4 +1,4 @@
-"""The contract of a way to train: the roles of a `Strategy`, its features, and the `Bundle` that it wraps.
+"""The interface of training strategies: the roles of a `Strategy`, its features, and the `Bundle` it wraps.
 
 Every implementation runs the suite in `accel_plugins.testing`. In an engine that owns everything, a single
 object may fill several roles.
@@ -39,11 +39,11 @@ class Feature(Enum):
     CUSTOM_DEVICE_PLACEMENT = auto()
     """The caller may keep a model from being moved to the device."""
     ITEM_COUNTS = auto()
-    """Gradients, the mean over the ranks, can be divided after the backward pass that reduces them."""
+    """Gradients, averaged over the ranks, can be divided after the backward pass that reduces them."""
     LOADERS_FROM_CONFIGURATION = auto()
     """Placeholders for data loaders are replaced by loaders of the data sets that they describe."""
     MODEL_WITHOUT_OPTIMIZER = auto()
-    """A model can be prepared in a call of its own, without its optimizer."""
+    """A model can be prepared in a separate call, without its optimizer."""
     MULTIPLE_MODELS = auto()
     """Several models can be prepared and trained in one run."""
     NO_SYNC = auto()
@@ -72,8 +72,8 @@ class BatchSharding:
         num_shards: Number of shards of a global batch.
         shard_index: Index of this rank's shard.
         put_on_device: Whether the loader moves batches to the device.
-        repeats: Whether another rank computes the same with the same batches, so that this rank's results are
-            left out of gathered samples.
+        repeats: Whether another rank computes the same results from the same batches, so that this rank's are
+            omitted from gathered samples.
         micro_batches: The number of equal parts into which an engine cuts the batch of a rank, so that the
             last batch is completed also where there is one shard.
     """
@@ -94,7 +94,7 @@ class BatchSharding:
 
 @frozen
 class Strategy:
-    """A way to train: composed of four roles, never subclassed.
+    """A training strategy, composed of four roles; never subclassed.
 
     Args:
         name: The name under which it is registered.
@@ -104,12 +104,11 @@ class Strategy:
         sharding: Which batches this rank reads.
         features: The optional features that it offers; checked by `require`.
         mesh: The device mesh, where it has several axes.
-        split_sequences: Makes a context in which every rank has a shard of each sequence: called as
+        split_sequences: Returns a context in which every rank has a shard of each sequence: called as
             `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
         prepare_for_split: Changes a model in place, before it is wrapped, so that it works in this context.
         shard_sequences: Shards the sequences of a batch, where loaders do that.
-        precision: The policy to use instead of the one that the strategy was made with, where an engine has
-            its own.
+        precision: The precision policy of an engine that has its own; replaces the one passed to `build`.
         release: Releases the strategy's references to prepared objects.
         shards: Returns this rank's states, for checkpoints to which every rank writes shards; `None` where
             rank 0 writes full states.
@@ -117,11 +116,11 @@ class Strategy:
             `None`.
         native: Saves and loads the files of a strategy whose `shards` are `NATIVE`.
         generators: Random number generators of the engine, for checkpoints.
-        wrap_optimizer: Makes the optimizer that `prepare` returns, as `wrap_optimizer(optimizer, wrapper)`;
-            `wrapper(optimizer, step=…, discard=…)` makes one that steps and discards gradients through an
+        wrap_optimizer: Builds the optimizer that `prepare` returns, as `wrap_optimizer(optimizer, wrapper)`;
+            `wrapper(optimizer, step=…, discard=…)` builds one that steps and discards gradients through an
             engine. By default optimizers step through the `stepper`.
-        wrap_scheduler: Makes the schedule that `prepare` returns, as `wrap_scheduler(scheduler, optimizers,
-            wrapper)`; `wrapper(scheduler, optimizers)` makes one that an engine steps by itself, and `None`
+        wrap_scheduler: Builds the schedule that `prepare` returns, as `wrap_scheduler(scheduler, optimizers,
+            wrapper)`; `wrapper(scheduler, optimizers)` builds one that an engine steps by itself, and `None`
             leaves it to `prepare`.
         compiles_in_place: Whether the unwrapped model is compiled instead of its wrapper.
         fsdp_version: The version of FSDP that shards its models: 2 for `fully_shard`; `None` for neither.
@@ -163,7 +162,7 @@ class Strategy:
         """Raise unless a feature is offered.
 
         Args:
-            feature: What is needed.
+            feature: The feature needed.
             what: What the user wrote, for the message, such as `"clip_grad_value_()"`.
 
         Raises:
@@ -183,20 +182,20 @@ StrategyFactory: TypeAlias = "Callable[[Settings, Runtime, PrecisionPolicy, Mapp
 
 @frozen
 class StrategySpec:
-    """The row of a strategy, known before it is built: a distribution registers it, and a run selects it.
+    """The registry entry of a strategy: a distribution registers it, and a run selects it.
 
     `Accelerator(strategy=…)` takes its name or the record itself; `--strategy`, `ACCELERATE_STRATEGY` and the
-    key `strategy` of a config file take its name. Where nothing is selected, the first that applies is used.
+    key `strategy` of a config file take its name. By default the first that applies is used.
 
     Args:
         name: The name under which it is registered.
-        applies: Whether a run uses it: called with the settings, the topology and the device; pure, and the
-            same on every rank.
-        build: Makes it, or the `"module:function"` that does.
+        applies: Whether a run uses it: called with the settings, the topology and the device; a pure
+            function, with the same result on every rank.
+        build: Builds it, or the `"module:function"` that does.
         sections: The sections of `Settings` that it reads, each of which a plugin fills (`"deepspeed"`,
-            `"fsdp"`, `"megatron"`, `"parallelism"`); with the fields of the plugin that is made if the
-            strategy is selected and none was given, or `None` if it does without. A strategy cannot be
-            selected against sections that it does not read.
+            `"fsdp"`, `"megatron"`, `"parallelism"`); with the arguments of the plugin that is created if the
+            strategy is selected without one, or `None` if it needs none. A strategy cannot be selected
+            against sections that it does not read.
         max_processes: The largest number of processes that it can train; None for any.
         shards_gradients: Whether a rank has shards of gradients, so that only all ranks together know whether
             they are finite.
@@ -224,7 +223,7 @@ Optimizers: TypeAlias = "Iterable[Optimizer]"
 
 
 class ModelWrapper(Protocol):
-    """Wraps models so that several processes train them, and unwraps them."""
+    """Wraps models for training by several processes, and unwraps them."""
 
     def check(self, bundle: Bundle) -> None:
         """Raise if the bundle cannot be wrapped, on every rank alike; modify nothing.
@@ -239,8 +238,8 @@ class ModelWrapper(Protocol):
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Return the bundle with its models placed and wrapped, its optimizers pointing at them.
 
-        Called once per `prepare`, on every rank. A model that is wrapped already is left alone. After it
-        all ranks have the values that rank 0 had.
+        Called once per `prepare`, on every rank. A model that is already wrapped is unchanged. Afterwards all
+        ranks have rank 0's parameter values.
 
         Args:
             bundle: Models that `check` has let pass.
@@ -310,7 +309,7 @@ class Stepper(Protocol):
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Step the optimizer; return False if the step was skipped because gradients were not finite.
 
-        Where the device decides, as for fused optimizers, a 0-d tensor on it says whether it stepped.
+        Where the device decides, as for fused optimizers, the result is a 0-d tensor on the device.
         """
         ...
 
@@ -318,8 +317,8 @@ class Stepper(Protocol):
 class TrainStep(Protocol):
     """Runs forward and backward passes in one call, for engines that own both, such as pipelines.
 
-    With it a prepared model that is called in training mode, with gradients enabled, goes through it, and
-    `accelerator.backward(loss)` computes nothing: it only accepts a loss that such a call has returned.
+    Calls of a prepared model in training mode, with gradients enabled, run through it;
+    `accelerator.backward(loss)` then computes nothing and only accepts a loss that such a call has returned.
     """
 
     def __call__(
@@ -337,16 +336,15 @@ class TrainStep(Protocol):
         Called on every rank.
 
         Args:
-            model: As the strategy's wrapper has returned it.
+            model: The model as wrapped by the strategy.
             forward: Its own `forward`, bound.
-            args: With which the model was called.
-            kwargs: The same, by name.
+            args: Positional arguments of the model call.
+            kwargs: Keyword arguments of the model call.
             accumulation: Number of micro-batches that make one optimizer step.
             sync: Whether this micro-batch ends the accumulation window.
 
         Returns:
-            The result of the call of the model: the loss, or a structure with the loss in it, the same on all
-            ranks.
+            The result of the model call: the loss, or a structure with the loss in it, the same on all ranks.
         """
         ...
 
@@ -394,12 +392,12 @@ class Persister(Protocol):
         ...
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load such a state dict, which every rank has, into the wrapped model.
+        """Load a full state dict, which every rank has, into the wrapped model.
 
         Args:
             model: Prepared or not.
             state: Name to tensor; tensors may be read from a file when they are needed.
-            **options: As of `Module.load_state_dict`, whose result is returned.
+            **options: Options of `Module.load_state_dict`, whose result is returned.
         """
         ...
 
@@ -418,7 +416,7 @@ class Persister(Protocol):
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """Load such a state dict, which every rank has."""
+        """Load a full optimizer state dict, which every rank has."""
         ...
 
 
@@ -433,7 +431,7 @@ class Generators(Protocol):
         """Resume on this rank, once PyTorch's generators have their states.
 
         Args:
-            state: That of a rank of the checkpoint; empty if it has none, as those of other strategies.
+            state: The state of one rank in the checkpoint; empty if another strategy wrote it.
 
         Returns:
             A description of what could not be resumed, for a warning.
@@ -463,7 +461,7 @@ class Replicas(Protocol):
         restore: Callable[[StateDict, bool], Mapping[Any, StateDict]],
         load_last: Callable[[], str | None],
     ) -> None:
-        """Take over what a group gets from another besides models and optimizers; called once.
+        """Register how a group gets state other than models and optimizers from another; called once.
 
         Args:
             read: Returns the state of everything else; may be called in another thread.
@@ -474,7 +472,7 @@ class Replicas(Protocol):
         ...
 
     def watched(self, loader: Any, begin: Callable[[], Generator[Any]]) -> Generator[Any]:
-        """Yield the batches of a pass of a loader, which continues elsewhere after this group was healed."""
+        """Yield the batches of an epoch; after this group was healed, from the restored position."""
         ...
 
 
@@ -494,7 +492,7 @@ class NativeFiles(Protocol):
         ...
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back into the wrapped model."""
+        """Load the files of `save_model` into the wrapped model."""
         ...
 
     def save_optimizer(
@@ -507,12 +505,12 @@ class NativeFiles(Protocol):
         ...
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back."""
+        """Load the files of `save_optimizer`."""
         ...
 
 
 class PrecisionPolicy(Protocol):
-    """Decides in which number formats models compute, and scales losses where the format needs it."""
+    """Decides in which dtypes models compute, and scales losses where the dtype needs it."""
 
     @property
     def name(self) -> str:
@@ -537,7 +535,7 @@ class PrecisionPolicy(Protocol):
         ...
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss to call `backward` on, of a policy with a loss scaler."""
+        """Return the scaled loss, to call `backward` on; only for policies with a loss scaler."""
         ...
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
@@ -547,7 +545,7 @@ class PrecisionPolicy(Protocol):
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Unscale if necessary, and step; return False if gradients were not finite and nothing was done.
 
-        Where the device decides, as for fused optimizers, a 0-d tensor on it has the answer.
+        Where the device decides, as for fused optimizers, the result is a 0-d tensor on the device.
         """
         ...
 
@@ -569,7 +567,7 @@ class Bundle:
     its arguments at once.
 
     Args:
-        models: The modules, as given or as the stages before have changed them.
+        models: The modules, as passed or as changed by earlier stages.
         optimizers: The optimizers, without the wrapper `AcceleratedOptimizer`.
         schedulers: The learning rate schedulers.
         dataloaders: The data loaders.

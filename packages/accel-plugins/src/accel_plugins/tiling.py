@@ -1,6 +1,6 @@
-"""Long sequences in parts: a cross-entropy that never makes all logits, and an MLP in tiles.
+"""Tiling for long sequences: a cross-entropy that never materialises all logits, and an MLP in tiles.
 
-Both need no parallelism, and go with any that leaves sequences on one rank.
+Both work without parallelism, and with any that keeps each sequence on one rank.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def chunked_cross_entropy(
             shards by rows, a replicated `DTensor`.
         weight: The weight of the head, of shape `(vocabulary, hidden_size)`.
         labels: The class of each row, of shape `(…)`, int64.
-        chunk_size: Rows of logits that there are at a time.
+        chunk_size: Rows of logits in memory at a time.
         bias: The bias of the head, of shape `(vocabulary,)`.
         ignore_index: The label of rows that do not count.
         label_smoothing: As for `torch.nn.functional.cross_entropy`.
-        logit_scale: What logits are multiplied by.
+        logit_scale: Factor of the logits.
         logit_softcap: Logits become `cap * tanh(logits / cap)`, after they were scaled.
         reduction: `"mean"` over the rows that count, or `"sum"`.
 
@@ -141,7 +141,7 @@ class _Task:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """The sum of losses of rows of shape `(rows, hidden_size)`; gradients are made with it."""
+    """The sum of losses of rows of shape `(rows, hidden_size)`; gradients are computed with it."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride] - as torch documents it
@@ -176,7 +176,7 @@ class _SummedLoss(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - as torch documents it
-        # Not kept beyond this, so that autograd takes them over without a copy.
+        # Released here, so that autograd takes the gradients over without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError(
@@ -191,7 +191,7 @@ class _SummedLoss(torch.autograd.Function):
 
 
 def _loss_and_gradient(logits: Tensor, labels: Tensor, task: _Task) -> tuple[Tensor, Tensor]:
-    """Return the sum of losses and its gradient by the logits, whose memory it takes.
+    """Return the summed loss and its gradient with respect to the logits, whose memory is reused.
 
     Args:
         logits: Of shape `(rows, vocabulary of this rank)`.
@@ -312,9 +312,9 @@ def _tile_forward(mlp: nn.Module, tile_size: int) -> None:
 
 
 def chunk_loss(model: nn.Module, chunk_size: int) -> None:
-    """Let a causal language model of transformers compute its loss in chunks while it trains, in place.
+    """Patch a causal language model of transformers to compute its training loss in chunks.
 
-    With labels, in training, the output has no logits; without them, and in evaluation, it is as before. The
+    With labels, in training, the output has no logits; without them, and in evaluation, it is unchanged. The
     head computes the loss within its own forward, where FSDP has gathered its weight.
 
     Raises:
@@ -355,7 +355,7 @@ _PROBE = (-3.0, 0.5, 2.0, 40.0)
 
 @dataclass(slots=True)
 class _LossRequest:
-    """One call of a model with labels: what the head computes the loss from, and the loss."""
+    """One call of a model with labels: the inputs from which the head computes the loss, and the loss."""
 
     model: Any
     chunk_size: int
@@ -402,7 +402,7 @@ class _LossRequest:
         shift_labels: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """Be the model's loss function: divide the sum by the number of labels."""
+        """Act as the model's loss function: divide the sum by the number of labels."""
         del vocab_size, options
         if self.loss is None or self.targets is None or logits.shape[-1:] != (len(_PROBE),):
             raise self._refusal("does not compute its logits with its head alone")

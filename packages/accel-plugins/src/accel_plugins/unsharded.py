@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run with one process; `settings` and `handlers` change nothing about it."""
+    """Build the strategy of a run with one process; `settings` and `handlers` have no effect on it."""
     del settings
     check_axes(handlers, 1)
     return Strategy(
@@ -159,14 +159,14 @@ def _releasing(core: nn.Module, state: Mapping[str, Any]) -> Generator[None]:
 
 
 def load_in_place(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load an optimizer's state dict, tensor by tensor, into the memory that its state has.
+    """Load an optimizer's state dict in place: copy tensor by tensor into its existing state tensors.
 
-    Where it has none, as before the first step, memory is allocated. Nothing of `state` is kept, and mapped
-    tensors are released as soon as they are copied.
+    Where there are none, as before the first step, memory is allocated. No reference to `state` is kept, and
+    mapped tensors are released as soon as they are copied.
 
     Args:
-        optimizer: Of ordinary tensors.
-        state: As of `Optimizer.state_dict`.
+        optimizer: An optimizer of ordinary tensors.
+        state: As returned by `Optimizer.state_dict`.
     """
     saved = [group["params"] for group in state["param_groups"]]
     current = [group["params"] for group in optimizer.param_groups]
@@ -174,7 +174,7 @@ def load_in_place(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         optimizer.load_state_dict(dict(state))  # raises
         return
     parameters = dict(zip(chain.from_iterable(saved), chain.from_iterable(current), strict=True))
-    copies: dict[int, Any] = {}  # by the id of the value: what was one object is one again
+    copies: dict[int, Any] = {}  # by the id of the value: shared objects stay shared
     copied: dict[Any, dict[str, Any]] = {}
     for index, values in state["state"].items():
         parameter = parameters[index]
@@ -188,7 +188,7 @@ def load_in_place(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
 
 @torch.no_grad()
 def _copy_to(value: Any, target: Any, parameter: Tensor) -> Any:
-    """Copy a value of an optimizer's state into a tensor, if it is one of that shape, or into new memory."""
+    """Copy an optimizer state value into the target tensor if the shapes are equal, else into new memory."""
     if type(value) is not Tensor:
         return recursively_apply(lambda tensor: tensor.clone(), value)
     if type(target) is Tensor and target.shape == value.shape and target.dtype == value.dtype:
@@ -205,14 +205,14 @@ def _core(model: nn.Module) -> nn.Module:
 
 @frozen
 class TorchStepper:
-    """Stepper of parameters that PyTorch's optimizers step; by default, of ordinary tensors.
+    """Stepper for PyTorch's optimizers; by default, for ordinary tensors.
 
     Args:
-        no_sync_of: Makes the context in which a model's gradients stay local.
-        join_of: Makes the context in which ranks may finish early, from the joinables and
+        no_sync_of: Returns the context in which a model's gradients stay local.
+        join_of: Returns the context in which ranks may finish early, from the joinables and
             `divide_by_initial_world_size`.
-        around_backward: Makes a context for the duration of every backward pass.
-        around_step: Makes a context for the duration of every step of an optimizer.
+        around_backward: Returns a context for the duration of every backward pass.
+        around_step: Returns a context for the duration of every step of an optimizer.
         clip_norm: Clips unscaled gradients; called as `clip_norm(parameters, max_norm, norm_type)`.
         clip_value: Likewise, as `clip_value(parameters, clip_value)`.
     """
@@ -225,7 +225,7 @@ class TorchStepper:
     clip_norm: Callable[..., Tensor] = clip_grad_norm_
     clip_value: Callable[..., None] = clip_grad_value_
     step: Callable[..., bool | Tensor] = field(init=False, repr=False, compare=False)
-    """Steps an optimizer: the precision's own method, without a call of ours in between, if possible."""
+    """Steps an optimizer: if possible the precision policy's method itself, without a call in between."""
 
     def __post_init__(self) -> None:
         around, step = self.around_step, self.precision.step
@@ -311,7 +311,7 @@ def sync_in_backward(model: nn.Module) -> Generator[None]:
         finally:
             inner.require_backward_grad_sync, inner.require_forward_param_sync = before
         return
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # a model that FSDP2 shards has imported it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # imported already if FSDP2 shards the model
     if fsdp is not None and isinstance(inner, fsdp.FSDPModule):
         sharded: Any = inner
         sharded.set_requires_gradient_sync(True)

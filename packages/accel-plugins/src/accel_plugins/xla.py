@@ -1,7 +1,7 @@
-"""The strategies of XLA devices: replicas, and models that the compiler shards (SPMD), and their checkpoints.
+"""Strategies for XLA devices: replicas, and models that the compiler shards (SPMD), with checkpoints.
 
-Sharding follows `torch_xla.experimental.spmd_fully_sharded_data_parallel`, without a module around each
-block: names in state dicts stay as they are.
+Sharding follows `torch_xla.experimental.spmd_fully_sharded_data_parallel`, without a wrapper module around
+each block: names in state dicts are unchanged.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 def build_replicated(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run on XLA devices."""
+    """Build the strategy of a run on XLA devices."""
     refuse_unsupported(settings, runtime, precision, handlers)
     topology, own = runtime.topology, runtime.kind.own_runtime
     if topology.world_size > 1 and not own.is_replicated():
@@ -109,7 +109,7 @@ class XlaWrapper:
 class GradientAverage:
     """Averages the gradients of models after backward passes.
 
-    Averages stay the same when they are averaged again, so several backward passes may run before a step.
+    Averaging an average does not change it, so several backward passes may run before a step.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -214,7 +214,7 @@ def refuse_unsupported(
 def build_spmd(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run that is sharded over XLA devices."""
+    """Build the strategy of a run sharded over XLA devices."""
     # 1. Refuse what the compiler does not support.
     plugin: FullyShardedDataParallelPlugin = handlers[FullyShardedDataParallelPlugin]
     own, topology = runtime.kind.own_runtime, runtime.topology
@@ -292,7 +292,7 @@ class ShardedXlaWrapper:
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Move the models to the devices and shard them; a model that is evaluated is sharded, too.
 
-        Models that the caller keeps on another device are left alone.
+        Models that the caller keeps on another device are unchanged.
         """
         del evaluation
         models = move_to_xla(bundle, self.device)
@@ -305,7 +305,7 @@ class ShardedXlaWrapper:
                 for block in units[:-1]:
                     xla_module("distributed.fsdp").checkpoint_module(block)
         for optimizer in bundle.optimizers:
-            # The state is sharded like the parameters, whenever it is loaded or created.
+            # The state is sharded like the parameters whenever it is loaded or created.
             shard_state = partial(_shard_state, self.mesh)
             optimizer.register_load_state_dict_post_hook(shard_state)
             optimizer.register_step_post_hook(shard_state)
@@ -324,10 +324,10 @@ class ShardedXlaWrapper:
 
 
 def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: Any) -> None:
-    """Shard the parameters of a model that is on the device, in place, and what its blocks return.
+    """Shard in place the parameters of a model on the device, and the outputs of its blocks.
 
-    The outputs of blocks, of which the model is one, are sharded along the batch, which makes the compiler
-    gather parameters block by block.
+    Outputs of blocks, the model included, are sharded along the batch, which makes the compiler gather
+    parameters block by block.
     """
     spmd = xla_module("distributed.spmd")
 
@@ -399,7 +399,7 @@ class CompilerShardedPersister(ReplicatedPersister):
         return {name: copies[name] for name in state} if keep else {}
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """Copy the state dict to the CPU tensor by tensor; tied names come together."""
+        """Copy the state dict to the CPU tensor by tensor, tied names together."""
         state = ReplicatedPersister.full_state_dict(self, model)
         return (part if keep else {} for part in _iter_copies(state))
 
@@ -436,8 +436,8 @@ def xla_module(name: str) -> Any:
 class SpmdPlanners:
     """Plans for tensors that the compiler shards: every process writes and reads the shards of its devices.
 
-    Of a tensor that is replicated on several devices, the first replica is written. (In torch_xla 2.9
-    `SPMDSavePlanner.create_global_plan` leaves all of them out, if one process has them.)
+    Of a tensor replicated on several devices, the first replica is written. (In torch_xla 2.9
+    `SPMDSavePlanner.create_global_plan` omits all of them if one process has them.)
     """
 
     def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[Any, SavePlan]:
@@ -459,7 +459,7 @@ class SpmdPlanners:
         return _LoadedShards(planner, state, paths), planner.create_local_plan()
 
 
-_INDEXED_BY_LISTS = "Using a non-tuple sequence"  # torch_xla indexes shards so
+_INDEXED_BY_LISTS = "Using a non-tuple sequence"  # torch_xla indexes shards with lists
 
 
 def _allocator_like(mesh: Any, parameters: Mapping[str, Tensor]) -> StateAllocator:
@@ -479,7 +479,7 @@ def _allocator_like(mesh: Any, parameters: Mapping[str, Tensor]) -> StateAllocat
 
 @dataclass(frozen=True, slots=True)
 class _SavedShards:
-    """Gives the values of a `SPMDSavePlanner`."""
+    """Resolves the values of a `SPMDSavePlanner`."""
 
     planner: Any
 
@@ -490,7 +490,7 @@ class _SavedShards:
 
 @dataclass(frozen=True, slots=True)
 class _LoadedShards:
-    """Hands tensors to a `SPMDLoadPlanner`; objects are read with `weights_only=True`."""
+    """Passes tensors to a `SPMDLoadPlanner`; objects are read with `weights_only=True`."""
 
     planner: Any
     state: dict[str, Any]
@@ -505,7 +505,7 @@ class _LoadedShards:
             return self.planner.resolve_tensor(item)
 
     def commit_tensor(self, item: ReadItem, tensor: Tensor) -> None:
-        """Copy the shards of a tensor to their devices when all were read."""
+        """Copy the shards of a tensor to their devices once all are read."""
         self.planner.commit_tensor(item, tensor)
 
 

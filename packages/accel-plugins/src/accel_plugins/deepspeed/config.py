@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: read it, fill its `"auto"` values, check it, show it to transformers."""
+"""Read DeepSpeed's configuration, fill its `"auto"` values, check it, register it with transformers."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ class DummyScheduler:
 def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
     """Register a configuration with transformers, if the program has imported it.
 
-    The returned object stays registered as long as the caller keeps it; `None` if models are built full.
+    The returned object stays registered while it is referenced; `None` if models are built unsharded.
     """
     if "transformers" not in sys.modules or not is_installed("deepspeed"):
         return None
@@ -296,10 +296,10 @@ def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @frozen
 class KnownValue:
-    """A value that is known from outside of the configuration, with its source for messages.
+    """A value known outside of the configuration, with its source for messages.
 
-    If it is `binding`, another value in the configuration is an error; else the configuration wins, and no
-    message needs the source.
+    If it is `binding`, a different value in the configuration is an error; else the configuration wins, and
+    no message needs the source.
     """
 
     value: Any
@@ -307,7 +307,7 @@ class KnownValue:
     binding: bool = True
 
     def contradiction(self, key: str, value: Any) -> str:
-        """Describe another value in the configuration."""
+        """Describe a different value in the configuration."""
         return f"{key} is {value!r} in the configuration, but {self.value!r} by {self.source}"
 
 
@@ -601,7 +601,7 @@ def _batches(config: Mapping[str, Any], facts: RunFacts) -> tuple[dict[str, Know
 
 
 def _known_values(facts: RunFacts) -> dict[str, KnownValue]:
-    """Return the values that the model, and the placeholders of optimizer and schedule, decide."""
+    """Return the values set by the model and by the placeholders for optimizer and scheduler."""
     size, optimizer, scheduler = facts.hidden_size, facts.optimizer, facts.scheduler
     shards = facts.schedule_shards
     known: dict[str, KnownValue] = {}

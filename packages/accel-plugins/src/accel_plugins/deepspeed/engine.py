@@ -75,7 +75,7 @@ class DeepSpeedEngineWrapper:
                 if gradients is not None and not optimizer._use_compact_grad_partition_buffer(index)
             }
         # 2. Scale the loss in float16 at stage 0: an engine with a method `scale`, which only optimizers of
-        # stages 1 to 3 get, leaves that out, but its `step` divides by the scale.
+        # stages 1 to 3 have, does not, but its `step` divides by the scale.
         is_scaled = hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "scale_if_loss")
         if is_scaled and hasattr(self.engine, "scale"):
             loss = loss.float() * _scale_of(optimizer)
@@ -222,7 +222,7 @@ class DeepSpeedEngineWrapper:
 
     @contextmanager
     def _clipping(self) -> Generator[None]:
-        """Set the optimizer's clipping norm within the block, and reuse the gradient norm that is known."""
+        """Set the optimizer's clipping norm within the block, and reuse the gradient norm if computed."""
         if self._max_grad_norm is None:
             yield
             return
@@ -246,14 +246,14 @@ def _scale_of(optimizer: Any) -> float:
 
 @final
 class DeepSpeedStepper:
-    """Stepper of the one engine that an `Accelerator` trains."""
+    """Stepper of an `Accelerator`'s single engine."""
 
     def __init__(self) -> None:
         self._wrapper: DeepSpeedEngineWrapper | None = None
 
     @property
     def has_engine(self) -> bool:
-        """Whether `prepare()` has made an engine."""
+        """Whether `prepare()` has built an engine."""
         return self._wrapper is not None
 
     @property
@@ -277,7 +277,7 @@ class DeepSpeedStepper:
             wrapper.engine.destroy()
 
     def owner_of(self, model: nn.Module) -> DeepSpeedEngineWrapper | None:
-        """Return the engine of a model if it is the one that is trained, else `None`."""
+        """Return the engine of a model if it is the trained one, else `None`."""
         wrapper, inner = self._wrapper, without_compiler(model)
         is_own = wrapper is not None and inner in {wrapper.engine, wrapper.engine.module}
         return wrapper if is_own else None
@@ -374,7 +374,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """Drop gradients if they are synchronised now.
 
         Args:
-            set_to_none: Makes no difference: an engine has no gradients between steps.
+            set_to_none: Has no effect: an engine has no gradients between steps.
         """
         if self._discard is None:
             super().zero_grad(set_to_none)
@@ -383,7 +383,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """The schedule of an engine, which steps it by itself whenever it updates the model.
+    """The scheduler of an engine, which steps it whenever it updates the model.
 
     Args:
         scheduler: The schedule that `deepspeed.initialize` returned.

@@ -1,4 +1,4 @@
-"""Read checkpoint folders of DeepSpeed's engines without executing code of the file.
+"""Read checkpoint folders of DeepSpeed's engines without executing code from the files.
 
 The layout is that of https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/zero_to_fp32.py.
 DeepSpeed need not be installed.
@@ -27,7 +27,7 @@ from accel_state.torch_private import rebuild_parameter, rebuild_tensor, rebuild
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 LATEST = "latest"
-"""The file with the name of the folder that DeepSpeed wrote last."""
+"""The file that names the folder written last by DeepSpeed."""
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -53,7 +53,7 @@ def is_engine_folder(folder: AnyPath) -> bool:
 
 
 def engine_folder(directory: AnyPath, name: str, index: int) -> AnyPath:
-    """Return a model's folder in a checkpoint: by its name, else the one that the file `latest` names."""
+    """Return a model's folder in a checkpoint: by its name, else as named in the file `latest`."""
     latest = directory / LATEST
     if not index and not is_engine_folder(directory / name) and latest.is_file():
         tag = latest.read_text().strip()
@@ -78,16 +78,16 @@ def _list_files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 Assemble = Callable[[Sequence[Tensor], torch.Size], Any]
-"""Makes a tensor of a shape out of the flat parts that have its elements, one after the other."""
+"""Builds a tensor of a shape from consecutive flat parts of its elements."""
 
 
 def joined(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
-    """Return the tensor whose elements flat parts have, one after the other."""
+    """Concatenate flat parts into a tensor of a shape."""
     return torch.cat([*parts]).view(shape)
 
 
 def range_of(parts: Sequence[Tensor], begin: int, size: int) -> list[Tensor]:
-    """Return what flat parts have of a range of their elements.
+    """Return the flat slices of consecutive parts that cover a range of elements.
 
     Example:
         >>> range_of([torch.arange(3), torch.arange(3, 6)], 2, 2)
@@ -194,14 +194,14 @@ class EngineFolder:
         return self.models[0]["param_shapes"]
 
     def _unflatten(self, shards: Sequence[Sequence[Tensor]], assemble: Assemble) -> Iterator[tuple[str, Any]]:
-        """Split flat tensors by parameter: `shards` has each rank's, one per group of shapes."""
+        """Split flat tensors by parameter: `shards` has those of each rank, one per group of shapes."""
         paddings = self.optimizers[0].get("param_alignment_paddings")
         for group, shapes in enumerate(self._shapes()):
             columns = [rank[group] for rank in shards]
             offset = 0
             for index, (name, shape) in enumerate(shapes.items()):
                 numel = math.prod(shape)
-                if self.stage == 3:  # every rank has an equal shard of each parameter, one after the other
+                if self.stage == 3:  # every rank has an equal shard of each parameter, consecutively
                     size = math.ceil(numel / len(columns))
                     parts = range_of([column[offset : offset + size] for column in columns], 0, numel)
                     offset += size

@@ -1,4 +1,4 @@
-"""Import DeepSpeed, the only module that does; check that it has the names that this package uses."""
+"""Import DeepSpeed (the only module that does) and check that it has the names used by this package."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def start(runtime: Runtime) -> ModuleType:
 
 @contextmanager
 def _without_compiling(device: torch.device) -> Generator[None]:
-    """Keep DeepSpeed from compiling its operation for CPU inference within the block, which takes minutes.
+    """Prevent DeepSpeed from compiling its CPU inference op within the block, which takes minutes.
 
     Training does not use it; tensor-parallel inference then uses the process group.
     """
@@ -153,7 +153,7 @@ def check_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> None:
         )
 
 
-# Arguments that both have keep their names; only these are added.
+# Common arguments keep their names; only these are added.
 _VERSIONS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "AdamW": ("ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
     "Adam": ("ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
@@ -205,7 +205,7 @@ def GatheredParameters(  # noqa: N802 - the documented name
     Args:
         params: One or several parameters.
         modifier_rank: The rank whose changes are broadcast at the end; `None` if nothing is changed.
-        fwd_module: The module that uses another one's parameters in its forward pass.
+        fwd_module: The module that uses another module's parameters in its forward pass.
         enabled: Whether to gather; if false, nothing happens.
 
     Example:

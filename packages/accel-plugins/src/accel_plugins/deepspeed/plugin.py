@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 
 @dataclass
 class DeepSpeedPlugin:
-    """Configure DeepSpeed. An argument wins over the launcher's environment, and that over the default.
+    """Options of DeepSpeed. Arguments take precedence over the launcher's environment, that over defaults.
 
     Args:
         hf_ds_config: A DeepSpeed configuration: the path of a JSON file, a dictionary, an `HfDeepSpeedConfig`
@@ -50,7 +50,7 @@ class DeepSpeedPlugin:
         gradient_clipping: The norm to which gradients are clipped in every step.
         zero_stage: ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters, 0 nothing. The
             default is the configuration's, else 2.
-        is_train_batch_min: Whether the smallest batch size of several loaders is the micro-batch size, else
+        is_train_batch_min: Whether the micro-batch size is the smallest batch size of several loaders, else
             the largest.
         offload_optimizer_device: Device to which optimizer state is offloaded: `"cpu"`, `"nvme"` (stage 3) or
             `"none"`.
@@ -152,7 +152,7 @@ class DeepSpeedPlugin:
         """Activate this plugin; called by `AcceleratorState.select_deepspeed_plugin`.
 
         Args:
-            _from_accelerator_state: True if called from there.
+            _from_accelerator_state: True if called by `select_deepspeed_plugin`.
 
         Raises:
             ValueError: It was called from elsewhere.
@@ -276,7 +276,7 @@ class DeepSpeedPlugin:
                 put(config, f"{name}.enabled", chosen == name)
 
     def set_deepspeed_weakref(self) -> None:
-        """Register the configuration with transformers, which then shards models while it builds them."""
+        """Register the configuration with transformers, which then shards models during construction."""
         self._link = link(self.deepspeed_config, asked=bool(self.zero3_init_flag))
 
     def is_zero3_init_enabled(self) -> bool:
@@ -285,7 +285,7 @@ class DeepSpeedPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Generator[None]:
-        """Switch sharded construction of transformers' models on or off within the block.
+        """Enable or disable sharded construction of transformers' models within the block.
 
         Args:
             enable: Whether transformers shards the parameters of the models that it builds.
@@ -347,7 +347,7 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
 
 
 def _configuration(source: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
-    """Return the given or the default configuration, with the keywords that it lacks."""
+    """Return the given or the default configuration, completed by keywords."""
     if source is None:
         config = HfDeepSpeedConfig(
             {

@@ -36,7 +36,7 @@ class MaskCheck:
 
     Args:
         size: Sequence-parallel size, for messages.
-        by_position: Whether attention separates samples in one sequence by their position ids.
+        by_position: Whether attention separates packed samples by their position ids.
     """
 
     size: int
@@ -176,7 +176,7 @@ class SequenceParallel:
 
 
 def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequenceParallel | None:
-    """Return the sequence parallelism of a DeepSpeed run, if it has any."""
+    """Return the sequence parallelism of a DeepSpeed run, if used."""
     for kind, name in (
         (FullyShardedDataParallelPlugin, "fsdp_plugin"),
         (TorchTensorParallelPlugin, "torch_tp_plugin"),
@@ -254,7 +254,7 @@ def _attend_sharded(
 
 
 def _resize(ulysses: Any, rows: int) -> None:
-    """Change the number of rows of a batch, which DeepSpeed takes as fixed."""
+    """Change the number of rows of a batch, which DeepSpeed assumes to be fixed."""
     ulysses.batch_size = rows
     for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
         length, _, *sizes = getattr(ulysses, name)

@@ -66,7 +66,7 @@ class EngineState:
 
     @torch.no_grad()
     def iter_weights(self, *, keep: bool) -> Iterator[dict[str, Any]]:
-        """Gather the full state dict tensor by tensor if parameters are sharded; tied names come together."""
+        """Gather the full state dict tensor by tensor if parameters are sharded, tied names together."""
         if not any(map(is_sharded, self._module.parameters())):
             yield self.weights(keep=keep, exact=False)
             return
@@ -84,7 +84,7 @@ class EngineState:
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:
-        """Load a full state dict, also into the float32 master weights."""
+        """Load a full state dict into the model and the float32 master weights."""
         if assign:
             raise UnsupportedError(
                 "load_state_dict(assign=True): DeepSpeed's engine keeps its own tensors. Remove assign."
@@ -111,7 +111,7 @@ class EngineState:
                 f"The state dict does not fit {type(self._module).__name__}: "
                 f"{'; '.join(problems[:_MAX_PROBLEMS])}{more}."
             )
-        # 2. Copy the weights, and the master weights from them; then what is exact of these.
+        # 2. Copy the weights, and the master weights from them; then exact values of master weights.
         seen: set[int] = set()
         for name in shapes:
             value = current[name]
@@ -140,7 +140,7 @@ class EngineState:
 
     @torch.no_grad()
     def optimizer(self, *, keep: bool) -> dict[str, Any]:
-        """Gather the optimizer's full state dict, as one process has it; empty on ranks without `keep`."""
+        """Gather the optimizer's full state dict, as in a single process; empty on ranks without `keep`."""
         outer = self._engine.optimizer
         if not _is_flattened(outer):
             base = getattr(outer, "optimizer", outer)
@@ -263,7 +263,7 @@ class EngineState:
         raise AssertionError("every trained parameter is in a group")
 
     def _allocate_state(self, tensors: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Allocate the state of every flat partition, zeros of its shape."""
+        """Allocate the state of every flat partition as zeros of its shape."""
         outer = self._engine.optimizer
         sample = next(iter(states.values()), None)
         if sample is None:
@@ -304,7 +304,7 @@ def _is_flat(value: Any) -> bool:
 
 
 def _read(value: Any) -> Tensor:
-    """Return a tensor, or what safetensors' slices read."""
+    """Return a tensor, or read it from a safetensors slice."""
     return value if isinstance(value, torch.Tensor) else value[:]
 
 
@@ -336,7 +336,7 @@ def _source(names: Sequence[str], parameter: Any) -> ParameterSource:
 
 
 def _write_shard(parameter: Any, full: Tensor) -> None:
-    """Write this rank's flat shard; one that is quantised or on a disk is gathered by the engine."""
+    """Write this rank's flat shard; the engine gathers parameters that are quantised or on disk."""
     shard, group = parameter.ds_tensor, parameter.ds_process_group
     if shard.dtype == parameter.dtype and shard.numel() == shard.ds_numel:
         begin = shard.numel() * dist.get_rank(group)
@@ -354,7 +354,7 @@ _PLAIN = ReplicatedPersister()
 
 @frozen
 class DeepSpeedPersister:
-    """Persister that gathers the sharded state of an engine, and shards it again when it is loaded."""
+    """Persister that gathers the sharded state of an engine, and shards it again at load."""
 
     runtime: Runtime
     stepper: DeepSpeedStepper
@@ -375,7 +375,7 @@ class DeepSpeedPersister:
                 engine.save_checkpoint(str(directory), tag=folder_name(index))
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Load the native checkpoint, written with any sharding."""
+        """Load a native checkpoint, written with any sharding."""
         owner = self.stepper.owner_of(model)
         if owner is None:
             path = directory / f"{folder_name(index)}.bin"
@@ -402,7 +402,7 @@ class DeepSpeedPersister:
                     f"DeepSpeed could not load {str(folder)!r}. See its log for the reason."
                 )
             return
-        # 2. Load the full states of any other.
+        # 2. Load any other checkpoint as full states.
         state.load_weights(saved.weights())
         if engine.optimizer is not None:
             numbered = saved.numbered_optimizer()
@@ -469,7 +469,7 @@ class DeepSpeedPersister:
 
     @property
     def state(self) -> EngineState:
-        """The state of the engine that is trained."""
+        """The state of the trained engine."""
         return EngineState(self.stepper.wrapper.engine, self.stepper.wrapper.groups)
 
     def _state_of(self, model: nn.Module) -> EngineState | None:
@@ -513,7 +513,7 @@ class DeepSpeedShards:
 
 
 def folder_name(index: int) -> str:
-    """Return the folder's name of the model with an index.
+    """Return the folder name of the model with an index.
 
     Example:
         >>> folder_name(0), folder_name(1)

@@ -1,4 +1,4 @@
-"""The strategy `deepspeed`: checks of what is prepared, model wrapper, configuration of an engine."""
+"""The strategy `deepspeed`: checks of prepared objects, model wrapper, configuration of an engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ logger = get_logger(__name__)
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run with DeepSpeed."""
+    """Build the strategy of a run with DeepSpeed."""
     del settings
     # 1. Import the library, and resolve the plugin.
     deepspeed = start(runtime)
@@ -107,7 +107,7 @@ def _release(stepper: DeepSpeedStepper, sequences: SequenceParallel | None) -> N
 
 @frozen
 class DeepSpeedWrapper:
-    """Model wrapper that makes an engine from a model and its optimizer."""
+    """Model wrapper that builds an engine from a model and its optimizer."""
 
     runtime: Runtime
     deepspeed: Any
@@ -123,7 +123,7 @@ class DeepSpeedWrapper:
         return _find_selected(self.plugins)
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse objects that no engine can be made of, and configurations that contradict them."""
+        """Refuse objects from which no engine can be built, and configurations that contradict them."""
         fresh = [model for model in bundle.models if not self._is_engine(model)]
         unsharded = [model for model in fresh if not any(map(is_sharded, model.parameters()))]
         check_materialised(replace(bundle, models=unsharded))
@@ -146,7 +146,7 @@ class DeepSpeedWrapper:
                         "libaio-dev on Debian and Ubuntu, libaio-devel on others; set CFLAGS and LDFLAGS for "
                         f"other paths), or use offload_{what}_device='cpu'."
                     )
-        # 2. Check what is prepared.
+        # 2. Check the prepared objects.
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
         if self.sequences is not None:
             for model in fresh:
@@ -157,7 +157,7 @@ class DeepSpeedWrapper:
             plugin.set_moe_leaf_modules(fresh[0])
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Make an engine of the model, with its optimizer and the schedule of the configuration.
+        """Build an engine from the model, its optimizer and the scheduler of the configuration.
 
         A model without an optimizer gets an engine only if its parameters are to be sharded (ZeRO stage 3).
         """
@@ -224,7 +224,7 @@ class DeepSpeedWrapper:
             arguments["lr_scheduler"] = schedule.lr_scheduler_callable
         if self.sequences is not None:
             arguments["mpu"] = self.sequences.as_mpu()
-        # 2. Make the engine, and undo what changes the training.
+        # 2. Build the engine, and undo changes that affect training.
         with hang_monitor.collective_scope("prepare"):
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
         # DeepSpeed's stages below 3 would sum gradients over a sequence-parallel group, not average them over
@@ -232,7 +232,7 @@ class DeepSpeedWrapper:
         for owner in () if self.sequences is None else (engine, engine.optimizer):
             if hasattr(owner, "sequence_parallel_size"):
                 owner.sequence_parallel_size = 1
-        # ZeRO replaces the user's Adagrad by a new one without its groups and schedule.
+        # ZeRO replaces the user's Adagrad with a new one without its groups and scheduler.
         original, replacement = arguments.get("optimizer"), getattr(optimizer, "optimizer", None)
         if isinstance(original, Adagrad) and isinstance(replacement, Adagrad):
             original.state = replacement.state
@@ -273,12 +273,12 @@ def configuration_of(
     config = autofill(plugin.deepspeed_config, facts)
     stage = config["zero_optimization"].get("stage")
     if isinstance(optimizer, Optimizer) and stage and "zero_allow_untested_optimizer" not in config:
-        config["zero_allow_untested_optimizer"] = True  # Whoever passes the optimizer wants it.
+        config["zero_allow_untested_optimizer"] = True  # The caller has chosen the optimizer.
     return config
 
 
 def accumulation_of(plugin: GradientAccumulationPlugin | None) -> KnownValue:
-    """Return the micro-batches of an optimizer step, with their source; the default of 1 may be overruled."""
+    """Return the number of micro-batches per optimizer step with its source; the default 1 is not binding."""
     steps = None if plugin is None else plugin.num_steps
     source = f"Accelerator(gradient_accumulation_steps={steps!r})"
     return KnownValue(value=steps or 1, source=source, binding=steps is not None)
@@ -294,7 +294,7 @@ def _find_selected(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
 
 
 def validate_config(config: dict[str, Any]) -> None:
-    """Validate a filled configuration with DeepSpeed's own names of keys and parser."""
+    """Validate a filled configuration by DeepSpeed's key names and parser."""
     names = set(_MORE_NAMES)
     for module in _NAMES_IN:
         constants = vars(ds_module(module)).items()

@@ -1,4 +1,4 @@
-"""The modules of a model that FSDP shards on their own, ignores or recomputes, and their weights on meta."""
+"""Select the modules that FSDP shards separately, ignores or recomputes; materialise meta weights."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ def fsdp2_prepare_auto_wrap_policy(
 def blocks(
     model: nn.Module, policy: Callable[[nn.Module], bool] | None, ignored: set[int]
 ) -> list[nn.Module]:
-    """Return the modules of a model to shard separately, bottom-up; the model is the last.
+    """Return the modules of a model to shard separately, bottom-up; the model itself comes last.
 
-    Modules that are not separable are left to what is around.
+    Modules that are not separable are sharded with their parent.
     """
     if policy is None:
         return [model]
@@ -157,7 +157,7 @@ def blocks(
 
 
 def separable_only(policy: Any, model: nn.Module) -> Any:
-    """Return a policy of FSDP1 that selects separable modules only; as it is if it is no function."""
+    """Restrict an FSDP1 policy to separable modules; a policy that is no function is returned unchanged."""
     if not inspect.isfunction(policy) and not isinstance(policy, partial):
         return policy
     is_separable = separable(model)
@@ -170,11 +170,11 @@ def separable_only(policy: Any, model: nn.Module) -> Any:
 
 
 def separable(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a predicate: whether a module of a model can be sharded on its own.
+    """Return a predicate: whether a module of a model can be sharded separately.
 
-    It cannot if one of its parameters has a name in the model that is outside of it, since a parameter
-    belongs to one group; nor inside of `LEAVES`, which use its parameters without calling it; nor without a
-    forward, as `ParameterDict`, which is never called.
+    It cannot if one of its parameters is also used outside of it, since a parameter belongs to one group; nor
+    inside of `LEAVES`, which use its parameters without calling it; nor without a forward, like
+    `ParameterDict`, which is never called.
     """
     counts = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     has_ties = any(count > 1 for count in counts.values())
@@ -203,10 +203,10 @@ FIRST_VERSION = "2.2"
 
 
 def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that calls another one with its arguments and recomputes its activations later.
+    """Return the activation checkpointing function for a module, such as `torch.utils.checkpoint.checkpoint`.
 
     Layers of TransformerEngine have to be recomputed within its autocast and with the scales of the forward
-    pass, which `transformer_engine.pytorch.checkpoint` sees to.
+    pass, as `transformer_engine.pytorch.checkpoint` does.
 
     Example:
         >>> layer = torch.nn.Linear(1, 1)
@@ -292,7 +292,7 @@ def get_parameters_from_modules(
 
 
 def modules_named(modules: Iterable[nn.Module] | str | None, model: nn.Module) -> list[nn.Module]:
-    """Return modules of a model that are given, or whose full names match a regular expression."""
+    """Return the given modules, or those of a model whose full names match a regular expression."""
     if not isinstance(modules, str):
         return [*(modules or ())]
     pattern = re.compile(modules)
@@ -306,7 +306,7 @@ def modules_named(modules: Iterable[nn.Module] | str | None, model: nn.Module) -
 
 
 def find_final_norm(model: nn.Module) -> nn.Module | None:
-    """Return the last normalization among the children of a model's base model, by its class's name.
+    """Return the last child of a model's base model that is a normalization, judged by its class name.
 
     Example:
         >>> find_final_norm(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
@@ -328,7 +328,7 @@ def ensure_weights_retied(
         device: Device of the materialised parameters.
 
     Returns:
-        A function that calls `param_init_fn` and then ties the module's tied weights again.
+        A function that calls `param_init_fn` and then re-ties the module's tied weights.
 
     Example:
         >>> with torch.device("meta"):

@@ -65,7 +65,7 @@ unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run whose models are sharded by FSDP1."""
+    """Build the strategy of a run whose models are sharded by FSDP1."""
     del settings
     # 1. Resolve the plugin and the mesh.
     topology = runtime.topology
@@ -121,7 +121,7 @@ def build(
 class Fsdp1Wrapper:
     """Model wrapper that puts models into `FullyShardedDataParallel`.
 
-    `master_weights` names the mixed precision under which trained parameters are put into float32, if any.
+    `master_weights` is the mixed precision under which trained parameters are cast to float32, if any.
     """
 
     runtime: Runtime
@@ -239,7 +239,7 @@ class Fsdp1Wrapper:
                 use_orig_params=bool(plugin.use_orig_params),
                 device_mesh=self.mesh,
             )
-        # 4. Complete what FSDP1 leaves out.
+        # 4. Add what FSDP1 lacks.
         if self.master_weights is not None:
             _upcast_flat_parameters(root)
         if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
@@ -252,7 +252,7 @@ class Fsdp1Wrapper:
 
 @contextmanager
 def _explain_errors(model: nn.Module) -> Generator[None]:
-    """Add names of parameters to torch's errors about what it cannot flatten."""
+    """Add names of parameters to torch's errors about parameters it cannot flatten."""
     try:
         yield
     except ValueError as error:
@@ -318,7 +318,7 @@ def _refuse_join(*_: Any) -> NoReturn:
 def _clip_norm(
     roots: FsdpRoots, parameters: Tensor | list[Tensor], max_norm: float, norm_type: float
 ) -> Tensor:
-    """Clip gradients by the norm over all parameters, of any number of models."""
+    """Clip gradients by their norm over all parameters of all models."""
     clipped = parameters if isinstance(parameters, list) else [parameters]
     ids = {id(parameter) for parameter in clipped}
     models = [root for root in roots if any(id(parameter) in ids for parameter in root.parameters())]
@@ -370,7 +370,7 @@ class Fsdp1Shards:
         return state | {name: state[first] for name, first in tied.items()}
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a sharded state dict; tied weights need only one name."""
+        """Load a sharded state dict; one name of tied weights suffices."""
         root = self.roots.of_model(model)
         if root is None:
             self._plain.load_model(model, state, **options)
@@ -465,7 +465,7 @@ class Fsdp1Shards:
 
 
 def fsdp1_sources(roots: FsdpRoots, model: nn.Module) -> list[ParameterSource]:
-    """Return the parameters of a model, most of them in flat shards, for `iter_gathered`."""
+    """Return a model's parameters, most of them in flat shards, as sources for `iter_gathered`."""
     root = roots.of_model(model)
     if root is None:
         return sharded_sources(model)
@@ -507,7 +507,7 @@ def _write_slice(begin: int, part: Tensor, full: Tensor) -> None:
 def _trained_by(optimizer: Optimizer, root: FullyShardedDataParallel) -> Generator[Optimizer]:
     """Yield an optimizer of the parameters of one model; the model's other parameters are frozen meanwhile.
 
-    torch converts states only of an optimizer that has every trained parameter of a model.
+    torch converts states only for an optimizer that has every trained parameter of a model.
     """
     inside = {id(parameter) for parameter in root.parameters()}
     own = [
@@ -560,7 +560,7 @@ def suppress_fsdp1_warnings() -> Generator[None]:
 
 
 def parameters_by_name(root: FullyShardedDataParallel, *, flat: bool) -> dict[str, Tensor]:
-    """Return FSDP1's parameters by the original names: flat ones by those of all that they consist of."""
+    """Return FSDP1's parameters by original name; a flat one by the names of all its original parameters."""
     if not flat:
         return {
             strip_wrapper_prefixes(name): parameter
@@ -574,7 +574,7 @@ def parameters_by_name(root: FullyShardedDataParallel, *, flat: bool) -> dict[st
 
 
 def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
-    """Map the further names of tied weights to the name under which FSDP1 has the weight."""
+    """Map the other names of tied weights to the name under which FSDP1 has the weight."""
     return {
         prefix + f"{module}.{name}".lstrip("."): prefix + f"{first_module}.{first}".lstrip(".")
         for prefix, flat in _flat_parameters(root)
@@ -596,11 +596,11 @@ def _flat_handles(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any, An
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer computes the same from shards of a parameter as from all of it.
+    """Return whether an optimizer updates shards of a parameter as it would update the full parameter.
 
-    A new optimizer of its class and options steps a small matrix, and others the flat halves of it; they
-    differ where the update of an element depends on others, as by an inner product, a norm, a factored state
-    or a matrix. An optimizer that cannot be made from its defaults, or draws random numbers, is trusted.
+    A new optimizer of its class and options steps a small matrix, and others its flat halves; they differ if
+    the update of an element depends on other elements, as by an inner product, a norm, a factored state or a
+    matrix. An optimizer that cannot be built from its defaults, or draws random numbers, is trusted.
     """
     generator = torch.Generator().manual_seed(0)
     value, *gradients = torch.randn(3, 4, 4, generator=generator).unbind()
@@ -625,7 +625,7 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
 
 
 def _step_copy(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor], *, seed: int) -> Tensor:
-    """Step a new optimizer of the same class, with a parameter of this value in each group; return them."""
+    """Step a new optimizer of the same class, with one parameter of this value per group; return them."""
     kind: Any = type(optimizer)
     accepted = inspect.signature(kind).parameters
     options = {name: default for name, default in optimizer.defaults.items() if name in accepted}
@@ -667,7 +667,7 @@ def _upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
 
 
 class FsdpRoots:
-    """Weak set of the root FSDP1 modules, in the order in which they were added, the same on every rank."""
+    """Weak set of root FSDP1 modules in insertion order, the same on every rank."""
 
     def __init__(self) -> None:
         self._roots: WeakKeyDictionary[FullyShardedDataParallel, None] = WeakKeyDictionary()
@@ -688,7 +688,7 @@ class FsdpRoots:
         return next((root for root in self._roots if root.module is core), None)
 
     def shard_state(self, optimizer: Optimizer) -> None:
-        """Shard, in place, the state that an optimizer has for full parameters, with `use_orig_params`."""
+        """Shard an optimizer's state of full parameters in place, under `use_orig_params`."""
         for root in self._roots:
             for _, flat in _flat_parameters(root):
                 for parameter, shape, shard in torch_private.flat_shards(flat):
@@ -702,9 +702,9 @@ class FsdpRoots:
     def of_optimizer(
         self, optimizer: Optimizer, models: Sequence[nn.Module]
     ) -> dict[str, FullyShardedDataParallel]:
-        """Return the root modules of the models that an optimizer trains, by the prefix of their names in it.
+        """Map prefixes of parameter names in an optimizer to the root modules of the models that it trains.
 
-        As for `parameter_names`, it is empty for one model, and the model's index for each of several.
+        As in `parameter_names`, the prefix is empty for a single model, else the model's index.
         """
         owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         roots = {

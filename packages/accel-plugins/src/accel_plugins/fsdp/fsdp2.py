@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run whose models are sharded."""
+    """Build the strategy of a run whose models are sharded by FSDP2."""
     del settings
     plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=2)
     if plugin.version != 2:
@@ -107,7 +107,7 @@ def build(
 
 
 def sequences_of(axes: Axes) -> tuple[ContextParallel | None, Ulysses | None]:
-    """Return what shards sequences, by context or by sequence parallelism, if there is such an axis.
+    """Return the run's context parallelism and its sequence parallelism, each if the mesh has its axis.
 
     Raises:
         UnsupportedError: Context parallelism needs a newer torch.
@@ -132,8 +132,8 @@ def sequences_of(axes: Axes) -> tuple[ContextParallel | None, Ulysses | None]:
 class FullSharding:
     """Shard models over a mesh, with a shard axis after any replicate axis, by FSDP2.
 
-    `master_weights` says whether trained parameters will be cast to float32; `experts` shards experts over
-    their own mesh.
+    `master_weights`: whether trained parameters will be cast to float32; `experts` shards experts over their
+    own mesh.
     """
 
     plugin: FullyShardedDataParallelPlugin
@@ -185,7 +185,7 @@ class FullSharding:
             self.experts.fully_shard(model, reshard, **options)
         for unit in (*norms, *inner):
             fully_shard(unit, reshard_after_forward=reshard, **options | _precision(unit, options))
-        # torch keeps the root's parameters gathered by default, as the backward pass begins with them.
+        # By default torch keeps the root's parameters gathered, since the backward pass begins with them.
         root_reshard = {} if inner and reshard is True else {"reshard_after_forward": reshard}
         fully_shard(model, **root_reshard, **options | _precision(model, options))
         # 3. Monitor collectives, refuse copies, and prefetch.
@@ -262,7 +262,7 @@ def _has_statistics(module: nn.Module) -> bool:
 
 
 def _precision(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the precision policy of a unit, if it is not that of the model."""
+    """Return the precision policy of a unit, if it differs from the model's."""
     policy = options["mp_policy"]
     return {"mp_policy": replace(policy, param_dtype=None)} if _has_statistics(unit) else {}
 

@@ -68,7 +68,7 @@ RESHARDS = {
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Configure FSDP. An argument wins over `FSDP_*` in the environment, and that over the default.
+    """Options of FSDP. Arguments take precedence over `FSDP_*` in the environment, these over defaults.
 
     Args:
         fsdp_version: 1 for `FullyShardedDataParallel`, 2 for `fully_shard`; default 1.
@@ -86,8 +86,8 @@ class FullyShardedDataParallelPlugin:
             `"no_wrap"`, or a function (version 1: as for `FullyShardedDataParallel`; else of a module).
         cpu_offload: Whether parameters, gradients and optimizer state are offloaded to the CPU; or a
             `CPUOffload` (version 1) or `CPUOffloadPolicy` (version 2).
-        ignored_modules: Modules that are not sharded, nor their gradients reduced; or a regular expression
-            that matches their full names.
+        ignored_modules: Modules whose parameters are not sharded and whose gradients are not reduced; or a
+            regular expression that matches their full names.
         state_dict_type: The form of checkpoints: `"FULL_STATE_DICT"`, `"SHARDED_STATE_DICT"`, or
             `"LOCAL_STATE_DICT"` (version 1).
         state_dict_config: Version 1: a `StateDictConfig`; derived from the type if `None`.
@@ -231,7 +231,7 @@ class FullyShardedDataParallelPlugin:
             )
 
     def validate_mixed_precision_policy(self) -> None:
-        """Check that the precision policy is one of this FSDP version.
+        """Check that the precision policy is of this FSDP version's class.
 
         Raises:
             SettingsError: It is of the other version.
@@ -289,7 +289,7 @@ class FullyShardedDataParallelPlugin:
         self.validate_cpu_offload()
 
     def validate_cpu_offload(self) -> None:
-        """Check that the offload policy is one of this FSDP version.
+        """Check that the offload policy is of this FSDP version's class.
 
         Raises:
             SettingsError: It is of the other version.
@@ -304,7 +304,7 @@ class FullyShardedDataParallelPlugin:
     def _resolve_sharding(self) -> None:
         strategy, reshard = self.sharding_strategy, self.reshard_after_forward
         if self.version == 1:
-            # Config files of version 1 have the strategy under version 2's key.
+            # Config files of version 1 store the strategy under version 2's key.
             if strategy is None and reshard is not None and not isinstance(reshard, bool):
                 strategy, reshard = cast("Any", reshard), None
             if strategy is None and reshard is False:

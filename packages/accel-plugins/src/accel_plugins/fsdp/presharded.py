@@ -37,7 +37,7 @@ from accel_state.torch_private import fully_sharded_mesh
 def build(
     model: nn.Module, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run from its first model. A collective over all ranks.
+    """Build the strategy of a run from its first model. A collective over all ranks.
 
     Args:
         model: A model with `DTensor`s among its parameters, on every rank.
@@ -69,7 +69,7 @@ def build(
 def data_mesh(model: nn.Module) -> DeviceMesh | None:
     """Return the mesh over which FSDP2 shards and replicates a model, `None` if it does not.
 
-    Experts may have a mesh of their own; the outermost module with parameters decides.
+    Experts may have another mesh; the outermost module with parameters decides.
     """
     for module in without_compiler(model).modules():
         if isinstance(module, FSDPModule):
@@ -80,9 +80,9 @@ def data_mesh(model: nn.Module) -> DeviceMesh | None:
 
 
 def _named_mesh(mesh: DeviceMesh | None, indices: list[int], device_type: str) -> DeviceMesh:
-    """Return a mesh of all ranks whose axes have the names of `ParallelismConfig`, given their data shards.
+    """Build a mesh of all ranks with axis names of `ParallelismConfig` from each rank's data shard.
 
-    Ranks with the same batches are along `"tp"`, whatever else they are. A collective over all ranks.
+    Ranks that read the same batches are along `"tp"`. A collective over all ranks.
     """
     *replicas, shards = (1,) if mesh is None else mesh.shape
     copies = math.prod(replicas)
@@ -118,7 +118,7 @@ def _sharding(model: nn.Module, mesh: DeviceMesh | None, runtime: Runtime) -> tu
 def _check_plugins(
     model: nn.Module, handlers: Mapping[type, Any], *, num_shards: int, world_size: int
 ) -> None:
-    """Refuse plugins that would shard the model in another way."""
+    """Refuse plugins that request another sharding than the model's."""
     name = type(model).__qualname__
     about = f"{num_shards} ranks read different batches and {world_size // num_shards} the same"
     if FullyShardedDataParallelPlugin in handlers:
@@ -160,7 +160,7 @@ class PreshardedWrapper:
     mesh: DeviceMesh | None
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse a model that is not sharded, or is sharded over other axes than the first one."""
+        """Refuse a model that is not sharded, or is sharded over other axes than the first model."""
         expected = 1 if self.mesh is None else self.mesh.size()
         for model in map(without_compiler, bundle.models):
             check_not_lazy(model)
@@ -174,7 +174,7 @@ class PreshardedWrapper:
                 )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Monitor FSDP2's collectives, and keep state that it does not manage equal on its ranks."""
+        """Monitor FSDP2's collectives, and synchronise trainable parameters that it does not manage."""
         if evaluation:
             return replace(bundle, models=move_to_device(bundle, self.runtime.device))
         mesh = self.mesh
@@ -194,7 +194,7 @@ class PreshardedWrapper:
 
 
 def _average_over(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
-    """Give a parameter that FSDP2 does not manage, such as an adapter, rank 0's value and mean gradients."""
+    """Broadcast a parameter that FSDP2 does not manage, such as an adapter, and average its gradients."""
     groups = mesh.get_all_groups()
 
     def average(parameter: Tensor) -> None:

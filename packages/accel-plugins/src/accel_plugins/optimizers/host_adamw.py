@@ -1,4 +1,4 @@
-"""AdamW whose state is on the host, and whose step overlaps the backward pass."""
+"""AdamW with its state on the host, and a step that overlaps the backward pass."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LATE = ". The step started in the backward pass and cannot be undone. Pass Host
 
 @dataclass(slots=True)
 class _Step:
-    """The step of a parameter that has begun: its options, the version of its gradient, and its end."""
+    """A started step of one parameter: its options, the version of its gradient, and its future."""
 
     options: tuple[Any, ...]
     version: int
@@ -37,18 +37,18 @@ class _Step:
 class HostAdamW(torch.optim.Optimizer):
     """AdamW with float32 master weights and moments on the host, for parameters of any dtype on any device.
 
-    On the device are parameters and gradients alone, 4 bytes per element in bfloat16; on the host are 12. The
-    updates are those of `torch.optim.AdamW` of the master weights. Parameters may be DTensors: the state is
-    sharded like them, and saved and loaded like that of any optimizer.
+    The device has only parameters and gradients, 4 bytes per element in bfloat16; the host has 12. The
+    updates are those of `torch.optim.AdamW` on the master weights. Parameters may be DTensors: the state is
+    sharded like them, and saved and loaded like any optimizer's.
 
     With `overlap` a parameter's step begins in the backward pass, as soon as its gradient is final: the
     gradient is copied to the host, a thread updates the state, and the new value is copied back, while the
-    backward pass goes on with the layers before. `step` waits for what is still under way. Where something
-    changes gradients after the backward pass, a step cannot begin before: clipping needs the norm of all
-    gradients, loss scaling unscales them. The first step finds that out, and begins in `step`; so do all
-    later ones if gradients were changed there, or if there was more than one backward pass. So do those of
-    replicated parameters in a run of several processes, whose gradients are reduced later. In `Accelerator`
-    the last micro-batch of an accumulation window is the one whose backward pass counts.
+    backward pass continues with earlier layers. `step` waits for pending updates. Steps cannot begin early if
+    gradients change after the backward pass: clipping needs the norm of all gradients, loss scaling unscales
+    them. The first step therefore begins in `step` and detects such changes; if there were any, or more than
+    one backward pass, all later steps begin there, too. So do steps of replicated parameters in a run of
+    several processes, whose gradients are reduced later. In `Accelerator`, the backward pass of the last
+    micro-batch of an accumulation window counts.
 
     Args:
         params: Parameters, or groups.
@@ -56,8 +56,8 @@ class HostAdamW(torch.optim.Optimizer):
         betas: Decay of the two moments.
         eps: Added to the denominator.
         weight_decay: Decoupled weight decay.
-        overlap: Whether steps may begin in the backward pass. A run that clips in some steps only, or leaves
-            steps out, wants False.
+        overlap: Whether steps may begin in the backward pass. Use False if only some steps clip, or some
+            steps are skipped.
 
     Raises:
         ValueError: torch rejects an option.
@@ -88,17 +88,17 @@ class HostAdamW(torch.optim.Optimizer):
         super().__init__(cast("Any", params), options)
 
     def _begin_anew(self) -> None:
-        self._overlaps: bool | None = None  # None: the first step finds out
+        self._overlaps: bool | None = None  # None: the first step decides
         self._seen: dict[Tensor, tuple[int, Tensor]] = {}  # of gradients in the first backward pass
         self._begun: dict[Tensor, _Step] = {}
         self._options: dict[Tensor, tuple[Any, ...]] = {}
-        self._versions: dict[Tensor, int] = {}  # of parameters, as the last step has left them
-        self._staging: dict[Tensor, tuple[Tensor, Callable[[Tensor, Tensor], None]]] = {}  # and how to copy
+        self._versions: dict[Tensor, int] = {}  # of parameters, after the last step
+        self._staging: dict[Tensor, tuple[Tensor, Callable[[Tensor, Tensor], None]]] = {}  # and copy function
         self._copies: dict[torch.device, Any] = {}  # streams for copies
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="HostAdamW")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, whose gradients are noticed from now on."""
+        """Add a group and register hooks on its gradients."""
         super().add_param_group(param_group)
         optimizer = weakref.ref(self)
 
@@ -114,7 +114,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Begin the steps that have not begun, and wait until all are done.
+        """Begin the remaining steps, and wait until all are done.
 
         Args:
             closure: Computes the loss anew.
@@ -177,7 +177,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state, to the host and in float32; one of AdamW, too, whose weights are the model's."""
+        """Load a state to the host, in float32; for a state of AdamW, the model's weights become masters."""
         # torch's own would cast it to the dtype of the parameters and move it to their device.
         super().load_state_dict({**state_dict, "state": {}})
         indices = [index for group in state_dict["param_groups"] for index in group["params"]]
@@ -190,13 +190,13 @@ class HostAdamW(torch.optim.Optimizer):
                     for key in ("step", "exp_avg", "exp_avg_sq", "master")
                     if key in values
                 }
-        self._versions.clear()  # a master weight may be of other parameters than the model has now
+        self._versions.clear()  # master weights may differ from the model's present parameters
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "overlap": self.overlap}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "overlap" in state:  # not the state that `load_state_dict` sets
+        if "overlap" in state:  # absent in the state that `load_state_dict` sets
             self._begin_anew()
         super().__setstate__(state)
 
@@ -227,7 +227,7 @@ class HostAdamW(torch.optim.Optimizer):
                 self._begun[parameter] = self._begin(parameter, self._options[parameter])
 
     def _begin(self, parameter: Tensor, options: tuple[Any, ...]) -> _Step:
-        """Copy the gradient to the host, and hand the rest to the thread."""
+        """Copy the gradient to the host, and submit the update to the thread."""
         value, gradient = local_part(parameter.detach()), local_part(gradient_of(parameter))
         version = version_of(local_part(cast("Tensor", parameter.grad)))
         streams = tensor_streams(value)
@@ -238,7 +238,7 @@ class HostAdamW(torch.optim.Optimizer):
             host = gradient.cpu()
             done = self._submit(_update_and_copy, state, host, options, value)
             return _Step(options, version, done)
-        # 1. Copy the gradient, when it is there, on the stream of copies.
+        # 1. Copy the gradient, once it is computed, on the copy stream.
         if streams.device not in self._copies:
             self._copies[streams.device] = streams.new_stream()
             self._thread.submit(streams.set_current)
@@ -267,7 +267,7 @@ class HostAdamW(torch.optim.Optimizer):
         return _Step(options, version, done)
 
     def _submit(self, update: Callable[..., Any], *args: Any) -> Future[Any]:
-        """Hand an update to the thread; make it here with fake tensors, whose mode is that of this thread."""
+        """Submit an update to the thread; run it here for fake tensors, whose mode is that of this thread."""
         if active_fake_mode() is None:
             return self._thread.submit(update, *args)
         done: Future[Any] = Future()
@@ -275,7 +275,7 @@ class HostAdamW(torch.optim.Optimizer):
         return done
 
     def _take_values(self, parameter: Tensor, value: Tensor) -> None:
-        """Let master weights follow a parameter that something else wrote; equal ones keep their bits."""
+        """Update master weights where the parameter was written elsewhere; others keep their bits."""
         state = self.state[parameter]
         if "exp_avg" not in state:
             state["step"] = torch.zeros(())
@@ -290,7 +290,7 @@ class HostAdamW(torch.optim.Optimizer):
 
 
 def _is_unchanged(gradient: Tensor, version: int, sample: Tensor) -> bool:
-    """Return whether a gradient is what it was; loss scaling divides it without a new version."""
+    """Return whether a gradient is unchanged; loss scaling divides it without a new version."""
     return version_of(local_part(gradient)) == version and torch.equal(_sample(gradient), sample)
 
 
@@ -347,7 +347,7 @@ def _update_and_upload(
     copies: Any,
     ready: Any,
 ) -> Any:
-    """Update when the gradient is there; return the event at the end of the copy back."""
+    """Update once the gradient is on the host; return the event at the end of the copy back."""
     ready.synchronize()
     _update(state, gradient, options)
     result.copy_(state["master"])

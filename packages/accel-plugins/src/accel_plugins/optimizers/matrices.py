@@ -1,4 +1,4 @@
-"""Orthogonalise sharded matrices: each is gathered by one rank, which scatters the result."""
+"""Orthogonalise sharded matrices: one rank gathers each matrix and scatters the result."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Read: TypeAlias = "Callable[[int, Any], Tensor]"
-"""Returns the update of a part of this rank's shard, by the tensor's index and the part's."""
+"""Returns the update of a part of this rank's shard, by the indices of tensor and part."""
 Write: TypeAlias = "Callable[[int, Any, Tensor], None]"
-"""Takes the orthogonalised update of such a part."""
+"""Receives the orthogonalised update of such a part."""
 Orthogonalize: TypeAlias = "Callable[[Tensor], Tensor]"
 """Orthogonalises a full matrix."""
 
 
 @frozen
 class ShardLayout:
-    """Where the shards of a tensor are, by rank of a process group.
+    """The regions of a tensor's shards, by rank of a process group.
 
     Args:
         group: The ranks of the tensor's mesh.
@@ -62,7 +62,7 @@ class ShardLayout:
         return cls(group=group, regions=regions, sources=frozenset(first.values()))
 
     def has_full_matrices(self, shape: torch.Size) -> bool:
-        """Return whether no rank has a part of a matrix: the last two dims are sharded nowhere."""
+        """Return whether every rank has full matrices: the last two dims are not sharded."""
         full = [(0, size) for size in shape[-2:]]
         return all([*region[-2:]] == full or _is_empty(region) for region in self.regions)
 
@@ -90,16 +90,16 @@ def orthogonalize_sharded(
 ) -> None:
     """Orthogonalise the updates of matrices that are sharded over one mesh; a collective over its ranks.
 
-    A matrix that some rank has entirely stays there. Of the others every rank gathers one at a time, and
-    scatters the result: beside its shards it needs memory for two matrices in bfloat16. Each of these is
-    orthogonalised by one rank alone, for replicas, too.
+    A matrix that some rank has in full stays there. Of the others every rank gathers one at a time, and
+    scatters the result: besides its shards it needs memory for two matrices in bfloat16. Each of these is
+    orthogonalised by one rank only, also for replicas.
 
     Args:
         parameters: Matrices of shape `(rows, columns)`, or several as `(matrices, rows, columns)`.
-        layouts: The layouts that are known already; others are added.
+        layouts: Cache of layouts; missing ones are added.
         read: Returns the update of a part, in bfloat16.
         orthogonalize: Orthogonalises a full matrix in bfloat16.
-        write: Takes the result of a part, on the device of the mesh.
+        write: Receives the result of a part, on the device of the mesh.
     """
     shared: list[_Matrix] = []
     for index, parameter in enumerate(parameters):
@@ -118,7 +118,7 @@ def orthogonalize_sharded(
             shape = parameter.shape[-2:]
             matrices = [None] if is_matrix else range(parameter.shape[0])
             shared += [_Matrix(index=index, at=at, shape=shape, layout=layout) for at in matrices]
-    # Matrices of one size together, so that every rank works on about as much.
+    # Matrices of one size together, so that ranks have about the same amount of work.
     shared.sort(key=lambda matrix: matrix.shape.numel(), reverse=True)
     with hang_monitor.collective_scope("all_to_all of the matrices of Muon"):
         while shared:
@@ -130,7 +130,7 @@ def orthogonalize_sharded(
 
 @frozen
 class _Matrix:
-    """A matrix: the index of its tensor, and its own in a tensor of several; None where it is the tensor."""
+    """A matrix: the index of its tensor, and its index in a tensor of several; None if it is the tensor."""
 
     index: int
     at: int | None
@@ -138,7 +138,7 @@ class _Matrix:
     layout: ShardLayout
 
     def block_of(self, rank: int) -> tuple[tuple[slice, slice], Any] | None:
-        """Return which block of it a rank has, and its index in the rank's shard; None if it has none."""
+        """Return a rank's block of the matrix, and its index in the rank's shard; None if it has none."""
         region = self.layout.regions[rank]
         if _is_empty(region):
             return None
@@ -152,11 +152,11 @@ class _Matrix:
 def _orthogonalize_batch(
     batch: Sequence[_Matrix], device: torch.device, read: Read, orthogonalize: Orthogonalize, write: Write
 ) -> None:
-    """Orthogonalise as many matrices as there are ranks, or fewer: the first one on rank 0, and so on."""
+    """Orthogonalise at most one matrix per rank: the first on rank 0, and so on."""
     group, size = batch[0].layout.group, len(batch[0].layout.regions)
     me = dist.get_rank(group)
     own = [matrix.block_of(me) for matrix in batch]
-    # 1. Send what this rank has of each matrix to the matrix's rank, which puts it together.
+    # 1. Send this rank's block of each matrix to the matrix's rank, which assembles it.
     sent = [
         read(matrix.index, block[1]).to(device) if block and me in matrix.layout.sources else None
         for matrix, block in zip(batch, own, strict=True)
@@ -186,9 +186,9 @@ def _orthogonalize_batch(
 def _exchange(
     sent: Sequence[Tensor | None], arriving: Sequence[Any], group: Any, device: torch.device
 ) -> list[Tensor]:
-    """Send a block of a matrix to each rank of a group, and receive those that arrive from each.
+    """Send a block of a matrix to each rank of a group, and receive a block from each.
 
-    Ranks that are left out at the end send, or receive, nothing.
+    Ranks missing at the end of the lists send, or receive, nothing.
     """
     size = dist.get_world_size(group)
     shapes = [
@@ -210,7 +210,7 @@ def _exchange(
 
 
 def _orthogonalize_packed(parameter: DTensor, update: Tensor, orthogonalize: Orthogonalize) -> Tensor:
-    """Return this rank's shard of the result where shards have several pieces: every rank gathers it all."""
+    """Orthogonalise where shards have several slices: every rank gathers all and returns its shard."""
     full = _like(update, parameter).full_tensor()
     results = [orthogonalize(matrix) for matrix in full.view(-1, *full.shape[-2:])]
     return local_tensor(shard_like(torch.stack(results).view(full.shape), parameter))

@@ -30,14 +30,14 @@ class Muon(torch.optim.Optimizer):
     The updates are those of `torch.optim.Muon` and `torch.optim.AdamW`. Parameters may be DTensors, as under
     FSDP2 and tensor parallelism: momentum is sharded like the parameters, and each matrix is gathered by one
     rank, which orthogonalises it and scatters the result. A parameter of three dims, such as the weights of
-    experts, is as many matrices as its first dim has elements, each with an update of its own.
+    experts, is as many matrices as its first dim has elements, each with a separate update.
 
     `state_dict` is that of any optimizer: `save_state` and `load_state` shard it like the parameters.
 
     Args:
         params: A model, of which embeddings, the output layer that a model of transformers names,
-            convolutions, biases of experts and what is no matrix are trained by AdamW; or parameters or
-            groups, which are split by their number of dims: two or three for Muon. A group with
+            convolutions, biases of experts and parameters that are no matrices are trained by AdamW; or
+            parameters or groups, which are split by their number of dims: two or three for Muon. A group with
             `"algorithm"`, `"muon"` or `"adamw"`, is not split.
         lr: Learning rate of Muon.
         weight_decay: Decoupled weight decay of Muon.
@@ -46,14 +46,14 @@ class Muon(torch.optim.Optimizer):
         ns_coefficients: The coefficients of the Newton-Schulz iteration.
         eps: The smallest norm by which a matrix is divided.
         ns_steps: Number of Newton-Schulz steps.
-        adjust_lr_fn: How the learning rate follows a matrix's shape; as of `torch.optim.Muon`.
-        adamw: Options of `torch.optim.AdamW`, its learning rate included; torch's defaults for what it lacks.
-        exclude: Patterns of names (`*` matches anything) of a model's parameters that AdamW trains, too, such
-            as those of a classifier.
+        adjust_lr_fn: How the learning rate depends on a matrix's shape; as for `torch.optim.Muon`.
+        adamw: Options of `torch.optim.AdamW`, its learning rate included; torch's defaults for the others.
+        exclude: Patterns of names (`*` matches anything) of further parameters of a model to train by AdamW,
+            such as those of a classifier.
 
     Raises:
-        SettingsError: There is no such algorithm, `exclude` matches nothing, or Muon shall train a parameter
-            that is no matrix.
+        SettingsError: There is no such algorithm, `exclude` matches nothing, or a parameter for Muon is no
+            matrix.
         ValueError: torch rejects an option.
 
     Example:
@@ -135,7 +135,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make one step; a collective over the ranks of sharded matrices.
+        """Take one step; a collective over the ranks of sharded matrices.
 
         Args:
             closure: Computes the loss anew.
@@ -206,7 +206,7 @@ class Muon(torch.optim.Optimizer):
         return state["momentum_buffer"]
 
     def __getstate__(self) -> dict[str, Any]:
-        # The layouts have process groups, and are found again.
+        # The layouts have process groups, and are rebuilt.
         return {**super().__getstate__(), "_options": self._options, "_layouts": {}}
 
 

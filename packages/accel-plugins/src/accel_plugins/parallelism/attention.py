@@ -69,7 +69,7 @@ def check_layers(model: nn.Module, setting: str, *, limited: frozenset[str] = fr
     """Check that every layer attends to all earlier tokens.
 
     Args:
-        model: The model; a window that is as long as `max_position_embeddings` is none.
+        model: The model; a window as long as `max_position_embeddings` does not count.
         setting: Named in the message.
         limited: Kinds of windows that are not checked.
     """
@@ -116,5 +116,5 @@ def has_padding_before_tokens(mask: Tensor) -> Tensor:
 
 
 def packs_samples(positions: Tensor) -> Tensor:
-    """Return whether positions of shape [..., length] start again in a sequence, as a scalar tensor."""
+    """Return whether positions of shape [..., length] restart within a sequence, as a scalar tensor."""
     return ((positions[..., 1:-1] == 0) & (positions[..., 2:] == 1)).any()

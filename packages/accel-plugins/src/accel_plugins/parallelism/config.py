@@ -170,12 +170,12 @@ class TorchPipelineParallelConfig:
 
     Args:
         pp_schedule: The schedule of torch that orders forward and backward passes: `"GPipe"`, `"1F1B"` (the
-            default), `"Interleaved1F1B"`, `"InterleavedZeroBubble"` or `"ZBVZeroBubble"`; upper and lower
-            case are alike. The first two have one stage for each rank.
-        pp_num_microbatches: Into how many micro-batches a batch of a rank is cut; by default, the
-            pipeline-parallel size. Its rows must be a multiple of it.
+            default), `"Interleaved1F1B"`, `"InterleavedZeroBubble"` or `"ZBVZeroBubble"`; case-insensitive.
+            The first two have one stage for each rank.
+        pp_num_microbatches: Number of micro-batches per batch of a rank; by default, the pipeline-parallel
+            size. The batch size must be a multiple of it.
         pp_stages_per_rank: Stages of a rank: 1 for the first two schedules, 2 by default for the others;
-            `"ZBVZeroBubble"` has always 2.
+            `"ZBVZeroBubble"` always has 2.
         pp_split_points: Names of the modules with which the second and each further stage begin, as a
             sequence or joined by commas. By default stages have about as many parameters each.
 
@@ -223,7 +223,7 @@ _LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
 
 
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""The axes, outermost first (the ranks of neighbours are farthest apart)."""
+"""The axes, outermost first (neighbours along it have the most distant ranks)."""
 
 _BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed", "torch")}
 """The backends of each axis, the default first."""
@@ -431,7 +431,7 @@ class ParallelismConfig:
             The mesh; `None` if no axis has more than one rank.
 
         Raises:
-            RuntimeError: Torch cannot build it, such as for more ranks than the world has.
+            RuntimeError: Torch cannot build it, as for more ranks than the world size.
         """
         axes_and_sizes = self._get_mesh()
         if not axes_and_sizes:
@@ -472,7 +472,7 @@ class ParallelismConfig:
         """Use torch's backend of sequence parallelism, in a run without DeepSpeed.
 
         Raises:
-            SettingsError: DeepSpeed's was chosen, or options of it.
+            SettingsError: DeepSpeed's backend was chosen, or options of it were given.
         """
         if self._chosen_backend == "deepspeed":
             raise SettingsError(
@@ -490,10 +490,10 @@ class ParallelismConfig:
         self.sp_backend, self.sp_handler = "torch", None
 
     def use_fully_shard(self) -> None:
-        """Give the mesh a shard axis, also one of size 1, as FSDP2 shards the models of the run."""
-        self._is_fully_sharded = not self.sp_enabled  # whose axis is one
+        """Give the mesh a shard axis, even of size 1, because FSDP2 shards the models of the run."""
+        self._is_fully_sharded = not self.sp_enabled  # its axis is a shard axis
         if self.device_mesh is not None and self.device_mesh.mesh_dim_names == ("tp",):
-            self.device_mesh = None  # to be built again
+            self.device_mesh = None  # to be rebuilt
 
     def check_world(self, world_size: int) -> None:
         """Check that the product of all sizes is the world size.
@@ -593,7 +593,7 @@ _meshes: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
 def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return the mesh of all ranks with the given axes. A collective over all ranks.
 
-    It is the same one for equal arguments, until its process group is destroyed.
+    It is cached for equal arguments until its process group is destroyed.
     """
     key = (device_type, tuple(sizes.items()))
     known = _meshes.get(key)
@@ -604,12 +604,12 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Return the mesh with one axis, of a name, for all those of a mesh. A collective over all ranks."""
+    """Flatten a mesh to one axis with the given name. A collective over all ranks."""
     return _with_default_timeout(torch_private.flatten_mesh(mesh, name))
 
 
 def _with_default_timeout(mesh: DeviceMesh) -> DeviceMesh:
-    """Give the groups of a mesh, which have torch's timeout, that of the default group."""
+    """Set the timeout of a mesh's groups, which torch leaves at its default, to the default group's."""
     timeout = group_timeout(torch.device(mesh.device_type))
     for group in mesh.get_all_groups():
         set_group_timeout(timeout, group)
@@ -652,9 +652,9 @@ class Axes:
 
     @property
     def losses(self) -> DeviceMesh | None:
-        """Mesh with one axis of the ranks over which losses are averaged for models, if any.
+        """Flat mesh of the ranks over which the losses of models are averaged, if any.
 
-        Those of data and of sequence parallelism; under context parallelism, scripts average losses.
+        It spans data and sequence parallelism; under context parallelism, scripts average losses.
         """
         axes: Any = (*self.config.dp_dim_names, *(["sp"] if self.config.sp_enabled else []))
         if not self.config.sp_enabled or len(axes) == 1:
@@ -674,8 +674,7 @@ class Axes:
     def experts(self, runtime: Runtime) -> DeviceMesh | None:
         """Build the mesh of experts, if they are sharded: axes `"efsdp"` and `"ep"`, after any outer ones.
 
-        They have the ranks of all axes within a replica, and a stage of a pipeline; the ranks of `"ep"` are
-        neighbours.
+        They span all ranks of one replica and pipeline stage; the ranks of `"ep"` are neighbours.
         """
         experts = self.config.ep_size or 1
         if experts == 1:
@@ -722,7 +721,7 @@ def axes_of(
     mesh = config.get_device_mesh(runtime.device.type)
     if mesh is None:  # one process
         mesh = mesh_of(runtime.device.type, {"dp_shard": 1})
-    # The outermost axis is that of pipelines: the ranks of each stage come one after another.
+    # The pipeline axis is the outermost: the ranks of each stage are consecutive.
     stage, rank_of_stage = divmod(runtime.topology.rank, world // config.sizes["pp"])
     shared = config.non_data_parallel_size // config.sizes["pp"]
     tensor_rank = runtime.topology.rank % config.sizes["tp"]

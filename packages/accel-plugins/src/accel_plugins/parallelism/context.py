@@ -41,7 +41,7 @@ class _Block:
     """The full sequences in a block of `maybe_context_parallel`.
 
     Args:
-        thread: That is in the block.
+        thread: The thread that is in the block.
         length: Number of tokens of each sequence.
         padded: By a buffer's id, whether it has padding before tokens, if it is a mask.
         packed: By a buffer's id, whether its sequences have several samples, if they are positions.
@@ -73,7 +73,7 @@ class ContextParallel:
         Args:
             buffers: Tensors with a sequence dim, which are restored afterwards.
             buffer_seq_dims: The sequence dim of each.
-            no_restore_buffers: Those that stay sharded.
+            no_restore_buffers: The buffers that stay sharded.
 
         Raises:
             SettingsError: The lists differ in length, a length is not a multiple of the context-parallel
@@ -82,7 +82,7 @@ class ContextParallel:
         """
         self._check(buffers, buffer_seq_dims, no_restore_buffers)
         torch_private.set_rotate_method(self.rotation)
-        # Ring attention lacks rules for the CPU, and without causality.
+        # Ring attention has no dispatch rules for the CPU, nor for non-causal attention.
         rules = torch_private.context_parallel_rules()
         rules.setdefault(_CPU, _forward)
         rules.setdefault(_CPU_BACKWARD, _backward)

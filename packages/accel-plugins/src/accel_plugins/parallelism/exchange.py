@@ -23,15 +23,15 @@ def all_to_all(
     send: list[int] | None = None,
     factor: float = 1.0,
 ) -> Tensor:
-    """Exchange rows between ranks; gradients travel back. A collective over the group.
+    """Exchange rows between ranks; the backward pass returns gradients. A collective over the group.
 
     Args:
-        rows: Of any shape; dim 0 has those for rank 0, then those for rank 1, and so on.
+        rows: Of any shape; dim 0 has the rows for rank 0, then those for rank 1, and so on.
         group: The ranks.
         what: What is exchanged, for messages about a collective that hangs.
         receive: Number of rows to receive from each rank; as many from each if `None`.
         send: Number of rows to send to each rank, likewise.
-        factor: What gradients are multiplied by.
+        factor: Factor of the gradients.
     """
     return cast("Tensor", _AllToAll.apply(rows, (receive, send, group, what), factor))
 

@@ -128,10 +128,10 @@ class ExpertParallel:
         return Shard(1) if is_uneven and parameter.shape[1] % shards == 0 else None
 
     def _dispatching(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Return the forward of a module of experts, given the one that applies the experts of this rank."""
+        """Return a forward that applies all experts, from the one that applies the experts of this rank."""
         ranks, group = self.size, self.mesh.get_group("ep")
         names = [*inspect.signature(forward).parameters][1:4]
-        # FSDP2 averages over the ranks with the same experts, each of which has the tokens of several.
+        # FSDP2 averages over the ranks with the same experts, each of which gets tokens of several ranks.
         scale = math.prod(self.mesh[name].size() for name in self._copies) / self.num_batches
 
         @wraps(forward)
@@ -167,7 +167,7 @@ class ExpertParallel:
 
 
 def find_problem(module: nn.Module, size: int) -> str:
-    """Return why experts cannot be shared by ranks; empty if they can."""
+    """Return why experts cannot be sharded across ranks; empty if they can."""
     number = vars(module)["num_experts"]
     named = [*module.named_parameters(recurse=False)]
     nested = [name for name, _ in module.named_parameters() if "." in name]

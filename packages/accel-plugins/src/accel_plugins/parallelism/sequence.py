@@ -44,7 +44,7 @@ class SequenceShard:
 
     Args:
         length: Length of all sequences; `None` for any.
-        check: Raises for a batch that cannot be used, called with the full one.
+        check: Called with the full batch; raises if it cannot be used.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[5, 6, 7, 8]])}
@@ -64,7 +64,7 @@ class SequenceShard:
             batch: A dictionary with `input_ids`, shape [rows, length]. Tensors of two and more dims are
                 sharded along dim 1. `labels` become `shift_labels`, the labels of the next tokens, since a
                 shard lacks the first token of the following one. `position_ids` are added if absent; they
-                begin again where `cu_seq_lens_q` says that a sample does.
+                restart at the sample boundaries in `cu_seq_lens_q`.
 
         Returns:
             A dictionary of the same type.
@@ -129,7 +129,7 @@ class SequenceShard:
 
 
 def _positions(batch: MutableMapping[str, Any], length: int, device: torch.device) -> Tensor:
-    """Return positions of shape [length], which begin again with each sample if boundaries are given."""
+    """Return positions of shape [length], which restart with each sample if boundaries are given."""
     positions = torch.arange(length, device=device)
     boundaries = next((batch[name] for name in _BOUNDARIES if batch.get(name) is not None), None)
     if boundaries is None:
@@ -144,14 +144,14 @@ def _positions(batch: MutableMapping[str, Any], length: int, device: torch.devic
 class Ulysses:
     """Sequence parallelism over a mesh: every rank has a shard of each sequence, and all heads.
 
-    Around attention, an all-to-all gives each rank the full sequences of a part of the heads.
+    Around attention, an all-to-all gives each rank the full sequences of some of the heads.
 
     Attributes:
         is_sharded (bool): Whether the last forward pass of a model had shards of sequences.
 
     Args:
         mesh: Of one axis.
-        tensor_size: Tensor-parallel size, among whose ranks heads are divided already.
+        tensor_size: Tensor-parallel size, over whose ranks heads are sharded already.
         in_stages: Whether a rank has stages of models, perhaps without attention. The pipeline then averages
             losses in training.
     """
@@ -171,7 +171,7 @@ class Ulysses:
         self._configs: dict[int, Any] = {}  # by id, since configurations are compared by value
 
     def __deepcopy__(self, memo: object) -> Ulysses:
-        """Return itself, for a copy of a model whose hooks it has."""
+        """Return itself: the hooks of a copied model use the same object."""
         return self
 
     def attend(
@@ -211,7 +211,7 @@ class Ulysses:
         return self._exchange(result.unflatten(sequence, (self.size, -1)).movedim(sequence, 0), 3 - sequence)
 
     def _exchange(self, parts: Tensor, dim: int) -> Tensor:
-        """Send a part, along dim 0, to each rank, and join along another dim what arrives."""
+        """Send one part, along dim 0, to each rank, and join the received parts along another dim."""
         received = all_to_all(parts, self.group, "attention")
         return received.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -224,11 +224,11 @@ class Ulysses:
 
     @property
     def computes(self) -> bool:
-        """Whether a prepared model computes at present, or recomputes in a backward pass."""
+        """Whether a prepared model is running, or recomputing in a backward pass."""
         return self._is_inside or torch_private.is_in_backward()
 
     def knows(self, config: object) -> bool:
-        """Return whether a configuration is that of a prepared model."""
+        """Return whether a configuration belongs to a prepared model."""
         return id(config) in self._configs
 
     def mean_loss(self, loss: Tensor, num_items: Tensor | int) -> Tensor:
@@ -251,7 +251,7 @@ class Ulysses:
     # Models
 
     def validate(self, model: nn.Module) -> None:
-        """Check that attention of a model is right with full sequences of a part of the heads."""
+        """Check that a model's attention is correct with full sequences of some of the heads."""
         check_layers(model, self._setting, limited=frozenset({"sliding_attention", "chunked_attention"}))
         config = text_config(model)
         if config is None or not hasattr(config, "_attn_implementation"):
@@ -288,7 +288,7 @@ class Ulysses:
             )
 
     def prepare(self, model: nn.Module) -> None:
-        """Let a model compute attention over full sequences wherever its batches have shards."""
+        """Make a model compute attention over full sequences whenever its batches are sharded."""
         _current[:] = [self]
         if model in self._models:
             return
@@ -306,7 +306,7 @@ class Ulysses:
         model.register_forward_hook(self._leave, always_call=True)
 
     def release(self) -> None:
-        """Forget the models; restore attention and masks of transformers where no run has others."""
+        """Release the models; undo the patches of transformers unless models of another run need them."""
         for module in [module for module, ulysses in _attending.items() if ulysses is self]:
             del _attending[module]
         self._models.clear()
@@ -324,7 +324,7 @@ class Ulysses:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Find out whether the batch has shards, or make them; complete what a model of transformers gets."""
+        """Check whether the batch is sharded, or shard it; complete the inputs of a model of transformers."""
         self._is_inside = True
         self._has_attended = self._counts = False
         loader = GradientState().active_dataloader
@@ -386,14 +386,14 @@ class Ulysses:
 
 
 _current: list[Ulysses] = []
-"""That of the run, once it has prepared a model; for attention and losses of one's own."""
+"""The run's `Ulysses`, once it has prepared a model; for custom attention and losses."""
 _attending: WeakKeyDictionary[nn.Module, Ulysses] = WeakKeyDictionary()
-"""The modules of prepared models that transformers gives attention."""
+"""The modules of prepared models whose attention is that of transformers."""
 
 
 @contextmanager
 def without_exchange() -> Generator[None]:
-    """Let attention see shards of sequences as they are within the block, in copies of prepared models."""
+    """Disable the exchange within the block, for copies of prepared models: attention sees shards only."""
     before = [(ulysses, ulysses.is_sharded) for ulysses in _current]
     for ulysses, _ in before:
         ulysses.is_sharded = False
@@ -456,7 +456,7 @@ def gather_sequence(shard: Tensor, dim: int = 1) -> Tensor:
 
 
 def sequence_parallel_loss(loss: Tensor, num_items: Tensor | int) -> Tensor:
-    """Return the mean loss of full sequences, of which each rank has computed the sum over its shard.
+    """Return the mean loss of full sequences, from each rank's sum over its shard.
 
     Models of transformers that get `shift_labels` compute it by themselves.
 
@@ -485,11 +485,11 @@ def _with_shards() -> Ulysses | None:
 
 
 _patches: list[tuple[Any, str, Any]] = []
-"""What is replaced in transformers: the source file or table, the name, and the original."""
+"""The patches of transformers: the source file or table, the name, and the original."""
 
 
 def _patch(source: ModuleType, implementation: str) -> None:
-    """Replace attention and masks, in effect for prepared models, in a source file."""
+    """Patch attention and masks in a source file, in effect only for prepared models."""
     functions = vars(source).get("ALL_ATTENTION_FUNCTIONS")
     is_known = any(owner is functions and name == implementation for owner, name, _ in _patches)
     if functions is not None and not is_known:
@@ -503,7 +503,7 @@ def _patch(source: ModuleType, implementation: str) -> None:
 
 
 def _restore() -> None:
-    """Put the originals back."""
+    """Restore the originals."""
     for owner, name, original in reversed(_patches):
         if isinstance(owner, ModuleType):
             setattr(owner, name, original)
@@ -542,7 +542,7 @@ def _routed(implementation: str, core: Callable[..., Any] | None) -> Callable[..
 
 @contextmanager
 def _groups(module: Any, groups: int) -> Generator[None]:
-    """Set how many heads of queries share keys and values, which differs where these are repeated."""
+    """Set the number of query heads per key and value head within the block: repeated heads change it."""
     before = getattr(module, "num_key_value_groups", groups)
     if before == groups:
         yield
@@ -555,7 +555,7 @@ def _groups(module: Any, groups: int) -> Generator[None]:
 
 
 def _with_full_sequences(create: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of transformers that creates masks, of full sequences where batches have shards."""
+    """Wrap a mask function of transformers to create masks of full sequences where batches are sharded."""
     signature = inspect.signature(create)
 
     @wraps(create)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a tensor-parallel run."""
+    """Build the strategy of a tensor-parallel run."""
     del settings
     axes = axes_of(runtime, handlers)
     refuse_experts(axes.config)
@@ -64,13 +64,13 @@ def build(
 
 
 def _with_summed_gradient(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return a tensor that all ranks have, and of whose gradient each computes a part."""
+    """Return a replicated tensor whose gradient is summed over the ranks, each of which computes a part."""
     shared = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
     return shared.to_local(grad_placements=[Partial()])
 
 
 class SummedGradients(ParallelStyle):
-    """Sum the gradients of a replicated module, such as a norm of heads, of which each rank has some."""
+    """Sum the gradients of a replicated module, such as a norm that each rank applies to some heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         forward = unbound_forward(module)
@@ -262,7 +262,7 @@ def _is_of_family(model: nn.Module, pattern: str) -> bool:
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return the tensor-parallel size of a model: that of transformers, or of its mesh.
+    """Return the tensor-parallel size of a model, as set by transformers or from its mesh.
 
     Returns:
         The size, or `None` if the layers are not sharded.

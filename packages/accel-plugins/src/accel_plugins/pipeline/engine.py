@@ -1,4 +1,4 @@
-"""Run a pipeline: whole schedules of torch for training, and forward passes alone for evaluation."""
+"""Run a pipeline: schedules of torch for training, forward passes only for evaluation."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class _TorchStage(PipelineStage):
 
 
 IGNORED = -100
-"""The label that a loss leaves out, as PyTorch's `cross_entropy` and all models of transformers do."""
+"""The label ignored by losses, as in PyTorch's `cross_entropy` and all models of transformers."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """The micro-batches of one call: arguments, shares of the loss, and what the last stage returned.
+    """The micro-batches of one call: arguments, shares of the loss, and outputs of the last stage.
 
     Args:
-        scale: The factor of losses before their backward pass, such as one over the accumulation steps.
-        outputs: What the last stage returned for each; with a loss alone in training.
+        scale: The factor of losses before the backward pass, such as one over the accumulation steps.
+        outputs: The last stage's output for each micro-batch; in training, only the loss.
     """
 
     parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
@@ -54,11 +54,11 @@ class Batch:
 
 @frozen
 class Boundary:
-    """The activation between two stages for one shape of batches.
+    """The activation between two stages, for one batch shape.
 
     Args:
-        rows: Whether the first dim has the rows of the micro-batch.
-        length: Whether the second dim is that of the sequences of the batch.
+        rows: Whether the first dim is the rows of the micro-batch.
+        length: Whether the second dim is the sequence length of the batch.
     """
 
     shape: tuple[int, ...]
@@ -80,13 +80,13 @@ class Pipeline:
     """The stages of one model on this rank, and their schedules.
 
     Args:
-        model: The model; the modules of other ranks are replaced in it.
+        model: The model; modules of other ranks are replaced in place.
         layout: The stages of all ranks.
         config: The options.
-        group: The ranks that have the stages, in their order.
+        group: The ranks of the stages, in order.
         device: The device of this rank.
-        precision: Scales losses.
-        replicas: The ranks that have the same stages and other batches, if any.
+        precision: The precision policy, which scales losses.
+        replicas: The ranks with the same stages and different batches, if any.
 
     Attributes:
         stages: The stages of this rank.
@@ -114,7 +114,7 @@ class Pipeline:
         self._is_causal = _loss_is_causal(model)
         self._takes_use_cache = "use_cache" in inspect.signature(model.forward).parameters
         self._name = type(model).__name__
-        # 1. Put placeholders in the place of modules of other ranks.
+        # 1. Replace modules of other ranks with placeholders.
         modules = [model.get_submodule(name) for name in layout.names]
         owners = [
             (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in layout.names
@@ -149,7 +149,7 @@ class Pipeline:
         self._form: Any = None
 
     def watch(self) -> None:
-        """Keep what the last module of each stage returns; called once the stages are sharded."""
+        """Record the output of each stage's last module; called once the stages are sharded."""
         modules = [module for stage in self.stages for module in stage.modules()]
         self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
         for stage in self.stages:
@@ -157,12 +157,12 @@ class Pipeline:
                 stage.units[-1].register_forward_hook(self._keep)
 
     def train(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, accumulation: int) -> Any:
-        """Run forward and backward passes of all micro-batches; return the output with the loss alone.
+        """Run forward and backward passes of all micro-batches; return the output with only the loss.
 
         The loss is the mean over the replicas.
         """
         number = self.micro_batches
-        if self._takes_use_cache:  # passes that are computed again would add to the cache once more
+        if self._takes_use_cache:  # recomputed forward passes would append to the cache again
             kwargs = {**kwargs, "use_cache": False}
         parts = _cut_batch(self._name, args, kwargs, number, exact=True)
         weights = self._weights(parts)
@@ -183,7 +183,7 @@ class Pipeline:
         form, dtype = self._form
         loss = torch.zeros((), dtype=dtype, device=self.device)
         if batch.outputs:
-            loss = torch.stack(batch.outputs).sum().to(dtype)  # a pass without gradients may have another one
+            loss = torch.stack(batch.outputs).sum().to(dtype)  # without gradients, the dtype may differ
         dist.broadcast(loss, group=self.group, group_src=self.layout.ranks[-1])
         if self.replicas is not None:
             dist.all_reduce(loss, group=self.replicas)
@@ -193,7 +193,7 @@ class Pipeline:
         return (loss,) if issubclass(form, (tuple, list)) else form(loss=loss)
 
     def evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run forward passes alone; every rank returns the whole output."""
+        """Run forward passes only; every rank returns the full output."""
         cache = kwargs.get("past_key_values")
         if cache is not None and cache.get_seq_length():
             raise UnsupportedError(
@@ -250,7 +250,7 @@ class Pipeline:
         return torch.stack([self.precision.scale(loss * batch.scale)])  # FSDP2 warns about views
 
     def skipped(self, position: int, kind: type[nn.Module]) -> Any:
-        """Return what the call of a module of another stage gives here, or end the pass of the stage."""
+        """Return the result of calling another stage's module, or end this stage's forward pass."""
         stage = self._stage
         if stage is None:
             raise UnsupportedError(
@@ -274,13 +274,13 @@ class Pipeline:
             yield
         finally:
             self._batch = None
-            for module in self._sharded:  # after a forward pass alone, FSDP2 may keep gathered parameters
+            for module in self._sharded:  # without a backward pass, FSDP2 may keep gathered parameters
                 module.reshard()
             if len(self.stages) > 1:
                 self._activate(None)
 
     def _activate(self, stage: Stage | None) -> None:
-        """Show the modules of one stage in the model, or those of all stages of this rank."""
+        """Put one stage's modules into the model, or those of all stages of this rank."""
         if stage is self._active:
             return
         own = self._own
@@ -295,7 +295,7 @@ class Pipeline:
 
     def _keep(self, module: nn.Module, args: Any, output: Any) -> None:
         del module, args
-        if self._stage is not None:  # not when activations are computed again
+        if self._stage is not None:  # not when activations are recomputed
             self._produced = output
 
     def _schedule(self, rows: int, length: int | None) -> Any:
@@ -338,7 +338,7 @@ class Pipeline:
         return schedule
 
     def probe(self) -> None:
-        """Run the first micro-batch forward, to learn what stages pass on, and check how they are called.
+        """Run the first micro-batch forward, to record the stages' outputs and check their calls.
 
         A collective of the pipeline.
         """
@@ -365,13 +365,13 @@ class Pipeline:
         answers: list[Any] = [None] * self.group.size()
         dist.all_gather_object(answers, (about, failure and str(failure)), group=self.group)
         problem = next((text for _, text in answers if text), None)
-        if problem is not None:  # on every rank, or the others would wait for this one
+        if problem is not None:  # on every rank, or the others would hang
             self._boundaries = None
             raise failure or SettingsError(problem)
         self._form = answers[self.layout.ranks[-1]][0]
 
     def probe_alone(self, modules: Mapping[int, nn.Module]) -> None:
-        """Do as `probe`, without the other ranks: with the modules of all stages, by their indices."""
+        """Run `probe` without the other ranks, given the modules of all stages by index."""
         batch = cast("Batch", self._batch)
         self._boundaries = {}
         handles = [
@@ -392,7 +392,7 @@ class Pipeline:
     def evaluate_alone(
         self, modules: Mapping[int, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Do as `evaluate`, without the other ranks: with the modules of all stages, by their indices."""
+        """Run `evaluate` without the other ranks, given the modules of all stages by index."""
         with self._all_modules(modules), torch.no_grad():
             return self._forward(*args, **kwargs)
 
@@ -406,7 +406,7 @@ class Pipeline:
             self._show(self._own)
 
     def _learn(self, number: int, output: Any) -> None:
-        """Keep what a stage passes on, and the form in which its last module returns it."""
+        """Record the activation that a stage sends, and the structure its last module returns it in."""
         name = self.layout.names[self.layout.bounds[number][1] - 1]
         cast("dict[int, Boundary]", self._boundaries)[number] = self._boundary(first_tensor(output, name))
         self._forms[number + 1] = len(output) if isinstance(output, tuple) else 0
@@ -416,7 +416,7 @@ class Pipeline:
             self._calls.append(position)
 
     def _check_calls(self, stage: Stage, output: Tensor, received: Tensor | None) -> None:
-        """Check what the first pass of a stage called, and that it read nothing but the activation."""
+        """Check which modules a stage's first forward pass called, and that it used only the activation."""
         calls, self._calls = self._calls or [], []
         names = self.layout.names
         own = [position for position in calls if stage.first <= position < stage.end]
@@ -438,9 +438,9 @@ class Pipeline:
             )
 
     def _pass_forward(self, indices: Sequence[int], boundaries: dict[int, Boundary] | None = None) -> None:
-        """Run forward passes alone, stage by stage; every activation is sent behind its shape.
+        """Run forward passes only, stage by stage; each activation is sent after its shape.
 
-        With `boundaries`, which are filled, a stage that fails lets the stages behind it know.
+        If `boundaries` is given, it is filled, and a stage that fails notifies the stages after it.
         """
         bounds, ranks = self.layout.bounds, self.layout.ranks
         stages = {stage.index: stage for stage in self.stages}
@@ -473,9 +473,9 @@ class Pipeline:
     def _forward_only(
         self, stage: Stage, received: Tensor | None, index: int, *, keep_error: bool
     ) -> tuple[Tensor, int]:
-        """Run a stage; return its activation, and how many values its last module returned in a tuple.
+        """Run a stage; return its activation, and the length of the tuple its last module returned.
 
-        With `keep_error` an error is kept for later, and `_FAILED` returned.
+        With `keep_error` an error is stored, and `_FAILED` returned.
         """
         lengths: list[int] = []
 
@@ -546,13 +546,13 @@ class Pipeline:
         return recursively_apply(fill, about[0])
 
     def _weights(self, parts: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Tensor | float]:
-        """Return the share of each micro-batch in the mean loss of the batch: that of its labels, or rows."""
+        """Return each micro-batch's share in the mean loss of the batch, by its labels or rows."""
         labels = [kwargs.get("labels") for _, kwargs in parts]
         if parts[0][1].get("num_items_in_batch") is not None:  # the loss is a sum over this number
             return [1.0] * len(parts)
         if all(isinstance(part, Tensor) and not part.is_floating_point() and part.ndim for part in labels):
             tensors = cast("list[Tensor]", labels)
-            if self._is_causal:  # the first token is predicted from nothing
+            if self._is_causal:  # the first token is never predicted
                 tensors = [part[..., 1:] for part in tensors]
             counts = torch.stack([(part != IGNORED).sum() for part in tensors]).to(torch.float64)
             if self.device.type == "mps":
@@ -579,7 +579,7 @@ _DTYPES = (
 def _cut_batch(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], number: int, *, exact: bool
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Cut the tensors of a batch along their rows; what has other rows is for every micro-batch.
+    """Cut the tensors of a batch along their rows; other values are passed to every micro-batch.
 
     Raises:
         SettingsError: There are no rows, or, if `exact`, no multiple of `number`; it names the model `name`.
@@ -626,7 +626,7 @@ def _loss_is_causal(model: Any) -> bool:
 
 
 def _loss_in(name: str, output: Any) -> Tensor:
-    """Return the loss in what a model returns.
+    """Return the loss in a model's output.
 
     Raises:
         SettingsError: There is none; it names the model `name`.
@@ -656,7 +656,7 @@ def _weighted(loss: Tensor, weight: Tensor | float) -> Tensor:
 
 
 def _merged(outputs: Sequence[Any], weights: Sequence[Tensor | float]) -> Any:
-    """Put the outputs of micro-batches together: rows one after another, losses by their weights."""
+    """Merge the outputs of micro-batches: concatenate rows, average losses by weight."""
     first = outputs[0]
     if isinstance(first, Tensor):
         if first.ndim:

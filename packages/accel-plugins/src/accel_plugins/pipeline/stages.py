@@ -1,9 +1,9 @@
-"""Stages of a pipeline: cut a model's modules in their order, and keep those of this rank.
+"""Stages of a pipeline: split a model's modules in call order, and keep those of this rank.
 
-A stage runs the model's own `forward`, with all arguments of the micro-batch. Where the modules of other
-stages are called there, it has placeholders: the last module before a stage returns what the stage before has
-sent, and the first module behind it ends the pass. Masks, positions and whatever else the model computes
-between its modules are thus computed on every rank, and no model is traced.
+A stage runs the model's own `forward`, with all arguments of the micro-batch. Modules of other stages are
+replaced with placeholders: the last module before a stage returns the received activation, and the first
+module after it ends the forward pass. Masks, positions and all else that the model computes between its
+modules are thus computed on every rank, and no model is traced.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @frozen
 class Layout:
-    """The modules of a model in the order of their calls, and how stages and ranks share them.
+    """The modules of a model in call order, and their assignment to stages and ranks.
 
     Args:
         names: Names of the modules.
-        bounds: For each stage, the indices of its first module and of the first one behind it.
+        bounds: For each stage, the indices of its first module and of the first module after it.
         ranks: For each stage, its rank in the pipeline.
     """
 
@@ -37,7 +37,7 @@ class Layout:
     ranks: tuple[int, ...]
 
     def rank_of(self, module: int) -> int:
-        """Return the rank in the pipeline that has a module."""
+        """Return the pipeline rank of a module."""
         return next(
             rank for (first, end), rank in zip(self.bounds, self.ranks, strict=True) if first <= module < end
         )
@@ -47,8 +47,8 @@ def lay_out(model: nn.Module, config: TorchPipelineParallelConfig, size: int) ->
     """Plan the stages of a model over `size` ranks.
 
     Raises:
-        SettingsError: The model has state that no stage could hand on, too few modules, or no module of a
-            name in `pp_split_points`.
+        SettingsError: The model has state that stages cannot pass on, too few modules, or no module of a name
+            in `pp_split_points`.
     """
     kind = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -69,16 +69,16 @@ def lay_out(model: nn.Module, config: TorchPipelineParallelConfig, size: int) ->
     else:
         starts = [0, *_indices(kind, names, config.pp_split_points, count)]
     ranks = [stage % size for stage in range(count)]
-    if config.pp_schedule == "ZBVZeroBubble":  # a stage of the way back is on the rank of the way there
+    if config.pp_schedule == "ZBVZeroBubble":  # the second half of the stages has the ranks in reverse
         ranks = [min(stage, count - 1 - stage) for stage in range(count)]
     bounds = tuple(zip(starts, [*starts[1:], len(names)], strict=True))
     return Layout(names=tuple(names), bounds=bounds, ranks=tuple(ranks))
 
 
 def chain_of(model: nn.Module) -> list[str]:
-    """Return the modules that hand the activation on, in the order in which they are registered.
+    """Return the names of the modules that pass the activation on, in registration order.
 
-    Those of transformers' pipeline plan, if it covers all parameters; otherwise the modules around the
+    They are from transformers' pipeline plan, if it covers all parameters; otherwise the modules around the
     largest list of modules, and those in it.
 
     Example:
@@ -101,7 +101,7 @@ def _planned(model: nn.Module) -> list[str]:
     if not plan:
         return []
     modules = dict(model.named_modules())
-    names = [name for name in modules if name in plan]  # as they are registered
+    names = [name for name in modules if name in plan]  # in registration order
     chain: list[str] = []
     for name in names:
         module = modules[name]
@@ -127,7 +127,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def _sizes(model: nn.Module, names: Sequence[str]) -> list[int]:
-    """Return the numbers of elements of modules; tied parameters count once, where they come first."""
+    """Return the numbers of elements of modules; tied parameters count once, in the first."""
     seen: set[int] = set()
     sizes: list[int] = []
     for name in names:
@@ -138,10 +138,10 @@ def _sizes(model: nn.Module, names: Sequence[str]) -> list[int]:
 
 
 def balance(sizes: Sequence[int], count: int) -> list[int]:
-    """Cut a row into `count` parts of one or more so that the largest is as small as possible.
+    """Split a sequence into `count` non-empty parts so that the largest sum is as small as possible.
 
     Returns:
-        The index of the first of each part.
+        The index of the first element of each part.
 
     Example:
         >>> balance([4, 1, 1, 1, 1, 4], 3)
@@ -187,11 +187,11 @@ def _indices(kind: str, names: Sequence[str], points: Sequence[str], count: int)
 
 
 class Leave(BaseException):
-    """Ends the forward pass of a stage behind its last module; no error, and never seen outside of it."""
+    """Ends the forward pass of a stage after its last module; no error, and always caught."""
 
 
 class RemoteModule(nn.Module):
-    """A module of another stage: returns what was received if it comes before the stage, or ends the pass."""
+    """Placeholder for another stage's module: returns the received activation, or ends the forward pass."""
 
     def __init__(self, module: nn.Module, name: str, position: int, pipeline: Pipeline) -> None:
         super().__init__()
@@ -200,15 +200,15 @@ class RemoteModule(nn.Module):
         vars(self).update({key: value for key, value in own.items() if not key.startswith("_")})
         self.training = module.training
         self._facts = (name, position, type(module))
-        self._pipeline = (pipeline,)  # it is not a submodule
+        self._pipeline = (pipeline,)  # a tuple, so that it is not a submodule
 
     @property
     def kind(self) -> type[nn.Module]:
-        """The class of the module."""
+        """The class of the replaced module."""
         return self._facts[2]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the activation that the stage got, in the form in which the module returns it."""
+        """Return the activation that the stage received, in the structure that the module returns."""
         del args, kwargs
         _, position, kind = self._facts
         return self._pipeline[0].skipped(position, kind)
@@ -230,7 +230,7 @@ class RemoteModule(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some modules of the model that follow one another, and their call for one micro-batch."""
+    """Consecutive modules of the model, and their call for one micro-batch."""
 
     def __init__(self, pipeline: Pipeline, index: int, first: int, modules: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class Stage(nn.Module):
 
     @property
     def is_last(self) -> bool:
-        """Whether it is the stage that computes the loss."""
+        """Whether this stage computes the loss."""
         return self.index == len(self._pipeline[0].layout.bounds) - 1
 
     def forward(self, *received: Tensor, index: Tensor) -> Tensor:
@@ -251,7 +251,7 @@ class Stage(nn.Module):
 
 
 def first_tensor(output: Any, name: str) -> Tensor:
-    """Return the activation in what a module returns: a tensor, or the first of a tuple with nothing else."""
+    """Return the activation in a module's output: a tensor, or the first of a tuple of None."""
     if isinstance(output, Tensor):
         return output
     values = cast("tuple[Any, ...]", output if isinstance(output, tuple) else ())

@@ -1,4 +1,4 @@
-"""State dicts, full or of shards, of models and optimizers whose parts are on ranks of a pipeline."""
+"""Full and sharded state dicts of models and optimizers that are split into pipeline stages."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelNames:
-    """The names of a full model, noted before it is cut.
+    """The names in a full model, recorded before it is cut.
 
     Args:
         state: Names in its state dict, in order.
         first: For each name of a parameter or buffer, the first of the names of the same tensor.
         ranks: For each first name, the ranks of the pipeline that have the tensor.
-        outside: The names of tensors that are in no module of a stage: every rank has them.
-        parameters: The first name of each parameter, as it was and as it is in the cut model.
+        outside: The names of tensors outside of all stages' modules: every rank has them.
+        parameters: The first name of each parameter, original and in the cut model.
         groups: For each optimizer, the first names of the parameters of its groups.
     """
 
@@ -63,7 +63,7 @@ class ModelNames:
 
     @classmethod
     def of(cls, model: nn.Module, layout: Layout) -> ModelNames:
-        """Note those of a model."""
+        """Record the names of a model."""
         owners = {f"{name}.": layout.rank_of(position) for position, name in enumerate(layout.names)}
         known: dict[int, str] = {}
         first: dict[str, str] = {}
@@ -91,7 +91,7 @@ class ModelNames:
         return names
 
     def add_parameters(self, model: nn.Module) -> None:
-        """Note the parameters that the model has now."""
+        """Record the model's present parameters."""
         for name, parameter in model.named_parameters(remove_duplicate=False):
             self.parameters[parameter] = self.first[name]
 
@@ -102,7 +102,7 @@ class ModelNames:
                 yield [alias for alias, known in self.first.items() if known == name], ranks
 
     def add_optimizer(self, optimizer: Optimizer, group: dist.ProcessGroup) -> None:
-        """Note an optimizer's parameters, those of other stages included; a collective of the pipeline."""
+        """Record an optimizer's parameters, including those of other stages; a collective of the pipeline."""
         own = self.parameters
         names = [[own[p] for p in row["params"] if p in own] for row in optimizer.param_groups]
         gathered = all_gather_objects(names, group)
@@ -124,7 +124,7 @@ def names_of_optimizer(models: Mapping[nn.Module, ModelNames], optimizer: Optimi
 
 
 def all_gather_objects(obj: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return what all ranks of a group pass, in their order."""
+    """All-gather objects over a group, in rank order."""
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, obj, group=group)
     return gathered
@@ -133,7 +133,7 @@ def all_gather_objects(obj: Any, group: dist.ProcessGroup) -> list[Any]:
 def descriptions(
     names: ModelNames, tensors: Mapping[Any, Any], group: dist.ProcessGroup
 ) -> list[dict[Any, tuple[torch.Size, torch.dtype]]]:
-    """Return shapes and dtypes of the tensors that each rank of a group has of a model; a collective."""
+    """All-gather the shapes and dtypes of each rank's tensors of a model."""
     del names
     own = {name: (value.shape, value.dtype) for name, value in tensors.items() if isinstance(value, Tensor)}
     return all_gather_objects(own, group)
@@ -168,7 +168,7 @@ class PipelinePersister:
         metas = descriptions(names, tensors, self.group)
         for first, group in aliases.items():
             ranks = names.ranks.get(first)
-            if ranks is None:  # no tensor, such as what get_extra_state() returns
+            if ranks is None:  # no tensor, such as the result of get_extra_state()
                 held = all_gather_objects(tensors.get(first), self.group)
                 owned = [value for value in held if value is not None]
                 yield dict.fromkeys(group, owned[0] if owned else None) if keep else {}
@@ -183,7 +183,7 @@ class PipelinePersister:
         )
 
     def _sources(self, names: ModelNames, model: nn.Module) -> list[ParameterSource]:
-        """Return the parameters of all stages: the first rank of the pipeline that has one writes it."""
+        """Return the parameters of all stages as sources; the first pipeline rank that has one writes it."""
         own: dict[str, Tensor] = {}
         for tied, parameter in named_parameters_of(model_variables(model)):
             own |= {names.first.get(name, name): parameter for name in tied}
@@ -304,7 +304,7 @@ class PipelinePersister:
         optimizer.load_state_dict(state_by_index({**named, "state": part, "param_groups": groups}, own))
 
     def _collect(self, tensor: Tensor | None, meta: tuple[torch.Size, torch.dtype], rank: int) -> Tensor:
-        """Return the full tensor of a rank of the pipeline on all of them."""
+        """Broadcast the full tensor of one pipeline rank to all of them."""
         shape, dtype = meta
         if dist.get_rank(self.group) == rank and tensor is not None:
             full = gather_full_tensor(tensor, self.device).to(self.device).contiguous()
@@ -320,7 +320,7 @@ class PipelineShards:
 
     Args:
         models: The names by cut model.
-        group: The ranks that have the stages, in their order.
+        group: The ranks of the stages, in order.
         mesh: All ranks of the run.
         form_now: Returns the form that `save_state` writes.
     """
@@ -335,7 +335,7 @@ class PipelineShards:
         return self.form_now()
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the state dict; what all stages have is replicated over all ranks."""
+        """Return the state dict; tensors common to all stages are replicated over all ranks."""
         own = self._plain.model_tensors(model)
         names = self.models.get(without_compiler(model))
         if names is None:
@@ -348,7 +348,7 @@ class PipelineShards:
         }
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load the part of a state dict that this rank has."""
+        """Load this rank's part of a state dict."""
         names = self.models.get(without_compiler(model))
         if names is not None:
             own = self._plain.model_tensors(model)
@@ -362,7 +362,7 @@ class PipelineShards:
         self._plain.load_model(model, state, **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        """Return the states of which this is the first rank that has the parameter."""
+        """Return the states of parameters whose first rank is this one."""
         own = self._plain.optimizer_tensors(optimizer, models)
         names = names_of_optimizer(self.models, optimizer)
         if names is None:

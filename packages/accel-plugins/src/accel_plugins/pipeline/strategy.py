@@ -1,4 +1,4 @@
-"""The strategy `pipeline`: stages of a model on different ranks, beside FSDP2 and all other axes."""
+"""The strategy `pipeline`: stages of a model on different ranks, combined with FSDP2 and all other axes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from accel_state.torch_private import foreach_mul_
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run with pipelines."""
+    """Build the strategy of a run with pipeline parallelism."""
     del settings
     axes = axes_of(runtime, handlers, sharded=False)
     if axes.pipeline is None or axes.config.pp_handler is None:
@@ -128,7 +128,7 @@ FEATURES = PLAIN_FEATURES - {
 def _full_sharding(
     axes: Axes, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> FullSharding | None:
-    """Return what shards and replicates stages, if there are axes or a plugin for it."""
+    """Return the FSDP2 sharding of stages, if there are axes or a plugin for it."""
     plugin: FullyShardedDataParallelPlugin | None = handlers.get(FullyShardedDataParallelPlugin)
     sizes = axes.config.sizes
     replicas, shards = sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
@@ -160,7 +160,7 @@ PreparedPipelines = weakref.WeakKeyDictionary[nn.Module, "PreparedPipeline"]
 class PreparedPipeline:
     """A pipeline, and the names of parameters that several stages have, with the ranks that have them.
 
-    If it is tensor-parallel, stages may have other parts of them.
+    If it is tensor-parallel, stages may have different shards of them.
     """
 
     pipeline: Pipeline
@@ -169,7 +169,7 @@ class PreparedPipeline:
     model: Callable[[], nn.Module | None]
 
     def shared_parameters(self) -> list[tuple[Tensor, Sequence[int]]]:
-        """Return the shared parameters of this rank, in the order of all ranks."""
+        """Return the shared parameters of this rank, in the same order on all ranks."""
         model = self.model()
         own = {} if model is None else dict(model.named_parameters(remove_duplicate=False))
         return [
@@ -199,7 +199,7 @@ def train_step(
 
 
 def add_shared_gradients(prepared: PreparedPipeline) -> None:
-    """Add the gradients of parameters that several stages have, such as tied embeddings, on all of them."""
+    """Sum the gradients of parameters that several stages share, such as tied embeddings, on all of them."""
     pipeline = prepared.pipeline
     for parameter, ranks in prepared.shared_parameters():
         if not parameter.requires_grad or len(ranks) < 2:
@@ -224,7 +224,7 @@ def add_shared_gradients(prepared: PreparedPipeline) -> None:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
         parts[pipeline.rank] = own
-        total = torch.stack([parts[rank] for rank in ranks]).sum(0)  # in one order on all ranks
+        total = torch.stack([parts[rank] for rank in ranks]).sum(0)  # in the same order on all ranks
         if prepared.is_tensor_parallel:
             parameter.grad = shard_like(total, parameter)
         else:
@@ -238,7 +238,7 @@ def clip_over_stages(
     max_norm: float,
     norm_type: float,
 ) -> Tensor:
-    """Clip gradients to a norm over all stages; what several stages have counts once."""
+    """Clip gradients to a norm over all stages; parameters of several stages count once."""
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
     rank = dist.get_rank(group)
     repeated = {
@@ -264,7 +264,7 @@ def clip_over_stages(
 
 @frozen
 class StageCutter:
-    """Cut models in place: leave the stages of this rank, sharded by `full` over its `replicas` if given."""
+    """Cut models in place: keep this rank's stages, sharded by `full` over its `replicas` if given."""
 
     runtime: Runtime
     precision: PrecisionPolicy
@@ -277,7 +277,7 @@ class StageCutter:
     models: PreparedPipelines
 
     def __call__(self, model: nn.Module) -> None:
-        """Cut a model, whose forward runs the pipeline from now on."""
+        """Cut a model; its forward then runs the pipeline."""
         layout = lay_out(model, self.options, self.group.size())
         shard = None if self.full is None else _for_stages(self.full, model)
         pipeline = Pipeline(
@@ -295,7 +295,7 @@ class StageCutter:
             is_tensor_parallel=self.is_tensor_parallel,
             model=weakref.ref(model),
         )
-        # 3. Let generation compute all tokens anew: no stage has the caches of the others.
+        # 3. Make generation recompute all tokens: no stage has the caches of the others.
         if getattr(model, "generation_config", None) is not None:
             cast("Any", model).generation_config.use_cache = False
 
@@ -318,7 +318,7 @@ class StageCutter:
 
 
 def _validate_shards(model: nn.Module, layout: Layout) -> None:
-    """Refuse models of which FSDP2 could not shard each stage by itself."""
+    """Refuse models whose stages FSDP2 cannot shard separately."""
     covered = {id(p) for name in layout.names for p in model.get_submodule(name).parameters()}
     outside = [name for name, parameter in model.named_parameters() if id(parameter) not in covered]
     if outside:
@@ -341,7 +341,7 @@ def _validate_shards(model: nn.Module, layout: Layout) -> None:
 
 
 def _for_stages(full: FullSharding, model: nn.Module) -> FullSharding:
-    """Return what shards stages of a model, with the options of the plugin that name modules of it."""
+    """Return the sharding of a model's stages, with the plugin's options that name modules resolved."""
     plugin = copy(full.plugin)
     plugin.ignored_modules = modules_named(plugin.ignored_modules, model)
     plugin.auto_wrap_policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
@@ -350,7 +350,7 @@ def _for_stages(full: FullSharding, model: nn.Module) -> FullSharding:
 
 @frozen
 class PipelineWrapper:
-    """Model wrapper that cuts models in place, and notes the names of what other ranks have."""
+    """Model wrapper that cuts models in place, and records the names of tensors of other ranks."""
 
     sharded: ShardedWrapper
     options: TorchPipelineParallelConfig

@@ -24,12 +24,12 @@ _PREFIX = "base_model.model."  # of a PeftModel
 def iter_merged(model: nn.Module, request: FullParameters, iterate: Iterate) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that `merge_and_unload` would leave, under the names of the base model.
 
-    The factors of all adapters are gathered first, in a pass of their own, and kept; then everything else, in
-    the dtype of the model, so that the sum is peft's.
+    The factors of all adapters are gathered first and kept; then all other parameters, in the dtype of the
+    model, so that the sum is the same as peft's.
 
     Args:
         model: Prepared or not.
-        request: What is asked for.
+        request: The tensors to yield: names, dtype and ranks.
         iterate: Iterates over the full parameters of the model, as its persister does.
 
     Raises:
@@ -83,7 +83,7 @@ class _Layer:
 
 
 class _WithFactors:
-    """The attributes of a layer, but full factors in the place of its own."""
+    """The attributes of a layer, with full factors in place of sharded ones."""
 
     def __init__(self, layer: Any, factors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._layer = layer
@@ -104,7 +104,7 @@ class _Weight:
 
 @dataclass(slots=True)
 class _Adapters:
-    """The adapters of a model: layers by path, factors by name, and copies of modules that are trained."""
+    """The adapters of a model: layers by path, factors by name, and copies of fully trained modules."""
 
     layers: dict[str, _Layer] = field(default_factory=dict[str, _Layer])
     factors: dict[str, tuple[_Layer, str, str]] = field(default_factory=dict[str, "tuple[_Layer, str, str]"])
@@ -128,7 +128,7 @@ class _Adapters:
 
 def _find_adapters(core: nn.Module) -> _Adapters:
     adapters = _Adapters()
-    peft: Any = sys.modules.get("peft")  # nobody has made adapters without importing it
+    peft: Any = sys.modules.get("peft")  # adapters exist only if it was imported
     if peft is None:
         raise _no_adapters(core)
     tuners: Any = sys.modules["peft.tuners.tuners_utils"]

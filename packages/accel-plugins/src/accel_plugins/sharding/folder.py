@@ -59,7 +59,7 @@ class ShardWriter:
     """Write one rank's shards of a state: nested dictionaries and lists.
 
     A name is the same value on all ranks that have it. PyTorch's planners, for plain tensors and DTensors,
-    plan its share by default.
+    plan this rank's share by default.
     """
 
     def __init__(self, state: Mapping[str, Any], rank: int, planners: RankPlanners | None = None) -> None:
@@ -82,7 +82,7 @@ class ShardWriter:
         return [value.getvalue() if isinstance(value, io.BytesIO) else value.detach() for value in values]
 
     def write_shards(self, values: Sequence[Tensor | bytes], sink: ByteSink) -> None:
-        """Write this rank's file of shards: the result of `local_values`, or a copy of it."""
+        """Write this rank's file of shards, given the result of `local_values` or a copy of it."""
         counting: Any = _CountingSink(sink)
         self._results = []
         for item, value in zip(self._plan.items, values, strict=True):
@@ -154,7 +154,7 @@ class TorchPlanners:
 
 
 def _present(state: Any) -> Any:
-    """Return nested dictionaries without what is `ABSENT`; those that have none are the same objects."""
+    """Remove `ABSENT` from nested dictionaries; dictionaries that have none are the same objects."""
     if not isinstance(state, dict):
         return state
     items: dict[Any, Any] = state
@@ -167,7 +167,7 @@ def _is_written(item: WriteItem, value: Any, *, is_writer: bool) -> bool:
     """Return whether this rank writes an item, from the placements of its tensor alone."""
     if item.type is not WriteItemType.SHARD or not isinstance(value, DTensor) or item.tensor_data is None:
         return is_writer
-    coordinate = value.device_mesh.get_coordinate() or ()  # ranks outside of the mesh have no item
+    coordinate = value.device_mesh.get_coordinate() or ()  # ranks outside of the mesh write nothing
     replicas = [
         index
         for index, placement in zip(coordinate, value.placements, strict=True)
@@ -186,12 +186,12 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def load_object(state: Any, path: tuple[str | int, ...], file: io.BytesIO) -> None:
-    """Set a value in a state to a pickled object, which is read with `weights_only=True`."""
+    """Unpickle an object with `weights_only=True` and set it in a state."""
     put(state, path, torch.load(file, weights_only=True))
 
 
 def put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Set a value in nested dictionaries and lists, adding those that are missing.
+    """Set a value in nested dictionaries and lists, adding missing ones.
 
     Example:
         >>> state = {}
@@ -216,7 +216,7 @@ def put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
 
 
 def write_index(folder: AnyPath, ranks: Iterable[int]) -> list[str]:
-    """Merge the metadata files of all ranks into the index of a DCP folder; remove and name them."""
+    """Merge the metadata files of all ranks into a DCP folder's index; remove them, return their names."""
     metadata_files = [folder / local_metadata_file(rank) for rank in ranks]
     plans_and_results = [unpickle(file) for file in metadata_files]
     try:
@@ -252,7 +252,7 @@ def read_into(
             other values are replaced.
         strict: Whether the folder must have every key of `state`; else values without one are unchanged.
         flat: Whether the keys of `state` are already those of the folder's index.
-        planners: Plan what is read; PyTorch's, for plain tensors and DTensors, if `None`.
+        planners: Plan the reads; PyTorch's, for plain tensors and DTensors, if `None`.
 
     Raises:
         CheckpointError: The folder is damaged, or does not fit `state`.
@@ -274,7 +274,7 @@ def read_into(
     try:
         reader = _reader(folder)
         planner, plan = (planners or TorchPlanners()).plan_load(state, index, strict=strict, flat=flat)
-        if isinstance(folder, RemotePath):  # in the order of the files, so that blocks are fetched once
+        if isinstance(folder, RemotePath):  # in file order, so that each block is fetched once
             plan = replace(plan, items=sorted(plan.items, key=lambda item: _location_of(index, item)))
         reader.set_up_storage_reader(index, is_coordinator=False)
         reader.read_data(reader.prepare_local_plan(plan), planner).wait()
@@ -297,7 +297,7 @@ def _reader(folder: AnyPath) -> FileSystemReader:
 
 
 class _StoreFiles:
-    """What `FileSystemReader` asks of a file system, for an object store."""
+    """The file system methods that `FileSystemReader` needs, for an object store."""
 
     def create_stream(self, path: RemotePath, mode: str) -> RemoteFile:
         del mode  # always "rb"
@@ -312,7 +312,7 @@ def read_all(
 ) -> dict[str, Any]:
     """Read every value of a DCP folder into nested dictionaries and lists, as they were saved.
 
-    `allocate` makes the destination tensor of an entry with a shape, or returns `ABSENT`: it is not read.
+    `allocate` returns the destination tensor of an entry with a shape, or `ABSENT` to skip the entry.
     """
     state: dict[str, Any] = {}
     for entry in entries(read_index(folder)):
@@ -323,7 +323,7 @@ def read_all(
 
 @frozen
 class TensorMetadata:
-    """One value of a DCP folder; without a shape, it is an object and no tensor.
+    """One value of a DCP folder; without a shape, it is an object, not a tensor.
 
     `path` has the keys of nested dictionaries, and indices of lists, that lead to it.
     """
@@ -423,7 +423,7 @@ DAMAGE = (
     AttributeError,
     EOFError,
     LookupError,
-    MemoryError,  # a length that the file lacks; CPython prints a SystemError if it is a bytearray's
+    MemoryError,  # a length beyond the file; CPython prints a SystemError if it is a bytearray's
     OverflowError,
     RuntimeError,
     TypeError,
@@ -446,10 +446,10 @@ def save_local(state: Any, path: Path, world_size: int, *, write: Write = torch.
 def load_local(
     path: Path, world_size: int, allocate: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor]
 ) -> Any:
-    """Read what `save_local` wrote.
+    """Read a file of `save_local`.
 
-    `allocate` makes a destination tensor, sharded as in this run, from the keys that lead to it and the shape
-    and dtype of the full tensor.
+    `allocate` returns a destination tensor, sharded as in this run, for the keys that lead to it and the
+    shape and dtype of the full tensor.
     """
     if not path.is_file():
         raise CheckpointError(

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def is_packed(tensor: Any) -> bool:
-    """Return whether a shard has several pieces of the tensor, such as rows of two weights that are packed.
+    """Return whether a shard has several slices of the tensor, such as rows of two packed weights.
 
-    Such placements are strided along their dimension, without a further shard of it that explains the stride.
+    Its placement is strided along a dim, without another shard of this dim that explains the stride.
     """
     return isinstance(tensor, DTensor) and bool(_packed_dims(tensor))
 
@@ -74,7 +74,7 @@ def shard_like(
 
 
 def with_local(like: Any, local: Tensor) -> DTensor:
-    """Return a DTensor with the layout of another one and this shard, which may be on any device."""
+    """Wrap a local shard, on any device, in a DTensor with the layout of another DTensor."""
     meta = TensorMeta(like.shape, torch.empty(like.shape, device="meta").stride(), local.dtype)
     # `from_local` would move a shard that is offloaded to the CPU to the device of the mesh.
     return DTensor(
@@ -109,7 +109,7 @@ def gather_full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def sharded_sources(model: nn.Module) -> list[ParameterSource]:
-    """Return the parameters of a model, DTensors or not, for `iter_gathered`."""
+    """Return a model's parameters, DTensors or not, as sources for `iter_gathered`."""
     return [_source(names, value) for names, value in named_parameters_of(model_variables(model))]
 
 
@@ -138,8 +138,8 @@ def write_shard(shard: DTensor, full: Tensor) -> None:
     """Write this rank's shard into a full tensor, without communication.
 
     Args:
-        shard: Sharded along any dims.
-        full: Of the same shape, on any device and of any dtype; other elements are left as they are.
+        shard: A DTensor sharded along any dims.
+        full: A tensor of the same shape, on any device and of any dtype; other elements are unchanged.
     """
     mesh, placements, packed = shard.device_mesh, shard.placements, _packed_dims(shard)
     local = shard.to_local()
@@ -153,7 +153,7 @@ def write_shard(shard: DTensor, full: Tensor) -> None:
     if not packed:
         region.copy_(local)
         return
-    # Number the rows, and shard the numbers as the rows are.
+    # Number the rows, and shard the numbers like the rows.
     [dim] = packed
     numbers = torch.arange(shard.shape[dim], device=mesh.device_type)
     numbers = numbers.view([-1 if index == dim else 1 for index in range(shard.dim())])
@@ -241,10 +241,10 @@ class ShardsPersister:
 
 @torch.no_grad()
 def _copy_shard(full: Tensor, target: Any) -> Tensor:
-    """Copy this rank's shard of a full tensor into a tensor of the same shape, and return that.
+    """Copy this rank's shard of a full tensor into a target tensor, and return the target.
 
-    Mapped memory of the full tensor is released. If the shape is another one, the full tensor is returned,
-    which whoever loads it refuses.
+    Mapped memory of the full tensor is released. If the shapes differ, the full tensor is returned; loading
+    it raises the error.
     """
     if target.shape != full.shape:
         return full

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import StateDict
 
 StateAllocator: TypeAlias = "Callable[[str, str, torch.Size, torch.dtype], Any]"
-"""Returns the tensor to read a state into, for the names of parameter and state, full shape and dtype; or
+"""Returns the destination tensor of a state, given the names of parameter and state, full shape and dtype; or
 `ABSENT`."""
 
 
@@ -36,7 +36,7 @@ class Absent(Enum):
 
 
 ABSENT = Absent.VALUE
-"""In a state, stands for a value of other ranks, which this one neither writes nor reads."""
+"""Marks a value that only other ranks have: this rank neither writes nor reads it."""
 
 
 class StateForm(Enum):
@@ -62,14 +62,14 @@ class ShardedStates(Protocol):
         ...
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the sharded state dict of a prepared model, with `ABSENT` for what other ranks have.
+        """Return the sharded state dict of a prepared model, with `ABSENT` for tensors of other ranks.
 
         Its tensors may be read until the model changes, and written before `load_model`.
         """
         ...
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a state dict of the layout of `model_tensors`."""
+        """Load a state dict in the layout of `model_tensors`."""
         ...
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
@@ -81,7 +81,7 @@ class ShardedStates(Protocol):
 
         Returns:
             `{"state": {name: {key: value}}, "param_groups": [{…, "params": [name, …]}]}`; without the states
-            that other ranks have, and with `ABSENT` for groups that these write.
+            of other ranks, and with `ABSENT` for groups that other ranks write.
         """
         ...
 
@@ -96,19 +96,19 @@ class ShardedStates(Protocol):
         ...
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        """Load a state dict of the layout of `optimizer_tensors`, with the groups of all parameters.
+        """Load a state dict in the layout of `optimizer_tensors`, with the groups of all parameters.
 
         Raises:
-            CheckpointError: Its parameters are not those of the optimizer.
+            CheckpointError: Its parameters differ from the optimizer's.
         """
         ...
 
 
 class RankPlanners(Protocol):
-    """Plans of what one rank writes to a DCP folder and reads from it, for tensors of some kind."""
+    """Plan one rank's writes to and reads from a DCP folder, for one kind of tensors."""
 
     def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[SavePlanner, SavePlan]:
-        """Plan what this rank writes.
+        """Plan the writes of this rank.
 
         Returns:
             A planner whose `resolve_data` gives the values, and the items of this rank alone: all ranks
@@ -119,7 +119,7 @@ class RankPlanners(Protocol):
     def plan_load(
         self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
     ) -> tuple[LoadPlanner, LoadPlan]:
-        """Plan what this rank reads: return a planner that takes what is read, and the items.
+        """Plan the reads of this rank: return a planner that receives the data, and the items to read.
 
         Arguments are those of `read_into`.
         """
@@ -141,10 +141,10 @@ def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
 
 @frozen
 class TensorShards:
-    """State dicts with the tensors of the model and of the optimizer as they are.
+    """State dicts with the tensors of models and optimizers, unconverted.
 
-    Those that are packed (see `is_packed`) are full in them, since a shard of DCP has one piece. With
-    `fills_state` the state of an optimizer is read into the tensors that it has.
+    Packed tensors (see `is_packed`) are gathered, since a DCP shard is one contiguous slice. With
+    `fills_state` an optimizer's state is read into its present tensors.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -231,7 +231,7 @@ def _pack(value: Any, like: Any) -> Any:
 
 
 def model_variables(model: nn.Module) -> StateDict:
-    """Return the state dict of a model as it is, with parameters, without prefixes of wrappers."""
+    """Return the state dict of a model, with its parameters themselves, without prefixes of wrappers."""
     state = extract_model_from_parallel(model, keep_torch_compile=False).state_dict(keep_vars=True)
     return {strip_wrapper_prefixes(name): value for name, value in state.items()}
 
@@ -257,7 +257,7 @@ def state_by_name(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> S
 
 
 def state_by_index(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
-    """Replace the names of `state_by_name` by parameter indices; the order within a group may differ.
+    """Replace the names of `state_by_name` with parameter indices; the order within a group may differ.
 
     Example:
         >>> state = {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["b", "a"]}]}
@@ -285,7 +285,7 @@ def names_to_indices(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -
 
 
 def check_groups(saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> None:
-    """Check that a saved optimizer has the parameters of the loading one."""
+    """Check that a saved optimizer has the same parameters as the one that loads it."""
     if len(saved) != len(names):
         raise CheckpointError(
             f"The saved optimizer has {len(saved)} parameter group(s), this run's has {len(names)}: build "
@@ -320,7 +320,7 @@ def strip_wrapper_prefixes(name: str) -> str:
 def parameter_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
     """Return the names of an optimizer's parameters, group by group.
 
-    If several models own some, names begin with the model's index; a parameter of none of them is named by
+    If they belong to several models, names begin with the model's index; a parameter of no model is named by
     its group and position.
 
     Example:

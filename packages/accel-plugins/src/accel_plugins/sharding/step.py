@@ -45,7 +45,7 @@ def sharded_stepper(precision: PrecisionPolicy, strategy: str) -> TorchStepper:
 def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
     """Split an optimizer's groups by mesh within the block, for its step.
 
-    torch's `foreach` and `fused` kernels take lists of tensors only if all are on one mesh, or on none. The
+    torch's `foreach` and `fused` kernels accept lists of tensors only if all are on one mesh, or on none. The
     groups are restored afterwards, with the values that the step wrote.
 
     Raises:
@@ -59,7 +59,7 @@ def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             meshes.setdefault(mesh, []).append(parameter)
         split.append([{**group, "params": parameters} for parameters in meshes.values()])
-    # LBFGS keeps a list of its own, and accepts one group only.
+    # LBFGS keeps its own parameter list, and accepts one group only.
     is_split = any(len(by_mesh) > 1 for by_mesh in split) and "_params" not in vars(optimizer)
     if is_split:  # in place, since an optimizer that wraps another one shares the list
         optimizer.param_groups[:] = [group for by_mesh in split for group in by_mesh]
@@ -131,7 +131,7 @@ def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _by_axes(gradients: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:
-    """Group gradients by their mesh and those of its axes along which they are sharded."""
+    """Group gradients by their mesh and the axes along which they are sharded."""
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
     mesh = placements = None
     group: list[Tensor] = []
@@ -141,7 +141,7 @@ def _by_axes(gradients: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]
         if not isinstance(gradient, DTensor):
             groups.setdefault((), []).append(gradient)
             continue
-        if gradient.device_mesh is not mesh or gradient.placements != placements:  # often as before
+        if gradient.device_mesh is not mesh or gradient.placements != placements:  # often unchanged
             mesh, placements = gradient.device_mesh, gradient.placements
             replicated = [Replicate() if placement.is_partial() else placement for placement in placements]
             shards = [axis for axis, placement in enumerate(replicated) if not placement.is_replicate()]

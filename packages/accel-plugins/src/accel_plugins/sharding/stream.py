@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint` (DCP), read and written one chunk of a tensor at a time."""
+"""Read and write `torch.distributed.checkpoint` (DCP) folders one chunk of a tensor at a time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_lazily(folder: AnyPath, index: Metadata) -> tuple[dict[str, Any], list[
     """Return the nested state of a DCP folder, with lazy tensors; objects are read with `weights_only=True`.
 
     Returns:
-        The state, and the keys of objects that only code of the folder could build.
+        The state, and the keys of objects that only code in the folder could build.
 
     Raises:
         CheckpointError: The index lacks a part of a tensor, or names a form that is not `torch.save`'s.
@@ -123,7 +123,7 @@ class FolderWriter:
         state: Nested dictionaries and lists with lazy tensors.
 
     Attributes:
-        tensors: The tensors to write, by the path that leads to them.
+        tensors: The tensors to write, by their path in the state.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -153,7 +153,7 @@ class FolderWriter:
         """Write the file of shards.
 
         Args:
-            sink: Takes its bytes.
+            sink: Receives its bytes.
             file: Its name in the folder.
             chunks_of: Reads a tensor in chunks, as `LazyTensor.chunks` does; each becomes a chunk.
         """

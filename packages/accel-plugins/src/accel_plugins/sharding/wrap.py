@@ -58,7 +58,7 @@ class ParamRemap:
         return optimizer in self._optimizers
 
     def replaces(self, parameter: Tensor) -> bool:
-        """Return whether a parameter is an original one that a sharded one has replaced."""
+        """Return whether a parameter is an original that was replaced by a sharded one."""
         return parameter in self._successors
 
     def check(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
@@ -82,7 +82,7 @@ class ParamRemap:
                 )
 
     def add(self, model: nn.Module, before: Iterable[tuple[Tensor, str]], now: Mapping[str, Tensor]) -> None:
-        """Add a sharded model: the names of its parameters before, and its parameters now by name."""
+        """Add a sharded model: its original parameters with their names, and its new parameters by name."""
         self._models.add(model)
         for parameter, name in before:
             if name in now and now[name] is not parameter and parameter not in self._successors:
@@ -124,8 +124,8 @@ class ShardedWrapper:
     """Model wrapper that shards models in place; they stay the same objects, with the same names.
 
     Args:
-        shard: Functions of a model that shard it in place, in their order.
-        validate: Functions that raise `ValueError` for a model that cannot be sharded; they check this rank.
+        shard: Functions that shard a model in place, called in this order.
+        validate: Functions that raise `ValueError` on this rank for a model that cannot be sharded.
         master_weights: The mixed precision under which trained parameters are cast to float32; `None` to keep
             all dtypes.
         only_main_has_values: Whether models of ranks other than 0 may be on the meta device.
@@ -173,8 +173,8 @@ class ShardedWrapper:
         Args:
             bundle: Models that `check` has let pass.
             evaluation: The models will never be trained.
-            shard: Returns a model sharded, with all its values, in place of all that is done here.
-            load: Gives a sharded model on the meta device its values, called as `load(model, full_state,
+            shard: Returns the model sharded and materialised; replaces the sharding of this class.
+            load: Materialises a sharded model on the meta device, called as `load(model, full_state,
                 cpu_offload=…)`; the full state is empty on ranks other than 0.
         """
         models = [*bundle.models]
@@ -202,7 +202,7 @@ class ShardedWrapper:
         return without_compiler(model)
 
     def _shard_by(self, shard: Callable[[nn.Module], nn.Module], model: nn.Module) -> nn.Module:
-        """Shard a model by a function of the caller."""
+        """Shard a model with a function of the caller."""
         before = {
             parameter: strip_wrapper_prefixes(name)
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -290,10 +290,10 @@ class FullModelState:
     """State of a model before it was moved to meta.
 
     Args:
-        parameters: Full parameters by name, on the rank that keeps them; tied ones under their first name.
+        parameters: Full parameters by name, on the rank that keeps them; tied ones by their first name.
         names: All names of each parameter and buffer, by the first one.
         before: Weak map from the original parameters to their names.
-        hooks: Hooks on the gradient of each parameter that has some, as torch keeps them.
+        hooks: Gradient hooks of each parameter that has some, as torch keeps them.
     """
 
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Any])
@@ -367,11 +367,11 @@ def _move_to_meta(model: nn.Module, values: FullModelState) -> None:
 def materialize_from_rank0(
     model: nn.Module, values: FullModelState, runtime: Runtime, *, parameters_on: torch.device
 ) -> None:
-    """Broadcast rank 0's tensors one by one; every rank materialises its shards, and frees what it has done.
+    """Broadcast rank 0's tensors one by one; every rank materialises its shards, and frees the full tensor.
 
     Rank 0's values are used even if every rank has some: ranks with different seeds would otherwise train a
-    mixture of several models. That costs one broadcast of the model in `prepare`, as with DDP. Buffers and
-    collectives use the device of the run. A rank without a module takes part in the broadcasts for it.
+    mixture of several models. This costs one broadcast of the model in `prepare`, as with DDP. Buffers and
+    collectives use the device of the run. A rank without a module takes part in its broadcasts.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -401,7 +401,7 @@ def materialize_from_rank0(
 
 
 def _without_materialized(model: nn.Module, values: FullModelState) -> FullModelState:
-    """Return the state of the tensors that are still on the meta device; give the others what they had."""
+    """Return the state of the tensors still on the meta device; restore hooks and ties of the others."""
     on_meta: dict[str, list[str]] = {}
     for name, names in values.names.items():
         tensor = _get_tensor(model, name)
@@ -451,7 +451,7 @@ def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: b
 
 
 def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace the parameter or buffer of a name in a model."""
+    """Replace the parameter or buffer with this name in a model."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     if leaf in (buffers := buffer_table(owner)):  # `setattr` would refuse a parameter there
@@ -466,12 +466,12 @@ def _get_tensor(model: nn.Module, name: str) -> Any:
 
 
 def _has_own_type(tensor: Tensor) -> bool:
-    """Return whether a tensor is of a library's own type around its values, for its kernels."""
+    """Return whether a tensor is of a library's wrapper type, for its kernels."""
     return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
 
 
 def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) -> None:
-    """Replace parameters of an optimizer, in place, by those that a mapping has for them.
+    """Replace parameters of an optimizer in place, by a mapping from old to new.
 
     Groups keep their lists; state is sharded like the new parameters. One parameter may replace several.
     """
@@ -511,7 +511,7 @@ def _shard_state(state: Any, like: Tensor) -> Any:
 
 
 def hook_of(parameter: Any) -> str | None:
-    """Return the method by which a hook on the gradient of a parameter was registered, if one was.
+    """Return the method by which a parameter's gradient hook was registered, if it has one.
 
     Example:
         >>> parameter = torch.nn.Parameter(torch.ones(1))
@@ -526,7 +526,7 @@ def hook_of(parameter: Any) -> str | None:
 
 
 def dtype_to_train(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which an optimizer trains a parameter; frozen and quantised ones keep theirs.
+    """Return the dtype in which an optimizer trains a parameter; frozen and quantised ones keep their dtype.
 
     Example:
         >>> dtype_to_train(torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)))
