@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 
 def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
-    """Let a function raise `ImportError` when it is called without torchao.
+    """Make a function raise `ImportError` when it is called without torchao.
 
     Args:
         func: The function.
@@ -70,7 +70,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence
     """Return whether a layer may be converted: it is not excluded, and its sizes are divisible by 16.
 
     Args:
-        module: The layer; one that is not linear passes.
+        module: The layer; layers that are not linear pass.
         fqn: Its name.
         layers_to_filter: The names of excluded layers.
 
@@ -85,7 +85,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     """Return whether a layer may be converted: sizes divisible by 16, and neither the first nor the last.
 
     Args:
-        module: A layer; or a model, of which `fqn` names a layer.
+        module: A layer, or a model in which `fqn` names a layer.
         fqn: The name of the layer.
 
     Example:
@@ -114,7 +114,7 @@ def has_ao_layers(model: nn.Module) -> bool:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: Callable[[nn.Module, str], bool] | None = None
 ) -> None:
-    """Convert linear layers of a model to torchao's FP8 training, in place; names and parameters stay.
+    """Convert linear layers of a model to torchao's FP8 training in place; names and parameters stay.
 
     Args:
         model: The model.
@@ -139,7 +139,7 @@ def convert_model_to_fp8_ao(
     _convert(model, config, module_filter_func)
 
 
-_convert_model_to_fp8_ao = convert_model_to_fp8_ao  # a replacement of the function leaves this name alone
+_convert_model_to_fp8_ao = convert_model_to_fp8_ao  # keeps the original if a program replaces the function
 
 
 def _converted_layers(model: nn.Module) -> set[str]:
@@ -147,11 +147,11 @@ def _converted_layers(model: nn.Module) -> set[str]:
 
 
 BLOCK = 32
-"""Values with a scale of their own in MXFP8; torchao takes matrices whose sizes this divides."""
+"""Values that share one scale in MXFP8; torchao accepts matrices whose sizes this divides."""
 
 
 class BlockScaledLinear(nn.Linear):
-    """A linear layer whose weight is of torchao's type for MXFP8; that type leaves the bias out.
+    """A linear layer whose weight is of torchao's MXFP8 type, which does not apply the bias.
 
     With `pads_rows`, rows of zeros are added up to a multiple of `BLOCK`: gradients of the weight are sums
     over rows.
@@ -160,7 +160,7 @@ class BlockScaledLinear(nn.Linear):
     pads_rows: bool = True
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
-        """Compute as torch's layer does; inputs are cast to the weight's dtype, unseen by autocast."""
+        """Compute like torch's layer; inputs are cast to the weight's dtype outside of autocast."""
         flat = input.to(self.weight.dtype).reshape(-1, self.in_features)
         rows = len(flat)
         if self.pads_rows and rows % BLOCK:
@@ -175,7 +175,7 @@ class BlockScaledLinear(nn.Linear):
 
 @frozen
 class TorchAo:
-    """Convert models by torchao, and compute the scales of their weights."""
+    """Convert models with torchao, and compute the scales of their weights."""
 
     handler: AORecipeKwargs
     device: torch.device
@@ -192,7 +192,7 @@ class TorchAo:
         del runtime, mesh
 
         def autocast_inputs(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            kind = layer.weight.device.type  # torchao knows the autocast of CUDA alone
+            kind = layer.weight.device.type  # torchao supports only CUDA's autocast
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             return tuple(tensor.to(dtype) for tensor in inputs)
 
@@ -216,7 +216,7 @@ class TorchAo:
         return replaced
 
     def _convert(self, model: nn.Module) -> set[str]:
-        """Convert layers in place, by the documented function where a program replaces it."""
+        """Convert layers in place, with the documented function if a program replaces it."""
         chosen = self.handler.module_filter_func
         if convert_model_to_fp8_ao is _convert_model_to_fp8_ao:
             return _convert(model, self.config, chosen, pad=bool(self.handler.pad_inner_dim))
@@ -225,13 +225,13 @@ class TorchAo:
         return _converted_layers(model) - known
 
     def compute_scales(self, models: Sequence[nn.Module]) -> None:
-        """Compute the scales of all weights with one all-reduce instead of one in each all-gather."""
+        """Compute the scales of all weights with one all-reduce instead of one per all-gather."""
         for model in models:
             _float8().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
 def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_types: bool) -> Recipe:
-    """Make the recipe: `sharded` by FSDP2 or not, under a strategy that `keeps_types` of weights or not."""
+    """Build the recipe: `sharded` by FSDP2 or not, under a strategy that `keeps_types` of weights or not."""
     if handler.config == "mxfp8" and not keeps_types:
         raise UnsupportedError(
             "AORecipeKwargs(config='mxfp8') trains in one process, with DDP and FSDP2, but not with "
@@ -295,7 +295,7 @@ def _convert(
     chosen: set[str] = set()
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Linear) or isinstance(layer, _layer_classes()):
-            continue  # those that are converted already are left out
+            continue  # already converted
         if module_filter_func is not None:
             is_chosen = module_filter_func(layer, name)
         else:  # a subclass may use its weight differently

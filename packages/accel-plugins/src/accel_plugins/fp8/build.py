@@ -36,7 +36,7 @@ _SHARDING = (FullyShardedDataParallelPlugin, ParallelismConfig, DeepSpeedPlugin)
 
 
 def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) -> Recipe:
-    """Make the recipe; `fp8.backend` of the settings names a backend, unless a handler does."""
+    """Build the recipe; a handler's backend takes precedence over `fp8.backend` of the settings."""
     # 1. Choose the library.
     requested = [handlers[kind] for kind in (*HANDLERS, FP8RecipeKwargs) if kind in handlers]
     if len(requested) > 1:
@@ -60,7 +60,7 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
             "library.",
             backend.title,
         )
-    # 2. Make its recipe.
+    # 2. Build its recipe.
     if backend.name == "AO":
         fsdp, config = handlers.get(FullyShardedDataParallelPlugin), handlers.get(ParallelismConfig)
         is_sharded = config is not None and config.dp_shard_enabled if fsdp is None else fsdp.version == 2
@@ -96,7 +96,7 @@ def fp8_device(device: torch.device) -> Fp8Device:
 
 
 def build_msamp(handler: MSAMPRecipeKwargs, *, sharded: bool, world_size: int) -> Recipe:
-    """Make the recipe of MS-AMP."""
+    """Build the recipe of MS-AMP."""
     if sharded:
         raise UnsupportedError(
             "mixed_precision='fp8' with MS-AMP trains in one process or under DDP, and parameters are to be "
@@ -111,7 +111,7 @@ def build_msamp(handler: MSAMPRecipeKwargs, *, sharded: bool, world_size: int) -
         ) from error
 
     def initialize(bundle: Bundle) -> Bundle:
-        """Let the library replace the model and the optimizer, which belong together."""
+        """Have the library replace the model together with its optimizer."""
         if not bundle.models:
             return bundle
         if len(bundle.models) != 1 or len(bundle.optimizers) != 1:

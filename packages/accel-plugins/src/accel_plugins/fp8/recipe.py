@@ -39,21 +39,21 @@ OptLevel = Literal["O1", "O2"]
 
 @frozen
 class Recipe:
-    """A way for models to compute in a format that needs more than autocast, for one run.
+    """A precision recipe of one run: a number format for models that needs more than autocast.
 
     Args:
         name: The name under which it is registered.
         convert: Changes the models of a bundle in place, before they are wrapped or sharded, and returns
             a map from every replaced parameter to its replacement; called as `convert(bundle, runtime,
-            mesh)`, on every rank. Modules that shared a parameter share it afterwards. Whatever must be saved
+            mesh)`, on every rank. Modules that shared a parameter share it afterwards. All state to be saved
             with a model is in its parameters and buffers.
-        precision: The mixed precision of everything that is not converted.
-        initialize: Called before that with a bundle; returns it with the models and optimizers by which a
-            library replaces them.
-        after_step: Called after every optimizer step with the prepared models, wrapped as they are.
-        after_load: Called with them after a checkpoint was loaded, to compute what depends on weights.
-        state_dict: Returns whatever else must be saved to resume; the same on all ranks.
-        load_state_dict: Resumes from it.
+        precision: The mixed precision of modules that are not converted.
+        initialize: Called before `convert` with a bundle; returns it with models and optimizers replaced by a
+            library's.
+        after_step: Called after every optimizer step with the prepared models, still wrapped.
+        after_load: Called with them after a load, to recompute values that depend on weights.
+        state_dict: Returns other state needed to resume; the same on all ranks.
+        load_state_dict: Restores that state.
         backend: The library that computes, for `Accelerator.fp8_backend`; `None` if it is no FP8.
     """
 
@@ -74,11 +74,11 @@ RecipeFactory: TypeAlias = "Callable[[Settings, Runtime, Mapping[type, Any]], Re
 
 @frozen
 class RecipeSpec:
-    """The row of a recipe, known before it is built; `Accelerator(mixed_precision=…)` takes its name.
+    """The registry entry of a recipe; `Accelerator(mixed_precision=…)` takes its name.
 
     Args:
         name: The name under which it is registered; none of `"no"`, `"fp16"`, `"bf16"`.
-        build: Makes it, or `"module:function"` of what does.
+        build: Builds it, or the `"module:function"` that does.
         handlers: The types of kwargs handlers that it reads; `Accelerator(kwargs_handlers=[…])` takes them.
 
     Example:
@@ -94,9 +94,9 @@ class RecipeSpec:
 def build_recipe(
     name: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
 ) -> Recipe | None:
-    """Make the recipe of a run; `None` for a precision that needs none."""
+    """Build the recipe of a run; `None` for a precision that needs none."""
     spec = None if name in BASE_PRECISIONS else RECIPES.find(name)
-    # Installed recipes are imported only where a handler may belong to one.
+    # Installed recipes are imported only if a handler may belong to one.
     is_foreign = any(kind.__module__.partition(".")[0] != "accel_plugins" for kind in handlers)
     for recipe in (RECIPES.available() if is_foreign else RECIPES.built_in).values():
         for kind in () if spec is recipe else recipe.handlers:
@@ -140,16 +140,16 @@ class AORecipeKwargs(KwargsHandler):
             precision; most accurate) or `"mxfp8"` (blocks of 32 values; compute capability 10.0 and newer,
             emulated on a CPU; in one process, with DDP and FSDP2). `None`: `"tensorwise"`, emulated on a
             CPU; the field then has the `Float8LinearConfig` of that recipe if torchao is installed.
-        module_filter_func: Called with a module and its name; whether it is converted. `None`: linear
+        module_filter_func: Called with a module and its name; returns whether to convert it. `None`: linear
             layers whose sizes are divisible by 16 (`"mxfp8"`: 32), except the first and the last one.
         pad_inner_dim: Whether inner dims are padded to multiples of 16 (`"mxfp8"`: the rows of inputs to
             multiples of 32); `ACCELERATE_FP8_PAD_INNER_DIM`, else true.
         enable_fsdp_float8_all_gather: Whether FSDP2 all-gathers converted weights in 8 bits where weights
             are scaled tensorwise; `ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER`, else true. Without FSDP2
             there is no such all-gather.
-        force_recompute_fp8_weight_in_bwd: Whether torchao converts weights again in the backward pass, which
-            saves memory, and does not keep them from the forward pass; torchao's default if `None`. Recent
-            versions of torchao (0.18, for instance) decide that themselves, and ignore it.
+        force_recompute_fp8_weight_in_bwd: Whether torchao converts weights again in the backward pass instead
+            of keeping them from the forward pass, which saves memory; torchao's default if `None`. Recent
+            versions of torchao (0.18, for instance) decide this themselves, and ignore it.
 
     Raises:
         SettingsError: A field is unknown, or contradicts `config`.
@@ -222,21 +222,21 @@ class AORecipeKwargs(KwargsHandler):
 
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """Train in FP8 with TransformerEngine. A field that is `None` comes from `ACCELERATE_FP8_…`, else below.
+    """Train in FP8 with TransformerEngine. `None` means the variable `ACCELERATE_FP8_…`, else as below.
 
     Args:
         use_autocast_during_eval: Whether evaluation also computes in FP8; default false.
         margin: Margin of the scaling factors, in powers of 2; default 0.
         interval: Steps between two computations of the scaling factors; default 1. TransformerEngine 2
-            computes them in every step, and takes nothing else.
+            computes them in every step, and accepts nothing else.
         fp8_format: `"HYBRID"` (E4M3 forward, E5M2 backward), `"E4M3"` or `"E5M2"`; default `"HYBRID"`, which
             block-scaled recipes replace by E4M3.
-        amax_history_len: Steps over which delayed scaling looks back; default 1024.
-        amax_compute_algo: `"max"` or `"most_recent"` of these; default `"most_recent"`.
+        amax_history_len: Length of the history of delayed scaling, in steps; default 1024.
+        amax_compute_algo: `"max"` or `"most_recent"` of the history; default `"most_recent"`.
         override_linear_precision: Whether fprop, dgrad and wgrad compute in higher precision; default all
             false. TransformerEngine 2 has no such choice.
         use_mxfp8_block_scaling: The same as `recipe="mxfp8"`.
-        recipe: `"delayed"` (the default), `"current"` (scales of the values at hand), `"mxfp8"` or `"nvfp4"`
+        recipe: `"delayed"` (the default), `"current"` (scales of the current values), `"mxfp8"` or `"nvfp4"`
             (blocks; compute capability 10.0 and newer), as far as the installed version has them.
 
     Raises:
@@ -320,7 +320,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The older form of `TERecipeKwargs` and `MSAMPRecipeKwargs`, with the fields of both; use one of these.
+    """The legacy form of `TERecipeKwargs` and `MSAMPRecipeKwargs`, with the fields of both; use one of these.
 
     Only the fields of its backend are read.
 
@@ -328,7 +328,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         backend: `"TE"` or `"MSAMP"`; `ACCELERATE_FP8_BACKEND`, else MS-AMP where only that is installed.
 
     Raises:
-        SettingsError: As with the two, or there is no such backend.
+        SettingsError: As with these two, or the backend is unknown.
     """
 
     backend: Backend | None = None
@@ -352,14 +352,14 @@ FP8 = RecipeSpec(
     build="accel_plugins.fp8.build:build",
     handlers=(FP8RecipeKwargs, AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs),
 )
-"""Matrices multiplied in 8 bits by torchao, TransformerEngine or MS-AMP."""
+"""FP8: matrices multiplied in 8 bits by torchao, TransformerEngine or MS-AMP."""
 
 RECIPES = Registry(group=RECIPE_GROUP, kind=RecipeSpec, noun="precision recipe", built_in={"fp8": FP8})
 """All recipes, those of installed distributions included."""
 
 
 def parameter_ids(models: Sequence[nn.Module]) -> list[dict[str, int]]:
-    """Return the `id` of every parameter by its name, for each model; shared ones by all of their names."""
+    """Return the `id` of every parameter by name, for each model; shared ones under all of their names."""
     return [
         {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         for model in models
@@ -375,11 +375,11 @@ def check_converted(
         recipe: The recipe.
         before: The `parameter_ids` of the models before they were converted.
         bundle: The models, converted, and the optimizers, as they were.
-        replaced: What the recipe's `convert` has returned.
+        replaced: The map that the recipe's `convert` returned.
 
     Raises:
-        SettingsError: An optimizer has a parameter that no model has any more and that `replaced` has not;
-            or a model has one that needs gradients, was in an optimizer under its name, and no longer is.
+        SettingsError: An optimizer has a parameter that no model has any more and that is not in `replaced`;
+            or a model has one that needs gradients, and whose predecessor of that name was in an optimizer.
     """
     now = {id(parameter) for model in bundle.models for parameter in model.parameters()}
     held = {
@@ -414,7 +414,7 @@ def check_converted(
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor, or of a `DTensor`'s shard, without a library's tensor subclass.
+    """Convert a tensor, or a `DTensor`'s shard, from a library's tensor subclass to a plain tensor.
 
     Example:
         >>> import torch
@@ -434,7 +434,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def save_plain_weights(model: nn.Module, names: Iterable[str]) -> None:
-    """Make state dicts of a model have plain weights, and loaded weights get new scales."""
+    """Hook a model so that state dicts have plain weights, and loaded weights get new scales."""
 
     def save_plain(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         for name, _ in module.named_parameters(recurse=False):
@@ -453,7 +453,7 @@ def save_plain_weights(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def tied_layers(model: nn.Module) -> set[str]:
-    """Return the names of the layers that share a parameter with another one."""
+    """Return the names of the layers that share a parameter with another layer."""
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])

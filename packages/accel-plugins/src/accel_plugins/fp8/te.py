@@ -59,19 +59,19 @@ def convert_model(
     _convert_linear: bool = True,
     _convert_ln: bool = True,
 ) -> dict[Tensor, Tensor]:
-    """Replace linear and layer-norm layers by those of TransformerEngine, or these by torch's, in place.
+    """Replace linear and layer-norm layers in place: torch's with TransformerEngine's, or the reverse.
 
-    Linear layers whose sizes are not divisible by 16 stay. What shares a layer or a parameter with a replaced
-    layer, an embedding for example, shares the new one.
+    Linear layers whose sizes are not divisible by 16 stay. Modules that share a layer or a parameter with a
+    replaced layer, such as an embedding, share the new one.
 
     Args:
         model: The model; the layers inside are replaced, the model itself is not.
-        to_transformer_engine: `False`: give torch's layers back.
+        to_transformer_engine: `False`: restore torch's layers.
         _convert_linear: Whether linear layers are replaced.
-        _convert_ln: Whether layer norms are.
+        _convert_ln: Whether layer norms are replaced.
 
     Returns:
-        The old parameters with the new ones, which have the same values.
+        A map from old parameters to new ones, which have the same values.
 
     Raises:
         MissingDependencyError: TransformerEngine is not installed.
@@ -103,7 +103,7 @@ def convert_model(
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """Put the autocast of TransformerEngine around a `forward`, which takes the model as first argument then.
+    """Wrap a bound `forward` in TransformerEngine's autocast; the result takes the model as first argument.
 
     Args:
         model_forward: The bound `forward` of a model.
@@ -111,7 +111,7 @@ def contextual_fp8_autocast(
         use_during_eval: Whether models in evaluation mode also compute in FP8.
 
     Returns:
-        A function that is bound to the model with `types.MethodType`.
+        A function to bind to the model with `types.MethodType`.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +123,7 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
-    """Put the autocast of TransformerEngine around the `forward` of a model, in place.
+    """Wrap the `forward` of a model in TransformerEngine's autocast, in place.
 
     Args:
         model: The model.
@@ -142,9 +142,9 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
 
 
 def fp8_autocast(recipe: Any, *, enabled: bool) -> AbstractContextManager[Any]:
-    """Return the autocast of TransformerEngine; the largest values are reduced over all ranks.
+    """Return the autocast of TransformerEngine; absolute maxima are reduced over all ranks.
 
-    Ranks with the same rows of a layer have other data, ranks with other rows scale them alike.
+    Ranks with the same rows of a layer have different data; ranks with other rows use the same scales.
     """
     te = _te()
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -155,7 +155,7 @@ def fp8_autocast(recipe: Any, *, enabled: bool) -> AbstractContextManager[Any]:
 
 
 def make_recipe(handler: TERecipeKwargs) -> Any:
-    """Return the recipe of TransformerEngine for a handler."""
+    """Build TransformerEngine's recipe from a handler."""
     recipes = import_module("transformer_engine.common.recipe")
     name = handler.recipe or "delayed"
     kind = getattr(recipes, RECIPE_CLASSES[name], None)
@@ -171,7 +171,7 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
 
 
 def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a recipe that are not at its default."""
+    """Return the options of a recipe that differ from its defaults."""
     defaults = dict(TERecipeKwargs.DEFAULTS)
     own = ("margin", "fp8_format", "interval", "override_linear_precision")
     history = ("amax_history_len", "amax_compute_algo")
@@ -191,7 +191,7 @@ def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[st
 
 
 def build(handler: TERecipeKwargs) -> Recipe:
-    """Make the recipe."""
+    """Build the recipe."""
     recipe = make_recipe(handler)
     in_eval = bool(handler.use_autocast_during_eval)
 
@@ -219,7 +219,7 @@ def _te() -> Any:
 
 
 def _counterpart(layer: Any, te: Any) -> nn.Module:
-    """Return TransformerEngine's new layer for one of torch, or torch's for one of TransformerEngine."""
+    """Build TransformerEngine's layer for a layer of torch, or the reverse."""
     device, dtype = layer.weight.device, layer.weight.dtype
     if isinstance(layer, nn.Linear):
         sizes, has_bias = (layer.in_features, layer.out_features), layer.bias is not None
@@ -233,13 +233,13 @@ def _counterpart(layer: Any, te: Any) -> nn.Module:
 
 @torch.no_grad()
 def _copy(old: nn.Module, new: nn.Module, replaced: dict[Tensor, Tensor]) -> None:
-    """Give a new layer the values of an old one, or the parameters in `replaced`; enter its own there."""
+    """Copy an old layer's values to a new one, or reuse parameters in `replaced`; add new ones there."""
     for name in ("weight", "bias"):
         source, target = getattr(old, name, None), getattr(new, name)
         if source is None or not source.numel():
             continue
         if source in replaced:
-            # Not by `setattr`, with which TransformerEngine forgets how a parameter is initialised.
+            # Not by `setattr`, with which TransformerEngine loses a parameter's initialiser.
             parameter_table(new)[name] = replaced[source]  # pyright: ignore[reportArgumentType]
         else:
             target.copy_(source)

@@ -1,4 +1,4 @@
-"""Arguments of Megatron from fields of the plugin, an optimizer, a schedule and the sizes of a model."""
+"""Build Megatron's arguments from the plugin, an optimizer, a schedule and the sizes of a model."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def precision_args(mixed_precision: str) -> dict[str, Any]:
 
 
 def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an optimizer of PyTorch as Megatron describes it.
+    """Convert an optimizer of PyTorch to Megatron's arguments.
 
     Example:
         >>> import torch
@@ -107,7 +107,7 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
             f"{type(optimizer).__name__} is not one of Megatron's optimizers: use torch.optim.AdamW, Adam, "
             "SGD."
         )
-    step = unwrap(type(optimizer).step)  # torch wraps the method when the first object is made.
+    step = unwrap(type(optimizer).step)  # torch wraps the method when the first instance is created.
     if not any(step is unwrap(kind.step) for kind in (Adam, AdamW, SGD)):
         raise UnsupportedError(
             f"{type(optimizer).__name__} has its own step(), which Megatron would not call: it builds its "
@@ -135,7 +135,7 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def schedule_args(plugin: MegatronLMPlugin, scheduler: MegatronLMDummyScheduler) -> dict[str, Any]:
-    """Return the schedule as Megatron describes it."""
+    """Convert the schedule to Megatron's arguments."""
     ranks = getattr(plugin, "data_parallel_size", 1)
     args = {name: getattr(plugin, name) for name in _OF_SCHEDULES}
     steps, samples = plugin.train_iters, plugin.train_samples
@@ -208,9 +208,9 @@ class Sizes:
     Args:
         name: Class of the model or of its configuration, for messages.
         kv_heads: Key-value heads of a layer: fewer with grouped-query attention.
-        layers: Layers; those of the decoder, where there is an encoder beside it.
-        encoder_layers: Layers of the encoder beside a decoder; else 0.
-        max_positions: Positions that have an embedding; `None` if positions are relative.
+        layers: Number of layers; only the decoder's if there is an encoder.
+        encoder_layers: Number of encoder layers if there is a decoder, too; else 0.
+        max_positions: Number of position embeddings; `None` if positions are relative.
     """
 
     name: str
@@ -271,18 +271,18 @@ def _size(config: Any, known: str, *names: str) -> int:
 _PARSERS: dict[str, Parser] = {}
 _OF_KINDS: Mapping[str, str] = {"gpt": "llama", "bert": "bert", "t5": "t5"}
 _ANY_LENGTH = 1024
-"""Tokens of a sequence of a model that has any number of positions, if no length is set."""
+"""Sequence length of a model without a limit of positions, if no length is set."""
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
-    """Make a decorator that registers how a type of model is described to Megatron.
+    """Return a decorator that registers the description of a model type for Megatron.
 
     Args:
         model_type: As in `model.config.model_type`.
 
     Returns:
-        A decorator of functions `f(megatron_lm_plugin, model, batch_data)` that enter the sizes of the model
-        into `megatron_lm_plugin.megatron_lm_default_args`.
+        A decorator of functions `f(megatron_lm_plugin, model, batch_data)` that set the sizes of the model in
+        `megatron_lm_plugin.megatron_lm_default_args`.
 
     Example:
         >>> @add_model_config_to_megatron_parser("my_model")
@@ -300,12 +300,12 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
 def enter_network_args(
     plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None
 ) -> None:
-    """Enter the sizes of a model into the arguments of a plugin."""
+    """Set the sizes of a model in the arguments of a plugin."""
     config: Any = getattr(model, "config", None)
     model_type: Any = getattr(config, "model_type", None)
     parser = _PARSERS.get(model_type)
     if parser is None and (row := FAMILIES.available().get(model_type)) is not None:
-        parser = _PARSERS[_OF_KINDS[row.kind]]  # A family of another distribution is like ours of its kind.
+        parser = _PARSERS[_OF_KINDS[row.kind]]  # Families of other distributions use ours of their kind.
     if parser is None:
         raise SettingsError(
             f"{type(model).__name__} is of type {model_type!r}, which is not described to Megatron (known: "

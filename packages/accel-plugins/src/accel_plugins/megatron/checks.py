@@ -1,4 +1,4 @@
-"""Checks of a model, batch and plugin before Megatron trains; elements of parameters per pipeline stage."""
+"""Check model, batch and plugin before Megatron trains; count parameter elements per pipeline stage."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
 
 
 def check_schedule(plugin: MegatronLMPlugin, *, has_optimizer: bool, has_placeholder: bool) -> None:
-    """Refuse a schedule without its optimizer, and fields of a schedule that is not prepared."""
+    """Refuse a schedule without an optimizer, and fields of a schedule that is not prepared."""
     if has_placeholder and not has_optimizer:
         raise SettingsError(
             "prepare() got a MegatronLMDummyScheduler without its optimizer: prepare them in one call, as in "
@@ -122,7 +122,7 @@ _OF_DATA = tuple(
 
 
 def _check_effects(plugin: MegatronLMPlugin, effects: Iterable[Effect], **facts: bool) -> None:
-    """Refuse fields that are not at their default and have no effect."""
+    """Refuse fields that differ from their default and have no effect."""
     defaults = {field.name: DEFAULTS.get(field.name, field.default) for field in fields(plugin)}
     changed = {name: value for name in defaults if (value := getattr(plugin, name)) != defaults[name]}
     for names, sentence in find_ineffective(effects, changed | facts):
@@ -131,7 +131,7 @@ def _check_effects(plugin: MegatronLMPlugin, effects: Iterable[Effect], **facts:
 
 
 def check_positions(plugin: MegatronLMPlugin, kind: str | None, name: str) -> None:
-    """Reject positions for which the weights of a model were not made.
+    """Reject a position embedding type for which a model was not built.
 
     `kind` is the model's `position_embedding_type` of megatron-core, `None` for learned positions.
     """
@@ -164,7 +164,7 @@ def check_recompute(plugin: MegatronLMPlugin, kind: str) -> None:
 
 
 def check_indexed_data(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
-    """Refuse to make indexed data sets of models other than decoders."""
+    """Refuse indexed data sets for models other than decoders."""
     if kind != "gpt" and plugin.custom_megatron_datasets_provider_function is None:
         raise UnsupportedError(
             f"A MegatronLMDummyDataLoader makes data sets of decoders, not those of {name!r}: give "
@@ -179,7 +179,7 @@ def has_own_code(plugin: MegatronLMPlugin) -> bool:
 
 
 def check_offload(plugin: MegatronLMPlugin, optimizer: Optimizer) -> None:
-    """Refuse optimizers that megatron-core does not offload, or keep in fewer bits."""
+    """Refuse optimizers that megatron-core cannot offload, or keep in fewer bits."""
     if plugin.use_precision_aware_optimizer and not isinstance(optimizer, Adam | AdamW):
         raise UnsupportedError(
             "MegatronLMPlugin(use_precision_aware_optimizer=True): megatron-core does so for AdamW, not for "
@@ -194,7 +194,7 @@ def check_offload(plugin: MegatronLMPlugin, optimizer: Optimizer) -> None:
 
 
 def check_attention(plugin: MegatronLMPlugin, kind: str, name: str, *, has_engine: bool) -> None:
-    """Refuse options of attention that the model's own, or TransformerEngine's layers, would not read."""
+    """Refuse attention options that the model's own or TransformerEngine's layers would ignore."""
     backend = plugin.attention_backend
     if kind != "gpt" and backend not in {"auto", "local"}:
         raise UnsupportedError(
@@ -216,7 +216,7 @@ def check_attention(plugin: MegatronLMPlugin, kind: str, name: str, *, has_engin
 
 
 def check_token_loss(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
-    """Refuse the loss by token of models whose train step has none."""
+    """Refuse the loss per token for models whose train step does not support it."""
     if plugin.calculate_per_token_loss and kind == "bert" and plugin.custom_train_step_class is None:
         raise UnsupportedError(
             f"MegatronLMPlugin(calculate_per_token_loss=True): the train step of {name!r} has no loss by "
@@ -229,7 +229,7 @@ _OF_DECODERS = ("labels", "decoder_input_ids", "decoder_attention_mask", "text_d
 
 
 def check_sequence_lengths(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
-    """Refuse the lengths of sequences that a model does not have."""
+    """Refuse length options of sequences that a model does not have."""
     wanted = _LENGTHS.get(kind, ("seq_length",))
     unused = [f"{field}={value}" for field, value in plugin.longest.items() if field not in wanted]
     if unused:
@@ -240,7 +240,7 @@ def check_sequence_lengths(plugin: MegatronLMPlugin, kind: str, name: str) -> No
 
 
 def check_lengths_of_batch(plugin: MegatronLMPlugin, sequences: Mapping[str, Any]) -> None:
-    """Refuse sequences that are longer than the plugin says."""
+    """Refuse sequences that are longer than the plugin's lengths."""
     for name, longest in plugin.longest.items():
         of_decoder = name == "decoder_seq_length"
         lengths = [
@@ -262,7 +262,7 @@ def stage_elements(
 ) -> list[int]:
     """Return how many elements of parameters a rank of each pipeline stage has.
 
-    `last` is the number of layers of the last stage; as many as of the others by default.
+    `last` is the number of layers of the last stage; by default the same as of the others.
     """
     family = find_family(model)
     config: Any = model.config

@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets, placeholders for what it makes itself, and loaders of all micro-batches."""
+"""Megatron's indexed data sets, placeholders for its loaders and schedule, and loaders of full batches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MegatronLMDummyScheduler:
 
 
 class MegatronLMDummyDataLoader:
-    """Placeholder for the loaders of Megatron's indexed data sets, which it cuts into three.
+    """Placeholder for the loaders of Megatron's indexed data sets, which are split into three.
 
     Prepare it three times in one call: the first result trains, the second validates, the third tests.
 
@@ -65,7 +65,7 @@ class MegatronLMDummyDataLoader:
         self.dataset_args: dict[str, Any] = dict(dataset_kwargs)
 
     def set_megatron_data_args(self) -> None:
-        """Enter the arguments into those of the active `MegatronLMPlugin`, whose own are kept.
+        """Add the arguments to those of the active `MegatronLMPlugin`, whose present values are kept.
 
         Raises:
             SettingsError: There is no active plugin.
@@ -85,7 +85,7 @@ class MegatronLMDummyDataLoader:
     def get_train_valid_test_datasets_provider(
         self, accelerator: Any
     ) -> Callable[[Sequence[int]], tuple[Any, Any, Any]]:
-        """Return a function that makes the three data sets from the number of samples of each.
+        """Return a function that builds the three data sets from the number of samples of each.
 
         Args:
             accelerator: Its plugin may have a `custom_megatron_datasets_provider_function`, which is used.
@@ -97,10 +97,10 @@ class MegatronLMDummyDataLoader:
     def build_train_valid_test_data_iterators(
         self, accelerator: Any
     ) -> tuple[DataLoader[Any] | None, DataLoader[Any] | None, DataLoader[Any] | None]:
-        """Make the loaders of the three data sets, from which `consumed_samples` are left out.
+        """Build the loaders of the three data sets, without `consumed_samples`.
 
         Args:
-            accelerator: Prepared with a model and optimizer, so that the sizes of batches are known.
+            accelerator: An accelerator that has prepared model and optimizer, so that batch sizes are known.
 
         Returns:
             Loaders of micro-batches over all ranks, to be prepared; `None` for a split without samples.
@@ -121,7 +121,7 @@ def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
     """Return a loader whose batches have `num_micro_batches` times as many samples.
 
     A loader's batch size is the micro-batch size of a rank, as documented. A loader without one is returned
-    as it is: its batches are sharded.
+    unchanged: its batches are sharded.
     """
     number = plugin.num_micro_batches or 1
     if number == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None:
@@ -149,9 +149,9 @@ def micro_batch_sizes(loaders: Sequence[Any]) -> list[int]:
 
 
 def with_real_loaders(loaders: Sequence[Any], context: Any) -> list[Any]:
-    """Replace placeholders: the first occurrence of one by the loader that trains, then those that evaluate.
+    """Replace placeholders with loaders: the first occurrence of one trains, further ones evaluate.
 
-    Called on every rank, once the sizes of batches are known.
+    Called on every rank, once batch sizes are known.
     """
     made: dict[int, Iterator[Any]] = {}
     result: list[Any] = []
@@ -202,9 +202,9 @@ def num_samples(plugin: MegatronLMPlugin) -> tuple[int, int, int]:
 def indexed_datasets(
     plugin: MegatronLMPlugin, options: Mapping[str, Any], samples: Sequence[int]
 ) -> tuple[Any, Any, Any]:
-    """Make the data sets for training, validation and test of a decoder; `None` for splits without documents.
+    """Build a decoder's data sets for training, validation and test; `None` for splits without documents.
 
-    Called on every rank: the first builds the indices, the others wait for it.
+    Called on every rank: rank 0 builds the indices, the others wait for it.
     """
     load_library("MegatronLMDummyDataLoader")
     datasets = core("datasets.gpt_dataset")
@@ -215,7 +215,7 @@ def indexed_datasets(
 
 
 def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config: type) -> dict[str, Any]:
-    """Return the options of data sets as megatron-core calls them."""
+    """Return the options of data sets under megatron-core's names."""
     known = {field.name for field in fields(config)}
     requested = {
         _RENAMED.get(name, name): value for name, value in options.items() if name != "micro_batch_size"
@@ -240,7 +240,7 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config
             "MegatronLMDummyDataLoader a tokenizer that has one, or leave it out."
         )
     kind = "none" if tokenizer is None else type(tokenizer).__name__
-    documents = SimpleNamespace(  # what megatron-core reads; cached indices depend on the identifiers
+    documents = SimpleNamespace(  # read by megatron-core; cached indices depend on the identifiers
         vocab_size=None if tokenizer is None else len(tokenizer),
         eod=eod,
         unique_identifiers={
@@ -265,7 +265,7 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config
 def indexed_loaders(
     plugin: MegatronLMPlugin, datasets: Sequence[Any]
 ) -> tuple[DataLoader[Any] | None, DataLoader[Any] | None, DataLoader[Any] | None]:
-    """Make loaders of micro-batches that begin after what was consumed before."""
+    """Build loaders of micro-batches that begin after the consumed samples."""
     consumed = plugin.consumed_samples or [0, 0, 0]
     if len(consumed) != len(datasets):
         raise SettingsError(

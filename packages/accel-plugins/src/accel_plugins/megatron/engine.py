@@ -1,4 +1,4 @@
-"""Megatron's engine: run forward and backward passes of a model by a pipeline schedule."""
+"""Megatron's engine: runs forward and backward passes of a model by a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
 
 @frozen
 class TrainStepContext:
-    """The object that train steps get as `accelerator`."""
+    """The object passed to train steps as `accelerator`."""
 
     state: Any
     device: torch.device
 
 
 class MegatronEngine(nn.Module):
-    """A model as Megatron trains it: this rank's pipeline stages.
+    """This rank's pipeline stages of a model that Megatron trains.
 
-    Called with a batch by name, it returns the loss over all micro-batches and replicas, on every rank.
+    Called with a batch by keyword, it returns the loss over all micro-batches and replicas, on every rank.
 
     Args:
         source: The model of transformers; its parameters are on the meta device.
         family: The model's row; `None` with a `custom_model_provider_function`.
         optimizer: megatron-core's optimizer; `None` in evaluation.
-        optimizer_names: Weights of each group of the optimizer of PyTorch, in their order.
+        optimizer_names: Names of weights in each group of PyTorch's optimizer, in order.
 
     Attributes:
-        outputs: The class of what a call returns; `None` for a model without a row.
-        positions: The most tokens of a sequence, where each has an embedding; else `None`.
-        samples: Those of all replicas whose gradients there are.
+        outputs: The class of a call's result; `None` for a model without a row.
+        positions: The maximum sequence length of models with position embeddings; else `None`.
+        samples: Number of samples, over all replicas, in the present gradients.
     """
 
     def __init__(
@@ -118,32 +118,32 @@ class MegatronEngine(nn.Module):
         length_penalty: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Continue prompts by a GPT-2 or Llama; all ranks of a replica call it with the same prompts.
+        """Generate from prompts with a GPT-2 or Llama; all ranks of a replica call it with the same prompts.
 
-        Tokens are the most probable ones, unless one of `temperature`, `top_k` and `top_p` asks to draw them
-        or `num_beams` to search.
+        Decoding is greedy, unless one of `temperature`, `top_k` and `top_p` requests sampling or `num_beams`
+        a beam search.
 
         Args:
             inputs: Tokens of shape `[rows, width]`.
             attention_mask: Of the same shape, 0 for padding, which is on one side of each prompt. Prompts
-                that are padded on the right are continued in place of their padding.
-            max_length: The most tokens of a prompt and its continuation, padding included.
-            max_new_tokens: The most tokens beyond `width`, instead.
-            num_beams: Beams of a search.
-            temperature: Divides logits before the draw.
-            top_k: Draw only from so many of the most probable tokens.
-            top_p: Draw only from the most probable tokens with this probability together.
+                padded on the right are continued in place of their padding.
+            max_length: Maximum number of tokens of a prompt and its continuation, padding included.
+            max_new_tokens: Maximum number of tokens beyond `width`, instead.
+            num_beams: Number of beams.
+            temperature: Divides logits before sampling.
+            top_k: Sample only from this number of most probable tokens.
+            top_p: Sample only from the most probable tokens with this total probability.
             length_penalty: Power of the length by which scores of beams are divided; default 1.
-            **kwargs: `top_p_decay`, the factor of `top_p` after each token, and `top_p_bound`, the least it
-                becomes; `random_seed` of the draws; `add_BOS`, whether to put the `bos_token_id` before every
-                prompt; `do_sample`, `eos_token_id` and `pad_token_id` as in transformers.
+            **kwargs: `top_p_decay`, the factor of `top_p` after each token, and `top_p_bound`, its minimum;
+                `random_seed` for sampling; `add_BOS`, whether to put the `bos_token_id` before every prompt;
+                `do_sample`, `eos_token_id` and `pad_token_id` as in transformers.
 
         Returns:
             Prompts and continuations of shape `[rows, longest]`, on every rank of the replica.
 
         Raises:
             SettingsError: Values are out of range, or sequences longer than the model has positions.
-            UnsupportedError: The model is no decoder, or an option is not known.
+            UnsupportedError: The model is no decoder, or an option is unknown.
         """
         requested = {
             "max_length": max_length,
@@ -177,7 +177,7 @@ class MegatronEngine(nn.Module):
         if not forward_only and self._is_reduced:
             self.discard()
         config = self.transformer_config
-        # A global of megatron-core, which decides on the schedule; models of one process may differ in it.
+        # A global of megatron-core that selects the schedule; models of one process may differ in it.
         core("parallel_state").set_virtual_pipeline_model_parallel_world_size(
             config.virtual_pipeline_model_parallel_size
         )
@@ -272,7 +272,7 @@ class MegatronEngine(nn.Module):
                 f"Sequences of {length} tokens cannot be divided by {what}: pad them to a multiple of "
                 f"{size} (pad_to_multiple_of), or leave it out."
             )
-        # 3. Check that the vocabulary has its tokens. A device is not waited for; own code may read anything.
+        # 3. Check tokens against the vocabulary, without a device sync; the user's code may read any tensor.
         vocabulary: int = getattr(self.config, "vocab_size", None) or 0
         custom = plugin.custom_get_batch_function, plugin.custom_train_step_class
         is_known = "input_ids" in batch and vocabulary > 0 and self.family is not None
@@ -297,9 +297,9 @@ class MegatronEngine(nn.Module):
         ]
 
     def _sequences(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return the tensors of a batch that are sequences: by their names, else all with two dims or more.
+        """Return the sequences of a batch: tensors by name, else all with two or more dims.
 
-        The first one's length is that of what pipeline stages send each other.
+        The length of the first is that of the activations sent between pipeline stages.
         """
         tensors = {
             name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim > 1
@@ -318,7 +318,7 @@ class MegatronEngine(nn.Module):
         return tensors
 
     def _reduced(self, results: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the mean loss over the micro-batches, and logits, as the last stage has computed them."""
+        """Return the mean loss over the micro-batches, and logits, from the last stage."""
         device = next(self.parameters()).device
         losses = [
             torch.stack([value.detach().float() for value in losses.values() if value.ndim == 0]).sum()
@@ -341,7 +341,7 @@ class MegatronEngine(nn.Module):
 
 
 def _from_last(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor | None:
-    """Broadcast a tensor of the last stage, which alone knows its shape and whether there is one."""
+    """Broadcast a tensor of the last stage, if any; only that stage knows its shape."""
     if source == 0:
         return tensor
     about: list[Any] = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
@@ -359,7 +359,7 @@ def _from_last(tensor: Tensor | None, source: int, group: Any, device: torch.dev
 def _scaled_step(
     forward_step: Callable[..., Any], accumulation: int, data_iterator: Any, model: Any, *, by_token: bool
 ) -> tuple[Any, Callable[..., Any]]:
-    """Divide losses by the number of batches of a step."""
+    """Divide losses by the number of batches per optimizer step."""
     output, loss_function = forward_step(data_iterator, model)
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
@@ -377,7 +377,7 @@ def _scaled_step(
 _SEQUENCES = ("input_ids", "tokens", "text", "text_enc", "decoder_input_ids", "text_dec")
 _TOKENS = ("input_ids", "decoder_input_ids", "labels")
 _LOGITS = ("logits", "order logits")
-"""Names in train steps of the logits of tokens or classes, and of the order of sentences."""
+"""Train steps' names of the logits of tokens or classes, and of sentence order."""
 _MODELING = "transformers.modeling_outputs"
 _OUTPUTS = {"bert": "MaskedLMOutput", "gpt": "CausalLMOutputWithPast", "t5": "Seq2SeqLMOutput"}
 _OUTPUTS_OF_MODELS = {
@@ -409,7 +409,7 @@ def check_train_step(plugin: Any) -> None:
 
 
 def train_step_of(plugin: Any, context: Any) -> AbstractTrainStep:
-    """Make the train step of a run."""
+    """Build the train step of a run."""
     own, args = plugin.custom_train_step_class, plugin.namespace()
     if own is not None:
         return own(context, args, **(plugin.custom_train_step_kwargs or {}))

@@ -1,7 +1,7 @@
-"""Model families of Megatron: GPT-2, Llama, BERT and T5 of transformers as megatron-core builds them.
+"""Model families: map GPT-2, Llama, BERT and T5 of transformers to models of megatron-core.
 
-A packed weight is one in which tensor-parallel ranks split one dim evenly; megatron-core's own parameter is
-the part of a rank with its leading dims flattened.
+A packed weight has one dim that tensor-parallel ranks split evenly; megatron-core's parameter is one rank's
+shard with its leading dims flattened.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from accel_state.lazy import Registry
 
 @frozen
 class ModelFamily:
-    """A family of models: how megatron-core builds a configuration of transformers, and weights.
+    """A family of models: the mapping of configuration and weights from transformers to megatron-core.
 
     Args:
         kind: `"gpt"`, `"bert"` or `"t5"`: the train step that is used.
         transformer_config: Returns fields of megatron-core's `TransformerConfig`.
         model_arguments: Returns arguments of megatron-core's model, such as `position_embedding_type`, from
             the model of transformers.
-        weights: Returns the rows of all parameters, of which a model may lack some.
-        build: `"module:function"` of what makes the module of one pipeline stage, called as
+        weights: Returns rows of all possible parameters; a model may lack some.
+        build: `"module:function"` that builds the module of one pipeline stage, called as
             `build(transformer_config, arguments, vocabulary, pre_process, post_process, vp_stage)`.
-        check: Raises if the configuration asks for what megatron-core does not compute.
+        check: Raises if the configuration needs a feature that megatron-core lacks.
 
     Example:
         >>> from accel_plugins.megatron.families import find_family
@@ -50,7 +50,7 @@ class ModelFamily:
 
 
 def find_family(model: Any) -> ModelFamily:
-    """Return the row of a model of transformers, of its configuration, or of a `model_type`.
+    """Find the family of a transformers model, its configuration or a `model_type`.
 
     Example:
         >>> find_family("gpt2").architectures
@@ -76,7 +76,7 @@ def find_family(model: Any) -> ModelFamily:
 
 @frozen
 class Weight:
-    """A parameter of megatron-core and the weights of transformers that it is made of.
+    """A parameter of megatron-core and the weights of transformers that are packed into it.
 
     Args:
         parameter: Its name in megatron-core's model; `{layer}` stands for the index of a layer.
@@ -90,14 +90,14 @@ class Weight:
 
 @frozen
 class Packing:
-    """How the weights of transformers that make one parameter of megatron-core are packed and split.
+    """Pack weights of transformers into one parameter of megatron-core, and split it over ranks.
 
     Args:
-        pack: Makes the packed weight from those of transformers.
-        unpack: Undoes it.
-        dim: Dim of the packed weight that tensor-parallel ranks split; `None` if each has all of it.
-        leading: Leading dims of a rank's part of the packed weight, -1 for the one that is split, where the
-            parameter has one dim for all of them.
+        pack: Builds the packed weight from the weights of transformers.
+        unpack: The inverse of `pack`.
+        dim: Dim of the packed weight that tensor-parallel ranks split; `None` if it is replicated.
+        leading: Leading dims of a rank's shard of the packed weight, -1 for the split dim, if the parameter
+            has them flattened to one dim.
     """
 
     pack: Callable[[Sequence[Tensor]], Tensor]
@@ -122,7 +122,7 @@ class Packing:
         return parts[0] if self.dim is None else torch.cat(parts, dim=self.dim)
 
     def joined_shape(self, shape: torch.Size, size: int) -> torch.Size:
-        """Return the shape of the packed weight, from that of the parameter."""
+        """Return the shape of the packed weight, given that of the parameter."""
         part = torch.empty(shape, device="meta")
         return self.join([part] * (1 if self.dim is None else size)).shape
 
@@ -144,7 +144,7 @@ def same(dim: int | None = None) -> Packing:
 
 
 def vocabulary(rows: int) -> Packing:
-    """Return the packing of an embedding or output layer, padded with rows of zeros until ranks can split it.
+    """Return the packing of an embedding or output layer, padded with zero rows to split evenly over ranks.
 
     Example:
         >>> vocabulary(3).shard(torch.ones(3), 1, 2)
@@ -154,12 +154,12 @@ def vocabulary(rows: int) -> Packing:
 
 
 def transposed(dim: int) -> Packing:
-    """Return the packing of a weight that one of the two libraries has transposed, as `Conv1D` does."""
+    """Return the packing of a weight that one of the libraries transposes, as in `Conv1D`."""
     return Packing(pack=lambda tensors: tensors[0].T, unpack=lambda packed: [packed.T], dim=dim)
 
 
 def gated() -> Packing:
-    """Return the packing of the gate and up projections, whose parts every rank has one after another."""
+    """Return the packing of gate and up projections: every rank has its shards of both, concatenated."""
     return Packing(
         pack=lambda tensors: torch.stack([*tensors]), unpack=lambda packed: [*packed], dim=1, leading=(2, -1)
     )
@@ -227,16 +227,16 @@ ACTIVATIONS: dict[str, Any] = {
     "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
     "gelu": gelu,
 }
-"""Activations of transformers by name, as megatron-core's layers call them."""
+"""Activations of transformers by name, in the form that megatron-core's layers call."""
 
 
 def weight(parameter: str, names: str | tuple[str, ...], packing: Packing) -> Weight:
-    """Return the row of a parameter that is made of one weight of transformers, or of several."""
+    """Return the row of a parameter packed from one or several weights of transformers."""
     return Weight(parameter=parameter, names=(names,) if isinstance(names, str) else names, packing=packing)
 
 
 def weight_and_bias(module: str, name: str, weights: Packing, biases: Packing) -> list[Weight]:
-    """Return the rows of both parameters of a layer or norm, which transformers calls `name`."""
+    """Return the rows of weight and bias of a layer or norm, which transformers calls `name`."""
     return [
         weight(f"{module}.{kind}", f"{name}.{kind}", packing)
         for kind, packing in (("weight", weights), ("bias", biases))
@@ -415,7 +415,7 @@ LLAMA = ModelFamily(
     weights=_llama_weights,
     check=_check_llama,
 )
-"""The Llama family, from which families of the same layout derive theirs with `dataclasses.replace`."""
+"""The Llama family; families of the same layout derive from it with `dataclasses.replace`."""
 
 
 def _bert_config(config: Any) -> dict[str, Any]:

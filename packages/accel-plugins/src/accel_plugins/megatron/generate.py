@@ -1,4 +1,4 @@
-"""Continue prompts by Megatron's decoders: greedily, by samples or by beams."""
+"""Generate text with Megatron's decoders: greedily, by sampling or beam search."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def generate(
 
 
 def _continue(engine: MegatronEngine, prompts: Prompts, choice: GenerationOptions) -> Tensor:
-    """Continue all prompts together: the shortest first, each other from where it ends."""
+    """Continue all prompts in one batch: from the end of the shortest; longer ones join where they end."""
     start, end = int(prompts.lengths.min()), int(prompts.limits.max())
     tokens = functional.pad(prompts.tokens, (0, end - prompts.tokens.shape[1]))
     ends = torch.tensor(choice.ends, dtype=tokens.dtype, device=tokens.device)
@@ -90,7 +90,7 @@ def _continue(engine: MegatronEngine, prompts: Prompts, choice: GenerationOption
 
 
 def _search(engine: MegatronEngine, prompts: Prompts, choice: GenerationOptions) -> Tensor:
-    """Continue one prompt after another by beams."""
+    """Continue one prompt after another by beam search."""
     rows: list[Tensor] = []
     sizes = zip(prompts.lengths.tolist(), prompts.limits.tolist(), strict=True)
     for tokens, (length, limit) in zip(prompts.tokens, sizes, strict=True):
@@ -140,12 +140,12 @@ _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("do_sample", "add_BOS"), ("True or False", lambda value: isinstance(value, bool))),
 }
 _SAMPLING = ("temperature", "top_k", "top_p")
-"""Options that ask for draws, unless `do_sample` says something else."""
+"""Options that request sampling, unless `do_sample` is set."""
 
 
 @frozen
 class GenerationOptions:
-    """How tokens are chosen and when a sequence ends, from options of `megatron_generate`.
+    """Decoding method and end of sequences, from options of `megatron_generate`.
 
     `ends` are the tokens that end a sequence, `pad` follows them, and `start` comes before every prompt.
     """
@@ -203,7 +203,7 @@ _EFFECTS = (
 
 
 def choice_of(options: Mapping[str, Any], config: Any, model: Any) -> GenerationOptions:
-    """Return how tokens are chosen.
+    """Resolve the decoding options.
 
     Example:
         >>> choice = choice_of({"top_k": 3}, None, None)
@@ -235,7 +235,7 @@ def choice_of(options: Mapping[str, Any], config: Any, model: Any) -> Generation
 
 
 def steps_of(options: Mapping[str, Any], config: Any, width: int) -> int:
-    """Return how many tokens may follow prompts.
+    """Return the maximum number of new tokens.
 
     Example:
         >>> steps_of({"max_length": 8}, None, 5)
@@ -255,7 +255,7 @@ def steps_of(options: Mapping[str, Any], config: Any, width: int) -> int:
 
 @dataclass(slots=True)
 class Sampler:
-    """Draw tokens by logits."""
+    """Sample tokens from logits."""
 
     choice: GenerationOptions
     generator: torch.Generator
@@ -287,18 +287,18 @@ def beam_search(
     ends: Collection[int],
     length_penalty: float,
 ) -> list[int]:
-    """Return the best continuation of one prompt, as transformers finds it.
+    """Return the best continuation of one prompt by transformers' beam search.
 
-    A continuation counts its summed log-probability divided by its length to the power of the penalty. The
-    search ends when as many have ended as there are beams and the best that runs counts no more than the
-    worst of them.
+    The score of a continuation is its summed log-probability divided by its length to the power of the
+    penalty. The search ends when as many continuations have ended as there are beams and the best unfinished
+    one scores no more than the worst of them.
 
     Args:
-        logits: Those of the token after the prompt, of shape `[beams, vocabulary]`; the rows are equal.
+        logits: Logits of the token after the prompt, of shape `[beams, vocabulary]`, with equal rows.
         advance: Called with the beams that each beam continues and the token of each: returns the next
             logits.
         beams: Number of beams.
-        steps: The most tokens.
+        steps: Maximum number of tokens.
         ends: Tokens that end a sequence.
         length_penalty: Above 0 favours long sequences.
 
@@ -315,7 +315,7 @@ def beam_search(
     vocabulary = logits.shape[-1]
     for step in range(1, steps + 1):
         totals = scores[:, None] + torch.log_softmax(logits.float(), dim=-1)
-        wanted = beams * max(2, 1 + len(ends))  # As many as there are beams do not end then.
+        wanted = beams * max(2, 1 + len(ends))  # At least `beams` of them do not end.
         best, indices = totals.flatten().topk(min(wanted, totals.numel()))
         following: list[tuple[float, int, int]] = []
         for rank, (score, index) in enumerate(zip(best.tolist(), indices.tolist(), strict=True)):
@@ -340,7 +340,7 @@ def beam_search(
 class Prompts:
     """Prompts of shape `[rows, width]` without padding on their left; tokens beyond `lengths` do not count.
 
-    `limits` includes the continuation, `shifts` is the padding that each had on its left.
+    `limits` includes the continuation, `shifts` is the left padding that each prompt had.
     """
 
     tokens: Tensor
@@ -350,7 +350,7 @@ class Prompts:
 
 
 def check_prompts(inputs: Tensor, mask: Tensor | None, vocabulary: int) -> None:
-    """Refuse prompts that cannot be embedded: the rank that does that must not fail alone.
+    """Refuse prompts that cannot be embedded: the rank with the embedding must not fail alone.
 
     `inputs` has the shape `[rows, width]`; padding, where the mask is 0, may be any number.
     """
@@ -385,7 +385,7 @@ def with_start(inputs: Tensor, mask: Tensor | None, start: int) -> tuple[Tensor,
 def aligned(inputs: Tensor, attention_mask: Tensor | None, steps: int) -> Prompts:
     """Move prompts of shape `[rows, width]` to the left.
 
-    A prompt that is padded on the left gets `steps` tokens; one on the right is continued in place of its
+    A prompt padded on the left gets `steps` tokens; one padded on the right is continued in place of its
     padding, to the same width as the others.
 
     Example:
@@ -409,7 +409,7 @@ def aligned(inputs: Tensor, attention_mask: Tensor | None, steps: int) -> Prompt
 
 
 def in_layout(prompts: Prompts, rows: Sequence[Tensor], pad: int) -> Tensor:
-    """Return sequences with the padding on the left that their prompts had, and as wide as the longest."""
+    """Return sequences with the left padding of their prompts, padded to the longest."""
     shifts = prompts.shifts.tolist()
     width = max(shift + len(row) for shift, row in zip(shifts, rows, strict=True))
     return torch.stack(
@@ -420,15 +420,15 @@ def in_layout(prompts: Prompts, rows: Sequence[Tensor], pad: int) -> Tensor:
     )
 
 
-# Modules of megatron-core read these when they are made.
+# Modules of megatron-core read these when they are built.
 _SHARDED_SEQUENCES = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
 
 
 class CachedDecoder:
-    """A decoder that continues sequences, all by as many tokens at a time.
+    """A decoder with a key-value cache that continues all sequences by the same number of tokens at a time.
 
-    The ranks of a replica call the same methods. megatron-core's inference engines need a GPU (they time and
-    check CUDA's tensors); this is its static cache, in the stages as they are trained.
+    All ranks of a replica call the same methods. megatron-core's inference engines need a GPU (they time and
+    check CUDA tensors); this uses its static cache, in the stages of training.
     """
 
     def __init__(self, engine: MegatronEngine, rows: int, length: int) -> None:
@@ -437,10 +437,10 @@ class CachedDecoder:
         self._context = core("inference.contexts").StaticInferenceContext(rows, length)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the token that follows, in float32 and the same on every rank.
+        """Return the logits of the next token, in float32 and the same on every rank.
 
-        `tokens`, of shape `[rows, tokens]`, follow the ones before; the logits have the shape `[rows,
-        vocabulary]`.
+        `tokens`, of shape `[rows, tokens]`, follow those already cached; the logits have the shape
+        `[rows, vocabulary]`.
         """
         engine, groups = self._engine, self._engine.groups
         transfer = core("inference.communication_utils")
@@ -472,7 +472,7 @@ class CachedDecoder:
         return logits
 
     def select(self, rows: Tensor) -> None:
-        """Continue other sequences: each row takes the cache of the row whose index it has in `rows`."""
+        """Reorder the cache: row `i` takes over the cache of row `rows[i]`."""
         self._context.swap_key_value_dict(rows)
 
 

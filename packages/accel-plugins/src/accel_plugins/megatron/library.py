@@ -1,4 +1,4 @@
-"""Import megatron-core when it is needed, and ignore warnings about its own defaults."""
+"""Import megatron-core when needed, and ignore warnings about its own defaults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def core(name: str) -> Any:
 
 
 def check_device() -> None:
-    """Refuse a machine without a GPU: megatron-core asks CUDA for the device and its random state."""
+    """Refuse a host without a GPU: megatron-core gets the device and its random state from CUDA."""
     if torch.cuda.is_available():
         return
     try:
@@ -46,13 +46,13 @@ def check_device() -> None:
 
 
 def uses_transformer_engine(backend: Any) -> bool:
-    """Return whether decoders are made of TransformerEngine's layers: on a GPU, where it is installed."""
+    """Return whether decoders use TransformerEngine's layers: on a GPU, if it is installed."""
     return torch.cuda.is_available() and is_installed("transformer_engine") and backend != "local"
 
 
 @contextmanager
 def without_core_warnings() -> Generator[None]:
-    """Ignore warnings that modules of megatron-core raise within the block."""
+    """Ignore warnings of megatron-core's modules within the block."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="megatron")
         yield

@@ -1,4 +1,4 @@
-"""megatron-core's configurations, its optimizer and its schedule, from those of the plugin and PyTorch."""
+"""Build megatron-core's configurations, optimizer and schedule from the plugin and PyTorch's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def make_optimizer(
     precision: str,
     scaling: GradScalerKwargs | None = None,
 ) -> Any:
-    """Make megatron-core's optimizer with the groups of PyTorch's, which gets this rank's parameters."""
+    """Build megatron-core's optimizer with the groups of PyTorch's, which gets this rank's parameters."""
     optimizers = core("optimizer")
     config = core("optimizer.optimizer_config")
     kinds: dict[tuple[int, float, float], set[int]] = {}
@@ -79,7 +79,7 @@ def parameter_factors(plugin: MegatronLMPlugin, name: str, parameter: nn.Paramet
 def _detach_shards(optimizer: Any) -> None:
     """Detach the distributed optimizer's float32 shards from the parameters whose memory they share.
 
-    A shard is a view with a graph: its nodes have hooks that refer to the model, where Python's garbage
+    A shard is a view with an autograd graph, whose nodes have hooks that refer to the model; Python's garbage
     collector does not see them, so that a model would never be freed.
     """
     for part in optimizer.chained_optimizers:
@@ -104,7 +104,7 @@ def copy_hyperparameters(source: Optimizer, target: Any) -> None:
 
 
 def clip(optimizer: Any, max_norm: float) -> float:
-    """Clip gradients that are ready to a norm over all groups; return the norm before that."""
+    """Clip unscaled gradients to a norm over all groups; return the norm before clipping."""
     norm = optimizer.get_grad_norm()
     scale = core("optimizer.clip_grads").clip_grad_by_total_norm_fp32
     for part in optimizer.chained_optimizers:
@@ -116,7 +116,7 @@ def clip(optimizer: Any, max_norm: float) -> float:
 def group_of(
     placed: Sequence[PlacedWeight], model: nn.Module, optimizer: Optimizer
 ) -> dict[nn.Parameter, int]:
-    """Return the optimizer's group of every parameter of this rank; those in none are frozen."""
+    """Return the optimizer's group of every parameter of this rank; parameters in none are frozen."""
     indices = {
         parameter: index
         for index, group in enumerate(optimizer.param_groups)
@@ -151,7 +151,7 @@ def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
 
 
 class MegatronSchedule:
-    """A schedule that the engine advances by the samples of every optimizer step."""
+    """A schedule that the engine advances by the number of samples of every optimizer step."""
 
     def __init__(
         self, plugin: MegatronLMPlugin, placeholder: MegatronLMDummyScheduler, optimizer: Optimizer
@@ -181,7 +181,7 @@ class MegatronSchedule:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the samples so far, and the arguments."""
+        """Return the number of samples so far, and the arguments."""
         return self.schedule.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -191,14 +191,14 @@ class MegatronSchedule:
 
 
 def dynamic_scalers(optimizer: Any) -> list[Any]:
-    """Return the loss scalers of megatron-core's optimizer, which all have the same state; with float16."""
+    """Return the loss scalers of megatron-core's optimizer, all in the same state; none without float16."""
     kind = core("optimizer.grad_scaler").DynamicGradScaler
     scalers = (getattr(part, "grad_scaler", None) for part in optimizer.chained_optimizers)
     return [scaler for scaler in scalers if isinstance(scaler, kind)]
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any]:
-    """Return the state of the loss scale as PyTorch's `GradScaler` has it; empty without one that changes."""
+    """Return the state of the loss scale in the form of `GradScaler`; empty if the scale is constant."""
     for scaler in dynamic_scalers(optimizer):
         return {
             "scale": float(scaler.scale),
@@ -212,7 +212,7 @@ def scaler_state(optimizer: Any) -> dict[str, Any]:
 
 
 def load_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load the loss scale, of Megatron or of PyTorch; this run decides how it changes."""
+    """Load the loss scale, of Megatron or of PyTorch; growth and backoff are this run's."""
     for scaler in dynamic_scalers(optimizer):
         scaler.load_state_dict(
             {
@@ -224,7 +224,7 @@ def load_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
 
 
 def check_other_args(plugin: MegatronLMPlugin) -> None:
-    """Refuse further arguments that no configuration has, unless code of the user may read them."""
+    """Refuse other arguments that no configuration has, unless code of the user may read them."""
     if not plugin.other_megatron_args or has_own_code(plugin):
         return
     configs = (
@@ -296,7 +296,7 @@ def optimizer_config(
 
 
 def optimizer_values(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str) -> dict[str, Any]:
-    """Return the fields of an `OptimizerConfig` that a plugin and an optimizer decide."""
+    """Return the fields of an `OptimizerConfig` set by a plugin and an optimizer."""
     return {
         **optimizer_args(optimizer),
         "params_dtype": DTYPES.get(precision, torch.float32),
@@ -312,7 +312,7 @@ def optimizer_values(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: 
 
 
 def scaling_values(scaling: GradScalerKwargs) -> dict[str, Any]:
-    """Return the options of PyTorch's loss scaler as megatron-core calls them; the factors have no field.
+    """Return the options of PyTorch's loss scaler under megatron-core's names; the factors have no field.
 
     Example:
         >>> from accel_plugins.kwargs import GradScalerKwargs
@@ -325,5 +325,5 @@ def scaling_values(scaling: GradScalerKwargs) -> dict[str, Any]:
         "initial_loss_scale": scaling.init_scale,
         "min_loss_scale": min(1.0, scaling.init_scale),
         "loss_scale_window": scaling.growth_interval,
-        "hysteresis": 1,  # PyTorch's scale falls with every overflow.
+        "hysteresis": 1,  # PyTorch's scale shrinks with every overflow.
     }

@@ -59,7 +59,7 @@ LENGTHS = ("seq_length", "encoder_seq_length", "decoder_seq_length")
 
 @dataclass
 class MegatronLMPlugin:
-    """Configure Megatron. An argument wins over `MEGATRON_LM_*` of the environment, that over the default.
+    """Options of Megatron. Arguments take precedence over variables `MEGATRON_LM_*`, these over defaults.
 
     Args:
         tp_degree: Tensor-parallel size; default 1.
@@ -74,13 +74,13 @@ class MegatronLMPlugin:
             `use_precision_aware_optimizer`.
         use_precision_aware_optimizer: Whether the distributed optimizer may keep its state in 16 bits; needs
             TransformerEngine.
-        decoder_last_pipeline_num_layers: Layers of the last pipeline stage; as many as of the others by
-            default.
+        decoder_last_pipeline_num_layers: Layers of the last pipeline stage; by default as many as the others
+            have.
         recompute_granularity: `"full"` recomputes layers in the backward pass, `"selective"` only attention;
             by default neither.
         recompute_method: With `"full"`: `"uniform"` (default) recomputes all layers, `"block"` the first of
             each stage.
-        recompute_num_layers: With `"full"`: layers per recompute unit, or that are recomputed; default 1.
+        recompute_num_layers: With `"full"`: layers per recompute unit, or recomputed layers; default 1.
         attention_backend: `"auto"` (default), `"flash"`, `"fused"`, `"unfused"` or `"local"`; true stands for
             the first and false for `"unfused"`.
         expert_model_parallel_size: Not supported: must be 1.
@@ -91,8 +91,8 @@ class MegatronLMPlugin:
         expert_tensor_parallel_size: Not supported: must be 1.
         calculate_per_token_loss: Whether the loss of a step is the mean over all its tokens, rather than over
             its micro-batches and ranks.
-        use_rotary_position_embeddings: Whether positions are rotary; as the model has them by default, and
-            refused if it differs from that.
+        use_rotary_position_embeddings: Whether positions are rotary; by default as in the model, and refused
+            if it differs.
         num_micro_batches: Micro-batches of a step; default 1.
         gradient_clipping: The norm to which gradients are clipped in every step; 0 for none; default 1.
         sequence_parallelism: Whether activations outside of tensor-parallel layers are sharded along the
@@ -100,48 +100,48 @@ class MegatronLMPlugin:
         recompute_activations: The same as `recompute_granularity="selective"`.
         use_distributed_optimizer: Whether optimizer state is sharded across data-parallel ranks.
         pipeline_model_parallel_split_rank: Not supported: must not be set.
-        num_layers_per_virtual_pipeline_stage: Layers of each of the stages that a rank has in the interleaved
+        num_layers_per_virtual_pipeline_stage: Layers of each virtual stage of a rank, for the interleaved
             schedule; by default a rank has one stage.
-        is_train_batch_min: Whether the smallest batch size of several loaders is the micro-batch size, else
+        is_train_batch_min: Whether the micro-batch size is the smallest batch size of several loaders, else
             the largest.
-        train_iters: Steps of the training, for `MegatronLMDummyScheduler`.
+        train_iters: Optimizer steps of the training, for `MegatronLMDummyScheduler`.
         train_samples: Samples of the training, instead of `train_iters`.
         weight_decay_incr_style: How weight decay grows: `"constant"`, `"linear"` or `"cosine"`.
         start_weight_decay: Weight decay at the start; the optimizer's by default.
         end_weight_decay: Weight decay at the end; the optimizer's by default.
-        lr_decay_style: How the learning rate falls: `"linear"`, `"cosine"`, `"inverse-square-root"` or
+        lr_decay_style: How the learning rate decays: `"linear"`, `"cosine"`, `"inverse-square-root"` or
             `"constant"`.
-        lr_decay_iters: Steps in which it falls; `train_iters` by default.
-        lr_decay_samples: Samples in which it falls; `train_samples` by default.
+        lr_decay_iters: Steps in which it decays; `train_iters` by default.
+        lr_decay_samples: Samples in which it decays; `train_samples` by default.
         lr_warmup_iters: Steps of the warm-up.
         lr_warmup_samples: Samples of the warm-up.
-        lr_warmup_fraction: The warm-up as a fraction of the steps or samples in which the rate falls.
-        min_lr: The rate below which it does not fall.
-        consumed_samples: Samples that were read before, for each loader of indexed data sets in the order in
-            which they are prepared.
+        lr_warmup_fraction: The warm-up as a fraction of the steps or samples of the decay.
+        min_lr: Minimum learning rate.
+        consumed_samples: Samples already consumed, for each loader of indexed data sets in the order of
+            preparation.
         no_wd_decay_cond: Called as `f(name, parameter)`: whether a parameter has no weight decay; by default
             the groups of the optimizer decide.
         scale_lr_cond: Called as `f(name, parameter)`: whether `lr_mult` scales a parameter's learning rate.
-        lr_mult: The factor for these.
+        lr_mult: The factor for `scale_lr_cond`.
         megatron_dataset_flag: Whether loaders are of Megatron's indexed data sets.
-        seq_length: The most tokens of a sequence; longer ones are refused. By default the model's number of
-            positions.
-        encoder_seq_length: The same, of the encoder of a T5.
-        decoder_seq_length: The same, of its decoder.
+        seq_length: Maximum sequence length in tokens; longer ones are refused. By default the model's number
+            of positions.
+        encoder_seq_length: The same for the encoder of a T5.
+        decoder_seq_length: The same for its decoder.
         tensorboard_dir: Not supported: must not be set.
         set_all_logging_options: Not supported: must be false.
-        eval_iters: Steps of an evaluation, which decide how long an indexed data set for it is.
-        eval_interval: Training steps between two evaluations, for the same.
+        eval_iters: Steps of an evaluation, which set the length of its indexed data set.
+        eval_interval: Training steps between two evaluations, likewise.
         return_logits: Whether the model returns logits beside the loss.
         custom_train_step_class: A subclass of `AbstractTrainStep` to use instead of the model's own.
         custom_train_step_kwargs: Arguments of its constructor.
         custom_model_provider_function: Called as `f(pre_process, post_process, add_encoder, add_decoder)`:
-            makes the module of a pipeline stage.
+            builds the module of a pipeline stage.
         custom_prepare_model_function: Called with that module before it is wrapped; returns the one to use.
         custom_megatron_datasets_provider_function: Called with the numbers of samples to train, validate and
-            test with: makes the three indexed data sets.
-        custom_get_batch_function: Called with an iterator of batches: gives the next one.
-        custom_loss_function: Called with what `custom_train_step_class`'s loss function is called with.
+            test with: builds the three indexed data sets.
+        custom_get_batch_function: Called with an iterator of batches: returns the next one.
+        custom_loss_function: Called with the arguments of the loss function of `custom_train_step_class`.
         other_megatron_args: Further fields of megatron-core's configurations by name, such as
             `{"overlap_grad_reduce": True}`.
 
@@ -251,11 +251,11 @@ class MegatronLMPlugin:
         return replace(settings, megatron=settings.megatron or MegatronSettings())
 
     def namespace(self) -> Namespace:
-        """Return `megatron_lm_default_args` as train steps get them: as attributes."""
+        """Return `megatron_lm_default_args` as a namespace for train steps."""
         return Namespace(**self.megatron_lm_default_args)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Enter the precision into `megatron_lm_default_args`.
+        """Set the precision in `megatron_lm_default_args`.
 
         Args:
             mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
@@ -266,7 +266,7 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args |= precision_args(mixed_precision)
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Enter the sizes of batches into `megatron_lm_default_args`.
+        """Set the batch sizes in `megatron_lm_default_args`.
 
         Args:
             micro_batch_size: Samples of a micro-batch of one rank.
@@ -282,7 +282,7 @@ class MegatronLMPlugin:
         }
 
     def set_optimizer_type(self, optimizer: Optimizer) -> None:
-        """Enter the optimizer and its hyperparameters into `megatron_lm_default_args`.
+        """Set the optimizer and its hyperparameters in `megatron_lm_default_args`.
 
         Args:
             optimizer: `AdamW`, `Adam` or `SGD` of PyTorch.
@@ -293,10 +293,10 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args |= optimizer_args(optimizer)
 
     def set_scheduler_args(self, scheduler: MegatronLMDummyScheduler) -> None:
-        """Enter the schedule into `megatron_lm_default_args`; `set_training_args` comes first.
+        """Set the schedule in `megatron_lm_default_args`; call `set_training_args` first.
 
         Args:
-            scheduler: Defines the number of steps, if the plugin does not.
+            scheduler: Sets the number of steps, if the plugin does not.
 
         Raises:
             SettingsError: The length of the schedule is not known.
@@ -304,11 +304,11 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args |= schedule_args(self, scheduler)
 
     def set_network_size_args(self, model: nn.Module, batch_data: Mapping[str, Any] | None = None) -> None:
-        """Enter the sizes of a model into `megatron_lm_default_args`.
+        """Set the sizes of a model in `megatron_lm_default_args`.
 
         Args:
             model: A model of transformers.
-            batch_data: A batch, whose sequence lengths are used unless the plugin has some.
+            batch_data: A batch, whose sequence lengths are used unless the plugin sets them.
 
         Raises:
             SettingsError: The type of the model is unknown. The message explains how to add it.
@@ -327,7 +327,7 @@ class MegatronLMPlugin:
         )
 
     def other_args(self, config: type) -> dict[str, Any]:
-        """Return those of `other_megatron_args` that are fields of one of megatron-core's configurations.
+        """Return the `other_megatron_args` that are fields of one of megatron-core's configurations.
 
         Args:
             config: The dataclass of the configuration.
@@ -351,7 +351,7 @@ OWN_CODE = (
     "custom_get_batch_function",
     "custom_loss_function",
 )
-"""Fields with code of the user, which may read any argument."""
+"""Fields that hold code of the user, which may read any argument."""
 
 
 def is_number(value: object, low: float = 0.0, high: float = math.inf) -> bool:
@@ -519,7 +519,7 @@ def _contradictions(fields: Mapping[str, Any], sources: Mapping[str, str]) -> It
         yield f"start_weight_decay={start!r} is above end_weight_decay={end!r}: it can only grow"
     number, stages = fields["num_micro_batches"], fields["pp_degree"]
     virtual = "num_layers_per_virtual_pipeline_stage"
-    # megatron-core's field for micro-batches that a virtual stage computes in a row is pp_degree by default.
+    # megatron-core's number of consecutive micro-batches of a virtual stage is pp_degree by default.
     has_group = "microbatch_group_size_per_vp_stage" in (fields["other_megatron_args"] or {})
     if fields[virtual] is not None and not has_group and number % stages:
         yield (

@@ -1,6 +1,6 @@
-"""Modules of pipeline stages of Megatron's models, with PyTorch's attention and norms.
+"""Build pipeline stages of Megatron's models, with PyTorch's attention and norms.
 
-Of each sequence, every context-parallel rank computes two chunks, one from either end.
+Every context-parallel rank computes two chunks of each sequence, one from either end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def virtual_stages(plugin: MegatronLMPlugin, layers: int) -> int | None:
-    """Return how many virtual stages a rank has; `None` if it has one stage."""
+    """Return the number of virtual stages of a rank; `None` if it has one stage."""
     each = plugin.num_layers_per_virtual_pipeline_stage
     return None if each is None else layers // (plugin.pp_degree or 1) // each
 
@@ -36,7 +36,7 @@ def virtual_stages(plugin: MegatronLMPlugin, layers: int) -> int | None:
 def build_stages(
     family: ModelFamily | None, plugin: MegatronLMPlugin, config: Any, model: Any, groups: Groups
 ) -> list[nn.Module]:
-    """Make the modules of this rank: one, or one for each virtual stage."""
+    """Build the modules of this rank: one, or one for each virtual stage."""
     number = config.virtual_pipeline_model_parallel_size
     stages = [None] if number is None else [*range(number)]
     provide: Any = plugin.custom_model_provider_function
@@ -50,7 +50,7 @@ def build_stages(
             build = FAMILIES.resolve(family.name, family.build)
             arguments = dict(family.model_arguments(model))
             module = build(config, arguments, model.config.vocab_size, first, last, stage)
-        module = module.to(torch.cuda.current_device())  # Some embeddings are made on the CPU.
+        module = module.to(torch.cuda.current_device())  # Some embeddings are created on the CPU.
         if plugin.custom_prepare_model_function is not None:
             module = plugin.custom_prepare_model_function(module)
         made.append(module)
@@ -65,7 +65,7 @@ def build_gpt(
     post_process: bool,
     vp_stage: int | None,
 ) -> nn.Module:
-    """Make one stage of a decoder."""
+    """Build one stage of a decoder."""
     padded = padded_vocabulary(vocabulary, config)
     made = core("models.gpt.gpt_model").GPTModel(
         config=config,
@@ -85,8 +85,8 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
     """Return megatron-core's specification of a stage's layers.
 
     TransformerEngine's layers are used on a GPU where it is installed, unless `attention_backend` is
-    `"local"`; else megatron-core's own, with PyTorch's attention unless `"unfused"` asks for its own, or the
-    scores are other than PyTorch's, which context parallelism refuses.
+    `"local"`; else megatron-core's own, with PyTorch's attention unless `"unfused"` requests its own, or
+    scores are not computed as in PyTorch, which context parallelism refuses.
     """
     specs = core("models.gpt.gpt_layer_specs")
     block = core("transformer.transformer_block")
@@ -116,7 +116,7 @@ def padded_vocabulary(vocabulary: int, config: Any) -> int:
 
 
 def mask_padding(layer: nn.Module, vocabulary: int) -> None:
-    """Give tokens that only pad the vocabulary no probability."""
+    """Mask the logits of tokens that only pad the vocabulary."""
 
     def mask(module: Any, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
         del inputs
@@ -138,7 +138,7 @@ def build_bert(
     post_process: bool,
     vp_stage: int | None,
 ) -> nn.Module:
-    """Make one stage of a BERT."""
+    """Build one stage of a BERT."""
     backends = core("transformer.enums").AttnBackend
     if config.attention_backend not in {backends.auto, backends.local}:
         raise UnsupportedError(
@@ -151,7 +151,7 @@ def build_bert(
     identity = core("transformer.identity_op").IdentityOp
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = identity
     spec.submodules.self_attn_bda = spec.submodules.mlp_bda = norm
-    # 2. Make the module.
+    # 2. Build the module.
     labels, dropout = arguments.pop("num_labels"), arguments.pop("classifier_dropout")
     padded = padded_vocabulary(vocabulary, config)
     # The head and the end of the encoder get norms that sequence parallelism shards; no argument gives them.
@@ -170,7 +170,7 @@ def build_bert(
             **arguments,
         )
     made.encoder.final_layernorm = None
-    # 3. Norm the sum of the embeddings, before the dropout; make the head of a classifier.
+    # 3. Norm the sum of the embeddings, before the dropout; build the head of a classifier.
     if pre_process:
         embedding = made.embedding
         embeddings_dropout, embedding.embedding_dropout = embedding.embedding_dropout, nn.Identity()
@@ -194,7 +194,7 @@ def build_bert(
 class NormAfter(nn.Module):
     """The end of a residual connection: bias, dropout, sum and norm.
 
-    It takes the place of megatron-core's bias-dropout-add, which leaves the norm to the next layer.
+    It replaces megatron-core's bias-dropout-add, which leaves the norm to the next layer.
     """
 
     def __init__(self, config: Any) -> None:
@@ -214,14 +214,14 @@ class NormAfter(nn.Module):
 
 
 class _NoHead(nn.Module):
-    """Takes the place of the head for masked tokens, which a classifier does not have; called by keyword."""
+    """Replaces the head for masked tokens, which a classifier does not have; called by keyword."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
 class _NoOutputLayer(nn.Module):
-    """Takes the place of the output layer, which a classifier does not have."""
+    """Replaces the output layer, which a classifier does not have."""
 
     def forward(self, hidden_states: Tensor, weight: Any = None) -> tuple[Tensor, None]:
         del weight
@@ -236,7 +236,7 @@ def build_t5(
     post_process: bool,
     vp_stage: int | None,
 ) -> nn.Module:
-    """Make a T5, which has one stage."""
+    """Build a T5, which has one stage."""
     del vp_stage
     granularity, method = config.recompute_granularity, config.recompute_method
     number = config.recompute_num_layers
@@ -288,9 +288,9 @@ def _t5_block_spec(layer: Any, layers: int) -> Any:
 
 
 def recompute(modules: Iterable[nn.Module]) -> None:
-    """Let modules recompute their activations in the backward pass.
+    """Make modules recompute their activations in the backward pass.
 
-    What they draw comes from the random states of tensor parallelism or the default ones.
+    They draw random numbers from the states of tensor parallelism or the default ones.
     """
     tracker = core("tensor_parallel").get_cuda_rng_tracker()
 
@@ -320,7 +320,7 @@ def recompute(modules: Iterable[nn.Module]) -> None:
 
 
 class TorchNorm(nn.Module):
-    """PyTorch's layer norm or RMS norm, as megatron-core makes norms.
+    """PyTorch's layer norm or RMS norm, with the constructor of megatron-core's norms.
 
     megatron-core's own is refused under sequence parallelism: gradients of its weights must be summed over
     the tensor-parallel ranks, which megatron-core does for parameters with the attribute `sequence_parallel`.
@@ -336,7 +336,7 @@ class TorchNorm(nn.Module):
 
 
 class _TorchAttention(nn.Module):
-    """Base of modules in place of megatron-core's attention; further arguments are not used."""
+    """Base of modules that replace megatron-core's attention; other arguments are not used."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
@@ -361,7 +361,7 @@ class _TorchAttention(nn.Module):
 
 
 class BiasedAttention(_TorchAttention):
-    """Attention that adds a bias to the scores, as relative positions are."""
+    """Attention that adds a bias to the scores, as for relative positions."""
 
     def forward(
         self,
@@ -382,9 +382,9 @@ class BiasedAttention(_TorchAttention):
 
 
 class CausalAttention(_TorchAttention):
-    """Causal attention of decoders, whose memory grows with the length of sequences, not with its square.
+    """Causal attention of decoders, with memory linear in the sequence length.
 
-    Context-parallel ranks gather the keys and values of all.
+    Context-parallel ranks all-gather keys and values.
     """
 
     def forward(
@@ -392,9 +392,9 @@ class CausalAttention(_TorchAttention):
     ) -> Tensor:
         """Return the context of shape `[queries, batch, heads * features]`.
 
-        All have this rank's chunks, of shape `[queries, batch, heads, features]`; keys and values may have
+        Inputs are this rank's chunks, of shape `[queries, batch, heads, features]`; keys and values may have
         fewer heads. The mask, of shape `[batch, 1, queries, sequence]`, is true where attention is masked;
-        `None` stands for that of the future. In generation queries are the last of the sequence.
+        `None` is the causal mask. In generation queries are the last of the sequence.
         """
         keys, values = gather_chunks(key), gather_chunks(value)
         is_square = len(query) == len(keys)
@@ -427,7 +427,7 @@ def own_chunks(batch: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def gather_chunks(tensor: Tensor) -> Tensor:
-    """Return the full sequences of chunks, `[sequence, ...]`; gradients of all ranks are summed up."""
+    """All-gather chunks to full sequences, `[sequence, ...]`; gradients are summed over ranks."""
     group = core("parallel_state").get_context_parallel_group()
     if group.size() == 1:
         return tensor
@@ -437,7 +437,7 @@ def gather_chunks(tensor: Tensor) -> Tensor:
 
 
 def positions(size: int) -> list[int]:
-    """Return where each chunk of a sequence is among those of all ranks, one rank after another.
+    """Return the position of each chunk of a sequence in the gathered chunks, which are in rank order.
 
     Example:
         >>> positions(2)  # rank 0 has the first and the last
@@ -447,7 +447,7 @@ def positions(size: int) -> list[int]:
 
 
 def sum_over_context(value: Tensor) -> Tensor:
-    """Return the sum of a number over the ranks that share sequences, without a gradient."""
+    """All-reduce the sum of a number over context-parallel ranks, without a gradient."""
     group = core("parallel_state").get_context_parallel_group()
     total = value.detach().clone()
     if group.size() > 1:

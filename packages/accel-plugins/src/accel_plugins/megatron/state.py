@@ -1,7 +1,7 @@
 """State dicts of Megatron's engines: weights and optimizer state under the names of transformers.
 
-megatron-core keeps one of three: PyTorch's optimizer on the parameters; on float32 copies of them; or, with
-the distributed optimizer, on a slice of each parameter's flat float32 copy, one slice per data-parallel rank.
+megatron-core runs PyTorch's optimizer on the parameters; on float32 copies of them; or, with the distributed
+optimizer, on a slice of each parameter's flat float32 copy, one slice per data-parallel rank.
 
 The layout is independent of the sizes of Megatron's groups, so that any run and any strategy reads it.
 Tensors are gathered, and read, one parameter at a time. megatron-core's `dist_checkpointing` is not used: it
@@ -66,7 +66,7 @@ class MegatronPersister(ReplicatedPersister):
                 yield {alias: value.cpu() for name, value in part.items() for alias in aliases[name]}
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
-        """Gather parameters as the family maps them, one of Megatron's at a time, whatever the bucket."""
+        """Gather and convert one Megatron parameter at a time, whatever the bucket size."""
         if not isinstance(model, MegatronEngine):
             yield from ReplicatedPersister.iter_full_parameters(self, model, request)
             return
@@ -155,7 +155,7 @@ class MegatronShards:
         return named_optimizer_state(engine, optimizer, lambda value: _shard(value, mesh))
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Return what allocates even shards; every rank has the numbers."""
+        """Return an allocator of even shards; scalars are replicated."""
         del optimizer, models
         mesh = self._mesh()
 
@@ -198,7 +198,7 @@ def check_names(engine: MegatronEngine) -> None:
 
 
 def find_aliases(source: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return all names of every weight, by its first: tied weights have several."""
+    """Map the first name of every weight to all its names: tied weights have several."""
     weights = dict(source.named_parameters(remove_duplicate=False))
     return {names[0]: names for names, _ in group_tied_names(weights)}
 
@@ -214,9 +214,9 @@ def list_buffers(source: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def iter_masters(engine: MegatronEngine) -> Iterator[dict[str, Tensor]]:
-    """Yield float32 weights of transformers, from the copies that the optimizer steps.
+    """Yield float32 weights under the names of transformers, from the optimizer's master copies.
 
-    Called on every rank; weights that are not trained come as the model has them.
+    Called on every rank; weights that are not trained are the model's.
     """
     slots = {} if engine.optimizer is None else find_slots(engine)
     trained = set[int]() if engine.optimizer is None else {id(weight) for weight in list_trained(engine)}
@@ -231,12 +231,12 @@ def iter_masters(engine: MegatronEngine) -> Iterator[dict[str, Tensor]]:
 def named_optimizer_state(
     engine: MegatronEngine, optimizer: Optimizer, convert: Callable[[Tensor], Any]
 ) -> StateDict:
-    """Return the optimizer's state dict with weights by name, each tensor converted when it is gathered.
+    """Return the optimizer's state dict by weight name; each tensor is converted when it is gathered.
 
     Called on every rank.
     """
     slots = find_slots(engine)
-    # 1. Agree on the keys of states and the number of steps; a rank without slots knows neither.
+    # 1. Exchange the keys of states and the number of steps; a rank without slots knows neither.
     keys: set[str] = set()
     steps: set[float] = set()
     for slot in slots.values():
@@ -269,7 +269,7 @@ _STEP = "step"
 def _in_full_shape(
     slots: Mapping[nn.Parameter, OptimizerSlot], weight: PlacedWeight, key: str | None
 ) -> Tensor:
-    """Return a state, or the master weight, in the shape of the parameter; slices are summed up."""
+    """Return a state, or the master weight, in the parameter's shape; slices are all-reduced."""
     slot, parameter = slots.get(weight.parameter), weight.parameter
     value = None if slot is None else slot.master.detach() if key is None else slot.state[key]
     if value is not None and slot is not None and slot.start is None:
@@ -288,12 +288,12 @@ def gather(
     tensor_of: Callable[[PlacedWeight], Tensor],
     dtype_of: Callable[[PlacedWeight], torch.dtype],
 ) -> Iterator[dict[str, Tensor]]:
-    """Yield weights of transformers, gathered from all stages and tensor-parallel ranks.
+    """Yield weights under the names of transformers, gathered from all stages and tensor-parallel ranks.
 
-    Every rank iterates over all. A tied weight comes once.
+    Every rank iterates over all. A tied weight is yielded once.
 
-    `tensor_of` returns what is gathered, of the shape of the parameter: it is called when the turn comes, on
-    all ranks that have a part of it. `dtype_of` returns the dtype beforehand.
+    `tensor_of` returns the tensor to gather, of the parameter's shape: it is called just before, on all ranks
+    that have a shard of it. `dtype_of` returns the dtype in advance.
     """
     family: Any = engine.family
     groups = engine.groups
@@ -329,7 +329,7 @@ def gather(
 
 
 def _gather_plans(own: Any, groups: Groups) -> list[Any]:
-    """Return the plans of all pipeline stages, in their order."""
+    """All-gather the plans of all pipeline stages, in order."""
     if groups.pipeline == 1:
         return [own]
     plans: list[Any] = [None] * groups.pipeline
@@ -347,7 +347,7 @@ def _join(packing: Packing, value: Tensor, groups: Groups) -> Tensor:
 
 
 def _shard(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return this rank's part of a tensor that every rank has."""
+    """Return this rank's shard of a tensor that every rank has, as a DTensor."""
     chunks = value.chunk(mesh.size(), dim=0)
     rank = mesh.get_local_rank()
     local = chunks[rank].clone() if rank < len(chunks) else value.new_empty((0, *value.shape[1:]))
@@ -358,7 +358,7 @@ def _shard(value: Tensor, mesh: DeviceMesh) -> Tensor:
 
 @torch.no_grad()
 def load_weights(engine: MegatronEngine, known: StateDict) -> None:
-    """Load weights of transformers, full or sharded, also to the float32 copies, which have more digits."""
+    """Load weights of transformers, full or sharded, into parameters and the more precise float32 copies."""
     for weight, full in _iter_full_weights(engine, engine.placed, known):
         load([weight], full, engine.groups)
     if engine.optimizer is None:
@@ -398,7 +398,7 @@ def _load_optimizer(
 def _iter_full_weights(
     engine: MegatronEngine, placed: Sequence[PlacedWeight], known: StateDict
 ) -> Iterator[tuple[PlacedWeight, StateDict]]:
-    """Yield the parameters of this rank whose weights are all known, with these in full: a collective."""
+    """Yield this rank's parameters whose weights are all known, with the full weights; a collective."""
     for names, local in _iter_in_order(engine, placed):
         if all(name in known for name in names):
             full = {name: _full(known[name]) for name in names}
@@ -408,7 +408,7 @@ def _iter_full_weights(
 def _iter_in_order(
     engine: MegatronEngine, placed: Sequence[PlacedWeight]
 ) -> Iterator[tuple[tuple[str, ...], list[PlacedWeight]]]:
-    """Yield names of each parameter of all stages, in the same order on all ranks, and this rank's of it."""
+    """Yield names of all stages' parameters, in the same order on all ranks, and this rank's for each."""
     local: dict[tuple[str, ...], list[PlacedWeight]] = {}
     for weight in placed:
         local.setdefault(weight.names, []).append(weight)
@@ -431,9 +431,9 @@ class OptimizerSlot:
     """The optimizer's part of one parameter, on this rank.
 
     Args:
-        master: The tensor that the optimizer of PyTorch steps.
+        master: The tensor that PyTorch's optimizer steps.
         optimizer: That optimizer.
-        start: Where `master` begins in the flat parameter, if it is a slice; else `None`.
+        start: Offset of `master` in the flat parameter, if it is a slice; else `None`.
     """
 
     master: Tensor
@@ -495,7 +495,7 @@ def list_trained(engine: MegatronEngine) -> list[PlacedWeight]:
 
 @frozen
 class PlacedWeight:
-    """A parameter of this rank, and the weights of transformers that it holds a part of."""
+    """A parameter of this rank, and the weights of transformers of which it is a shard."""
 
     name: str
     parameter: nn.Parameter
@@ -529,7 +529,7 @@ def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[Pl
                 raise SettingsError(
                     f"The parameter {name!r} of Megatron's model has no row in its family: add one."
                 )
-            if row.packing.dim is not None:  # megatron-core sets it only where it initialises weights.
+            if row.packing.dim is not None:  # megatron-core sets it only if it initialises weights.
                 vars(parameter).setdefault("tensor_model_parallel", True)
             names = tuple(pattern.format(layer=layer) for pattern in row.names)
             placed.append(PlacedWeight(name=name, parameter=parameter, names=names, packing=row.packing))
@@ -537,7 +537,7 @@ def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[Pl
 
 
 def check_covered(model: nn.Module, weights: Sequence[Weight]) -> None:
-    """Refuse a model with weights that no row carries over."""
+    """Refuse a model with weights that no row converts."""
     patterns = {re.escape(name).replace(r"\{layer\}", r"\d+") for row in weights for name in row.names}
     known = re.compile("|".join(patterns))
     missing = [name for name, _ in model.named_parameters() if not known.fullmatch(name)]
@@ -550,7 +550,7 @@ def check_covered(model: nn.Module, weights: Sequence[Weight]) -> None:
 
 @torch.no_grad()
 def share_values(model: nn.Module, runtime: Runtime) -> None:
-    """Broadcast the values of rank 0.
+    """Broadcast the parameters and buffers of rank 0.
 
     Ranks that seeded differently would otherwise train a mixture of several models.
     """
@@ -558,13 +558,13 @@ def share_values(model: nn.Module, runtime: Runtime) -> None:
         before = value.detach().to(runtime.device)
         values = before.clone(memory_format=torch.contiguous_format)
         runtime.collectives.broadcast(values, 0)
-        if not torch.equal(values, before):  # Else a file that is mapped stays shared.
+        if not torch.equal(values, before):  # Otherwise a mapped file stays shared.
             value.detach().copy_(values)
 
 
 @torch.no_grad()
 def load(placed: Sequence[PlacedWeight], state: Mapping[str, Tensor], groups: Groups) -> None:
-    """Copy this rank's parts of weights of transformers to its parameters."""
+    """Copy this rank's shards of weights of transformers into its parameters."""
     for weight in placed:
         packed = weight.packing.pack([state[name] for name in weight.names])
         weight.parameter.copy_(weight.packing.shard(packed, groups.tensor_rank, groups.tensor))

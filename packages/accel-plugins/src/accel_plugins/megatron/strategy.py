@@ -84,7 +84,7 @@ from accel_state.torch_private import process_groups
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run with Megatron."""
+    """Build the strategy of a run with Megatron."""
     del settings
     # 1. Import the library, and check the plugin and its groups.
     load_library("the strategy 'megatron'")
@@ -161,10 +161,10 @@ def train_step(
 
 @dataclass(slots=True)
 class MegatronRun:
-    """The engine that is trained.
+    """The trained engine.
 
-    `is_ready` says that gradients are unscaled, and finite. The reference to process groups lasts from the
-    first model that is prepared until it is released.
+    `is_ready`: gradients are unscaled, and finite. The reference to process groups is held from the first
+    prepared model until its release.
     """
 
     engine: MegatronEngine | None = None
@@ -218,7 +218,7 @@ class MegatronWrapper:
         checks.check_recompute(plugin, kind)
         checks.check_token_loss(plugin, kind, name)
         checks.check_sequence_lengths(plugin, kind, name)
-        if kind != "gpt":  # Whether decoders have TransformerEngine's layers is known where they run.
+        if kind != "gpt":  # Only the ranks know whether decoders have TransformerEngine's layers.
             checks.check_attention(plugin, kind, name, has_engine=False)
         if has_indexed:
             checks.check_indexed_data(plugin, kind, name)
@@ -243,7 +243,7 @@ class MegatronWrapper:
             )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Build the stages of a model, and its optimizer, from those of transformers and PyTorch."""
+        """Build the stages of a transformers model, and Megatron's optimizer from PyTorch's."""
         sizes = micro_batch_sizes(bundle.dataloaders)
         if sizes:
             smallest = self.plugin.is_train_batch_min
@@ -277,7 +277,7 @@ class MegatronWrapper:
         return model.source if isinstance(model, MegatronEngine) else model
 
     def _engine(self, model: Any, optimizer: Optimizer | None, context: TrainStepContext) -> MegatronEngine:
-        # 1. Enter what is prepared into the plugin, and refuse what cannot be trained.
+        # 1. Set the plugin's arguments from the prepared objects, and refuse untrainable ones.
         plugin, groups = self.plugin, self.groups
         plugin.set_network_size_args(model)
         if optimizer is not None:
@@ -292,7 +292,7 @@ class MegatronWrapper:
         fields = family.transformer_config(model.config) if family else described_sizes(plugin)
         virtual = virtual_stages(plugin, fields["num_layers"])
         config = transformer_config(plugin, fields, self.precision, virtual)
-        # 2. Make the groups and the stages, with the values that the model has on rank 0.
+        # 2. Build the groups and the stages, with rank 0's weights.
         if self.run.groups is None:
             self.run.groups = start(groups)
         stages = build_stages(family, plugin, config, model, groups)
@@ -337,7 +337,7 @@ class MegatronWrapper:
 
 @frozen
 class MegatronStepper:
-    """Stepper of the engine that is trained; steps clip gradients to the norm `clipping`, unless it is 0."""
+    """Stepper of the trained engine; steps clip gradients to the norm `clipping`, unless it is 0."""
 
     run: MegatronRun
     clipping: float
@@ -347,7 +347,7 @@ class MegatronStepper:
         raise UnsupportedError("Megatron's engine computes gradients when the model is called.")
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        del model  # A call of the engine is passed whether it completes a window.
+        del model  # Calls of the engine receive whether they complete a window.
         return nullcontext()
 
     def join(
@@ -382,7 +382,7 @@ class MegatronStepper:
             )
         engine = self.engine
         copy_hyperparameters(optimizer, engine.optimizer)
-        vars(optimizer)["_opt_called"] = True  # Schedules of PyTorch ask for it.
+        vars(optimizer)["_opt_called"] = True  # PyTorch's schedulers check it.
         is_ready = self._prepare()
         self.run.is_ready = False
         if not is_ready:
@@ -419,7 +419,7 @@ class MegatronStepper:
 
     @property
     def engine(self) -> MegatronEngine:
-        """The engine that is trained."""
+        """The trained engine."""
         if self.run.engine is None:
             raise SettingsError("No model is prepared: call prepare(model, optimizer) first.")
         return self.run.engine
@@ -443,7 +443,7 @@ class Groups:
 
     @property
     def tensor_rank(self) -> int:
-        """The rank in the tensor-parallel group: neighbours share a node."""
+        """The rank in the tensor-parallel group, whose ranks are neighbours."""
         return self.rank % self.tensor
 
     @property
@@ -463,7 +463,7 @@ class Groups:
 
     @property
     def repeats(self) -> bool:
-        """Whether another rank computes the same with the same batches."""
+        """Whether another rank computes the same results from the same batches."""
         return self.rank % (self.tensor * self.context) > 0 or self.pipeline_rank > 0
 
     @property
@@ -474,7 +474,7 @@ class Groups:
 
 
 def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
-    """Return the sizes of the groups of a run, and a rank in them.
+    """Return the sizes of a run's groups, for a rank in them.
 
     Example:
         >>> from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -494,7 +494,7 @@ class GroupReference:
         self.groups = groups
 
     def release(self) -> None:
-        """Release the groups, which the last reference destroys."""
+        """Release the groups; the last reference destroys them."""
         _references.discard(self)
         if not _references:
             _destroy_groups()
@@ -502,7 +502,7 @@ class GroupReference:
 
 _references: weakref.WeakSet[GroupReference] = weakref.WeakSet()
 _made: list[Any] = []  # megatron-core keeps its groups in globals, and destroys none.
-_seeds: list[int] = []  # The seed that tensor parallelism's random states had last.
+_seeds: list[int] = []  # The last seed of tensor parallelism's random states.
 _LARGEST_SEED = 2**31
 
 
@@ -511,7 +511,7 @@ def check_shared(groups: Groups) -> None:
     if _references and not core("parallel_state").model_parallel_is_initialized():
         _references.clear()  # Their process group was destroyed.
     if _references:
-        gc.collect()  # It may collect strategies that nothing refers to.
+        gc.collect()  # It may collect unreferenced strategies.
     for reference in _references:
         if reference.groups != groups:
             in_use, wanted = (
@@ -525,9 +525,9 @@ def check_shared(groups: Groups) -> None:
 
 
 def start(groups: Groups) -> GroupReference:
-    """Make the process groups, and seed the random states of tensor parallelism. A collective of all ranks.
+    """Create the process groups and seed tensor parallelism's random states. A collective over all ranks.
 
-    Groups of the same sizes that another strategy has are shared.
+    Groups of another strategy with the same sizes are shared.
     """
     check_shared(groups)
     reference = GroupReference(groups)
@@ -542,7 +542,7 @@ def start(groups: Groups) -> GroupReference:
         )
         _made.extend(group for group in process_groups() if group not in before)
         seeds = [torch.initial_seed() % _LARGEST_SEED]
-        dist.broadcast_object_list(seeds, src=0)  # Ranks that share a tensor drop out the same of it.
+        dist.broadcast_object_list(seeds, src=0)  # Ranks with the same tensor drop out the same elements.
         _seed(seeds[0])
     _references.add(reference)
     return reference
@@ -559,26 +559,26 @@ def _destroy_groups() -> None:
 
 
 def _seed(seed: int) -> None:
-    """Seed the random states of tensor parallelism, and the device's own, which ranks of a group share."""
+    """Seed tensor parallelism's random states, and the device's, which is the same on ranks of a group."""
     _seeds[:] = [seed]
     core("tensor_parallel.random").model_parallel_cuda_manual_seed(seed)
 
 
 @dataclass(frozen=True, slots=True)
 class MegatronGenerators:
-    """Random states of tensor parallelism: dropout of sharded tensors draws from one of each rank's own."""
+    """Random states of tensor parallelism: dropout of sharded tensors uses a different one on each rank."""
 
     groups: Groups
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of this rank; empty before groups are made."""
+        """Return the states of this rank; empty before groups are created."""
         if not _references:
             return {}
         states = core("tensor_parallel.random").get_cuda_rng_tracker().get_states()
         return {"sizes": self.groups.axes, "seed": _seeds[-1], "states": states}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Resume; seed anew without a state, or from one of groups of other sizes."""
+        """Resume; without a state, or with one for groups of other sizes, seed again."""
         if not _references:
             return None
         if state.get("sizes") == self.groups.axes:

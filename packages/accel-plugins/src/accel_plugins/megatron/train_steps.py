@@ -22,10 +22,10 @@ IGNORED = -100
 
 
 class AbstractTrainStep(ABC):
-    """Defines how a batch is read, the computation of the model, and the loss.
+    """Defines how a batch is read, the forward step, and the loss.
 
     Args:
-        name: Name of the class of models.
+        name: Name of the model class.
     """
 
     def __init__(self, name: str) -> None:
@@ -34,11 +34,11 @@ class AbstractTrainStep(ABC):
 
     @abstractmethod
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return a function that gets an iterator of batches and returns what the model takes."""
+        """Return a function of an iterator of batches that returns the model's inputs."""
 
     @abstractmethod
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """Return `forward_step(data_iterator, model)`, which returns an output and a loss function of it."""
+        """Return `forward_step(data_iterator, model)`, which returns an output and its loss function."""
 
     @abstractmethod
     def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ class _BatchTrainStep(AbstractTrainStep):
 
 
 class TokenTrainStep(_BatchTrainStep):
-    """A step whose loss is that of tokens."""
+    """A train step with a loss over tokens."""
 
     def __init__(self, name: str, accelerator: Any, args: Namespace) -> None:
         super().__init__(name)
@@ -88,10 +88,10 @@ class TokenTrainStep(_BatchTrainStep):
 
 
 class GPTTrainStep(TokenTrainStep):
-    """The step of decoders: the loss of the next token.
+    """The train step of decoders: the loss of the next token.
 
-    A batch has `input_ids`, and may have `labels` (those of transformers: not shifted, -100 is left out of
-    the loss; `input_ids` by default), `attention_mask` and `position_ids`.
+    A batch has `input_ids`, and may have `labels` (as for transformers: not shifted, -100 is ignored by the
+    loss; `input_ids` by default), `attention_mask` and `position_ids`.
 
     Args:
         accelerator: Has `state` and `device`.
@@ -134,13 +134,13 @@ class GPTTrainStep(TokenTrainStep):
 
 
 def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tuple[Any, ...]:
-    """Return the mean loss of the tokens of a micro-batch, as a schedule takes it.
+    """Return the mean loss of the tokens of a micro-batch, in the form that schedules expect.
 
-    Context-parallel ranks have chunks of its sequences, and a part of the mean each.
+    Context-parallel ranks have chunks of its sequences, and each returns its part of the mean.
 
     Args:
         loss_mask: 0 for ignored tokens.
-        output_tensor: Their losses, or a pair of these and of logits split by the vocabulary.
+        output_tensor: The tokens' losses, or a pair of these and logits sharded over the vocabulary.
         per_token: Return the sum and the number of the tokens in place of the mean.
     """
     losses, logits = output_tensor if isinstance(output_tensor, tuple) else (output_tensor, None)
@@ -156,7 +156,7 @@ def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tup
 
 
 def with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
-    """Return losses beside the logits, on the last stage; hidden states as they are on the others.
+    """Return losses and logits on the last stage; on others, return hidden states unchanged.
 
     Logits have the shape `[batch, sequence, vocabulary]`, labels `[batch, sequence]`.
     """
@@ -172,13 +172,13 @@ def with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
 
 
 def causal_mask(attention_mask: Tensor | None, *, padding_at_end: bool = False) -> Tensor | None:
-    """Return which positions a token may not attend to: `[batch, 1, sequence, sequence]`, true where masked.
+    """Return the causal mask with padding: `[batch, 1, sequence, sequence]`, true where masked.
 
-    `None` if nothing is padded, for which megatron-core has a mask of its own.
+    `None` if nothing is padded: megatron-core then uses its own mask.
 
     Args:
         attention_mask: Of shape `[batch, sequence]`, 0 for padding.
-        padding_at_end: Whether padding can only follow tokens, where the mask of the future keeps it out:
+        padding_at_end: Whether padding can only follow tokens, so that the causal mask covers it:
             TransformerEngine's causal attention reads no other mask.
 
     Example:
@@ -209,7 +209,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
         A tensor of one dim: the average of each, the same on all ranks of the group.
 
     Raises:
-        SettingsError: Megatron's process groups have not been made.
+        SettingsError: Megatron's process groups have not been created.
     """
     load_library("avg_losses_across_data_parallel_group()")
     groups = core("parallel_state")
@@ -225,10 +225,10 @@ def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
 
 
 class BertTrainStep(_BatchTrainStep):
-    """The step of encoders: masked tokens, with or without the order of sentences, or classes.
+    """The train step of encoders: masked tokens, with or without sentence order, or classes.
 
-    A batch has `input_ids` and `labels` of transformers (-100 is left out of the loss of tokens), and may
-    have `attention_mask`, `token_type_ids` and `next_sentence_label`.
+    A batch has `input_ids` and `labels` of transformers (-100 is ignored by the loss of tokens), and may have
+    `attention_mask`, `token_type_ids` and `next_sentence_label`.
 
     Args:
         accelerator: Has `state` and `device`.
@@ -288,7 +288,7 @@ class BertTrainStep(_BatchTrainStep):
 
         Args:
             pretraining_flag: Whether masked tokens are predicted; else classes.
-            bert_binary_head: Whether the order of sentences is predicted, too.
+            bert_binary_head: Whether sentence order is predicted, too.
         """
 
         def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
@@ -340,9 +340,9 @@ def _class_loss(
 
 
 class T5TrainStep(TokenTrainStep):
-    """The step of encoder-decoders: the loss of the tokens of the decoder.
+    """The train step of encoder-decoders: the loss of the decoder's tokens.
 
-    A batch has `input_ids` and `labels` of transformers (-100 is left out of the loss), and may have
+    A batch has `input_ids` and `labels` of transformers (-100 is ignored by the loss), and may have
     `attention_mask`, `decoder_input_ids` (the labels shifted by default) and `decoder_attention_mask`.
 
     Args:
@@ -355,7 +355,7 @@ class T5TrainStep(TokenTrainStep):
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: Tensor) -> Tensor:
-        """Return which tokens of a sequence may not attend to which.
+        """Return the mask of token pairs that may not attend to each other.
 
         Args:
             attention_mask: Of shape `[batch, sequence]`, 0 for padding.
@@ -371,7 +371,7 @@ class T5TrainStep(TokenTrainStep):
 
     @staticmethod
     def get_decoder_mask(seq_length: int, device: torch.device | str) -> Tensor:
-        """Return the mask of the future.
+        """Return the causal mask.
 
         Args:
             seq_length: Tokens of the decoder.
@@ -388,7 +388,7 @@ class T5TrainStep(TokenTrainStep):
 
     @staticmethod
     def get_enc_dec_mask(attention_mask: Tensor, dec_seq_length: int, device: torch.device | str) -> Tensor:
-        """Return which tokens of the encoder those of the decoder may not attend to.
+        """Return the mask of encoder tokens that decoder tokens may not attend to.
 
         Args:
             attention_mask: Of the encoder, of shape `[batch, sequence]`, 0 for padding.

@@ -25,10 +25,10 @@ class PrecisionSubject:
     """A precision policy to be checked.
 
     Args:
-        make: Makes the policy anew.
-        device: Where it computes.
-        tolerance: Largest difference of outputs and gradients to those of float32; 0.05 suits formats
-            with eight significant bits.
+        make: Builds a new policy.
+        device: The device on which it computes.
+        tolerance: Largest difference of outputs and gradients from float32's; 0.05 suits formats with eight
+            significant bits.
     """
 
     make: Callable[[], PrecisionPolicy]
@@ -47,7 +47,7 @@ def the_name_is_documented(subject: PrecisionSubject) -> None:
 
 
 def converted_models_return_float32(subject: PrecisionSubject) -> None:
-    """Outputs are float32, near those of float32, with unchanged names in state dicts."""
+    """Outputs are float32 and near those computed in float32; names in state dicts are unchanged."""
     _, model, _ = _prepare(subject)
     plain = subject.problem().model().to(subject.device)
     output = model(subject.problem().shard(0)[0])
@@ -58,7 +58,7 @@ def converted_models_return_float32(subject: PrecisionSubject) -> None:
 
 
 def conversion_can_be_undone(subject: PrecisionSubject) -> None:
-    """Converting twice is converting once, and unwrapping without the float32 wrapper undoes it."""
+    """Converting twice equals converting once, and unwrapping without the float32 wrapper undoes it."""
     policy, model, optimizer = _prepare(subject)
     policy.convert(Bundle(models=[model], optimizers=[optimizer]))
     plain = extract_model_from_parallel(model, keep_fp32_wrapper=False)
@@ -81,14 +81,14 @@ def copies_are_independent(subject: PrecisionSubject) -> None:
 
 
 def autocast_can_be_switched_off(subject: PrecisionSubject) -> None:
-    """`AutocastKwargs(enabled=False)` makes operations run in the format of their inputs."""
+    """`AutocastKwargs(enabled=False)` makes operations run in the dtype of their inputs."""
     ones = torch.ones(2, 2, device=subject.device)
     with subject.make().autocast(AutocastKwargs(enabled=False)):
         demand((ones @ ones).dtype is torch.float32, "autocast is on although it was switched off.")
 
 
 def unscaled_gradients_are_those_of_the_loss(subject: PrecisionSubject) -> None:
-    """Gradients of the scaled loss, once unscaled, are those of the loss, however often it is asked for."""
+    """Gradients of the scaled loss are those of the loss once unscaled, however often `unscale` runs."""
     policy, model, optimizer = _prepare(subject)
     policy.scale(loss_of(model, subject.problem().shard(0))).backward()
     policy.unscale([optimizer])
@@ -104,7 +104,7 @@ def unscaled_gradients_are_those_of_the_loss(subject: PrecisionSubject) -> None:
 
 
 def a_step_is_that_of_the_loss(subject: PrecisionSubject) -> None:
-    """A step moves the parameters by the gradients of the unscaled loss, and says True."""
+    """A step moves the parameters by the gradients of the unscaled loss, and returns True."""
     policy, model, optimizer = _prepare(subject)
     for step in range(2):
         optimizer.zero_grad()
@@ -115,7 +115,7 @@ def a_step_is_that_of_the_loss(subject: PrecisionSubject) -> None:
 
 
 def a_step_with_infinite_gradients_is_skipped(subject: PrecisionSubject) -> None:
-    """A loss scaler skips a step whose gradients are not finite, says False, and lowers the scale."""
+    """A loss scaler skips a step whose gradients are not finite, returns False, and lowers the scale."""
     policy, model, optimizer = _prepare(subject)
     if policy.scaler is None:
         return
@@ -128,7 +128,7 @@ def a_step_with_infinite_gradients_is_skipped(subject: PrecisionSubject) -> None
 
 
 def the_state_is_restored(subject: PrecisionSubject) -> None:
-    """A policy that loads the state of another goes on as that one."""
+    """A policy that loads the state of another continues like it."""
     policy, model, optimizer = _prepare(subject)
     policy.scale(loss_of(model, subject.problem().shard(0)) * float("inf")).backward()
     policy.step(optimizer)

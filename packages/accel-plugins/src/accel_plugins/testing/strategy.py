@@ -25,7 +25,7 @@ FEATURES, HIDDEN, TARGETS, ROWS = 6, 5, 3, 12  # ROWS: samples per shard, divisi
 
 
 class ConformanceError(AccelError, AssertionError):
-    """An implementation violates its seam's contract."""
+    """An implementation violates the contract of its interface."""
 
 
 def demand(condition: object, message: str) -> None:
@@ -37,7 +37,7 @@ def demand(condition: object, message: str) -> None:
 def demand_equal(
     results: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float, what: str
 ) -> None:
-    """Demand that named tensors have the same names, shapes and, but for a tolerance, values."""
+    """Demand that named tensors have the same names, shapes and, within a tolerance, values."""
     demand([*results] == [*wanted], f"{what}: the names are {[*results]}, but expected are {[*wanted]}.")
     for name, right in wanted.items():
         result = results[name].detach().to("cpu", right.dtype)
@@ -175,20 +175,20 @@ class PreparedRun:
             torch.save([weights, optimizer], folder / "full.bin")
 
     def load_full(self, folder: Path) -> None:
-        """Load what `save_full` has saved."""
+        """Load the files of `save_full`."""
         weights, optimizer = torch.load(folder / "full.bin", map_location="cpu", weights_only=True)
         self.strategy.persister.load_full_state_dict(self.model, weights)
         self.strategy.persister.load_full_optimizer_state(self.optimizer, [self.model], optimizer)
 
     def save_native(self, folder: Path) -> None:
-        """Save the strategy's own files, where it has some, as of two models and optimizers."""
+        """Save the strategy's native files, if it has any, as for two models and optimizers."""
         for index in (0, 1):
             if (native := self.strategy.native) is not None:
                 native.save_model(self.model, folder, index)
                 native.save_optimizer(self.optimizer, self.model, folder, index)
 
     def load_native(self, folder: Path) -> None:
-        """Load what `save_native` has saved, the second first."""
+        """Load the files of `save_native`, the second model first."""
         for index in (1, 0):
             if (native := self.strategy.native) is not None:
                 native.load_model(self.model, folder, index)
@@ -226,7 +226,7 @@ def gradients_alone(problem: Problem) -> dict[str, Any]:
 
 
 def are_full(gradients: Mapping[str, Any]) -> bool:
-    """Return whether gradients are in `.grad` between passes; some strategies have them in buffers."""
+    """Return whether gradients are in `.grad` between passes; some strategies keep them in buffers."""
     return all(gradient is not None for gradient in gradients.values())
 
 
@@ -244,11 +244,11 @@ class StrategySubject:
     """A strategy to be checked.
 
     Args:
-        make: Makes the strategy anew, with the precision policy `"no"`.
-        runtime: The run that the strategy was made for.
+        make: Builds a new strategy, with the precision policy `"no"`.
+        runtime: The runtime for which the strategy is built.
         directory: An empty directory that all ranks share.
-        tolerance: Largest difference to the result of one process.
-        dtype: Format of the parameters; engines that know no float64 want float32 and a tolerance for it.
+        tolerance: Largest difference from the result of one process.
+        dtype: Dtype of the parameters; engines without float64 need float32 and a tolerance for it.
         norm_types: The norms by which gradients can be clipped.
     """
 
@@ -271,7 +271,7 @@ class StrategySubject:
 
 
 def sharding_covers_every_shard(subject: StrategySubject) -> None:
-    """Every rank names the same number of shards, and together they have all of them."""
+    """Every rank has the same number of shards, and together they cover all of them."""
     sharding = subject.make().sharding
     shards = subject.runtime.collectives.all_gather_object((sharding.num_shards, sharding.shard_index))
     demand(
@@ -283,7 +283,7 @@ def sharding_covers_every_shard(subject: StrategySubject) -> None:
 
 
 def unwrapping_undoes_wrapping(subject: StrategySubject) -> None:
-    """`wrap` keeps order and number; `unwrap` returns the model with its names, and leaves others alone."""
+    """`wrap` keeps order and number; `unwrap` returns the model with its names, and others unchanged."""
     strategy, problem = subject.make(), subject.problem()
     model, frozen = problem.model(), problem.model().requires_grad_(requires_grad=False)
     names = [*model.state_dict()]
@@ -313,14 +313,14 @@ def unwrapping_undoes_wrapping(subject: StrategySubject) -> None:
 
 
 def ranks_start_equal(subject: StrategySubject) -> None:
-    """Wrapped models have the same values everywhere, those of rank 0, however they were initialised."""
+    """Wrapped models have rank 0's values on every rank, however they were initialised."""
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(seed=subject.runtime.topology.rank), sgd)
     demand_equal(trained.state(), problem.model(seed=0).state_dict(), 0.0, "the wrapped model")
 
 
 def training_equals_one_process(subject: StrategySubject) -> None:
-    """Several steps on shards give the parameters of one process on the whole batches."""
+    """Several steps on shards give the parameters of one process on full batches."""
     problem = subject.problem()
     for optimizer in (sgd, adamw):
         trained = prepare(subject.make(), problem.model(), optimizer)
@@ -334,7 +334,7 @@ def training_equals_one_process(subject: StrategySubject) -> None:
 
 
 def micro_batches_equal_one_batch(subject: StrategySubject) -> None:
-    """K micro-batches with `accumulation=k` make the step of one batch."""
+    """K micro-batches with `accumulation=k` give the same step as one batch."""
     problem = subject.problem()
     for count in (2, 3):
         trained = prepare(subject.make(), problem.model(), sgd)
@@ -413,7 +413,7 @@ def backward_passes_its_arguments_on(subject: StrategySubject) -> None:
 def gradients_can_be_divided_by_items(subject: StrategySubject) -> None:
     """Gradients of summed losses, divided after they were all-reduced, are those of one big batch.
 
-    Every rank and micro-batch has another number of items; gradients come as the mean over the ranks.
+    Every rank and micro-batch has a different number of items; gradients are averaged over the ranks.
     """
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(), sgd)
@@ -440,7 +440,7 @@ def gradients_can_be_divided_by_items(subject: StrategySubject) -> None:
 
 
 def saved_state_is_loaded(subject: StrategySubject) -> None:
-    """Model and optimizer go on after loading as if nothing had been in between."""
+    """Model and optimizer continue after loading as without a save and load."""
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(), adamw)
     folder, barrier = subject.directory, subject.runtime.collectives.barrier
@@ -472,7 +472,7 @@ def saved_state_is_loaded(subject: StrategySubject) -> None:
 
 
 def ranks_may_run_out_of_batches(subject: StrategySubject) -> None:
-    """Within `join` ranks with more batches go on, and all end with the same parameters."""
+    """Within `join` ranks with more batches continue, and all end with the same parameters."""
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(), sgd)
     with trained.strategy.stepper.join([trained.model]):
@@ -491,7 +491,7 @@ def ranks_may_run_out_of_batches(subject: StrategySubject) -> None:
 
 
 def evaluation_needs_no_training(subject: StrategySubject) -> None:
-    """A model that was wrapped for evaluation computes what the plain one computes."""
+    """A model wrapped for evaluation computes the same as the plain model."""
     strategy, problem = subject.make(), subject.problem()
     model = strategy.wrapper.wrap(Bundle(models=[problem.model()]), evaluation=True).models[0].eval()
     inputs, _ = problem.shard(0)
@@ -501,7 +501,7 @@ def evaluation_needs_no_training(subject: StrategySubject) -> None:
 
 
 def several_models_are_trained(subject: StrategySubject) -> None:
-    """Two models of one bundle, each with its optimizer, are trained apart from each other."""
+    """Two models of one bundle, each with its optimizer, are trained independently."""
     strategy, problem = subject.make(), subject.problem()
     models = [problem.model(seed=0), problem.model(seed=1)]
     optimizers = [sgd([*model.parameters()]) for model in models]
@@ -564,7 +564,7 @@ NEEDS: Mapping[str, Feature] = {
 
 
 def check_strategy(subject: StrategySubject) -> None:
-    """Run every check that the declared features call for, on every rank.
+    """Run every check of the declared features, on every rank.
 
     Raises:
         ConformanceError: At least one check failed on some rank; the message has all of them.

@@ -1,7 +1,7 @@
-"""Replica groups: the quorum of each step, and the state that a returning group gets from another.
+"""Replica groups: the quorum of each step, and the transfer of state to a returning group.
 
-This is the only importer of torchft in the library. A group is the job that its launcher starts, with ranks
-and collectives of its own; torchft's managers find the other groups through a lighthouse.
+This is the only importer of torchft in the library. A group is the job that its launcher starts, with
+separate ranks and collectives; torchft's managers find the other groups through a lighthouse.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ START_S = 300.0
 """Seconds that the groups of a new job wait for each other before their first step."""
 
 _QUORUM_S = 600
-"""Seconds that a group waits for a quorum, such as for `min_groups`."""
+"""Seconds that a group waits for a quorum, as for `min_groups`."""
 
 
 class ReplicaGroups:
-    """This group, and its agreement with the others on every optimizer step.
+    """This replica group, and its agreement with the others on every optimizer step.
 
     Args:
-        settings: How many groups there are, and which is this.
-        runtime: Of this group.
-        is_sharded: Whether the ranks of a group have shards of the models; else each has all of them.
-        apart: How often groups agree that train apart; in every step if `None`.
+        settings: The number of groups, and the index of this one.
+        runtime: The runtime of this group.
+        is_sharded: Whether the ranks of a group have shards of the models; else each has full models.
+        apart: How often groups that train independently agree; in every step if `None`.
 
     Raises:
         MissingDependencyError: torchft is not installed.
-        SettingsError: There is no lighthouse, or the group does not exist.
+        SettingsError: There is no lighthouse, or the group's index is out of range.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class ReplicaGroups:
         self._participants = settings.groups
         self._alone_since = 0
 
-    # What `Replicas` asks for.
+    # The methods of `Replicas`.
 
     @property
     def is_saver(self) -> bool:
-        """Whether this group writes the checkpoints: the first of those that agree on steps."""
+        """Whether this group writes the checkpoints: the first group of the quorum does."""
         if self.manager is None:
             return self.settings.group == 0
         return self.manager.participating_rank() == 0
@@ -116,11 +116,11 @@ class ReplicaGroups:
         restore: Callable[[StateDict, bool], Mapping[Any, StateDict]],
         load_last: Callable[[], str | None],
     ) -> None:
-        """Take over how the state besides models and optimizers is read and restored."""
+        """Register how the state besides models and optimizers is read and restored."""
         self._read, self._restore, self._load_last = read, restore, load_last
 
     def watched(self, loader: Any, begin: Callable[[], Generator[Any]]) -> Generator[Any]:
-        """Yield the batches of a pass; after this group was healed, go on where the others are."""
+        """Yield the batches of an epoch; after this group was healed, continue at the others' position."""
         self._load_checkpoint_once()
         batches = begin()
         try:
@@ -137,7 +137,7 @@ class ReplicaGroups:
         finally:
             batches.close()
 
-    # What `Generators` asks for: a checkpoint has the number of steps, by which groups compare themselves.
+    # The methods of `Generators`: a checkpoint has the number of steps, by which groups compare themselves.
 
     def state_dict(self) -> StateDict:
         """Return the number of steps that the groups have agreed on."""
@@ -152,10 +152,10 @@ class ReplicaGroups:
             self.manager.load_state_dict(self._saved)
         return None
 
-    # The steps.
+    # Steps.
 
     def open(self) -> None:
-        """Begin an optimizer step: ask for a quorum, in the background, once per accumulation window."""
+        """Begin an optimizer step: request a quorum in the background, once per accumulation window."""
         if self._is_open or self._sync is not None:
             return
         self._is_open = True
@@ -167,7 +167,7 @@ class ReplicaGroups:
             self.manager.start_quorum()
 
     def equalize(self, models: Iterable[nn.Module]) -> None:
-        """Give all ranks of this group the parameters and buffers of its rank 0."""
+        """Broadcast the parameters and buffers of rank 0 of this group."""
         for model in models:
             for tensor in (*model.parameters(), *model.buffers()):
                 self._runtime.collectives.broadcast(tensor.data, 0)
@@ -186,12 +186,12 @@ class ReplicaGroups:
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether groups agree in every step; else gradients are averaged within a group alone."""
+        """Whether groups agree in every step; else gradients are averaged only within a group."""
         return self._apart is None
 
     def average_shard(self, gradients: Tensor) -> None:
         """Average gradients, in place, over the ranks of the same index in all groups."""
-        self.manager.allreduce(gradients).wait()  # An error is the manager's, which then commits nothing.
+        self.manager.allreduce(gradients).wait()  # On an error, the manager commits nothing.
 
     def commits(self) -> bool:
         """Whether the optimizers step: all groups of the quorum have the gradients. Heals this group."""
@@ -205,7 +205,7 @@ class ReplicaGroups:
         return self._commits
 
     def after_step(self, before: int) -> None:
-        """Report the sync of groups that train apart, if the optimizer step ended with one.
+        """Report the sync of groups that train independently, if the optimizer step ended with one.
 
         Args:
             before: Number of syncs before the step.
@@ -222,7 +222,7 @@ class ReplicaGroups:
         return 0 if self.manager is None else self.manager.current_step()
 
     def release(self) -> None:
-        """End the manager, and forget models and optimizers."""
+        """Shut down the manager, and release models and optimizers."""
         manager, self.manager = self.manager, None
         if self._sync is not None:
             self._sync.__exit__(None, None, None)
@@ -255,8 +255,8 @@ class ReplicaGroups:
         ):
             sleep(0.1)
             manager.start_quorum()
-        # From now on a quorum is found during the forward pass. The first one was waited for, so that all
-        # groups begin with the same weights, and with a batch that counts.
+        # Later quorums form during the forward pass. The first was awaited, so that all groups begin with the
+        # same weights, and with a batch that counts.
         manager._use_async_quorum = self._apart is None
         self._has_begun = True
         if not self.settings.restarts and not manager.current_step():
@@ -288,7 +288,7 @@ class ReplicaGroups:
         return sync.__enter__()
 
     def _take_first_weights(self) -> None:
-        """Begin with the weights of the first group: torchft would take those of another for each rank."""
+        """Begin with the weights of the first group: torchft could take each rank's from another group."""
         first = self.manager.participating_rank() == 0
         for tensors in self._tensors:
             for tensor in tensors.values():
@@ -299,11 +299,11 @@ class ReplicaGroups:
                 sent = raw.clone() if first else torch.zeros_like(raw)
                 self.manager.allreduce(sent, reduce_op=dist.ReduceOp.SUM).wait()
                 if self.manager.errored():
-                    return  # a group is gone: in the next quorum torchft heals all from the others
+                    return  # a group has failed: in the next quorum torchft heals all from the others
                 local.copy_(sent.view(local.dtype).view_as(local))
 
     def _load_checkpoint_once(self) -> None:
-        """Load the last checkpoint once, if this group was started again and has loaded none."""
+        """Load the last checkpoint once, if this group was restarted and has loaded none."""
         if self._is_resumed or not self.settings.restarts:
             return
         self._is_resumed = True
@@ -343,7 +343,7 @@ class ReplicaGroups:
         )
 
     def _own_address(self) -> str:
-        """Return the address under which the machine of the lighthouse, and so the others, reach this one."""
+        """Return the address at which the lighthouse's host, and so the other groups, can reach this host."""
         url = urlsplit(self.settings.lighthouse or "")
         family, kind, protocol, _, target = socket.getaddrinfo(
             url.hostname, url.port, type=socket.SOCK_DGRAM
@@ -353,7 +353,7 @@ class ReplicaGroups:
             return str(probe.getsockname()[0])
 
     def _state(self) -> StateDict:
-        """Return the state with which another group is healed; called in the thread of the quorum."""
+        """Return the state that heals another group; called in the quorum's thread."""
         optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         if self._is_sharded:
             models, optimizers = as_shards(self._tensors), as_shards(optimizers)
@@ -364,7 +364,7 @@ class ReplicaGroups:
     def _load(self, state: StateDict) -> None:
         """Heal this group, in the main thread, right before the optimizers step."""
         step = self.manager.current_step()
-        if step or self._has_begun:  # until then the weights of the first group are awaited
+        if step or self._has_begun:  # else the weights of the first group are awaited
             for model, tensors, own in zip(self.models, self._tensors, state["models"], strict=True):
                 if self._is_sharded:
                     load_tensors(tensors, own)
@@ -373,7 +373,7 @@ class ReplicaGroups:
         load = load_optimizer if self._is_sharded else load_in_place
         for optimizer, own in zip(self.optimizers, state["optimizers"], strict=True):
             load(optimizer, own)
-        # A group that trains apart is asked for its state when it has counted the step.
+        # A group that trains independently sends its state after it has counted the step.
         positions = self._restore(state["shared"], self._apart is None and not self._is_open)
         if step:
             self._jumps = {id(loader): position for loader, position in positions.items()}
@@ -391,7 +391,7 @@ class ReplicaGroups:
             logger.warning(message, *arguments)
 
     def _report(self, before: int) -> None:
-        """Log steps and batches that are given up, once per change."""
+        """Log abandoned steps and batches, once per change."""
         groups, present = self.settings.groups, self.manager.num_participants()
         if not self._commits:
             self._warn(
@@ -418,5 +418,5 @@ class ReplicaGroups:
 
     @property
     def _unit(self) -> str:
-        """In what the manager counts, for messages."""
+        """The unit in which the manager counts, for messages."""
         return "step" if self._apart is None else "sync"

@@ -1,4 +1,4 @@
-"""The state that heals a rank: of sharded models and optimizers, the shards of the rank of the same index."""
+"""State that heals a rank: shards of models and optimizers of the same rank in another group."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """A rank's part of a `DTensor`; another mesh of the same shape gives it back.
+    """A rank's shard of a `DTensor`, from which another mesh of the same shape rebuilds it.
 
     Args:
         local: This rank's tensor.
@@ -35,7 +35,7 @@ class Shard(NamedTuple):
 
 
 def as_shards(state: Any) -> Any:
-    """Replace the `DTensor`s in a state by shards that can be sent.
+    """Replace the `DTensor`s in a state with shards that can be sent.
 
     Args:
         state: Dictionaries and lists, nested, of tensors and anything else.
@@ -51,8 +51,8 @@ def as_shards(state: Any) -> Any:
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return the tensors of a model's state dict, sharded as they stay between steps.
 
-    FSDP2 shards a model again where its state dict is made, so that this is no call for another thread while
-    the model runs.
+    FSDP2 reshards a model when its state dict is built, so do not call this in another thread while the model
+    runs.
     """
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
@@ -60,14 +60,14 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_tensors(tensors: Mapping[str, Tensor], state: StateDict) -> None:
-    """Copy the state of another rank, as of `as_shards`, into tensors of the same names."""
+    """Copy another rank's state, a result of `as_shards`, into tensors of the same names."""
     for name, tensor in tensors.items():
         value = state[name]
         local_part(tensor.detach()).copy_(value.local if isinstance(value, Shard) else value)
 
 
 def load_optimizer(optimizer: Optimizer, state: StateDict) -> None:
-    """Load the state of another rank, as of `as_shards`, into an optimizer of sharded parameters."""
+    """Load another rank's state, a result of `as_shards`, into an optimizer of sharded parameters."""
     saved = chain.from_iterable(group["params"] for group in state["param_groups"])
     current = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     parameters = dict(zip(saved, current, strict=True))

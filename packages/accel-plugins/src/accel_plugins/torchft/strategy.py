@@ -1,4 +1,4 @@
-"""The strategies of replica groups: DDP or FSDP2 in each, and an average over the groups that are alive."""
+"""The strategies of replica groups: DDP or FSDP2 in each, averaged over the groups that are alive."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from accel_state.settings.run import ReplicaSettings
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a replica group whose ranks have full models."""
+    """Build the strategy of a replica group whose ranks have full models."""
     topology = runtime.topology
     _check(settings, runtime)
     check_axes(handlers, topology.world_size)
@@ -67,7 +67,7 @@ def build(
 def build_sharded(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a replica group whose ranks have shards, by FSDP2."""
+    """Build the strategy of a replica group whose ranks have shards, by FSDP2."""
     _check(settings, runtime)
     plugin = handlers.get(FullyShardedDataParallelPlugin)
     if plugin is not None and plugin.version != 2:
@@ -86,7 +86,7 @@ def build_sharded(
 
 
 def _check(settings: Settings, runtime: Runtime) -> None:
-    """Refuse engines that would train within a group as if there were no others, and untested axes."""
+    """Refuse engines that would ignore the other groups, and untested axes."""
     sizes = settings.parallelism
     axes = [axis for axis in ("tp", "cp", "sp", "ep") if sizes and (getattr(sizes, f"{axis}_size") or 1) > 1]
     if axes:
@@ -105,7 +105,7 @@ def _check(settings: Settings, runtime: Runtime) -> None:
 def _with_groups(
     inner: Strategy, groups: ReplicaGroups, settings: ReplicaSettings, precision: PrecisionPolicy
 ) -> Strategy:
-    """Return the strategy of the ranks of a group as that of all groups."""
+    """Extend the strategy of one group's ranks to all groups."""
     own, release = inner.sharding, inner.release
 
     def release_all() -> None:
@@ -130,14 +130,14 @@ def _with_groups(
 
 FEATURES = PLAIN_FEATURES - {
     Feature.UNEVEN_INPUTS,
-    Feature.ITEM_COUNTS,  # they would be those of one group
+    Feature.ITEM_COUNTS,  # they would cover only one group
 }
 """The features of replica groups."""
 
 
 @frozen
 class ReplicaWrapper:
-    """Model wrapper that puts models into DDP whose gradients are averaged over replica groups."""
+    """Model wrapper that puts models into DDP, with gradients averaged over replica groups."""
 
     runtime: Runtime
     groups: ReplicaGroups
@@ -229,8 +229,8 @@ class ReplicaStepper:
 
     Args:
         groups: The agreement of the groups.
-        inner: Does everything else.
-        precision: Scales losses.
+        inner: The stepper of the group, for everything else.
+        precision: The precision policy, which scales losses.
     """
 
     def __init__(self, *, groups: ReplicaGroups, inner: Stepper, precision: PrecisionPolicy) -> None:
@@ -244,7 +244,7 @@ class ReplicaStepper:
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], float] | None = None
     ) -> bool | torch.Tensor:
-        """Step if the groups have agreed to; otherwise the step was skipped."""
+        """Step if the groups agree; otherwise the step is skipped."""
         if self._groups.commits():
             before = self._groups.num_agreed
             stepped = self._inner.step(optimizer, closure)
@@ -252,5 +252,5 @@ class ReplicaStepper:
                 self._groups.after_step(before)
             return stepped
         if (scaler := self._precision.scaler) is not None:
-            scaler.update(scaler.get_scale())  # forgets that gradients may be unscaled already
+            scaler.update(scaler.get_scale())  # clears the state of already unscaled gradients
         return False
