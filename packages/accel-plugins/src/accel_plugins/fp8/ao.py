@@ -147,7 +147,7 @@ def _converted_layers(model: nn.Module) -> set[str]:
 
 
 BLOCK = 32
-"""Values that share one scale in MXFP8; torchao accepts matrices whose sizes this divides."""
+"""Number of values that share a scale in MXFP8; torchao accepts matrices whose sizes this divides."""
 
 
 class BlockScaledLinear(nn.Linear):

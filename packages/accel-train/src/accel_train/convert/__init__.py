@@ -1,1 +1,1 @@
-"""Checkpoints from one format to another, with less memory than the model."""
+"""Convert checkpoints between formats, with less memory than the model."""

@@ -35,7 +35,7 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
         base: The checkpoint whose first model the adapter was trained for.
 
     Raises:
-        CheckpointError: The adapter is not of LoRA, or not of that base.
+        CheckpointError: The adapter is not a LoRA adapter, or belongs to another base.
     """
     config = _read_config(folder)
     pairs: dict[str, dict[str, LazyTensor]] = {}
@@ -51,7 +51,7 @@ def merge_adapter(folder: AnyPath, base: CheckpointContents) -> CheckpointConten
             if match[2]:
                 embeddings.add(match[1])
         elif full in merged and merged[full].shape == lazy.shape and ".lora_" not in name:
-            merged[full] = lazy  # a module that was trained in full, or a bias
+            merged[full] = lazy  # a fully trained module, or a bias
         else:
             strange.append(name)
     for module, pair in pairs.items():
@@ -117,7 +117,7 @@ def _sum(weight: LazyTensor, pair: Mapping[str, LazyTensor], scale: float, *, tr
 
 
 def _with_magnitude(total: LazyTensor, magnitude: LazyTensor, *, transposed: bool) -> LazyTensor:
-    """Return a merged matrix of DoRA: each output of the matrix has the length that was trained."""
+    """Return a merged matrix of DoRA: scale each output to its trained magnitude."""
 
     def scaled(begin: int, end: int) -> Tensor:
         lengths = magnitude.full()

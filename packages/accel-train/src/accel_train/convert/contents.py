@@ -1,4 +1,4 @@
-"""What a checkpoint of any format contains, as the readers return it and the writers take it."""
+"""Contents of a checkpoint of any format, as returned by readers and passed to writers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class OptimizerContents:
     """The state of an optimizer.
 
     Attributes:
-        states: The states of each parameter, by its name, or by its number where names are not known.
+        states: The states of each parameter, by name, or by number if names are unknown.
         groups: The parameter groups, `"params"` with names or numbers likewise.
-        unnamed: Why names are not known; empty if they are.
+        unnamed: The reason why names are unknown; empty if they are known.
     """
 
     states: Mapping[str | int, Mapping[str, Any]]
@@ -37,7 +37,7 @@ class OptimizerContents:
                 yield path, leaf
 
     def nested(self, *, by_number: bool) -> dict[str, Any]:
-        """Return it as a state dict, with parameters by number, as in `Optimizer.state_dict`, or by name."""
+        """Return a state dict, with parameters by number, as in `Optimizer.state_dict`, or by name."""
         order = self.order()
         key_of = {name: number if by_number else name for number, name in enumerate(order)}
         return {
@@ -50,16 +50,16 @@ class OptimizerContents:
 
 @frozen
 class CheckpointContents:
-    """The contents of a checkpoint; tensors are read when they are asked for.
+    """The contents of a checkpoint; tensors are read lazily.
 
     Attributes:
-        form: What it is, in words.
+        form: Its format, in words.
         models: The weights of each model, by name.
         optimizers: Their optimizers, in the same order.
         state_files: Other files of `save_state` by name: schedulers, positions of loaders, random numbers.
         config_files: Files beside the weights that describe the model: its configuration and tokenizer.
         manifest: The manifest of a state.
-        dropped: A phrase for each thing that no format takes from it.
+        dropped: A phrase for each item that no target format can store.
     """
 
     form: str

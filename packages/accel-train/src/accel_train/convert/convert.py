@@ -33,13 +33,13 @@ class ConversionReport:
     """The result of a conversion: the tensors read and the files written.
 
     Attributes:
-        source: The checkpoint that is read.
+        source: The checkpoint to read.
         form: Its format, in words.
         num_tensors: The number of tensors to write.
         nbytes: Their bytes.
-        target: The folder that is written.
+        target: The folder to write.
         files: The names of its files, with the number and bytes of tensors in each.
-        dropped: A phrase for each thing in the source that the target does not have.
+        dropped: A phrase for each item of the source that the target lacks.
     """
 
     source: AnyPath
@@ -61,25 +61,25 @@ def convert_checkpoint(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     dry_run: bool = False,
 ) -> ConversionReport:
-    """Write a checkpoint in another format, one chunk of a tensor at a time, and compare what was written.
+    """Write a checkpoint in another format, one chunk of a tensor at a time, and verify the result.
 
-    The target is there when all of it is written, and each tensor has been read again and compared.
+    The target appears once all of it is written, and each tensor has been read back and compared.
 
     Args:
-        source: A checkpoint of any format that is read, which is found by its files; a folder, file or URL.
-        target: A folder, or its URL, that is absent or empty. To a store all of it goes from a temporary
-            folder of this machine.
+        source: A folder, file or URL of a checkpoint; its format is detected from its files.
+        target: A folder, or its URL, that is absent or empty. An upload to a store uses a temporary local
+            folder.
         to: `"safetensors"`, `"torch"`, `"full"`, `"sharded"`, `"dcp"` or `"universal"`.
         base: For a LoRA adapter of peft, the checkpoint into whose weights it is merged. For a checkpoint of
             Megatron-LM, a folder with the configuration of transformers whose names and layout are used.
-        max_memory: Bytes that tensors may take at once, or text like `"500MB"`. A row of a tensor is never
+        max_memory: Maximum bytes of tensors in memory, or text like `"500MB"`. A row of a tensor is never
             split.
-        max_shard_size: Bytes of a file of `"safetensors"` or `"torch"`, or text like `"5GB"`.
+        max_shard_size: Maximum bytes of a file of `"safetensors"` or `"torch"`, or text like `"5GB"`.
         dry_run: Whether to write nothing.
 
     Raises:
-        CheckpointError: The source is damaged or of no known format, or a tensor was not written as it was.
-        SettingsError: There is no such format, the target has files, or `base` is missing or too much.
+        CheckpointError: The source is damaged or of no known format, or a written tensor differs.
+        SettingsError: There is no such format, the target has files, or `base` is missing or not applicable.
         OSError: A file cannot be read or written.
     """
     limit = convert_file_size_to_int(max_memory)
@@ -111,7 +111,7 @@ def convert_checkpoint(
 
 @contextmanager
 def _staging(target: AnyPath) -> Generator[Path]:
-    """Give an empty folder, which becomes the target when the block has ended."""
+    """Yield an empty folder, which becomes the target at the end of the block."""
     if isinstance(target, RemotePath):
         with tempfile.TemporaryDirectory(prefix="accel-convert-") as folder:
             yield Path(folder)
@@ -130,7 +130,7 @@ def _staging(target: AnyPath) -> Generator[Path]:
 
 
 def _is_last(name: str) -> tuple[bool, str]:
-    """Sort what makes a checkpoint complete behind its other files."""
+    """Sort files that mark a checkpoint complete after its other files."""
     return name.endswith((layout.MANIFEST_NAME, ".metadata", ".index.json", UNIVERSAL_TAG_FILE)), name
 
 

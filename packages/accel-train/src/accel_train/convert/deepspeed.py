@@ -21,7 +21,7 @@ from accel_train.convert.names import name_parameters
 
 
 def is_engine_state(folder: AnyPath) -> bool:
-    """Return whether it is a state of ZeRO, the folder of `engine.save_checkpoint`, or one below it."""
+    """Return whether a folder is a state of ZeRO, the folder of `engine.save_checkpoint`, or one below it."""
     return is_engine_folder(folder) or is_engine_folder(engine_folder(folder, layout.engine_name(0), 0))
 
 
@@ -63,13 +63,13 @@ def read_engine_state(folder: AnyPath, of_state: Callable[..., CheckpointContent
 
 
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-"""Names of the file of the model in a universal checkpoint, at stages 1 and 2, and at stage 3."""
+"""Names of the model file in a universal checkpoint, at stages 1 and 2, and at stage 3."""
 UNIVERSAL_TAG_FILE = "latest_universal"
-"""Names the folder beside it that an engine loads."""
+"""The file that names the sibling folder that an engine loads."""
 
 
 def is_universal(folder: AnyPath) -> bool:
-    """Return whether it is what DeepSpeed's `ds_to_universal` wrote, or the folder of such checkpoints."""
+    """Return whether a folder is an output of DeepSpeed's `ds_to_universal`, or has such checkpoints."""
     return _universal_folder(folder) is not None
 
 
@@ -150,7 +150,7 @@ def _engines(folder: Path) -> list[Path]:
 
 
 def _lazily(tree: Any) -> Any:
-    """Replace the mapped tensors of nested containers by lazy ones."""
+    """Replace the mapped tensors of nested containers with lazy ones."""
     known: dict[int, LazyTensor] = {}
 
     def lazy(tensor: Tensor) -> LazyTensor:

@@ -42,16 +42,16 @@ def is_megatron(folder: AnyPath) -> bool:
 def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents:
     """Read a checkpoint of the backend `torch_dist`.
 
-    A tensor that Megatron stacks over all layers is one tensor for each layer. With float32 masters in the
-    optimizer, they are the weights.
+    A tensor that Megatron stacks over all layers is one tensor for each layer. If the optimizer has float32
+    master weights, these are the weights.
 
     Args:
-        folder: That of an iteration, or of all iterations, of which the latest is read.
-        base: A folder with the configuration of transformers whose names and layout the result has; `None`
-            for Megatron's own.
+        folder: The folder of one iteration, or of all iterations, of which the latest is read.
+        base: A folder with a transformers configuration, for names and layout of the result; `None` for
+            Megatron's own.
 
     Raises:
-        CheckpointError: It is damaged, of another backend, or not of a model of that configuration.
+        CheckpointError: It is damaged, of another backend, or of a model with another configuration.
     """
     folder = _iteration(folder)
     described = read_json(folder / _BACKEND_FILE)
@@ -60,7 +60,7 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents:
         raise CheckpointError(
             f"{str(folder)!r} was saved by Megatron's backend {backend!r}: save it again by 'torch_dist'."
         )
-    # 1. Sort what it has: weights, states of the optimizer by key, and the rest.
+    # 1. Sort its contents: weights, states of the optimizer by key, and the rest.
     state, refused = read_lazily(folder, read_index(folder))
     weights: dict[str, LazyTensor] = {}
     states: dict[str, dict[str, LazyTensor]] = {}
@@ -76,7 +76,7 @@ def read_megatron(folder: AnyPath, base: AnyPath | None) -> CheckpointContents:
     dropped = [f"{some_of(lost)}, which are not tensors of the model or its optimizer"] if lost else []
     for key in _MASTERS & states.keys():
         weights |= {name: lazy for name, lazy in states.pop(key).items() if name in weights}
-    # 2. Name and cut them as transformers does.
+    # 2. Convert them to the names and layout of transformers.
     config_files: dict[str, AnyPath] = {}
     if base is not None:
         rows = _rows(base, weights)
@@ -113,7 +113,7 @@ def _iteration(folder: AnyPath) -> AnyPath:
 
 
 def _by_layer(name: str, lazy: LazyTensor, latest: _Latest) -> dict[str, LazyTensor]:
-    """Return the tensors of single layers by the names of Megatron's model."""
+    """Split a stacked tensor into layers, under the names of Megatron's model."""
     match = _STACKED.fullmatch(name)
     if match is None or not lazy.shape:
         return {_plain(name): lazy}
@@ -130,14 +130,14 @@ def _layer(stacked: LazyTensor, layer: int) -> list[Tensor]:
 
 
 def _plain(name: str) -> str:
-    """Return the name that a norm has in a layer whose norms are modules of their own."""
+    """Return the name of a norm in layers with separate modules for norms."""
     for fused, norm in _FUSED_NORMS.items():
         name = name.replace(fused, norm)
     return name
 
 
 class _Latest:
-    """Makes tensors out of what is read as a unit, of which the latest is kept: it is asked for in chunks."""
+    """Lazy tensors that are read together; caches the latest read, since chunks are requested one by one."""
 
     def __init__(self) -> None:
         self._key: object = None
@@ -151,7 +151,7 @@ class _Latest:
         dtype: torch.dtype,
         read: Callable[[], Sequence[Tensor]],
     ) -> LazyTensor:
-        """Return the tensor at an index of what `read` returns, which has an equal key."""
+        """Return a lazy tensor: the one at an index of the result of `read`, which is cached by key."""
 
         def rows(begin: int, end: int) -> Tensor:
             if self._key != key:
@@ -166,7 +166,7 @@ class _Latest:
 
 
 def _rows(base: AnyPath, weights: Mapping[str, LazyTensor]) -> dict[str, tuple[Weight, list[str]]]:
-    """Return how each weight is packed, and the names of its parts, by the configuration of transformers."""
+    """Return each weight's packing, and the names of its parts, from the transformers configuration."""
     try:
         transformers: Any = import_module("transformers")
     except ImportError as error:
@@ -207,7 +207,7 @@ def _unpacked(
     folder: AnyPath,
     latest: _Latest,
 ) -> dict[str, LazyTensor]:
-    """Return the tensors of transformers that Megatron's are made of."""
+    """Convert Megatron tensors to the tensors of a transformers checkpoint."""
     unpacked: dict[str, LazyTensor] = {}
     for name, lazy in weights.items():
         row, names = rows[name]
@@ -283,5 +283,5 @@ _GROUP_KEYS = (
     "fused",
     "decoupled_weight_decay",
 )
-"""What torch's Adam has; Megatron's groups may differ in more, and are then not kept."""
+"""Options of torch's Adam; Megatron's groups may differ in others, and are then dropped."""
 _SPLIT_KEYS = ("lr_mult", "is_expert_parallel", "is_decoupled_lr")

@@ -16,16 +16,16 @@ def name_parameters(
     *,
     in_order: bool,
 ) -> OptimizerContents:
-    """Name the parameters of an optimizer state that has numbers.
+    """Name the parameters of an optimizer state that is keyed by numbers.
 
-    An optimizer that was made with `named_parameters()` has the names. Else those of a group are the names of
-    all weights of its shapes, in the order of the model; both have to fit exactly.
+    An optimizer built with `named_parameters()` has the names. Otherwise a group's parameters are matched to
+    all weights of its shapes, in the order of the model; numbers and shapes must fit exactly.
 
     Args:
         states: The states of each parameter, by number.
         groups: The parameter groups.
         weights: The weights of the model.
-        in_order: Whether they are in the order of the model.
+        in_order: Whether the weights are in the order of the model.
 
     Returns:
         The state by name, or by number with the reason.
@@ -85,6 +85,6 @@ def _names_by_shape(
 
 
 def _shape_of(values: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of a parameter: that of its states with dims, if it is the same for all."""
+    """Return the shape of a parameter: the shape that all of its states with dims have."""
     shapes = {value.shape for value in values.values() if isinstance(value, LazyTensor) and value.shape}
     return shapes.pop() if len(shapes) == 1 else None

@@ -41,10 +41,10 @@ from accel_train.convert.names import name_parameters
 
 
 def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointContents:
-    """Open a checkpoint, whose format is found by its files; an adapter is merged into its base.
+    """Open a checkpoint and detect its format from its files; an adapter is merged into its base.
 
     Raises:
-        SettingsError: It is an adapter without a base, or none with one.
+        SettingsError: It is an adapter and `base` is missing, or `base` is given for another checkpoint.
         CheckpointError: It has no known format, or is damaged.
         FileNotFoundError: Nothing is at that path.
     """
@@ -69,7 +69,7 @@ def open_checkpoint(path: AnyPath, base: AnyPath | None = None) -> CheckpointCon
 
 @frozen
 class FormatReader:
-    """How one format is recognised and read."""
+    """Detection and reading of one format."""
 
     fits: Callable[[AnyPath], bool]
     read: Callable[[AnyPath], CheckpointContents]
@@ -83,7 +83,7 @@ def _is_sharded_state(folder: AnyPath) -> bool:
 
 
 def _sharded_state(folder: AnyPath) -> CheckpointContents:
-    """Read a state of FSDP, tensor or expert parallelism, a pipeline or Megatron: folders of shards."""
+    """Read a sharded state of FSDP, Megatron, tensor, expert or pipeline parallelism: folders of shards."""
     dropped: list[str] = []
     models: list[dict[str, LazyTensor]] = []
     optimizers: list[OptimizerContents] = []
@@ -108,7 +108,7 @@ def _full_weights(folder: AnyPath, index: int) -> AnyPath | None:
 
 
 def _full_state(folder: AnyPath) -> CheckpointContents:
-    """Read a state of a run whose rank 0 writes all weights."""
+    """Read a full state, written by rank 0."""
     dropped: list[str] = []
     models = [
         lazy_weights(cast("AnyPath", _full_weights(folder, index)), dropped)
@@ -135,7 +135,7 @@ def _optimizer(
     state: dict[str, Any], weights: Mapping[str, LazyTensor], *, in_order: bool
 ) -> OptimizerContents:
     if all(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
-        return named_optimizer(state)  # FSDP1 of other libraries has names in full states
+        return named_optimizer(state)  # other libraries' FSDP1 has names in full states
     return name_parameters(state["state"], state["param_groups"], weights, in_order=in_order)
 
 
@@ -154,7 +154,7 @@ def of_state(
 ) -> CheckpointContents:
     """Return the contents of a state, with the files beside its models and optimizers.
 
-    `read` says of a file or folder at the top whether it was read.
+    `read` returns whether a top-level file or folder was read.
     """
     files, described, lost = _other_files(folder, read)
     return CheckpointContents(
@@ -183,7 +183,7 @@ _DESCRIPTIONS = (".json", ".txt", ".model", ".jinja")
 def _other_files(
     folder: AnyPath, read: Callable[[str], bool]
 ) -> tuple[dict[str, AnyPath], dict[str, AnyPath], list[str]]:
-    """Return the files of a state, those that describe a model, and a phrase about the others."""
+    """Return the files of a state, the files that describe a model, and a phrase about the others."""
     state_files: dict[str, AnyPath] = {}
     described: dict[str, AnyPath] = {}
     lost: list[str] = []
@@ -206,7 +206,7 @@ def _other_files(
 
 
 def _dcp(folder: AnyPath) -> CheckpointContents:
-    """Read a DCP folder: a state dict, or a dictionary with one of a model and one of an optimizer."""
+    """Read a DCP folder: a state dict, or a dictionary of a model's and an optimizer's."""
     dropped: list[str] = []
     state = _shards(folder, dropped)
     optimizers: list[OptimizerContents] = []
@@ -244,7 +244,7 @@ def named_optimizer(state: Mapping[str, Any]) -> OptimizerContents:
     return OptimizerContents(states=state.get("state", {}), groups=state.get("param_groups", []))
 
 
-# Weights alone.
+# Weights only.
 
 
 def _weights(path: AnyPath) -> CheckpointContents:
@@ -289,4 +289,4 @@ READERS: list[FormatReader] = [
     FormatReader(fits=is_sharded_folder, read=_dcp),
     FormatReader(fits=_is_full_state, read=_full_state),
 ]
-"""The formats of folders, in the order in which they are tried; what fits none has files of weights alone."""
+"""The formats of folders, in the order in which they are tried; other folders have weight files only."""

@@ -40,13 +40,13 @@ from accel_train.convert.deepspeed import MODEL_FILES, UNIVERSAL_TAG_FILE
 
 
 class VerifyingReader:
-    """Reads tensors in chunks, and keeps the digests of what it has read.
+    """Reads tensors in chunks, and records their digests.
 
     Args:
         limit: Bytes of memory that a conversion may take.
 
     Attributes:
-        digests: XXH3 hash of the elements, shape and element type of each tensor, by its label.
+        digests: XXH3 hash of the elements, shape and dtype of each tensor, by label.
     """
 
     def __init__(self, limit: int) -> None:
@@ -67,7 +67,7 @@ class VerifyingReader:
             trim_heap()
 
     def read(self, label: Label, lazy: LazyTensor) -> None:
-        """Read a tensor for its digest alone."""
+        """Read a tensor only for its digest."""
         for _ in self.chunks(label, lazy):
             pass
 
@@ -83,7 +83,7 @@ class PlannedFile:
     Attributes:
         name: Its path in the folder, with `/` between folders.
         nbytes: Bytes of its tensors.
-        count: How many tensors it has.
+        count: Number of its tensors.
         write: Writes it at a path, and returns its record.
     """
 
@@ -95,10 +95,10 @@ class PlannedFile:
 
 @frozen
 class WritePlan:
-    """The files of a checkpoint to write, in order, and a phrase for all that it does not take.
+    """The files of a checkpoint to write, in order, and phrases for items that are dropped.
 
     Attributes:
-        labels: The tensors that it takes.
+        labels: The labels of the tensors to write.
         is_state: Whether it is a state of `save_state`, which has a manifest.
     """
 
@@ -132,7 +132,7 @@ def plan_weights(contents: CheckpointContents, max_shard_size: int, *, safe: boo
 
 
 def plan_full(contents: CheckpointContents, max_shard_size: int) -> WritePlan:
-    """Plan a state of a run whose rank 0 writes all weights: one file for each model and optimizer."""
+    """Plan a full state, as written by rank 0: one file for each model and optimizer."""
     del max_shard_size
     files: list[PlannedFile] = []
     labels: set[Label] = set()
@@ -233,7 +233,7 @@ def plan_universal(contents: CheckpointContents, max_shard_size: int) -> WritePl
         "ds_version": _DEEPSPEED_VERSION,
     }
     labels: dict[Label, LazyTensor] = {("model", 0, name): lazy for name, lazy in others.items()}
-    # Engines of stage 3 look for the second name.
+    # Engines of stage 3 read the second name.
     files = [_torch_file(f"{_TAG}/{name}", model_state, dict(labels)) for name in MODEL_FILES]
     trees: dict[str, tuple[Any, Label, LazyTensor]] = {}
     for name in order:
@@ -275,11 +275,11 @@ def plan_universal(contents: CheckpointContents, max_shard_size: int) -> WritePl
 
 _TAG = "universal"
 _DEEPSPEED_VERSION = "0.19.0"
-"""The version whose format it is; an engine asks for it."""
+"""The version of the format, which engines check."""
 
 
 def _adam_of(contents: CheckpointContents) -> tuple[dict[str, LazyTensor], OptimizerContents]:
-    """Return the weights, in float32 those of the optimizer, and the optimizer with tensors as counters."""
+    """Return the weights, trained ones in float32, and Adam's states with counters as tensors."""
     first = contents.optimizers[0] if contents.optimizers else None
     weights = dict(contents.models[0])
     if first is None or first.unnamed:
@@ -327,7 +327,7 @@ def _named(
 
 
 def _besides_weights(contents: CheckpointContents, *, optimizers: bool = True) -> list[str]:
-    """Return phrases for what a format of one model's weights does not take."""
+    """Return phrases for items that a format of one model's weights drops."""
     dropped = [f"model {index}" for index in range(1, len(contents.models))]
     dropped += [f"optimizer {index}" for index in range(len(contents.optimizers)) if optimizers]
     return [*dropped, *(f"file {name}" for name in contents.state_files)]
@@ -341,7 +341,7 @@ def _other_files(contents: CheckpointContents) -> list[PlannedFile]:
 def _without_aliases(
     weights: Mapping[str, LazyTensor],
 ) -> tuple[dict[str, LazyTensor], list[tuple[str, str]]]:
-    """Return the weights without second names of one tensor, and these with the first name."""
+    """Return the weights without further names of tied tensors, and these names with the first name."""
     first: dict[object, str] = {}
     distinct: dict[str, LazyTensor] = {}
     aliases: list[tuple[str, str]] = []
@@ -365,7 +365,7 @@ def _safetensors_file(name: str, weights: Mapping[str, LazyTensor], index: int) 
 
 
 def _torch_file(name: str, tree: dict[str, Any], labels: Mapping[Label, LazyTensor]) -> PlannedFile:
-    """Plan a file of `torch.save` that is made with holes for the tensors, which are filled one by one."""
+    """Plan a file of `torch.save`: written first with empty space for the tensors, then filled one by one."""
 
     def write(path: Path, stream: VerifyingReader) -> FileRecord:
         made = create_torch_file(path, tree)  # the same tree, with a position for every lazy tensor
@@ -432,4 +432,4 @@ WRITERS: dict[str, Callable[[CheckpointContents, int], WritePlan]] = {
     "dcp": plan_dcp,
     "universal": plan_universal,
 }
-"""The formats that are written: the plan of each, from the contents and the bytes of a file of weights."""
+"""The formats to write: functions that plan each, from the contents and the bytes per weight file."""

@@ -1,1 +1,1 @@
-"""Data loading: which rank gets which samples, and the loaders that yield them."""
+"""Data loading: the sharding of samples across ranks, and the loaders that yield them."""

@@ -68,7 +68,7 @@ STATE_FORMAT = 1
 
 @dataclass(slots=True)
 class LoaderProgress:
-    """The progress of a loader, shared with the loaders that `skipping` has made of it."""
+    """The progress of a loader, shared with the loaders that `skipping` returns."""
 
     epoch: int = 0
     reading: EpochPass | None = None
@@ -111,10 +111,10 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         super().__init__(dataset, **options, **(special if use_stateful_dataloader else {}))
         self._options = {name: value for name, value in options.items() if name not in INDEXING}
         self.use_stateful_dataloader = use_stateful_dataloader
-        self.dataset_parts = 1  # the number of ranks with different data that no sampler of ours has sharded
+        self.dataset_parts = 1  # number of ranks with different data, if not sharded by our samplers
         self.skip_batches = 0
         self._drop_last = False
-        self._batches_per_step = 1  # batches of the dataset for one batch on every rank
+        self._batches_per_step = 1  # batches of the dataset per batch on every rank
         self._reads = True
         self._has_drawn = False
         self._resume: Position | None = None
@@ -123,7 +123,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         self._base: Any = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copy or pickle the loader without its current pass: the copy begins its own."""
+        """Copy or pickle the loader without its current iteration: the copy begins a new one."""
         progress = LoaderProgress(epoch=self.iteration, finished=self._progress.finished)
         # Persistent workers belong to this loader.
         state = {**vars(self), "_progress": progress, "_iterator": None}
@@ -131,10 +131,10 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     @property
     def base_dataloader(self) -> Iterable[Any]:
-        """The loader that reads: this one, unless a program has assigned another.
+        """The loader that reads the data: this one, unless a program has assigned another.
 
-        That one's batches are then yielded as they come: nothing of ours shards them, and the position is
-        the number of batches.
+        An assigned loader's batches are yielded unchanged: they are not sharded, and the position is the
+        number of batches.
         """
         return self if self._base is None else self._base
 
@@ -144,7 +144,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     @property
     def iteration(self) -> int:
-        """The epoch of the current pass, or of the next one."""
+        """The epoch of the current iteration, or of the next one."""
         return self._progress.epoch
 
     @iteration.setter
@@ -152,19 +152,19 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         self._progress.epoch = epoch
 
     def __len__(self) -> int:
-        """Number of batches of this rank, less those that the next pass skips."""
+        """Number of batches of this rank, without those that the next iteration skips."""
         if self._base is not None:
             return max(0, len(self._base) - self.skip_batches)
         full_steps, remaining = divmod(super().__len__(), self._batches_per_step)
         return max(0, full_steps + (remaining > 0 and not self._drop_last) - self.skip_batches)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch, for the samplers and the dataset.
+        """Set the next epoch, for the samplers and the dataset.
 
         A loaded position in another epoch is dropped.
 
         Args:
-            epoch: Counted from 0. Without a call, loaders count their passes.
+            epoch: Counted from 0. Without a call, loaders count their iterations.
         """
         if self._resume is not None and self._resume_epoch not in {None, epoch}:
             logger.warning(
@@ -182,14 +182,14 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         set_epoch_of(self.dataset, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the epoch, and within a pass what was consumed, up to the last batch.
+        """Return the position: the epoch, and during an iteration the data consumed, up to the last batch.
 
         The position is valid for all ranks, and for any number of ranks.
 
         Returns:
             Plain data, which `torch.load(..., weights_only=True)` reads. With `use_stateful_dataloader` it is
-            torchdata's state together with the position; a pass that began in the middle of an epoch, by
-            skipping or with another number of ranks, has no torchdata state.
+            torchdata's state together with the position; an iteration that began in the middle of an epoch,
+            by skipping or with another number of ranks, has no torchdata state.
         """
         position = self._position()
         state: dict[str, Any] = {
@@ -222,10 +222,10 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a position in the next pass.
+        """Resume from a position in the next iteration.
 
         Args:
-            state_dict: A state of `state_dict`, from a run with any number of processes, or the state of a
+            state_dict: A result of `state_dict`, from a run with any number of processes, or the state of a
                 `StatefulDataLoader`.
 
         Raises:
@@ -249,10 +249,10 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         self._has_drawn = position is not None or self.iteration > 0
 
     def load_epoch(self, state_dict: dict[str, Any]) -> None:
-        """Restart the epoch of a position in the next pass, in the same order.
+        """Restart the epoch of a position in the next iteration, in the same order.
 
         Args:
-            state_dict: A state of `state_dict`, also of a loader with another number of workers.
+            state_dict: A result of `state_dict`, also of a loader with another number of workers.
         """
         position = state_dict["position"]
         if position is not None and self._reads:
@@ -261,7 +261,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         self.load_state_dict({**state_dict, "position": position, "shards": None})
 
     def _position_in(self, state: dict[str, Any]) -> Position | None:
-        """Return the position in a state of torchdata, for a loader with as many ranks and workers."""
+        """Return the position in a state of torchdata, for the same numbers of ranks and workers."""
         if is_finished(state):
             return None
         batches, workers = batches_yielded(state), self._readers
@@ -277,11 +277,11 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         )
 
     def wrap_worker_init(self, wrap: Callable[[Any], Callable[[int], None]]) -> None:
-        """Replace `worker_init_fn` by what a function makes of it."""
+        """Replace `worker_init_fn` with the result of a function of it."""
         self.worker_init_fn = self._options["worker_init_fn"] = wrap(self.worker_init_fn)
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Do nothing: `state_dict` returns the position of the last yielded batch, whatever was prefetched.
+        """Do nothing: `state_dict` returns the position of the last yielded batch, not of prefetched ones.
 
         Loaders of other libraries that count prefetched batches may override this.
         """
@@ -309,12 +309,12 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         return position
 
     def _position(self) -> Position | None:
-        """Return the position of the current pass, or the one at which the next pass resumes, if any."""
+        """Return the position of the current iteration, or the one at which the next resumes, if any."""
         return self._resume if (reading := self._progress.reading) is None else reading.position()
 
     @property
     def _readers(self) -> int:
-        """The number of workers that count their own batches, those of an iterable dataset; else 1."""
+        """The number of workers that count batches separately: all for an iterable dataset; else 1."""
         return 1 if self._indices is not None else max(1, self.num_workers)
 
     @property
@@ -331,7 +331,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     @property
     def counts_samples(self) -> bool:
-        """Whether `stride` is a number of samples; else of batches, whose sizes are not known beforehand."""
+        """Whether `stride` is a number of samples; else of batches, whose sizes are not known in advance."""
         return self.batch_size is not None if self._indices is None else self._indices.shard.counts_samples
 
     @property
@@ -343,7 +343,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     @property
     def sharder(self) -> Any | None:
-        """The object of this loader that shards the data and has `even_batches`; `None` if none does."""
+        """The object that shards this loader's data and has `even_batches`; `None` if there is none."""
         if self.dataset_parts > 1:
             return None
         if self._indices is not None:
@@ -361,7 +361,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         return part.num_processes if isinstance(part, (IterableDatasetShard, BatchSamplerShard)) else 1
 
     def _open(self) -> EpochPass:
-        """Open the next pass: at a loaded position, after `skip_batches`, or at the beginning."""
+        """Begin the next iteration: at a loaded position, after `skip_batches`, or at the beginning."""
         reading = self._progress.reading = self._begin_reading()
         return reading
 
@@ -371,7 +371,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         if self._base is not None:
             return PlainReading(self._base, skip if position is None else position.consumed[0])
         resumed = position is not None
-        # In a stream, only reading shows how many samples a worker gives; and torchdata counts by itself.
+        # The number of samples of a worker's stream is known only by reading; torchdata counts by itself.
         seeks = self._indices is not None or (not self.use_stateful_dataloader and self.num_workers == 0)
         if skip and seeks and (position is None or position.torchdata is None):
             position = position or Position(unit=self._unit, consumed=(0,))
@@ -384,7 +384,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         return reading
 
     def _read(self, position: Position | None = None) -> EpochPass:
-        """Open a pass of torch's loader: at the epoch's beginning, or at that of torchdata's state."""
+        """Begin an iteration of torch's loader: at the epoch's beginning, or at torchdata's position."""
         begin: Callable[[Iterator[Any]], EpochPass]
         if self._indices is not None:
             taken = 0 if position is None else position.consumed[0] // self._inner_stride
@@ -396,17 +396,17 @@ class DataLoaderAdapter(TorchLoader[T_co]):
                 StreamReading, stride=self._inner_stride, starts=starts, next_worker=worker, unit=self._unit
             )
         batches = self._torch_batches()
-        if position is not None:  # torchdata counts the batches twice that it reads to get to its position
+        if position is not None:  # torchdata counts twice the batches it reads to reach its position
             vars(batches)["_num_yielded"] = batches_yielded(position.torchdata or {})
         if self.use_stateful_dataloader:
             return StatefulReading(batches, begin, self._add_sampler_state)
         return begin(batches)
 
     def _torch_batches(self) -> Iterator[Any]:
-        """Open a pass of torch's loader."""
+        """Begin an iteration of torch's loader."""
         if not (self._has_drawn and self.persistent_workers):
             return super().__iter__()
-        # Persistent workers got their seed at the beginning of the run that is resumed.
+        # Persistent workers got their seed at the beginning of the resumed run.
         self._has_drawn = False
         with self._throwaway_generator():
             return super().__iter__()
@@ -421,7 +421,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
             self.generator = generator
 
     def _read_from(self, position: Position, *, resumed: bool) -> EpochPass:
-        """Open a pass in the middle of an epoch, through a loader made for it alone."""
+        """Begin an iteration in the middle of an epoch, through a temporary loader."""
         if position.torchdata is not None:
             if self._indices is not None:
                 self._indices.shard.replays = position.order
@@ -429,7 +429,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
             with self._throwaway_generator():  # the seed was drawn when the pass began
                 return self._read(position)
         options: dict[str, Any] = {**self._options, "persistent_workers": False}
-        if resumed:  # the seed of the workers was drawn when the pass began
+        if resumed:  # the seed of the workers was drawn when the epoch began
             options["generator"] = torch.Generator()
         if self._indices is not None:
             (start,) = position.consumed
@@ -458,7 +458,7 @@ def _with_meta_collate(dataset: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class DataLoaderStateMixin:
-    """Facts about the batch that a loader has yielded last, for the gradient state and others.
+    """Facts about the last batch that a loader yielded, for the gradient state and others.
 
     Args:
         *args: For the next class.
@@ -467,9 +467,9 @@ class DataLoaderStateMixin:
     Attributes:
         end_of_dataloader (bool): Whether the batch is the last one.
         remainder (int): The number of samples in the last batches of all ranks together if they are
-            incomplete, 0 if they are complete, -1 while it is not known.
-        real_in_batch (int | None): The number of samples, from the beginning of the batch, that are not
-            padding; all of them if `None`.
+            incomplete, 0 if they are complete, -1 while unknown.
+        real_in_batch (int | None): The number of samples at the beginning of the batch that are not padding;
+            all if `None`.
     """
 
     end_of_dataloader: bool = False
@@ -487,19 +487,19 @@ class DataLoaderStateMixin:
         return ignorant_find_batch_size(self._batch)
 
     def reset(self) -> None:
-        """Reset the facts to those before a pass."""
+        """Reset the facts to their state before an iteration."""
         self.end_of_dataloader = False
         self.remainder = -1
         self.real_in_batch = None
         self._batch = None
 
     def begin(self) -> None:
-        """Begin a pass: the loader becomes the active one."""
+        """Begin an iteration: the loader becomes the active one."""
         self.reset()
         self.gradient_state._add_dataloader(self)  # pyright: ignore[reportPrivateUsage]
 
     def end(self) -> None:
-        """End a pass, complete or not: the loader that was active before becomes active again."""
+        """End an iteration, complete or not: the previously active loader becomes active again."""
         self._batch = None
         self.gradient_state._remove_dataloader(self)  # pyright: ignore[reportPrivateUsage]
 
@@ -507,13 +507,13 @@ class DataLoaderStateMixin:
 class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
     """Base of `DataLoaderShard`, `DataLoaderDispatcher` and `SkipDataLoader`.
 
-    To type checkers, it yields the type that torch's `DataLoader` was annotated with.
+    For type checkers, it yields the annotated type of torch's `DataLoader`.
 
     Attributes:
         shard_sequences (Callable | None): Shards the sequences of a batch; they stay full if `None`.
-        meter (StepMeter | None): Measures how long the loop waits for each batch.
-        preemption (Preemption | None): Notices when a step ends.
-        replicas (Replicas | None): Moves the position when a replica group was healed.
+        meter (StepMeter | None): Measures the time that the loop waits for each batch.
+        preemption (Preemption | None): Detects when a step ends.
+        replicas (Replicas | None): Sets the position after a replica group was healed.
         resume_mid_epoch (bool): Whether `load_state` resumes it at the next batch, stateful or not.
     """
 
@@ -545,7 +545,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         self._drop_last = _drop_last
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Copy or pickle the loader without the facts about a pass, and without what observes it."""
+        """Copy or pickle the loader without the facts about an iteration, and without its observers."""
         make, arguments, state = super().__reduce_ex__(protocol)
         facts = {"end_of_dataloader": False, "remainder": -1, "real_in_batch": None, "_batch": None}
         return make, arguments, state | facts | {"meter": None, "preemption": None, "replicas": None}
@@ -558,7 +558,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         return super().batch_size_seen
 
     def _rows_of_padded(self) -> int | None:
-        """Return the size of padded batches, which the sharder knows, whatever they contain."""
+        """Return the size of padded batches, as known by the sharder."""
         if self._indices is not None:
             return self._indices.shard.padded_rows or None
         if isinstance(self.dataset, IterableDatasetShard) and self.batch_size is not None:
@@ -584,15 +584,15 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         """Replace the sampler of indices.
 
         Args:
-            sampler: Another one over the same dataset.
+            sampler: Another sampler over the same dataset.
 
         Raises:
-            ValueError: The loader has a batch sampler of its own, without a sampler below.
+            ValueError: The loader has a custom batch sampler, without a sampler below.
         """
         replace_sampler(self.sampler if self.batch_sampler is None else self.batch_sampler, sampler)
 
     def skipping(self, batches: int) -> Self:
-        """Return a copy of this loader whose next pass begins later in the epoch.
+        """Return a copy of this loader whose next iteration begins later in the epoch.
 
         The two share their progress: epochs and positions.
         """
@@ -609,7 +609,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
     def _pass(
         self, batch_transfer: BatchTransfer | None = None, *, before: Callable[[], None] | None = None
     ) -> Generator[Any]:
-        """Yield the batches of one pass."""
+        """Yield the batches of one iteration."""
         begin = partial(self._batches, batch_transfer, before)
         batches = begin() if self.replicas is None else self.replicas.watched(self, begin)
         if self.meter is not None:
@@ -619,7 +619,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
     def _batches(
         self, batch_transfer: BatchTransfer | None, before: Callable[[], None] | None
     ) -> Generator[Any]:
-        # 1. Begin the pass.
+        # 1. Begin the iteration.
         if before is not None:
             before()
         epoch = self.iteration
@@ -656,7 +656,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
                     self._set_remainder(loaded)
                 yield batch
         finally:
-            # 3. End the pass, and the epoch unless the loop has chosen another one.
+            # 3. End the iteration, and the epoch unless the loop has set another one.
             self.end()
             if reading is not None and self._progress.reading is reading:
                 self._progress.finished = reading.position().torchdata
@@ -665,8 +665,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
                 self.iteration = epoch + 1
 
     def _set_remainder(self, loaded: BatchWithMeta | None) -> None:
-        """Set the number of samples in the last round, if it was not known before."""
-        if self.dataset_parts > 1:  # other ranks may have another number of samples
+        """Set the number of samples in the last round, if not known before."""
+        if self.dataset_parts > 1:  # other ranks may have a different number of samples
             return
         if loaded is not None and loaded.real_in_step is not None:
             self.remainder = loaded.real_in_step % self.stride
@@ -676,7 +676,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
 
 
 def _sharding_first(shard: Callable[[Any], Any], start_copy: StartCopy | None) -> StartCopy:
-    """Shard batches before their copy to the device: checks run on the host, and only shards are copied."""
+    """Shard batches before the host-to-device copy: checks run on the host, and only shards are copied."""
 
     def shard_and_copy(item: Any) -> Any:
         item = replace(item, batch=shard(item.batch)) if type(item) is BatchWithMeta else shard(item)
@@ -690,7 +690,7 @@ def override_even_batches(loaders: Iterable[Any], even_batches: bool | None) -> 
     """Change `even_batches` of loaders until the context ends.
 
     Args:
-        loaders: Prepared loaders. A loader whose data we do not shard logs a warning.
+        loaders: Prepared loaders. A warning is logged for loaders whose data we do not shard.
         even_batches: The value; `None` changes nothing.
     """
     sharders: list[Any] = []

@@ -38,31 +38,31 @@ SliceFn = Callable[..., Any]
 class DataLoaderDispatcher(PreparedLoader[T_co]):
     """A torch loader that reads on the main process, and scatters the batches across ranks.
 
-    For datasets that only one process can read. All processes make it, with the same arguments. A batch is
+    For datasets that only one process can read. All processes create it, with the same arguments. A batch is
     sent as one message of bytes to each process.
 
     Args:
         dataset: The dataset to load; only the main process reads it.
         split_batches: Whether every batch is sharded across ranks; otherwise each gets a full one.
-        skip_batches: Number of batches that the first pass skips; later passes are complete.
+        skip_batches: Number of batches that the first iteration skips; later ones are complete.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
-        _drop_last: Whether to drop an incomplete last round of batches.
-        _non_blocking: Whether batches are copied to the device without waiting.
+        _drop_last: Whether to drop an incomplete last round (one batch for every process).
+        _non_blocking: Whether copies of batches to the device are asynchronous.
         slice_fn: Called on the main process as `slice_fn(batch, rows, process_index=..., num_processes=...)`
             with the batches of a round joined into one, and the slice of rows of a process. If `None`, the
             rows are cut out of every tensor, and of every list with one object per sample.
         torch_device_mesh: The device mesh; ranks that differ along some of its axes only have the
             same batches.
-        iteration: The epoch that comes first.
+        iteration: The first epoch.
         device: The device of batches; the device of this process if `None`.
         even_batches: Whether the last round is completed with its first samples, so that all processes get
-            equally many.
+            the same number.
         micro_batches: The number of equal parts into which an engine cuts the batch of a process: the last
             round is completed to a multiple of it.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
     Raises:
-        MainProcessReadError: On the other processes, when the main one fails to read.
+        MainProcessReadError: On the other processes, if the main process fails to read.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         return self
 
     def __len__(self) -> int:
-        """Number of batches of this rank, less those that the next pass skips."""
+        """Number of batches of this rank, without those that the next iteration skips."""
         length = super().__len__()
         is_even = self.even_batches or self._drop_last or not self.counts_samples
         if is_even or self.base_dataloader is not self:
@@ -177,7 +177,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
 
 
 class MainReading(EpochPass):
-    """The pass of the main process, which reads for all ranks."""
+    """An iteration of the main process, which reads for all ranks."""
 
     def __init__(
         self,
@@ -210,7 +210,7 @@ class MainReading(EpochPass):
             yield [parts[shard] for shard in self._shard_of]
 
     def advance(self, loaded: BatchWithMeta | None) -> None:
-        """Count the batches of the round that is about to be yielded."""
+        """Count the batches of the round about to be yielded."""
         del loaded
         inner = self._inner
         for item in self._read.popleft():
@@ -224,7 +224,7 @@ class MainReading(EpochPass):
 
 
 class RemoteReading(EpochPass):
-    """The pass of a rank that receives its batches."""
+    """An iteration of a rank that receives its batches."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -290,8 +290,8 @@ class RowSplit:
                 yield step_batches
 
     def parts(self, batches: Sequence[Any]) -> list[BatchWithMeta | None]:
-        """Split a round: return the batch of every rank, `None` where there is none."""
-        # 1. A complete round of equal batches is not changed.
+        """Split a round: return the batch of every rank, `None` for ranks without one."""
+        # 1. A complete round of equal batches is unchanged.
         counts = [count_rows(batch) for batch in batches]
         rows = None if None in counts else sum(count or 0 for count in counts)
         full = len(batches) == self.num_processes and len(set(counts)) == 1
@@ -379,7 +379,7 @@ def select_rows(batch: Any, rows: Sequence[int] | slice, total: int) -> Any:
 
 
 def join_rows(batches: Sequence[Any]) -> Any:
-    """Concatenate batches of the same structure; a value without rows is that of the first batch.
+    """Concatenate batches of the same structure; values without rows are taken from the first batch.
 
     Example:
         >>> join_rows([{"ids": torch.arange(2), "text": ["a", "b"]}, {"ids": torch.arange(1), "text": ["c"]}])

@@ -1,4 +1,4 @@
-"""Loader of the batches that this rank reads itself; the transfer of batches to its device."""
+"""Loader of batches that this rank reads itself; transfer of batches to its device."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ logger = logging.getLogger(__name__)
 class DataLoaderShard(PreparedLoader[T_co]):
     """A torch loader that yields this rank's batches on its device, and marks the last one.
 
-    `prepare_data_loader` makes it from a torch loader and shards the data; this class only reads.
+    `prepare_data_loader` creates it from a torch loader and shards the data; this class only reads.
 
     Args:
         dataset: The dataset to load.
         device: The device of batches; not moved if `None`.
-        rng_types: The generators that are synchronised across ranks at the beginning of each pass.
+        rng_types: The generators that are synchronised across ranks at the beginning of each epoch.
         synchronized_generator: The generator that `"generator"` in `rng_types` means.
-        skip_batches: Number of batches that the first pass skips; later passes are complete.
+        skip_batches: Number of batches that the first iteration skips; later ones are complete.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
         _drop_last: Whether an incomplete last batch is dropped.
-        _non_blocking: Whether a batch is copied to the device while the loop computes with the one before.
+        _non_blocking: Whether a batch is copied to the device while the loop computes on the previous one.
         torch_device_mesh: The device mesh; ranks that differ along some of its axes only have the
             same batches.
-        iteration: The epoch that comes first.
+        iteration: The first epoch.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
     Example:
@@ -105,11 +105,11 @@ def batch_transfer(device: torch.device | None, *, prefetching: bool) -> BatchTr
 
 @dataclass(frozen=True, slots=True)
 class BatchTransfer:
-    """The transfer of batches to the device of a loader; without functions there is none.
+    """The transfer of batches to a loader's device; without functions, batches are not moved.
 
     Args:
         finish_copy: Called with a batch right before it is yielded.
-        start_copy: Called with a batch (or `BatchWithMeta`) when it was read, one batch ahead.
+        start_copy: Called with a batch (or `BatchWithMeta`) once it is read, one batch ahead.
     """
 
     finish_copy: Callable[[Any], Any] | None = None
@@ -119,7 +119,7 @@ class BatchTransfer:
 class CopyStream:
     """Prefetch batches to the device on a copy stream.
 
-    The current stream waits for the copy of a batch, whose memory is not reused before its work is done.
+    The current stream waits for the copy of a batch, and its memory is not reused before its work is done.
     """
 
     def __init__(self, streams: DeviceStreams) -> None:
@@ -166,7 +166,7 @@ class PendingCopy:
 def _pinned(batch: Any) -> Any:
     """Pin the strided CPU tensors of a batch, and objects with a method `pin_memory`."""
     if all(map(_can_be_pinned, (leaf for _, leaf in walk(batch)))):
-        return pin_memory(batch)  # returns pinned tensors themselves
+        return pin_memory(batch)  # returns tensors that are pinned already
     return recursively_apply(
         lambda leaf: pin_memory(leaf) if _can_be_pinned(leaf) else leaf,
         batch,
@@ -179,7 +179,7 @@ def _can_be_pinned(leaf: Any) -> bool:
 
 
 def _hides_tensors(leaf: Any) -> bool:
-    """Return whether an object moves tensors that it cannot record: the current stream must own them."""
+    """Return whether an object hides tensors from `record_stream`; the current stream must copy them."""
     return (
         not isinstance(leaf, (torch.Tensor, type))
         and callable(getattr(leaf, "to", None))
@@ -188,7 +188,7 @@ def _hides_tensors(leaf: Any) -> bool:
 
 
 class Recorded:
-    """Copy batches to a device that records operations, and execute those before each batch."""
+    """Copy batches to a lazy device, and execute the recorded operations before each batch."""
 
     def __init__(self, device: torch.device, flush: Callable[[], None]) -> None:
         self._device = device
@@ -202,7 +202,7 @@ class Recorded:
         return send_to_device(item, self._device, non_blocking=True)
 
     def finish_copy(self, batch: Any) -> Any:
-        """Execute what the loop has recorded for the batch before; return this one."""
+        """Execute the operations recorded for the previous batch; return this batch."""
         self._flush()
         shapes = [tuple(leaf.shape) for _, leaf in walk(batch) if isinstance(leaf, torch.Tensor)]
         if self._shapes is None:

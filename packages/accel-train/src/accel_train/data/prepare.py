@@ -1,4 +1,4 @@
-"""Make the loader of a rank from a torch loader (`prepare_data_loader`); skip its first batches."""
+"""Build the loader of a rank from a torch loader (`prepare_data_loader`); skip its first batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def prepare_data_loader(
     already_sharded: bool | None = None,
     shard_iterable_dataset: bool = True,
 ) -> DataLoaderShard[T_co] | DataLoaderDispatcher[T_co]:
-    """Make the loader of this rank from a torch loader over the full data.
+    """Build the loader of this rank from a torch loader over the full data.
 
     The torch loader is not changed. A prepared loader is returned unchanged. Data that is already sharded
     (see `already_sharded`) is not sharded again. An iterable dataset with a method `shard` whose `num_shards`
@@ -55,33 +55,33 @@ def prepare_data_loader(
         dataloader: The loader, the same on all ranks.
         device: The device of batches; the device of this process if `None`.
         num_processes: The number of ranks that share the data; all if `None`.
-        process_index: The index of this rank among them.
+        process_index: The index of this rank among these ranks.
         split_batches: Whether each batch of the loader is sharded across ranks. Otherwise every rank gets
             full batches, and the global batch is `num_processes` times as large.
         put_on_device: Whether batches are moved to the device.
-        rng_types: The generators that are synchronised across ranks at the beginning of each pass. If the
-            order of samples is random, its generator always is.
+        rng_types: The generators that are synchronised across ranks at the beginning of each epoch. If the
+            order of samples is random, its generator is always included.
         dispatch_batches: Whether the main process reads for all ranks and scatters the batches. If `None`, it
             does for iterable datasets if batches are put on the device and there are several ranks.
-        even_batches: Whether samples from the beginning complete the last batches, so that all ranks have
-            equally many batches of one size. With devices that compile again for every shape, such as XLA's,
-            and with `micro_batches`, the last batch of a single rank, too.
-        slice_fn_for_dispatch: As `slice_fn` of `DataLoaderDispatcher`; without effect where nothing is
+        even_batches: Whether samples from the beginning complete the last batches, so that all ranks have the
+            same number of batches of one size. With devices that compile again for every shape, such as
+            XLA's, and with `micro_batches`, the last batch of a single rank, too.
+        slice_fn_for_dispatch: As `slice_fn` of `DataLoaderDispatcher`; without effect unless batches are
             dispatched.
-        use_seedable_sampler: Whether shuffling depends on the seed and the epoch alone.
-        data_seed: The seed of that; torch's seed on the main process if `None`.
-        non_blocking: Whether a batch is copied to the device while the loop computes with the one before.
+        use_seedable_sampler: Whether shuffling depends only on the seed and the epoch.
+        data_seed: The seed of the seedable sampler; torch's seed on the main process if `None`.
+        non_blocking: Whether a batch is copied to the device while the loop computes on the previous one.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
         torch_device_mesh: The device mesh. If `num_processes` and `process_index` are `None`, its axes decide
             which ranks have the same batches; and all its ranks share the order of samples.
         micro_batches: The number of equal parts into which an engine cuts every batch of a rank.
-        already_sharded: Whether the loader gives ranks different data: each rank then reads all of its
-            loader, and no sample is known to be padding. If `None`, the loader is inspected. Recognised are a
-            sampler or an iterable dataset with the number of ranks and the rank among its attributes, such as
-            a `DistributedSampler`, an `IterableDatasetShard`, an iterable dataset that `datasets` has split
-            by node, and a dataset that reads a split of Ray Data. A sampler whose indices
-            depend on the rank in any other way needs `True`.
-        shard_iterable_dataset: `False` is `already_sharded=True` where the dataset is iterable.
+        already_sharded: Whether the loader already yields different data on each rank: each rank then reads
+            all of its loader, and no sample is known to be padding. If `None`, the loader is inspected.
+            Detected are a sampler or an iterable dataset with the number of ranks and the rank among its
+            attributes, such as a `DistributedSampler`, an `IterableDatasetShard`, an iterable dataset that
+            `datasets` has split by node, and a dataset that reads a split of Ray Data. Any other sampler
+            whose indices depend on the rank needs `True`.
+        shard_iterable_dataset: `False` is `already_sharded=True` if the dataset is iterable.
 
     Raises:
         TypeError: The argument is not a torch loader.
@@ -98,14 +98,14 @@ def prepare_data_loader(
         return dataloader
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader, but got {dataloader!r}.")
-    # 1. Find out which ranks read what.
+    # 1. Determine how data is sharded across ranks.
     runtime = current_or_single()
     world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
     if not shard_iterable_dataset and isinstance(dataloader.dataset, IterableDataset):
         already_sharded = True
     is_shard = is_sharded_already(dataloader, num_processes=world, process_index=index, asked=already_sharded)
     ranks, rng_types = world, [RNGType(kind) for kind in rng_types or ()]
-    if is_shard:  # each rank reads its own data, with a generator of its own
+    if is_shard:  # each rank reads its own data, with its own generator
         world, index, together = 1, 0, 1
         rng_types = [kind for kind in rng_types if kind is not RNGType.GENERATOR]
     if split_batches:
@@ -119,7 +119,7 @@ def prepare_data_loader(
         "even_batches": even_batches,
         "static_shapes": (compiles or micro_batches > 1) and dataloader.in_order,
     }
-    # 2. Choose who reads, and check the arguments.
+    # 2. Choose the reading ranks, and check the arguments.
     if is_shard and dispatch_batches:
         raise ValueError(
             "dispatch_batches=True makes the main process read for all ranks, but this data is already "
@@ -134,7 +134,7 @@ def prepare_data_loader(
     order = _order(
         dataloader, shards, together, rng_types=rng_types, seedable=use_seedable_sampler, seed=data_seed
     )
-    # 4. Make the loader.
+    # 4. Build the loader.
     options = loader_options(dataloader) | order.options()
     options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
     options["skip_batches"] = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
@@ -147,7 +147,7 @@ def prepare_data_loader(
         return DataLoaderDispatcher(dataloader.dataset, **options)
     options |= {"rng_types": order.rng_types, "synchronized_generator": order.generator}
     loader = _shard(dataloader, options, shards, warns=compiles)
-    # A shard of ours knows its padding.
+    # Our own shards know their padding.
     if is_shard and not isinstance(dataloader.dataset, IterableDatasetShard):
         loader.dataset_parts = ranks
     return loader
@@ -165,7 +165,7 @@ def _data_parallel_shape(
 
 
 def _check_batch_size(dataloader: DataLoader[Any], num_processes: int) -> None:
-    """Check that every process gets an equal part of each batch; on one process, too, where scripts begin."""
+    """Check that every process gets an equal part of each batch, also on one process, to catch it early."""
     size = dataloader.batch_size or getattr(_indices_of(dataloader), "batch_size", None)
     if not size and dataloader.batch_sampler is not None:
         raise ValueError(
@@ -202,7 +202,7 @@ def _order(
     seedable: bool,
     seed: int | None,
 ) -> SharedOrder:
-    """Return the order of samples, shared across ranks; of iterable datasets only the generators to share."""
+    """Return the order of samples, shared across ranks; for iterable datasets, only the generators."""
     if isinstance(dataloader.dataset, IterableDataset):
         return SharedOrder(rng_types=tuple(kind for kind in rng_types if kind is not RNGType.GENERATOR))
     several = shards["num_processes"] > 1
@@ -224,7 +224,7 @@ def _order(
 def _shard(
     dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any], *, warns: bool
 ) -> DataLoaderShard[Any]:
-    """Make the loader of a rank that reads its own batches."""
+    """Build the loader of a rank that reads its own batches."""
     dataset, options = _shard_data(dataloader, options, shards)
     world = shards["num_processes"]
     if warns and shards["static_shapes"] and world == 1 and _may_pad(dataset, options):
@@ -262,7 +262,7 @@ def _shard_data(
 
 
 def _shards_itself(dataset: Any, shards: dict[str, Any]) -> bool:
-    """Return whether an iterable dataset gives each rank equally many of its own shards, such as files.
+    """Return whether an iterable dataset can give each rank the same number of its shards, such as files.
 
     Every rank reads other datasets in full: a rank with more shards would have more batches.
     """
@@ -289,7 +289,7 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
         dataloader: Any torch loader, prepared or not.
 
     Returns:
-        The sampler; for an iterable dataset, the one that torch makes.
+        The sampler; for an iterable dataset, the one created by torch.
 
     Example:
         >>> get_sampler(DataLoader(range(3), batch_size=2, shuffle=True))  # doctest: +ELLIPSIS
@@ -307,17 +307,17 @@ def _indices_of(dataloader: DataLoader[Any]) -> Any:
 
 
 def skip_first_batches(dataloader: DataLoader[T_co], num_batches: int = 0) -> PreparedLoader[T_co]:
-    """Return a loader whose first pass skips batches; its later passes are complete.
+    """Return a loader whose first iteration skips batches; later ones are complete.
 
-    The skipped samples of a map-style dataset are not read. A position that `load_state_dict` has set is
-    dropped: batches count from the beginning of the epoch.
+    The skipped samples of a map-style dataset are not read. A position set by `load_state_dict` is dropped:
+    batches count from the beginning of the epoch.
 
     Args:
         dataloader: A loader, prepared or not.
         num_batches: Number of batches of this rank to skip.
 
     Raises:
-        TypeError: It is not a torch loader.
+        TypeError: `dataloader` is not a torch loader.
 
     Example:
         >>> loader = DataLoader(list(range(5)), batch_size=2)
@@ -337,11 +337,11 @@ def skip_first_batches(dataloader: DataLoader[T_co], num_batches: int = 0) -> Pr
 
 
 class SkipDataLoader(PreparedLoader[T_co]):
-    """A torch loader that skips the first batches of its first pass.
+    """A torch loader that skips the first batches of its first iteration.
 
     Args:
         dataset: The dataset to load.
-        skip_batches: Number of batches to skip. Later passes are complete.
+        skip_batches: Number of batches to skip. Later iterations are complete.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
@@ -386,7 +386,7 @@ class SkipBatchSampler(BatchSampler):
 
     @property
     def sampler(self) -> Any:
-        """The sampler below."""
+        """The sampler of the batch sampler."""
         return getattr(self.batch_sampler, "sampler", None)
 
     @sampler.setter
@@ -424,4 +424,4 @@ _PYTORCH_DATALOADER_KWARGS = {
 """The arguments of torch's loader, with their defaults."""
 
 _PYTORCH_DATALOADER_ADDITIONAL_KWARGS = {"2.6.0": {"in_order": True}}
-"""The arguments that a version of torch has added."""
+"""The arguments that newer versions of torch have added."""

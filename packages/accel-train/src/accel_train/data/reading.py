@@ -1,4 +1,4 @@
-"""One pass over the data of a loader: its position, and the states of torchdata's `StatefulDataLoader`."""
+"""One iteration over a loader's data: its position, and the states of torchdata's `StatefulDataLoader`."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Position:
     Args:
         unit: The unit of `consumed`: `"samples"`, full `"batches"` of a batch sampler, samples of a
             `"stream"` (or of a named part of one), or `"remote"`, if another process counts.
-        consumed: The number of units that all ranks together have consumed; in a stream, for every worker of
-            the loader.
-        next_worker: In a stream, the worker that gives the next batch.
+        consumed: The number of units that all ranks together have consumed; in a stream, one number per
+            worker.
+        next_worker: In a stream, the worker that yields the next batch.
         order: The state that replays the order of the epoch.
-        torchdata: The state of torchdata's loader on this rank, if the pass began at the epoch's beginning.
+        torchdata: The state of torchdata's loader on this rank, if iteration began at the epoch's beginning.
     """
 
     unit: str
@@ -65,7 +65,7 @@ class Position:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Position:
-        """Read what `to_dict` wrote."""
+        """Build a position from the result of `to_dict`."""
         return cls(
             unit=data["unit"],
             consumed=tuple(data["consumed"]),
@@ -77,17 +77,17 @@ class Position:
 StartCopy = Callable[[Any], Any]
 """Starts the copy of a batch to the device."""
 END: Any = object()
-"""The item after the last one of a pass."""
+"""The item after the last one of an iteration."""
 
 
 class EpochPass(ABC):
-    """A pass over the data behind a loader.
+    """An iteration over a loader's data.
 
     Attributes:
         batches (Iterator): The batches, some of them as `BatchWithMeta`.
         taken (int): The number of batches that the loader has yielded.
-        advance (Callable | None): Counts a batch (`BatchWithMeta` or `None`) that is about to be yielded,
-            where `taken` is not enough.
+        advance (Callable | None): Counts a batch (`BatchWithMeta` or `None`) that is about to be yielded, if
+            `taken` is not enough.
     """
 
     batches: Iterator[Any] = iter(())
@@ -95,7 +95,7 @@ class EpochPass(ABC):
     advance: Any = None
 
     def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
-        """Yield each batch with the next item: `END` after the last one, else anything.
+        """Yield each batch with the next item: `END` after the last batch, else anything.
 
         `start_copy` is called one batch ahead.
         """
@@ -105,9 +105,9 @@ class EpochPass(ABC):
         """Record the order, which is drawn for the first batch.
 
         Returns:
-            The indices of padded batches in this pass -> how many of their samples are real, a mapping that
-            grows; and the number of samples in the last round of all ranks: 0 if it is complete, -1 if it is
-            not known. By default each batch brings this information itself.
+            A growing map from indices of padded batches in this iteration to their numbers of real samples;
+            and the number of samples in the last round of all ranks: 0 if it is complete, -1 if unknown. By
+            default each batch has this information itself.
         """
         return {}, -1
 
@@ -119,7 +119,7 @@ class EpochPass(ABC):
 def prefetch_batches(
     batches: Iterator[Any], start_copy: StartCopy | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield every item with the next one, which is read already, or `END`.
+    """Yield every item with the next one, already read, or `END`.
 
     Example:
         >>> [(item, following is END) for item, following in prefetch_batches(iter("abc"))]
@@ -133,7 +133,7 @@ def prefetch_batches(
 def with_copies_started(
     pairs: Iterator[tuple[Any, bool]], start_copy: StartCopy | None
 ) -> Iterator[tuple[Any, Any]]:
-    """Turn items with whether each is the last into those of `EpochPass.pairs`."""
+    """Convert pairs of an item and whether it is the last to the pairs of `EpochPass.pairs`."""
     if start_copy is None:
         return ((item, END if is_last else None) for item, is_last in pairs)
     started = ((start_copy(item), END if is_last else None) for item, is_last in pairs)
@@ -141,7 +141,7 @@ def with_copies_started(
 
 
 class SamplerReading(EpochPass):
-    """A pass over a map-style dataset."""
+    """An iteration over a map-style dataset."""
 
     def __init__(
         self, batches: Iterator[Any], shard: BatchSamplerShard, *, unit: str, start: int = 0, taken: int = 0
@@ -164,11 +164,11 @@ class SamplerReading(EpochPass):
 
 
 class PlainReading(EpochPass):
-    """A pass over a loader that a program has put in place of ours.
+    """An iteration over a loader that a program has assigned as `base_dataloader`.
 
     Args:
         loader: The loader.
-        start: The number of its batches that are skipped.
+        start: The number of batches to skip.
     """
 
     unit = "batches"
@@ -182,11 +182,11 @@ class PlainReading(EpochPass):
 
 
 class StreamReading(EpochPass):
-    """A pass over an iterable dataset.
+    """An iteration over an iterable dataset.
 
     Args:
         stride: The number of samples of a worker's stream in one batch of every rank.
-        starts: The number of samples that every worker had given before.
+        starts: The number of samples that each worker had yielded before.
     """
 
     def __init__(
@@ -214,9 +214,9 @@ class StreamReading(EpochPass):
 
 
 class RotatedWorkerIds:
-    """A `worker_init_fn` that rotates the ids of workers: reading resumes at the right worker.
+    """A `worker_init_fn` that rotates the ids of workers, so that reading resumes at the right worker.
 
-    Torch's loader begins with worker 0; a pass that resumes at worker 2 gives its worker 0 that id.
+    Torch's loader begins with worker 0; to resume at worker 2, its worker 0 gets the id 2.
     """
 
     def __init__(self, inner: Callable[[int], None] | None, first: int) -> None:
@@ -246,7 +246,7 @@ class IndexSource:
         shard: This rank's batches of indices.
         collates: Whether a batch of indices is a batch of the loader. Otherwise (`batch_size=None`) the
             loader yields what the dataset returns for each index, or for a full batch of indices.
-        single: Whether the dataset gets single indices, each of which gives a batch.
+        single: Whether the dataset is indexed with single indices, each of which yields a batch.
     """
 
     shard: BatchSamplerShard
@@ -254,7 +254,7 @@ class IndexSource:
     single: bool = False
 
     def options(self, position: int | None = None, order: OrderState | None = None) -> dict[str, Any]:
-        """Return the arguments with which a torch loader reads these indices."""
+        """Return the arguments of a torch loader that reads these indices."""
         if position is None and not self.single:
             indices: BatchSampler = self.shard
         else:
@@ -272,7 +272,7 @@ def index_source(
     even_batches: bool = True,
     static_shapes: bool = False,
 ) -> IndexSource:
-    """Find the indices behind the arguments of a torch loader, and shard them."""
+    """Shard the indices that a torch loader with these arguments would read."""
     batch_sampler = options.get("batch_sampler")
     # A torch loader resolves its own arguments.
     sampling = {name: options[name] for name in _SAMPLING if name in options}
@@ -314,7 +314,7 @@ _COPIED_OPTIONS = (
 
 
 def loader_options(dataloader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments that make the same torch loader again, with its dataset."""
+    """Return the arguments to rebuild a torch loader, its dataset included."""
     options = {name: getattr(dataloader, name) for name in _COPIED_OPTIONS}
     if dataloader.pin_memory_device:
         options["pin_memory_device"] = dataloader.pin_memory_device
@@ -363,12 +363,12 @@ def stateful_class(loader_class: type[Any]) -> type[Any]:
 
 
 def plain_class(loader_class: type[Any]) -> type[Any]:
-    """Return the class that `stateful_class` has extended, which pickle finds by its name."""
+    """Return the class extended by `stateful_class`, which pickle finds by name."""
     return vars(loader_class).get(_PLAIN, loader_class)
 
 
 def remake_loader(loader_class: type[Any], stateful: bool) -> Any:
-    """Make a loader without attributes, for pickle and copy."""
+    """Create a loader without attributes, for pickle and copy."""
     return object.__new__(stateful_class(loader_class) if stateful else loader_class)
 
 
@@ -379,11 +379,11 @@ def is_stateful(dataloader: DataLoader[Any]) -> bool:
 
 
 AddSamplerState = Callable[[dict[str, Any], OrderState], dict[str, Any]]
-"""Adds the state of torchdata's samplers to a state of its loader, as `with_sampler_state`."""
+"""Adds the state of torchdata's samplers to a state of its loader, as `with_sampler_state` does."""
 
 
 class StatefulReading(EpochPass):
-    """A pass of torchdata's loader, whose state is recorded after every batch, before the next."""
+    """An iteration of torchdata's loader; its state is recorded after every batch, before the next."""
 
     def __init__(
         self,
@@ -424,7 +424,7 @@ class StatefulReading(EpochPass):
 
 
 _OUR_KEYS = frozenset({"format", "epoch", "position", "source", "shards"})
-_FINISHED = "_iterator_finished"  # this and the keys below are those of torchdata 0.8 to 0.11
+_FINISHED = "_iterator_finished"  # this and the keys below are from torchdata 0.8 to 0.11
 _SNAPSHOT = "_snapshot"
 _MAIN = "_main_snapshot"
 _SAMPLER_STATE = "_sampler_iter_state"
@@ -442,12 +442,12 @@ def as_state_dict(state: dict[str, Any], *, finished: bool) -> dict[str, Any]:
 
 
 def is_finished(state: dict[str, Any]) -> bool:
-    """Return whether a state of torchdata is that of a pass that has ended."""
+    """Return whether a state of torchdata is from a finished iteration."""
     return bool(state.get(_FINISHED))
 
 
 def batches_yielded(state: dict[str, Any]) -> int:
-    """Return how many batches of the pass a loader of torchdata had yielded.
+    """Return the number of batches that a loader of torchdata had yielded in the iteration.
 
     Example:
         >>> batches_yielded({"_num_yielded": 2})
@@ -477,15 +477,15 @@ def order_of(state: dict[str, Any]) -> dict[str, Any] | None:
 def with_sampler_state(
     state: dict[str, Any], batch_sampler: Any, order: OrderState, *, single: bool
 ) -> dict[str, Any]:
-    """Add the state that torchdata's own samplers would have to a state of its loader.
+    """Add the state of torchdata's own samplers to a state of its loader.
 
-    A plain `StatefulDataLoader` that loads the state needs it to resume.
+    A plain `StatefulDataLoader` needs it to resume from the state.
 
     Args:
         state: The state of a loader that reads the batches of a `BatchSamplerShard`.
         batch_sampler: The batch sampler below the shard, not sharded across ranks.
         order: The state that replays the order of the epoch.
-        single: Whether the loader gives single samples, and not batches.
+        single: Whether the loader yields single samples, not batches.
     """
     torchdata: Any = import_module("torchdata.stateful_dataloader.sampler")
     if not is_plain_batch_sampler(batch_sampler) and type(batch_sampler) is not torchdata.BatchSampler:
@@ -510,9 +510,9 @@ def with_sampler_state(
 def state_before_first_pass(
     loader: Any, ask: Callable[[], dict[str, Any]], add_sampler_state: AddSamplerState
 ) -> dict[str, Any]:
-    """Return torchdata's state of a loader before its first pass, without drawing random numbers.
+    """Return torchdata's state of a loader before its first iteration, without drawing random numbers.
 
-    torchdata opens a pass for that, which is dropped: it would not see an epoch that is set later.
+    torchdata begins an iteration for this, which is dropped: it would not see an epoch that is set later.
     """
     sampler = innermost_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
     source = record_source(sampler)
@@ -525,6 +525,6 @@ def state_before_first_pass(
     finally:
         loader.generator = generator
         restore_source(sampler, source)
-        attributes.update(before)  # workers have read ahead, and may have ended an epoch
+        attributes.update(before)  # workers have prefetched, and may have ended an epoch
         vars(loader).update(_iterator=None, _initial_iter_for_state_dict=False)
     return as_state_dict(add_sampler_state(state, source), finished=False)

@@ -1,4 +1,4 @@
-"""The order of an epoch: seedable samplers, recording and replaying an order, sharing it across ranks."""
+"""Order of an epoch: seedable samplers, recording and replaying an order, sharing it across ranks."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Torch's samplers draw the same order from the same state of a generator, on any 
 
 
 class SeedableRandomSampler(RandomSampler):
-    """Shuffle with an order that depends on a seed and the epoch alone.
+    """Shuffle in an order that depends only on a seed and the epoch.
 
     The order of epoch `e` is that of a `RandomSampler` with a generator seeded with `seed + e`: the same on
-    every rank, in every process. A complete iteration ends the epoch, unless `set_epoch` is called meanwhile.
+    every rank, in every process. A complete iteration ends the epoch, unless `set_epoch` is called during it.
 
     Args:
-        *args: As for `torch.utils.data.RandomSampler`; `generator` draws nothing.
-        **kwargs: As for `torch.utils.data.RandomSampler`, and `data_seed`, the seed; without it, that of
+        *args: As for `torch.utils.data.RandomSampler`; `generator` is not used.
+        **kwargs: As for `torch.utils.data.RandomSampler`, and `data_seed`, the seed; by default that of
             torch's default generator.
 
     Example:
@@ -63,7 +63,7 @@ class SeedableRandomSampler(RandomSampler):
         self.end_epoch(epoch)
 
     def end_epoch(self, epoch: int) -> None:
-        """Begin the next epoch, unless `set_epoch` has chosen another one meanwhile.
+        """Begin the next epoch, unless `set_epoch` has set another one meanwhile.
 
         Args:
             epoch: The epoch that has ended.
@@ -72,7 +72,7 @@ class SeedableRandomSampler(RandomSampler):
             self.epoch = epoch + 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch.
+        """Set the next epoch.
 
         Args:
             epoch: Any number; loaders count from 0.
@@ -83,7 +83,7 @@ class SeedableRandomSampler(RandomSampler):
         """Return the full order of the current epoch, for access by position."""
         generator = torch.Generator().manual_seed(self.initial_seed + self.epoch)
         size = len(self.data_source)
-        if self.replacement:  # RandomSampler draws in chunks of 32: its order is kept
+        if self.replacement:  # RandomSampler draws in chunks of 32: keep its order
             draws = [32] * (self.num_samples // 32) + [self.num_samples % 32]
             return TensorOrder(torch.cat([torch.randint(size, (n,), generator=generator) for n in draws]))
         rounds = -(-self.num_samples // size)
@@ -92,7 +92,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class TensorOrder(Sequence[int]):
-    """A sequence of indices in a tensor, of 8 bytes each; slices are lists.
+    """A sequence of indices stored in a tensor, 8 bytes each; slices are lists.
 
     Args:
         indices: int64, of shape `(number of samples,)`.
@@ -114,7 +114,7 @@ class TensorOrder(Sequence[int]):
         return self._indices[index].tolist()
 
     def iterate_from(self, position: int, chunk: int = 8192) -> Iterator[int]:
-        """Yield the indices from a position on, without making a list of all of them."""
+        """Yield the indices from a position on, without building a full list."""
         return chain.from_iterable(part.tolist() for part in self._indices[position:].split(chunk))
 
 
@@ -122,7 +122,7 @@ def known_order(sampler: object) -> Sequence[int] | None:
     """Return the order of the next epoch, for access by position.
 
     Returns:
-        The order, or `None` if only iterating shows it.
+        The order, or `None` if only iteration reveals it.
     """
     if type(sampler) is SeedableRandomSampler:
         return sampler.order()
@@ -165,8 +165,8 @@ def record_order(sampler: object) -> OrderState:
     """Record the state that determines the order of the next epoch.
 
     Args:
-        sampler: A sampler of indices. Randomness that comes neither from its `generator` nor from its epoch
-            is assumed to come from torch's default generator.
+        sampler: A sampler of indices. Randomness from neither its `generator` nor its epoch is assumed to
+            come from torch's default generator.
     """
     if isinstance(sampler, SeedableRandomSampler):
         return {"seed": sampler.initial_seed, "epoch": sampler.epoch}
@@ -213,10 +213,10 @@ def restore_source(sampler: object, state: OrderState) -> None:
 
 @contextmanager
 def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
-    """Make a sampler draw the recorded order within the context.
+    """Make a sampler replay the recorded order within the context.
 
-    A sampler draws its order with its first index: read that inside. Torch's default generator is restored
-    afterwards; a generator of the sampler itself stays in the state after the replayed draw.
+    A sampler draws its order with its first index: read the first index inside. Torch's default generator is
+    restored afterwards; a generator of the sampler itself stays in the state after the replayed draw.
     """
     state = state or {}
     if "seed" in state:
@@ -239,7 +239,7 @@ def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
 
 @contextmanager
 def _with_generator(sampler: Any, state: torch.Tensor) -> Generator[None]:
-    """Let a sampler draw from a generator in a state: its own, or one that it has only within the context."""
+    """Make a sampler draw from a generator in a given state: its own, or a temporary one."""
     if not hasattr(sampler, "generator"):
         raise ValueError(
             "The saved data position belongs to a sampler with a generator, but this loader has "
@@ -258,14 +258,14 @@ def _with_generator(sampler: Any, state: torch.Tensor) -> Generator[None]:
 
 
 def drawn(items: Iterable[Any]) -> Iterator[Any]:
-    """Iterate, with the first item already read: an order that is drawn lazily is drawn now."""
+    """Iterate with the first item read now, so that an order drawn lazily is drawn now."""
     iterator = iter(items)
     return chain(list(islice(iterator, 1)), iterator)
 
 
 @frozen
 class SharedOrder:
-    """An order of samples that is the same on all ranks, and the generators that ranks synchronise for it."""
+    """A sample order that is the same on all ranks, and the generators synchronised for it."""
 
     rng_types: tuple[RNGType, ...] = ()
     generator: torch.Generator | None = None
@@ -273,7 +273,7 @@ class SharedOrder:
     batched: bool = True
 
     def options(self) -> dict[str, Any]:
-        """Return the argument of a torch loader with the indices that it reads."""
+        """Return the indices as the argument of a torch loader."""
         if self.indices is None:
             return {}
         return {"batch_sampler" if self.batched else "sampler": self.indices}
@@ -291,7 +291,7 @@ def sync_shuffle(
     seedable: bool,
     seed: int | None,
 ) -> SharedOrder:
-    """Make an order the same on all ranks, without changing the samplers."""
+    """Make the sample order the same on all ranks, without changing the samplers."""
     types = [RNGType(kind) for kind in rng_types]
     original: Any = innermost_sampler(indices)
     sampler: Any = original
@@ -335,7 +335,7 @@ def _make_seedable(sampler: RandomSampler, seed: int | None, num_processes: int)
 
 
 def _replace_innermost(indices: Any, old: object, new: object) -> Any:
-    """Return the same samplers around another innermost sampler."""
+    """Return the samplers with the innermost sampler replaced."""
     if indices is old:
         return new
     if old is new:

@@ -1,15 +1,15 @@
-"""Scatter batches from rank 0 as messages of bytes: one message for each rank and round, two rounds ahead.
+"""Scatter batches from rank 0 as byte messages: one per rank and round, two rounds ahead.
 
-A message has a header (what follows, how many samples are padding, the shapes), the bytes of the tensors, and
-the pickled objects. A `BatchSpec` is the structure around them; rank 0 broadcasts a `LayoutNotice` when it
-changes.
+A message has a header (the kind of the next message, the number of padding samples, the shapes), the bytes of
+the tensors, and the pickled objects. A `BatchSpec` is their structure; rank 0 broadcasts a `LayoutNotice`
+when it changes.
 """
 
 from __future__ import annotations
 
 import io
 import math
-import pickle  # for bytes that rank 0 of the same run has pickled
+import pickle  # for bytes pickled by rank 0 of the same run
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -28,12 +28,12 @@ from accel_train.data.shards import BatchWithMeta
 
 
 class MainProcessReadError(AccelError, RuntimeError):
-    """The main process could not read a batch for all; it raises the error itself."""
+    """The main process could not read a batch for all ranks; it raises the original error."""
 
 
 @dataclass(slots=True)
 class Round:
-    """A round that is ready to be sent: the batches of all ranks, and the messages to those but rank 0."""
+    """A round that is ready to be sent: the batches of all ranks, and the messages to ranks other than 0."""
 
     parts: Sequence[BatchWithMeta | None]
     payloads: Sequence[TensorPayload]
@@ -43,8 +43,8 @@ class Round:
 class Sender:
     """Send rounds of batches from rank 0.
 
-    While the loop computes with a round, the next one is being sent, and the one after that has been read,
-    since every message announces the next one.
+    While the loop computes on a round, the next one is being sent, and the one after that has been read,
+    since every message announces the next.
     """
 
     def __init__(self, rounds: Iterator[Sequence[BatchWithMeta | None]], collectives: Collectives) -> None:
@@ -54,7 +54,7 @@ class Sender:
         self._receivers: list[ReceiverBuffer] = []
 
     def pairs(self) -> Iterator[tuple[BatchWithMeta, bool]]:
-        """Send round after round; yield the batches of rank 0, each with whether it is the last one."""
+        """Send all rounds; yield the batches of rank 0, each with whether it is the last."""
         current = self._read_round()
         self._announce(current)
         upcoming, arrived = self._start(current)
@@ -82,7 +82,7 @@ class Sender:
         return Round(parts, payloads, max([payload.nbytes for payload in payloads]))
 
     def _announce(self, upcoming: Round | Exception | None) -> None:
-        """Broadcast the layouts of the next round, or the error for which there is none."""
+        """Broadcast the layouts of the next round, or the error that prevented it."""
         notice = None
         if isinstance(upcoming, Round):
             layouts = [payload.spec.layout for payload in upcoming.payloads]
@@ -94,8 +94,8 @@ class Sender:
     def _start(
         self, current: Round | Exception | None
     ) -> tuple[Round | Exception | None, Callable[[], None]]:
-        """Start to send a round; return the round after it, and a function that waits until it is sent."""
-        # 1. Read the next round, which the messages of this one announce.
+        """Start sending a round; return the next round, and a function that waits until it is sent."""
+        # 1. Read the next round, which this round's messages announce.
         if not isinstance(current, Round):
             return None, _nothing
         upcoming = self._read_round()
@@ -120,7 +120,7 @@ class Receiver:
         self._collectives = collectives
 
     def pairs(self) -> Iterator[tuple[BatchWithMeta, bool]]:
-        """Receive round after round; yield this rank's batches, each with whether it is the last one."""
+        """Receive all rounds; yield this rank's batches, each with whether it is the last."""
         spec, nbytes, error = self._receive_notice()
         buffer, arrived = self._start(nbytes)
         while nbytes:
@@ -136,7 +136,7 @@ class Receiver:
             raise MainProcessReadError(f"The main process failed to read a batch: {error}")
 
     def _start(self, nbytes: int) -> tuple[Tensor, Callable[[], None]]:
-        """Start to receive a message; return its buffer, and a function that waits for it."""
+        """Start receiving a message; return its buffer, and a function that waits for it."""
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         return buffer, self._collectives.start_scatter(buffer, None, 0) if nbytes else _nothing
 
@@ -152,7 +152,7 @@ class Receiver:
 
 @dataclass(frozen=True, slots=True)
 class LayoutNotice:
-    """What rank 0 broadcasts when the next round has a new layout, or reading has failed."""
+    """The broadcast of rank 0 when the next round has a new layout, or reading has failed."""
 
     layouts: Sequence[Any] = ()
     nbytes: int = 0
@@ -161,14 +161,14 @@ class LayoutNotice:
 
 def _needs_notice(current: Round, upcoming: Round | Exception | None) -> bool:
     """Return whether the next round has a new layout, or an error in its place."""
-    if isinstance(upcoming, Round):  # a `BatchSpec` is used as long as batches fit it
+    if isinstance(upcoming, Round):  # a `BatchSpec` is reused while batches fit it
         pairs = zip(upcoming.payloads, current.payloads, strict=True)
         return any(payload.spec is not before.spec for payload, before in pairs)
     return upcoming is not None
 
 
 def _is_last(upcoming: Round | Exception | None, rank: int) -> bool:
-    """Return whether a rank gets no more batches: the next round is the end, or a last one without it."""
+    """Return whether a rank gets no more batches: the next round is the end, or has none for it."""
     return upcoming is None or (isinstance(upcoming, Round) and upcoming.parts[rank] is None)
 
 
@@ -177,7 +177,7 @@ def _nothing() -> None:
 
 
 class NextMessage(IntEnum):
-    """What follows a message."""
+    """The kind of the next message."""
 
     END = 0
     SAME = 1
@@ -192,8 +192,8 @@ class TensorPayload:
 
     Args:
         objects: The pickled leaves that are not tensors.
-        facts: Whether there is a batch, and how many rows of the batch and of the round are real; -1 for
-            what is not known.
+        facts: Whether there is a batch, and the numbers of real rows in the batch and in the round; -1 if
+            unknown.
         nbytes: Bytes of the message, header included.
     """
 
@@ -223,7 +223,7 @@ def flatten_batch(loaded: BatchWithMeta | None, spec: BatchSpec | None = None) -
 
 
 class ReceiverBuffer:
-    """The buffer on rank 0 of one receiver's messages, all of the same size."""
+    """Rank 0's buffer for the messages to one receiver, all of the same size."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
@@ -234,7 +234,7 @@ class ReceiverBuffer:
     def write(
         self, payload: TensorPayload, following: NextMessage, following_bytes: int, *, is_last: bool
     ) -> None:
-        """Write a message, what follows it, and whether the receiver gets no batch after this one."""
+        """Write a message, the kind of the next one, and whether the receiver gets no further batch."""
         if self._written != (payload.spec, payload.shapes):
             self._lay_out(payload)
         header = [following, following_bytes, is_last, *payload.facts, len(payload.objects), *payload.shapes]
@@ -250,7 +250,7 @@ class ReceiverBuffer:
             )
 
     def _lay_out(self, payload: TensorPayload) -> None:
-        """Make views of the buffer for the header and the tensors of a payload."""
+        """Create views of the buffer for the header and the tensors of a payload."""
         self._header = self.buffer[: 8 * (_FIXED + len(payload.shapes))].view(torch.int64)
         start = _header_bytes(len(payload.shapes))
         self._views = []
@@ -263,7 +263,7 @@ class ReceiverBuffer:
 
 @dataclass(slots=True)
 class Message:
-    """A message that was received, with what it announces."""
+    """A received message, and its announcement of the next one."""
 
     loaded: BatchWithMeta | None
     is_last: bool
@@ -280,7 +280,7 @@ def read(buffer: Tensor, spec: BatchSpec) -> Message:
     # 2. The tensors, and the objects among them.
     start, offset = _header_bytes(spec.dims), _FIXED
     leaves: list[Any] = []
-    with below_autograd():  # views would share one version counter: an in-place change would count for all
+    with below_autograd():  # else views share a version counter, and an in-place change counts for all
         for tensor_spec in spec.tensor_specs:
             if tensor_spec.dtype is None:
                 leaves.append(None)
@@ -323,7 +323,7 @@ def _aligned(nbytes: int) -> int:
 def _to_bytes(objects: list[Any]) -> bytes:
     if not any(isinstance(item, Tensor) for item in objects):
         return b"p" + pickle.dumps(objects)
-    # Plain pickle would leave every sparse tensor in a list of torch's, which its next `load` validates.
+    # Plain pickle would leave every sparse tensor in a torch list, which its next `load` validates.
     file = io.BytesIO(b"t")
     file.seek(1)
     torch.save(objects, file)
@@ -331,7 +331,7 @@ def _to_bytes(objects: list[Any]) -> bytes:
 
 
 def _from_bytes(content: bytes) -> list[Any]:
-    """Read what `_to_bytes` wrote, on rank 0 of this run."""
+    """Unpickle the result of `_to_bytes`, from rank 0 of this run."""
     if content[:1] == b"p":
         return pickle.loads(content[1:])  # noqa: S301 - rank 0 of this run has written them
     return torch.load(io.BytesIO(content[1:]), weights_only=False)
@@ -343,14 +343,14 @@ Build: TypeAlias = Callable[[Iterator[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A leaf of a batch: the element type and dimensions of a tensor; no type for another object."""
+    """A leaf of a batch: dtype and number of dims of a tensor; no dtype for other objects."""
 
     dtype: torch.dtype | None = None
     dims: int = 0
 
 
 class BatchSpec:
-    """The structure, element types and numbers of dimensions of batches.
+    """The structure, dtypes and numbers of dims of batches.
 
     Example:
         >>> spec = BatchSpec.of({"ids": torch.zeros(2, 3), "name": "a"})
@@ -384,17 +384,17 @@ class BatchSpec:
         return leaves if self._take(batch, leaves) else None
 
     def build(self, leaves: Iterator[Any]) -> Any:
-        """Build a batch of leaves."""
+        """Build a batch from leaves."""
         return self._build(leaves)
 
 
 def is_plain(leaf: Any) -> bool:
-    """Return whether a leaf is sent as bytes: a tensor, and no sparse or nested one, or a subclass."""
+    """Return whether a leaf is sent as raw bytes: a tensor, not sparse, nested or of a subclass."""
     return type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _compile(layout: Any, tensor_specs: list[TensorSpec]) -> tuple[Take, Build]:
-    """Make the functions that take batches of a layout apart and build them; append its leaves to a list."""
+    """Create the functions that flatten and rebuild batches of a layout; append its leaves to a list."""
     if type(layout) is TensorSpec:
         tensor_specs.append(layout)
         return _leaf_taker(layout), next
@@ -416,7 +416,7 @@ def _compile(layout: Any, tensor_specs: list[TensorSpec]) -> tuple[Take, Build]:
 
 
 def _access(layout: Any, keys: list[Any], builds: list[Build]) -> tuple[Callable[[Any], Any], Build]:
-    """Make a function that returns a container's values, `None` if it does not fit, and its builder."""
+    """Create a function that returns a container's values (`None` if it does not fit), and its builder."""
     kind = type(layout)
     if kind is dict:
         return (

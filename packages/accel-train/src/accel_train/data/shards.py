@@ -1,4 +1,4 @@
-"""Shard batches of indices, and samples of iterable datasets, across ranks; detect data that is sharded."""
+"""Shard batches of indices, and samples of iterable datasets, across ranks; detect sharded data."""
 
 from __future__ import annotations
 
@@ -32,20 +32,18 @@ logger = logging.getLogger(__name__)
 
 @frozen
 class BatchPlan:
-    """The plan that cuts an epoch into *rounds* of one batch for every rank, in the order of ranks.
+    """The plan that splits an epoch into *rounds* of one batch for every rank, in rank order.
 
     Round `k` of an epoch that begins at sample `start` has the samples from `start + k * stride` on; rank `r`
-    gets the `r`-th slice of it.
+    gets its `r`-th slice.
 
     Args:
-        batch_size: Size of the batches that are sharded: of one rank, or with `split` of all ranks; `None` if
-            it is not known.
-        split: Whether a round is one batch, of which every rank gets a slice; else it has as many batches as
-            ranks.
-        even: Complete the last round with samples from the epoch's beginning, so that ranks have equally many
-            batches of one size; with full batches from there if the size is not known. Otherwise some ranks
-            may get a shorter last batch, or one batch less.
-        static_shapes: Complete the last batch of a single rank, too, for devices that compile again for every
+        batch_size: Size of the sharded batches: of one rank, or with `split` of all ranks; `None` if unknown.
+        split: Whether a round is one batch, of which every rank gets a slice; else it has one batch per rank.
+        even: Complete the last round with samples from the epoch's beginning, so that ranks have the same
+            number of batches of one size; with full batches from there if the size is unknown. Otherwise some
+            ranks may get a shorter last batch, or one batch less.
+        static_shapes: Complete the last batch of a single rank, too, for devices that recompile for every
             shape; needs `even`.
     """
 
@@ -72,7 +70,7 @@ class BatchPlan:
 
     @property
     def rows(self) -> int:
-        """Number of samples in a batch of one rank; 1 if it is not known."""
+        """Number of samples in a batch of one rank; 1 if unknown."""
         return (self.batch_size or 1) // (self.num_processes if self.split else 1)
 
     @property
@@ -101,7 +99,7 @@ class BatchPlan:
 
         Yields:
             `(first, last)`: a batch has the samples `first … last - 1`. Positions from `total` on are
-            padding: sample `total + i` is sample `i % total` again.
+            padding: `total + i` repeats sample `i % total`.
 
         Example:
             >>> list(BatchPlan(num_processes=2, process_index=1, batch_size=3).spans(10))
@@ -114,7 +112,7 @@ class BatchPlan:
             first += self.stride
 
     def count_batches(self, batches: int) -> int:
-        """Return how many batches this rank gets out of `batches` full ones."""
+        """Return this rank's number of batches out of `batches` full ones."""
         full_steps, remaining = divmod(batches, self.batches_per_step_all_ranks)
         has_more = remaining > 0 and (self.even or remaining > self.process_index)
         return full_steps + (has_more and not self.drop_last)
@@ -126,10 +124,10 @@ class BatchPlan:
 
         Args:
             batches: The batches of the epoch, or the remaining ones.
-            head: The batches of the epoch before these that are needed to pad with.
+            head: The preceding batches of the epoch that are needed for padding.
 
         Yields:
-            A batch, and how many of its samples (the first ones) are not padding.
+            A batch, and the number of its first samples that are not padding.
         """
         stream = iter(batches)
         seen = list(head)
@@ -145,7 +143,7 @@ class BatchPlan:
             step_batches = following
 
     def pads_with(self, seen: Sequence[Sequence[int]]) -> bool:
-        """Return whether more batches than these, from the epoch's beginning, may be needed to pad with."""
+        """Return whether more batches from the epoch's beginning than these may be needed for padding."""
         return len(seen) < self.num_processes or sum(map(len, seen)) < self.stride
 
     def _local_indices(self, step_batches: list[Sequence[int]]) -> list[int]:
@@ -156,7 +154,7 @@ class BatchPlan:
         return list(step_batches[0][self.process_index * rows : (self.process_index + 1) * rows])
 
     def _rows_of(self, batch: Sequence[int]) -> int:
-        """Return how many samples of a split batch each rank gets; custom samplers may exceed their size."""
+        """Return each rank's number of samples of a split batch; custom samplers may exceed their size."""
         return max(-(-len(batch) // self.num_processes), self.rows)
 
     def _padding(
@@ -198,9 +196,8 @@ class BatchSamplerShard(BatchSampler):
         batch_sampler: The batch sampler to shard, or any iterable of lists of indices.
         num_processes: The number of ranks.
         process_index: This rank.
-        split_batches: Shard every batch across ranks; otherwise the ranks get full batches, one after the
-            other.
-        even_batches: Complete the last round with the first samples, so that all ranks get equally many
+        split_batches: Shard every batch across ranks; otherwise the ranks get full batches, in turn.
+        even_batches: Complete the last round with the first samples, so that all ranks get the same number of
             batches of the same size. For batch samplers without a `batch_size`, full batches are repeated.
         static_shapes: As for `BatchPlan`.
 
@@ -233,22 +230,22 @@ class BatchSamplerShard(BatchSampler):
         self.static_shapes = static_shapes
         _ = self.plan  # refuses arguments that do not fit together
         self.padded: dict[int, int] = {}
-        """In the latest iteration: index of a padded batch -> how many of its samples are real."""
+        """In the latest iteration: index of a padded batch -> number of its real samples."""
         self.padded_rows: int | None = None
         """Number of samples in padded batches; `None` before there is one, 0 if they have several sizes."""
         self.order: OrderState | None = None
         """The state that replays the order of the latest iteration."""
         self.replays: OrderState | None = None
-        """The order of the next iteration, unless an argument chooses it."""
+        """The order of the next iteration, unless an argument sets it."""
 
     @property
     def plan(self) -> BatchPlan:
-        """How an epoch is sharded; `even_batches` may be changed between epochs."""
+        """The plan of an epoch; `even_batches` may be changed between epochs."""
         return _plan_of(self)
 
     @property
     def sampler(self) -> Any:
-        """The sampler of indices below."""
+        """The innermost sampler of indices."""
         return innermost_sampler(self.batch_sampler)
 
     @sampler.setter
@@ -272,7 +269,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def stride(self) -> int:
-        """By how much one batch on every rank moves the position."""
+        """The change of the position by one batch on every rank."""
         return self.plan.stride if self.counts_samples else self.plan.batches_per_step_all_ranks
 
     def __len__(self) -> int:
@@ -284,7 +281,7 @@ class BatchSamplerShard(BatchSampler):
         return self.iterate_from(0)
 
     def length_from(self, position: int) -> int:
-        """Return how many batches this rank gets after a position.
+        """Return the number of batches of this rank after a position.
 
         Args:
             position: Samples (or full batches, see `counts_samples`) that all ranks together have consumed.
@@ -294,7 +291,7 @@ class BatchSamplerShard(BatchSampler):
         return self.plan.count_batches(max(0, len(self.batch_sampler) - position))
 
     def remainder_from(self, position: int) -> int:
-        """Return how many samples the last round after a position has: 0 if complete, -1 if not known.
+        """Return the number of samples in the last round after a position: 0 if complete, -1 if unknown.
 
         Args:
             position: As for `length_from`.
@@ -312,7 +309,7 @@ class BatchSamplerShard(BatchSampler):
             position: As for `length_from`.
             order: The state that replays the order of the epoch; if `None`, `replays`, or a new order.
         """
-        # Unsharded batches come from torch's own iterator, without a call of ours for each.
+        # Unsharded batches come directly from torch's iterator, without a call per batch.
         return chain.from_iterable(self._epoch_from(position, order))
 
     def _epoch_from(self, position: int, order: OrderState | None) -> Iterator[Iterator[list[int]]]:
@@ -321,7 +318,7 @@ class BatchSamplerShard(BatchSampler):
             order, self.replays = self.replays, None
         self.padded, self.padded_rows = {}, None
         sampler, plan = self.sampler, self.plan
-        with replay_order(sampler, order):  # everything random is drawn in here
+        with replay_order(sampler, order):  # all random numbers are drawn in here
             self.order = record_order(sampler) if order is None else order
             known = known_order(sampler) if self.counts_samples else None
             epoch = sampler.epoch if isinstance(sampler, SeedableRandomSampler) else 0
@@ -336,7 +333,7 @@ class BatchSamplerShard(BatchSampler):
             sampler.end_epoch(epoch)
 
     def _record_padding(self, parts: Iterable[tuple[list[int], int]]) -> Iterator[list[int]]:
-        """Yield the batches of pairs with their number of real samples; record padded ones in `padded`."""
+        """Yield the batches of pairs (batch, number of real samples); record padded ones in `padded`."""
         padded = self.padded
         for number, (batch, real) in enumerate(parts):
             if real != len(batch):
@@ -347,7 +344,7 @@ class BatchSamplerShard(BatchSampler):
     def _remaining_batches(
         self, position: int, known: Sequence[int] | None
     ) -> tuple[Iterator[list[int]], list[list[int]]]:
-        """Return the batches of all ranks after a position, and batches before it that padding may need."""
+        """Return the batches of all ranks after a position, and earlier batches that padding may need."""
         plan = self.plan
         head: list[list[int]] = []
         if not self.counts_samples:
@@ -367,7 +364,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 def _cut(order: Sequence[int], spans: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], int]]:
-    """Cut an order into batches; yield each with how many of its indices are not padding."""
+    """Cut an order into batches; yield each with the number of its indices that are not padding."""
     total = len(order)
     for first, last in spans:
         batch = list(order[first:last])
@@ -426,7 +423,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         num_processes: The number of ranks.
         process_index: This rank.
         split_batches: Whether `batch_size` counts the samples of all ranks.
-        even_batches: Whether to complete the last round; otherwise some ranks may get less of it.
+        even_batches: Whether to complete the last round; otherwise some ranks may get fewer samples.
         mark_padding: Yield the samples that pad a round as `PaddedSample`, for `MetaCollate`.
         starts: The number of samples of the epoch that were consumed before, for every worker of the loader.
         static_shapes: As for `BatchPlan`.
@@ -464,21 +461,21 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.mark_padding = mark_padding
         self.starts = starts
         self.static_shapes = static_shapes
-        self._epoch = torch.tensor(-1).share_memory_()  # persistent workers see its changes
+        self._epoch = torch.tensor(-1).share_memory_()  # shared, so that persistent workers see changes
         _ = self.plan  # refuses arguments that do not fit together
 
     @property
     def plan(self) -> BatchPlan:
-        """How the samples are sharded."""
+        """The plan that shards the samples."""
         return _plan_of(self)
 
     @property
     def epoch(self) -> int:
-        """The epoch that was set last; 0 at first."""
+        """The last epoch set; initially 0."""
         return max(0, int(self._epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch, in this process, the dataset, and persistent workers."""
+        """Set the next epoch in this process, the dataset, and persistent workers."""
         self._epoch.fill_(epoch)
         set_epoch_of(self.dataset, epoch)
 
@@ -525,7 +522,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         yield from real + padding
 
     def _open(self, start: int, needed: int) -> tuple[Iterator[Any], list[Any]]:
-        """Return the samples from `start` on, and those of the first `needed` ones that come before."""
+        """Return the samples from `start` on, and the samples before it among the first `needed`."""
         if start and isinstance(self.dataset, SeekableDataset):
             head = list(islice(self.dataset.iterate_from(0), min(start, needed)))
             return self.dataset.iterate_from(start), head
@@ -534,7 +531,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return islice(stream, start - len(head), None), head
 
     def _follow_epoch(self, *, in_worker: bool) -> None:
-        """Set the epoch of the dataset in a worker, or seed the dataset's generator with the epoch."""
+        """In a worker, set the dataset's epoch, or seed its generator with the epoch."""
         if getattr(self.dataset, "set_epoch", None) is not None:
             if in_worker and self._epoch >= 0:
                 set_epoch_of(self.dataset, self.epoch)
@@ -547,10 +544,10 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 @runtime_checkable
 class SeekableDataset(Protocol):
-    """An iterable dataset that can begin at any sample: a resumed run does not read those before it."""
+    """An iterable dataset that can begin at any sample, so that a resumed run skips reading earlier ones."""
 
     def iterate_from(self, position: int) -> Iterator[Any]:
-        """Iterate from sample number `position` on; in a loader's worker, of that worker's part."""
+        """Iterate from sample number `position` on; in a loader's worker, of the worker's own part."""
         ...
 
 
@@ -577,12 +574,12 @@ class PaddedSample:
 
 @dataclass(slots=True)
 class BatchWithMeta:
-    """A batch with facts that the loader needs.
+    """A batch with metadata for the loader.
 
     Args:
         real: The number of its samples that are not padding; `None` for all.
         real_in_step: The number of samples of the round, over all ranks, that are not padding.
-        worker: The worker process that made it; `None` for the loader's own process.
+        worker: The worker process that built it; `None` for the loader's own process.
     """
 
     batch: Any
@@ -598,7 +595,7 @@ class BatchWithMeta:
 class MetaCollate:
     """A collate function that counts `PaddedSample`s, and returns a `BatchWithMeta`.
 
-    A batch of the loader's own process without a `PaddedSample` is returned without facts.
+    A batch of the loader's own process without a `PaddedSample` is returned as it is.
     """
 
     def __init__(self, collate: Collate, *, batched: bool = True) -> None:
@@ -632,17 +629,17 @@ _SHARD_OF = (
 def is_sharded_already(
     dataloader: DataLoader[Any], *, num_processes: int, process_index: int, asked: bool | None = None
 ) -> bool:
-    """Return whether a loader is already sharded: ranks get different samples from it.
+    """Return whether a loader is already sharded: it yields different samples on each rank.
 
-    Recognised are samplers and iterable datasets with the number of ranks and the rank among their attributes
-    (`num_replicas` and `rank`, for instance), an `IterableDatasetShard`, what
-    `datasets.distributed.split_dataset_by_node` returns for an iterable dataset, and datasets that read a
-    split of Ray Data (`streaming_split`, `ray.train.get_dataset_shard`).
+    Detected are samplers and iterable datasets with the number of ranks and the rank among their attributes
+    (`num_replicas` and `rank`, for instance), an `IterableDatasetShard`, iterable datasets returned by
+    `datasets.distributed.split_dataset_by_node`, and datasets that read a split of Ray Data
+    (`streaming_split`, `ray.train.get_dataset_shard`).
 
     Args:
         dataloader: The loader.
         num_processes: The number of ranks that share the data.
-        process_index: The index of this rank among them.
+        process_index: The index of this rank among these ranks.
         asked: The user's answer; `None` to inspect the loader.
 
     Raises:
@@ -671,7 +668,7 @@ def is_sharded_already(
 
 
 def _reads_ray_split(dataset: Any) -> bool:
-    """Return whether a dataset reads a split of Ray Data: an attribute, or for `to_torch` in a closure."""
+    """Return whether a dataset reads a split of Ray Data: in an attribute, or for `to_torch` in a closure."""
     values = list(vars(dataset).values())
     closure = getattr(getattr(dataset, "generator_func", None), "__closure__", None) or ()
     values += [cell.cell_contents for cell in closure]

@@ -1,1 +1,1 @@
-"""Helpers for tests of training programs: requirements, programs in other processes, a small problem."""
+"""Helpers for tests of training programs: requirements, subprocesses, a small regression problem."""

@@ -1,4 +1,4 @@
-"""Read the functions of example scripts, whose tests compare them."""
+"""Read the functions of example scripts, for tests that compare them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def get_function_contents_by_name(lines: Sequence[str], name: str) -> list[str] 
     """Return the lines of the function `training_function` or `main` of a script.
 
     Args:
-        lines: Those of the script, in which `main` follows `training_function`.
+        lines: The lines of the script, in which `main` follows `training_function`.
         name: `"training_function"` or `"main"`.
 
     Returns:
         Its lines without empty ones and comments; None if the script has no such function.
 
     Raises:
-        ValueError: It is another name.
+        ValueError: `name` is another name.
     """
     ends = {"training_function": "def main", "main": 'if __name__ == "__main__"'}
     if name not in ends:

@@ -29,10 +29,10 @@ from accel_train.testing.requirements import device_count
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """Return the words that start a script with `accelerate launch`, up to the script.
+    """Return the command line of `accelerate launch`, up to the script.
 
     Args:
-        kwargs: Values by flag without dashes; True for a flag without a value, None to leave it out.
+        kwargs: Values by flag without dashes; True for a flag without a value, None to omit it.
 
     Example:
         >>> get_launch_command(num_processes=2, cpu=True)[1:]
@@ -47,7 +47,7 @@ def get_launch_command(**kwargs: Any) -> list[str]:
 
 
 def print_devices() -> None:
-    """Print how many accelerators this machine has: the smallest program for a test of a launcher."""
+    """Print the number of accelerators of this host: the smallest program for a test of a launcher."""
     sys.stdout.write(f"Successfully ran on {device_count} accelerators\n")
 
 
@@ -64,7 +64,7 @@ def run_command(
     """Run a command and wait for it.
 
     Args:
-        command: Its words.
+        command: The command line, as a list.
         return_stdout: Whether to return its output.
         env: Its environment; that of this process if None.
 
@@ -84,7 +84,7 @@ def run_command(
 
 @dataclass
 class _RunOutput:
-    """What a program has ended with: its return code, and the lines that it has printed."""
+    """The result of a program: its return code, and the lines that it printed."""
 
     returncode: int | None
     stdout: list[str]
@@ -99,14 +99,14 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> _RunOutput:
-    """Run a command, repeat its output as it appears, and wait for its end.
+    """Run a command, forward its output as it appears, and wait for its end.
 
     Args:
-        cmd: Its words.
+        cmd: The command line, as a list.
         env: Its environment; that of this process if None.
-        stdin: As of `subprocess.Popen`.
-        timeout: Seconds to wait for the end of its output; then only the command itself is waited for.
-        quiet: Whether its output is not repeated.
+        stdin: As for `subprocess.Popen`.
+        timeout: Seconds to wait for the end of its output; afterwards it waits only for the command itself.
+        quiet: Whether to suppress its output.
         echo: Whether the command is printed.
 
     Returns:
@@ -156,7 +156,7 @@ async def _stream_subprocess(
 
     readers = [asyncio.create_task(_read_stream(getattr(process, name), collector(name))) for name in lines]
     await asyncio.wait(readers, timeout=timeout)
-    returncode = await process.wait()  # readers go on until then: a full pipe would stop the command
+    returncode = await process.wait()  # readers run until then: a full pipe would block the command
     return _RunOutput(returncode, lines["stdout"], lines["stderr"])
 
 
@@ -179,11 +179,11 @@ def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 @contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Generator[None]:
-    """Expect an exception of a class in the block.
+    """Assert that the block raises an exception of a class.
 
     Args:
-        exception_class: The class, or one that it derives from.
-        msg: A text that its message contains.
+        exception_class: The class, or a base class of it.
+        msg: Text that its message must contain.
 
     Raises:
         AssertionError: The block raised nothing, another exception, or one with another message.
@@ -225,12 +225,12 @@ def path_in_accelerate_package(*components: str) -> Path:
 
 
 def pytest_xdist_worker_id() -> int:
-    """Return the number of this worker of pytest-xdist, 0 without it."""
+    """Return the index of this pytest-xdist worker; 0 without pytest-xdist."""
     return int(read().get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """Return a port that no other worker of pytest-xdist uses: 29500 plus the number of this worker."""
+    """Return a port that no other pytest-xdist worker uses: 29500 plus the index of this worker."""
     return 29500 + pytest_xdist_worker_id()
 
 
@@ -245,7 +245,7 @@ class TempDirTestCase(unittest.TestCase):
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Make the folder."""
+        """Create the folder."""
         cls.tmpdir = Path(tempfile.mkdtemp())
 
     @classmethod

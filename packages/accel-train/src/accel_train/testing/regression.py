@@ -11,10 +11,10 @@ class RegressionDataset:
     """Points near the line `y = a x + b`, as dictionaries of float32 numbers `x` and `y`.
 
     Args:
-        a: Its slope.
-        b: Its intercept.
+        a: The slope of the line.
+        b: The intercept of the line.
         length: The number of points.
-        seed: Of the random numbers.
+        seed: The seed of the random numbers.
 
     Example:
         >>> dataset = RegressionDataset(length=3, seed=4)
@@ -42,7 +42,7 @@ class RegressionModel(nn.Module):
     Args:
         a: The initial slope.
         b: The initial intercept.
-        double_output: Accepted as Accelerate's model does, where it has no effect, either.
+        double_output: Accepted for compatibility with Accelerate; has no effect in either.
 
     Example:
         >>> RegressionModel(1, 2)(torch.ones(2)).tolist()

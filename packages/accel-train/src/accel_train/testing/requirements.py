@@ -35,7 +35,7 @@ from accel_state.environ import parse_flag_from_env
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """Return the device type of this machine, its number of devices, and a function for allocated memory.
+    """Return the device type of this host, its number of devices, and a function for allocated memory.
 
     Example:
         >>> device_type, count, allocated = get_backend()
@@ -97,10 +97,10 @@ def require_huggingface_suite(test_case: Any) -> Any:
 
 
 def _require(condition: Callable[[], bool], reason: str) -> Callable[[Any], Any]:
-    """Make a decorator that skips a test, with a reason, where a condition does not hold."""
+    """Return a decorator that skips a test, with a reason, unless a condition holds."""
 
     def require(test_case: Any) -> Any:
-        """Skip a test where its requirement, which the name says, is not met."""
+        """Skip a test if the requirement in the decorator's name is not met."""
         return unittest.skipUnless(condition(), reason)(test_case)
 
     return require
