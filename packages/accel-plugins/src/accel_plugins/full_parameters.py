@@ -28,8 +28,8 @@ class FullParameters:
     """Options for iterating over all full parameters.
 
     Args:
-        bucket_bytes: Largest size of a bucket; a larger parameter is a bucket of its own.
-        dtype: Of the results that are floating-point; that of each parameter if `None`.
+        bucket_bytes: Largest size of a bucket; a larger parameter gets a separate bucket.
+        dtype: Dtype of floating-point results; each parameter's own if `None`.
         keep: Whether this rank needs the tensors. Otherwise it only takes part in the collectives.
         is_reduced: Whether only the first rank of every process group needs them.
         selects: Whether a parameter is gathered, by name; the same on all ranks.

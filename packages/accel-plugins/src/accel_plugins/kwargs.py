@@ -310,7 +310,7 @@ class DataLoaderConfiguration:
             rank among its attributes, such as a `DistributedSampler`, from streams that `datasets` has split
             by node, and from datasets that read a split of Ray Data.
         shard_iterable_dataset: Whether iterable datasets are sharded, unless they are recognised as sharded
-            already. `False` is `already_sharded=True` for loaders of iterable datasets alone.
+            already. `False` is `already_sharded=True` only for loaders of iterable datasets.
 
     Raises:
         SettingsError: A field has another type, or the last two contradict each other.

@@ -110,7 +110,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accelerator_state = state
 
     def _switch_parameters(self, parameters_map: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Replace parameters in the groups; those that the mapping lacks stay."""
+        """Replace parameters in the groups; parameters that the mapping lacks stay."""
         for group in self.optimizer.param_groups:
             group["params"] = [parameters_map.get(parameter, parameter) for parameter in group["params"]]
 
@@ -118,7 +118,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step the wrapped optimizer if gradients are synchronised now.
 
         Args:
-            closure: Computes the loss anew, as for any PyTorch optimizer.
+            closure: Recomputes the loss, as for any PyTorch optimizer.
 
         Returns:
             The first result of `closure`; `None` without a closure, or if nothing was done.
@@ -371,7 +371,7 @@ class AcceleratedScheduler:
             return
         steps, self._samples = self._samples if self._counts_samples else self._steps_per_update, 0
         if self._counts_samples and type(scheduler) is LambdaLR:
-            # LambdaLR computes its rates from the position alone, and thousands of steps would be slow.
+            # LambdaLR computes its rates only from the position, and thousands of steps would be slow.
             scheduler.last_epoch += steps - 1
             steps = min(steps, 1)
         for _ in range(steps):

@@ -52,7 +52,7 @@ def build_precision(
         name: `"no"`, `"bf16"` or `"fp16"`.
         device: The device on which models compute.
         autocast_kwargs: Options of autocast; not used by `"no"`.
-        scaler_kwargs: Options of the loss scaler; used by `"fp16"` alone.
+        scaler_kwargs: Options of the loss scaler; used only by `"fp16"`.
         shared: Whether ranks have shards of the gradients, and decide together whether all are finite.
         master_weights: Whether the strategy puts trained parameters into float32.
 
@@ -91,7 +91,7 @@ def build_precision(
 
 @frozen
 class MixedPrecision:
-    """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`.
+    """The policies `"bf16"` and `"fp16"`: parameters are unchanged, operations run in `dtype`.
 
     Without `casts`, only the loss scaler remains.
     """
@@ -280,7 +280,7 @@ def with_autocast_options(precision: PrecisionPolicy, options: AutocastKwargs | 
 
 
 def switch_scaler(precision: PrecisionPolicy, scaler: GradScaler | None) -> None:
-    """Let a policy with loss scaling use another scaler, or none.
+    """Set the scaler of a policy with loss scaling, or remove it.
 
     Raises:
         SettingsError: The policy has no loss scaling.
@@ -320,7 +320,7 @@ class LossScaling:
             self._optimizers.add(optimizer)
 
     def _check_dtypes(self, optimizer: Optimizer) -> None:
-        """Refuse gradients in float16, unless a program unscales them by a function of its own."""
+        """Refuse gradients in float16, unless a program unscales them by its own function."""
         if optimizer in self._checked or self._master_weights or "_unscale_grads_" in vars(self.scaler):
             return
         parameters = (p for group in optimizer.param_groups for p in group["params"])

@@ -127,7 +127,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
 """The strategies that come with accel, in order: the first that applies is chosen."""
 
 STRATEGIES = Registry(group=ENTRY_POINT_GROUP, kind=StrategySpec, noun="strategy", built_in=BUILT_IN)
-"""All strategies, those of installed distributions included."""
+"""All strategies, including those of installed distributions."""
 
 
 def load(strategy: str | StrategySpec) -> StrategyFactory:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Feature(Enum):
-    """The optional features of a strategy; the conformance suite checks those that it declares."""
+    """The optional features of a strategy; the conformance suite checks declared ones."""
 
     CLIP_GRAD_VALUE = auto()
     """`clip_grad_value` works on the strategy's gradients."""
@@ -112,7 +112,7 @@ class Strategy:
         release: Releases the strategy's references to prepared objects.
         shards: Returns this rank's states, for checkpoints to which every rank writes shards; `None` where
             rank 0 writes full states.
-        planners: Plan what a rank writes and reads of `shards`; PyTorch's, for plain tensors and DTensors, if
+        planners: Plan a rank's writes and reads of `shards`; PyTorch's, for plain tensors and DTensors, if
             `None`.
         native: Saves and loads the files of a strategy whose `shards` are `NATIVE`.
         generators: Random number generators of the engine, for checkpoints.
@@ -163,7 +163,7 @@ class Strategy:
 
         Args:
             feature: The feature needed.
-            what: What the user wrote, for the message, such as `"clip_grad_value_()"`.
+            what: The user's call or option, for the message, such as `"clip_grad_value_()"`.
 
         Raises:
             UnsupportedError: The strategy does not declare the feature.
@@ -279,8 +279,8 @@ class Stepper(Protocol):
 
         Args:
             joinables: Wrapped models, and optimizers that are `torch.distributed` joinables.
-            divide_by_initial_world_size: Average gradients over all ranks, also those that have
-                finished; else over those that still have batches.
+            divide_by_initial_world_size: Average gradients over all ranks, including finished ones; else over
+                ranks that still have batches.
         """
         ...
 
@@ -293,7 +293,7 @@ class Stepper(Protocol):
             parameters: Tensors with gradients.
             max_norm: The largest norm allowed.
             norm_type: The p of the norm; `inf` for the largest absolute value.
-            optimizers: Where loss scaling may be active, those that could own the parameters.
+            optimizers: The optimizers that may own the parameters, if loss scaling may be active.
 
         Returns:
             The norm before clipping, 0-d, the same on all ranks; `None` where the engine clips later.
@@ -379,7 +379,7 @@ class Persister(Protocol):
         ...
 
     def iter_full_parameters(self, model: nn.Module, request: FullParameters) -> Iterator[tuple[str, Tensor]]:
-        """Yield names of the unwrapped model and full parameters, bit for bit those of `full_state_dict`.
+        """Yield names of the unwrapped model and full parameters, bit-identical to `full_state_dict`.
 
         Every rank iterates over all, in the same order; a rank that keeps nothing gets nothing.
         `ReplicatedPersister` does it where every rank has full parameters, and
@@ -442,7 +442,7 @@ class Generators(Protocol):
 class Replicas(Protocol):
     """Groups of processes that train copies of the model; any group may die and return.
 
-    The ranks, collectives and main process of a run are those of its own group.
+    Ranks, collectives and main process of a run belong to its own group.
     """
 
     @property
@@ -500,7 +500,7 @@ class NativeFiles(Protocol):
     ) -> None:
         """Write the optimizer that was prepared as number `index`; `model` owns its parameters.
 
-        Arguments are those of `save_model`.
+        The arguments are as for `save_model`.
         """
         ...
 
@@ -550,7 +550,7 @@ class PrecisionPolicy(Protocol):
         ...
 
     def state_dict(self) -> StateDict:
-        """Return what must be saved to resume; empty without a loss scaler."""
+        """Return the state needed to resume; empty without a loss scaler."""
         ...
 
     def load_state_dict(self, state: StateDict) -> None:

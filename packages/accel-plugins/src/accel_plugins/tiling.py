@@ -239,10 +239,10 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor, task: _Task) -> tuple[Ten
 def tiled_mlp(mlp: Callable[[Tensor], Tensor], hidden: Tensor, *, tile_size: int) -> Tensor:
     """Apply a module to tiles of the sequence; the backward pass recomputes each tile.
 
-    Gradients of parameters are those of the module called once, and hooks of DDP and FSDP run once.
+    Gradients of parameters are as if the module were called once, and hooks of DDP and FSDP run once.
 
     Args:
-        mlp: A module or function that treats each token by itself.
+        mlp: A module or function that processes tokens independently.
         hidden: Hidden states of shape `(…, sequence, hidden_size)`.
         tile_size: Tokens per tile, at least 1.
 
@@ -272,7 +272,7 @@ def tile_mlps(model: nn.Module, tile_size: int) -> None:
     """Tile the MLPs of a model's blocks in place, without renaming or replacing modules.
 
     Raises:
-        UnsupportedError: The blocks have no MLP of their own, or one that does not treat tokens one by one.
+        UnsupportedError: The blocks have no MLP, or one that does not process tokens independently.
     """
     name = type(model).__qualname__
     mlps = {path: part for path, part in model.named_modules() if _MLP.search(path)}
@@ -318,7 +318,7 @@ def chunk_loss(model: nn.Module, chunk_size: int) -> None:
     head computes the loss within its own forward, where FSDP has gathered its weight.
 
     Raises:
-        UnsupportedError: The model's loss is not that of a linear head and the next token.
+        UnsupportedError: The model's loss is not the next-token loss of a linear head.
     """
     causal: Any = next((part for part in model.modules() if "loss_type" in vars(part)), None)
     name = type(model).__qualname__
@@ -474,7 +474,7 @@ def _forward_of_model(forward: Callable[..., Any], chunk_size: int) -> Callable[
 
 
 def _scale_and_cap(model: Any) -> tuple[float, float | None]:
-    """Return what a model multiplies its logits by, and the limit that it caps them at."""
+    """Return a model's factor of the logits, and the limit at which they are capped."""
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     return scale / (getattr(config, "logits_scaling", None) or 1.0), getattr(

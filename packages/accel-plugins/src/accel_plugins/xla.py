@@ -215,7 +215,7 @@ def build_spmd(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
     """Build the strategy of a run sharded over XLA devices."""
-    # 1. Refuse what the compiler does not support.
+    # 1. Refuse unsupported settings and handlers.
     plugin: FullyShardedDataParallelPlugin = handlers[FullyShardedDataParallelPlugin]
     own, topology = runtime.kind.own_runtime, runtime.topology
     if own is None:
@@ -239,7 +239,7 @@ def build_spmd(
             f"{SPMD_PLUGIN} cannot be combined with {', '.join(unsupported)}: remove it. "
             "mixed_precision='bf16' of Accelerator computes in bfloat16."
         )
-    # 2. Let the compiler shard: over the mesh that the caller has set, else over all devices.
+    # 2. Have the compiler shard: over the caller's mesh if set, else over all devices.
     start(spmd=True)
     spmd = xla_module("distributed.spmd")
     mesh = spmd.get_global_mesh()
@@ -445,7 +445,7 @@ class SpmdPlanners:
         planner = xla_module("experimental.distributed_checkpoint").SPMDSavePlanner()
         planner.set_up_planner(flat, is_coordinator=rank == 0)
         plan = planner.create_local_plan()
-        items = [item for item in plan.items if _is_ours(item, planner.sharded_state_dict, rank)]
+        items = [item for item in plan.items if _is_local_item(item, planner.sharded_state_dict, rank)]
         return _SavedShards(planner), replace(plan, items=items, planner_data=paths)
 
     def plan_load(
@@ -509,7 +509,7 @@ class _LoadedShards:
         self.planner.commit_tensor(item, tensor)
 
 
-def _is_ours(item: WriteItem, sharded: Mapping[str, Any], rank: int) -> bool:
+def _is_local_item(item: WriteItem, sharded: Mapping[str, Any], rank: int) -> bool:
     """Return whether this process writes an item: the first replica of a shard, and rank 0 of any other."""
     if item.type is not WriteItemType.SHARD or item.tensor_data is None:
         return rank == 0

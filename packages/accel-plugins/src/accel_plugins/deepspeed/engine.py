@@ -304,7 +304,7 @@ class DeepSpeedStepper:
     def clip_grad_norm(
         self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
     ) -> Tensor | None:
-        """Let the engine clip all its gradients at its next step; clip parameters outside the engine now."""
+        """Schedule clipping of the engine's gradients for its next step; clip other parameters now."""
         del optimizers  # The engine has only one.
         clipped = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         wrapper = self.wrapper

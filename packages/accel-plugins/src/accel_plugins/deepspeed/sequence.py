@@ -109,7 +109,7 @@ class SequenceParallel:
 
     def validate(self, model: nn.Module) -> None:
         """Check that Ulysses supports a model's attention."""
-        # The length of a window is compared with that of sequences in each call of attention.
+        # Each call of attention compares the length of its window with that of the sequences.
         check_layers(
             model, f"ParallelismConfig(sp_size={self.size})", limited=frozenset({"sliding_attention"})
         )

@@ -52,7 +52,7 @@ class EngineState:
     def weights(self, *, keep: bool, exact: bool) -> dict[str, Any]:
         """Gather the full state dict of the model, empty on ranks without `keep`.
 
-        `exact` asks for the float32 master weights of 16-bit parameters.
+        `exact` requests the float32 master weights of 16-bit parameters.
         """
         weights: dict[str, Any] = {}
         seen: dict[int, Any] = {}  # Tied weights are gathered once.
@@ -386,7 +386,7 @@ class DeepSpeedPersister:
             "Path", engine_folder(directory, folder_name(index), index)
         )  # It is local, as `directory`.
         saved = read_folder(folder)
-        # 1. Let the engine load a checkpoint of the same world size and ZeRO stage.
+        # 1. Have the engine load a checkpoint of the same world size and ZeRO stage.
         stage = int(engine.zero_optimization_stage())
         if saved.stage == stage and saved.models[0]["dp_world_size"] == engine.dp_world_size:
             del saved
@@ -434,7 +434,7 @@ class DeepSpeedPersister:
     def full_state_dict(self, model: nn.Module, *, keep: bool = True, exact: bool = False) -> StateDict:
         """Gather the full state dict, under the names of the unwrapped model.
 
-        `exact` asks for the float32 master weights instead of the 16-bit weights of the model.
+        `exact` requests the float32 master weights instead of the 16-bit weights of the model.
         """
         state = self._state_of(model)
         return _PLAIN.full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)

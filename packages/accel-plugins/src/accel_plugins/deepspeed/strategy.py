@@ -159,7 +159,7 @@ class DeepSpeedWrapper:
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Build an engine from the model, its optimizer and the scheduler of the configuration.
 
-        A model without an optimizer gets an engine only if its parameters are to be sharded (ZeRO stage 3).
+        A model without an optimizer gets an engine only if its parameters are sharded (ZeRO stage 3).
         """
         models = [*bundle.models]
         optimizers, schedulers = [*bundle.optimizers], [*bundle.schedulers]

@@ -355,7 +355,7 @@ FP8 = RecipeSpec(
 """FP8: matrices multiplied in 8 bits by torchao, TransformerEngine or MS-AMP."""
 
 RECIPES = Registry(group=RECIPE_GROUP, kind=RecipeSpec, noun="precision recipe", built_in={"fp8": FP8})
-"""All recipes, those of installed distributions included."""
+"""All recipes, including those of installed distributions."""
 
 
 def parameter_ids(models: Sequence[nn.Module]) -> list[dict[str, int]]:

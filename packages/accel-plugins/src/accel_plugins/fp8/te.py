@@ -127,7 +127,7 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | No
 
     Args:
         model: The model.
-        fp8_recipe_handler: The options; `None` for those of the environment.
+        fp8_recipe_handler: The options; `None` reads them from the environment.
 
     Raises:
         MissingDependencyError: TransformerEngine is not installed.

@@ -220,7 +220,7 @@ class Fsdp1Wrapper:
             init = partial(nn.Module.to_empty, device=device, recurse=False)
         # 3. Wrap it.
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
-        # On the CPU nothing is to be offloaded, and FSDP1 would pin memory, which needs a driver.
+        # On the CPU there is nothing to offload, and FSDP1 would pin memory, which needs a driver.
         offload = plugin.cpu_offload if isinstance(plugin.cpu_offload, CPUOffload) and not on_cpu else None
         with hang_monitor.collective_scope("prepare"), suppress_fsdp1_warnings(), _explain_errors(model):
             root = FullyShardedDataParallel(

@@ -100,8 +100,8 @@ class FullyShardedDataParallelPlugin:
         activation_checkpointing: Whether blocks recompute their activations in the backward pass.
         activation_checkpointing_offload: Whether saved activations are offloaded to the CPU.
         cpu_ram_efficient_loading: Whether only rank 0 loads the weights before `prepare`.
-        transformer_cls_names_to_wrap: Names of the classes that `"transformer_based_wrap"` shards; those of
-            the model's `_no_split_modules` if `None`.
+        transformer_cls_names_to_wrap: Names of the classes that `"transformer_based_wrap"` shards; the
+            model's `_no_split_modules` if `None`.
         min_num_params: Least number of parameters of a module that `"size_based_wrap"` shards.
         xla: Whether the model is sharded over XLA devices.
         xla_fsdp_v2: With `xla`: whether the compiler shards (SPMD), in one process for all devices.

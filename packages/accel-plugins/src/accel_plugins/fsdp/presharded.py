@@ -154,7 +154,7 @@ def _check_plugins(
 
 @frozen
 class PreshardedWrapper:
-    """Model wrapper that leaves sharded models as they are."""
+    """Model wrapper that leaves sharded models unchanged."""
 
     runtime: Runtime
     mesh: DeviceMesh | None

@@ -260,7 +260,7 @@ def check_lengths_of_batch(plugin: MegatronLMPlugin, sequences: Mapping[str, Any
 def stage_elements(
     model: nn.Module, tensor: int, pipeline: int, context: int = 1, *, last: int | None = None
 ) -> list[int]:
-    """Return how many elements of parameters a rank of each pipeline stage has.
+    """Return the number of parameter elements per rank of each pipeline stage.
 
     `last` is the number of layers of the last stage; by default the same as of the others.
     """

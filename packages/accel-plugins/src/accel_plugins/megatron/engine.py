@@ -208,7 +208,7 @@ class MegatronEngine(nn.Module):
                 micro_batch_size=rows,
                 forward_only=forward_only,
             )
-            loss, logits = self._reduced(results)
+            loss, logits = self._mean_results(results)
         self._is_reduced = sync and not forward_only
         self.samples += 0 if forward_only else len(parts) * rows * self.groups.data
         if self.outputs is None:
@@ -299,7 +299,7 @@ class MegatronEngine(nn.Module):
     def _sequences(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the sequences of a batch: tensors by name, else all with two or more dims.
 
-        The length of the first is that of the activations sent between pipeline stages.
+        Activations sent between pipeline stages have the length of the first one.
         """
         tensors = {
             name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim > 1
@@ -317,7 +317,7 @@ class MegatronEngine(nn.Module):
             )
         return tensors
 
-    def _reduced(self, results: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[Tensor | None]]:
+    def _mean_results(self, results: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[Tensor | None]]:
         """Return the mean loss over the micro-batches, and logits, from the last stage."""
         device = next(self.parameters()).device
         losses = [
@@ -334,13 +334,13 @@ class MegatronEngine(nn.Module):
         logits: list[Tensor | None] = []
         for name in _LOGITS[: 1 if self.outputs is None else len(_logits_of(self.outputs))]:
             parts = [result[name].detach() for result in results if name in result]
-            logits.append(_from_last(torch.cat(parts) if parts else None, source, group, device))
+            logits.append(_broadcast_last(torch.cat(parts) if parts else None, source, group, device))
         if logits[0] is not None and logits[0].ndim > 2:
             logits[0] = logits[0][..., : getattr(self.config, "vocab_size", None)]
         return loss, logits
 
 
-def _from_last(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor | None:
+def _broadcast_last(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor | None:
     """Broadcast a tensor of the last stage, if any; only that stage knows its shape."""
     if source == 0:
         return tensor

@@ -262,7 +262,7 @@ def transformer_config(
         "pipeline_dtype": DTYPES.get(precision, torch.float32),
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
-        "perform_initialization": False,  # The weights are those of the prepared model.
+        "perform_initialization": False,  # The weights come from the prepared model.
         "gradient_accumulation_fusion": False,
         "persist_layer_norm": False,
         "masked_softmax_fusion": False,

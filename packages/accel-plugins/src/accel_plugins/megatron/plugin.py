@@ -69,8 +69,8 @@ class MegatronLMPlugin:
         no_load_optim: Whether `load_state` skips the optimizer.
         eod_mask_loss: Whether the loss ignores the ends of documents of indexed datasets.
         no_save_optim: Whether `save_state` omits the optimizer's state of each parameter.
-        optimizer_cpu_offload: Whether optimizer state is kept, and the step computed, on the CPU: all of it,
-            unless `other_megatron_args` has an `optimizer_offload_fraction`. Needs
+        optimizer_cpu_offload: Whether optimizer state is kept, and the step computed, on the CPU: the full
+            state, unless `other_megatron_args` has an `optimizer_offload_fraction`. Needs
             `use_precision_aware_optimizer`.
         use_precision_aware_optimizer: Whether the distributed optimizer may keep its state in 16 bits; needs
             TransformerEngine.
@@ -132,7 +132,7 @@ class MegatronLMPlugin:
         set_all_logging_options: Not supported: must be false.
         eval_iters: Steps of an evaluation, which set the length of its indexed data set.
         eval_interval: Training steps between two evaluations, likewise.
-        return_logits: Whether the model returns logits beside the loss.
+        return_logits: Whether the model returns logits in addition to the loss.
         custom_train_step_class: A subclass of `AbstractTrainStep` to use instead of the model's own.
         custom_train_step_kwargs: Arguments of its constructor.
         custom_model_provider_function: Called as `f(pre_process, post_process, add_encoder, add_decoder)`:

@@ -154,7 +154,7 @@ def build_bert(
     # 2. Build the module.
     labels, dropout = arguments.pop("num_labels"), arguments.pop("classifier_dropout")
     padded = padded_vocabulary(vocabulary, config)
-    # The head and the end of the encoder get norms that sequence parallelism shards; no argument gives them.
+    # The head and the end of the encoder get norms that sequence parallelism shards; no argument sets them.
     head, block = core("models.bert.bert_lm_head"), core("transformer.transformer_block")
     with (
         replaced_attributes(head, {"LNImpl": TorchNorm}),

@@ -84,10 +84,10 @@ class HostAdamW(torch.optim.Optimizer):
         options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         torch.optim.AdamW([torch.empty(1)], **options)  # checks them
         self.overlap = overlap
-        self._begin_anew()
+        self._reset()
         super().__init__(cast("Any", params), options)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._overlaps: bool | None = None  # None: the first step decides
         self._seen: dict[Tensor, tuple[int, Tensor]] = {}  # of gradients in the first backward pass
         self._begun: dict[Tensor, _Step] = {}
@@ -117,10 +117,10 @@ class HostAdamW(torch.optim.Optimizer):
         """Begin the remaining steps, and wait until all are done.
 
         Args:
-            closure: Computes the loss anew.
+            closure: Recomputes the loss.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
 
         Raises:
             RuntimeError: A gradient or an option was changed after a step had begun in the backward pass.
@@ -197,7 +197,7 @@ class HostAdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "overlap" in state:  # absent in the state that `load_state_dict` sets
-            self._begin_anew()
+            self._reset()
         super().__setstate__(state)
 
     def _notice(self, parameter: Tensor) -> None:
@@ -232,7 +232,7 @@ class HostAdamW(torch.optim.Optimizer):
         version = version_of(local_part(cast("Tensor", parameter.grad)))
         streams = tensor_streams(value)
         if self._versions.get(parameter) != version_of(local_part(parameter)):
-            self._take_values(parameter, _copy_to_host(value, streams))
+            self._update_master(parameter, _copy_to_host(value, streams))
         state = {key: local_part(tensor) for key, tensor in self.state[parameter].items()}
         if streams is None:
             host = gradient.cpu()
@@ -274,7 +274,7 @@ class HostAdamW(torch.optim.Optimizer):
         done.set_result(update(*args))
         return done
 
-    def _take_values(self, parameter: Tensor, value: Tensor) -> None:
+    def _update_master(self, parameter: Tensor, value: Tensor) -> None:
         """Update master weights where the parameter was written elsewhere; others keep their bits."""
         state = self.state[parameter]
         if "exp_avg" not in state:

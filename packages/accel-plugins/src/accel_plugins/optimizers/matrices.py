@@ -34,7 +34,7 @@ class ShardLayout:
     Args:
         group: The ranks of the tensor's mesh.
         regions: The first and the last index (exclusive) along each dim, by rank of the group.
-        sources: The first rank of each region, without those of replicas.
+        sources: The first rank of each region, without its replicas.
     """
 
     group: Any

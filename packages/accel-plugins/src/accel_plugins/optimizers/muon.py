@@ -32,7 +32,7 @@ class Muon(torch.optim.Optimizer):
     rank, which orthogonalises it and scatters the result. A parameter of three dims, such as the weights of
     experts, is as many matrices as its first dim has elements, each with a separate update.
 
-    `state_dict` is that of any optimizer: `save_state` and `load_state` shard it like the parameters.
+    `state_dict` has the usual form: `save_state` and `load_state` shard it like the parameters.
 
     Args:
         params: A model, of which embeddings, the output layer that a model of transformers names,
@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
             such as those of a classifier.
 
     Raises:
-        SettingsError: There is no such algorithm, `exclude` matches nothing, or a parameter for Muon is no
+        SettingsError: The algorithm is unknown, `exclude` matches nothing, or a parameter for Muon is no
             matrix.
         ValueError: torch rejects an option.
 
@@ -138,10 +138,10 @@ class Muon(torch.optim.Optimizer):
         """Take one step; a collective over the ranks of sharded matrices.
 
         Args:
-            closure: Computes the loss anew.
+            closure: Recomputes the loss.
 
         Returns:
-            What `closure` returned.
+            The result of `closure`.
 
         """
         loss = None

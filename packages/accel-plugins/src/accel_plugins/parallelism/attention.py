@@ -38,8 +38,8 @@ class PartialLayer:
 def partial_layers(model: nn.Module) -> Iterator[PartialLayer]:
     """Yield the layers of a model that do not attend to all earlier tokens.
 
-    They are those that `layer_types` or `sliding_window` of a configuration of transformers name, and causal
-    convolutions, which state-space layers have.
+    These are named in `layer_types` or `sliding_window` of a transformers configuration, or are causal
+    convolutions, as in state-space layers.
 
     Example:
         >>> [layer.kind for layer in partial_layers(nn.Conv1d(4, 4, kernel_size=3, padding=2))]
@@ -90,7 +90,7 @@ def check_layers(model: nn.Module, setting: str, *, limited: frozenset[str] = fr
 
 
 def check_recurrent_layers(model: nn.Module) -> None:
-    """Check that no layer carries a state along the sequence, from the model's configuration alone."""
+    """Check that no layer carries a state along the sequence, using only the model's configuration."""
     text = _text_of(getattr(model, "config", None))
     kinds = [kind for kind in getattr(text, "layer_types", None) or () if kind not in {*_UNLIMITED, *_SPANS}]
     if kinds:

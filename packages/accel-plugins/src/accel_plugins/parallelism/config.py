@@ -166,7 +166,7 @@ class TorchTensorParallelPlugin:
 
 @dataclass
 class TorchPipelineParallelConfig:
-    """Options of pipeline parallelism; by default those of `PARALLELISM_CONFIG_PP_*` of the environment.
+    """Options of pipeline parallelism; the defaults come from the environment: `PARALLELISM_CONFIG_PP_*`.
 
     Args:
         pp_schedule: The schedule of torch that orders forward and backward passes: `"GPipe"`, `"1F1B"` (the
@@ -418,7 +418,7 @@ class ParallelismConfig:
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """Axes of more than one rank: those of data parallelism first."""
+        """Axes of more than one rank, data-parallel axes first."""
         return [*self.dp_dim_names, *self.non_dp_dim_names]
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:

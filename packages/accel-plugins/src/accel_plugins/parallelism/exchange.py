@@ -28,7 +28,7 @@ def all_to_all(
     Args:
         rows: Of any shape; dim 0 has the rows for rank 0, then those for rank 1, and so on.
         group: The ranks.
-        what: What is exchanged, for messages about a collective that hangs.
+        what: Name of the exchanged tensor, for messages about a collective that hangs.
         receive: Number of rows to receive from each rank; as many from each if `None`.
         send: Number of rows to send to each rank, likewise.
         factor: Factor of the gradients.

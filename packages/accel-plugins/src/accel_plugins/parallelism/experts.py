@@ -1,8 +1,8 @@
 """Expert parallelism: shard the experts of a layer over ranks, and exchange tokens by all-to-all.
 
-A module of experts is recognised by its form, that of transformers 5:
+A module of experts is recognised by its form, as in transformers 5:
 
-- it sets `num_experts`, and has parameters of its own, at least one of them 3-D, all with the experts in
+- it sets `num_experts`, and has direct parameters, at least one of them 3-D, all with the experts in
   dim 0; its submodules have none;
 - `forward(hidden, indices, weights)` takes tokens of shape `(tokens, hidden_size)`, and the indices and
   weights of the experts of each, of shape `(tokens, top_k)`. It returns, in the shape of `hidden`, the
@@ -156,7 +156,7 @@ class ExpertParallel:
             with local_experts(module, num_local):
                 outputs = forward(module, received, experts, torch.ones_like(experts, dtype=rows.dtype))
             outputs = outputs[:0] if is_empty else outputs
-            # 3. Return the outputs, and sum those of each token.
+            # 3. Return the outputs, and sum them per token.
             returned = all_to_all(outputs, group, "experts", receive=send, send=receive, factor=scale)
             of_tokens = torch.empty_like(returned).index_copy(0, order, returned)
             of_tokens = of_tokens.view(*indices.shape, of_tokens.shape[-1])
@@ -185,7 +185,7 @@ def find_problem(module: nn.Module, size: int) -> str:
 
 
 def _find_other_form(name: str, module: nn.Module) -> str:
-    """Return what a module has in place of experts that can be sharded; empty if it has no experts."""
+    """Describe experts of a module in a form that cannot be sharded; empty if it has no experts."""
     if isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts":
         return "each is a module of its own; 3-D parameters with the experts in dim 0 are needed"
     is_stack = type(module).__name__.endswith("Experts")
@@ -235,7 +235,7 @@ def _share(rows: Tensor, mesh: DeviceMesh | None) -> Tensor:
 
 
 def _gather(share: Tensor, mesh: DeviceMesh, num_rows: int) -> Tensor:
-    """Return the rows of all ranks of a mesh, of which each has a share."""
+    """All-gather the rows that are split over a mesh."""
     shape = torch.Size((num_rows, share.shape[1]))
     sharded = DTensor.from_local(
         share.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=(shape[1], 1)

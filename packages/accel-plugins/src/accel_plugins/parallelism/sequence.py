@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses) on torch alone: shards of sequences, full sequences in attention."""
+"""Sequence parallelism (Ulysses) with torch only: sharded sequences, full sequences in attention."""
 
 from __future__ import annotations
 
@@ -183,10 +183,10 @@ class Ulysses:
             attention: Called with queries, keys and values, shapes [rows, heads / size, length, head_dim].
             heads: Queries, keys and values of this shard, shapes [rows, heads, length / size, head_dim].
                 Heads of keys and values may be fewer; they are repeated until the size divides them.
-            sequence: The dim of the sequence in what `attention` returns, 1 or 2; the heads are the other.
+            sequence: The dim of the sequence in the result of `attention`, 1 or 2; the other is the heads.
 
         Returns:
-            The result for this shard, with the dims of what `attention` has returned.
+            The result for this shard, with the dims of the result of `attention`.
 
         Raises:
             SettingsError: The size does not divide the number of heads of the queries.
@@ -412,10 +412,10 @@ def sequence_parallel_attention(attention: Callable[..., Tensor]) -> Callable[..
             other arguments; returns a tensor of this shape. Heads of keys and values may be fewer.
 
     Returns:
-        A function with the same arguments. Where the batch has shards of sequences, its tensors are those of
-        this rank's shard, and `attention` is called with full sequences of a part of the heads. Other
-        arguments are passed on as they are: a mask must be of full sequences (see `gather_sequence`), and the
-        same for all heads. Elsewhere it is `attention`.
+        A function with the same arguments. If batches have shards of sequences, its tensors are this rank's
+        shards, and `attention` is called with full sequences of some of the heads. Other arguments are passed
+        unchanged: a mask must be of full sequences (see `gather_sequence`), and the same for all heads.
+        Otherwise it equals `attention`.
 
     Raises:
         SettingsError: The number of heads of queries is not a multiple of `sp_size`.

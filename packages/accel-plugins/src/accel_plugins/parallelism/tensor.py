@@ -152,7 +152,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
 """Parallel styles by the names that a plan may use."""
 
 _EXPERTS = "moe_tp_experts"
-"""The style of a module of experts, whose parameters have entries of their own."""
+"""The style of a module of experts, whose parameters have separate entries in the plan."""
 _STYLES_OF_EXPERTS: Mapping[str, Shard] = {
     "colwise": Shard(1),
     "rowwise": Shard(2),
@@ -163,7 +163,7 @@ _STYLES_OF_EXPERTS: Mapping[str, Shard] = {
 
 @frozen
 class TensorParallel:
-    """Apply tensor parallelism to models, beside expert parallelism if `ignores_experts`."""
+    """Apply tensor parallelism to models; with `ignores_experts`, except experts, for expert parallelism."""
 
     mesh: DeviceMesh
     ignores_experts: bool = False
@@ -198,7 +198,7 @@ def plan_of(
     Args:
         model: A model whose `tp_plan` maps patterns of module names (`*` matches anything) to a
             `ParallelStyle` or a name of `STYLES`.
-        without: Modules by name that, with their parameters, are left as they are.
+        without: Names of modules that are left unchanged, with their parameters.
     """
     tp_plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(tp_plan, Mapping) or not tp_plan:
@@ -256,7 +256,7 @@ def plan_of(
 
 
 def _is_of_family(model: nn.Module, pattern: str) -> bool:
-    """Return whether a pattern is from transformers' plan of a family, not all of whose models match it."""
+    """Return whether a pattern is from transformers' plan of a family, which not all of its models match."""
     family: Any = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     return any(pattern.endswith(name) for name in family)
 

@@ -131,7 +131,7 @@ class Pipeline:
                 self._own |= {position: modules[position] for position in range(first, end)}
                 self.stages.append(Stage(self, index, first, modules[first:end]))
         self._show(self._own)
-        # 2. Prepare what runs need.
+        # 2. Prepare the state of runs.
         self._sharded: list[FSDPModule] = []
         self._active: Stage | None = self.stages[0] if len(self.stages) == 1 else None
         self._stage: Stage | None = None
@@ -208,7 +208,7 @@ class Pipeline:
         with self._running(batch), torch.no_grad(), hang_monitor.collective_scope("forward"):
             self._pass_forward(range(len(parts)))
             output = _merged(batch.outputs, batch.weights) if batch.outputs else None
-            return self._from_last(output)
+            return self._broadcast_last(output)
 
     # What stages call.
 
@@ -523,7 +523,7 @@ class Pipeline:
         dist.recv(tensor, group=self.group, group_src=rank)
         return tensor, form
 
-    def _from_last(self, output: Any) -> Any:
+    def _broadcast_last(self, output: Any) -> Any:
         """Broadcast an output of the last stage."""
         source = self.layout.ranks[-1]
         tensors: list[Tensor] = []

@@ -164,7 +164,7 @@ def _present(state: Any) -> Any:
 
 
 def _is_written(item: WriteItem, value: Any, *, is_writer: bool) -> bool:
-    """Return whether this rank writes an item, from the placements of its tensor alone."""
+    """Return whether this rank writes an item, determined only by the placements of its tensor."""
     if item.type is not WriteItemType.SHARD or not isinstance(value, DTensor) or item.tensor_data is None:
         return is_writer
     coordinate = value.device_mesh.get_coordinate() or ()  # ranks outside of the mesh write nothing

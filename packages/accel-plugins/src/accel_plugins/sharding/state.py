@@ -54,7 +54,7 @@ class ShardedStates(Protocol):
     """State dicts of models and optimizers, by fully qualified name.
 
     A sharded tensor is a `DTensor`; any other tensor is replicated. Names have no prefixes of wrappers, so
-    that one strategy loads what another has saved.
+    that strategies load each other's checkpoints.
     """
 
     def form(self) -> StateForm:
@@ -111,7 +111,7 @@ class RankPlanners(Protocol):
         """Plan the writes of this rank.
 
         Returns:
-            A planner whose `resolve_data` gives the values, and the items of this rank alone: all ranks
+            A planner whose `resolve_data` returns the values, and only the items of this rank: all ranks
             together write every value once. The data of the plan maps keys to paths in `state`.
         """
         ...
@@ -121,7 +121,7 @@ class RankPlanners(Protocol):
     ) -> tuple[LoadPlanner, LoadPlan]:
         """Plan the reads of this rank: return a planner that receives the data, and the items to read.
 
-        Arguments are those of `read_into`.
+        The arguments are as for `read_into`.
         """
         ...
 

@@ -44,7 +44,7 @@ class ParamRemap:
 
     def __init__(self) -> None:
         self._successors: Any = WeakIdKeyDictionary()
-        self._absent: Any = WeakIdKeyDictionary()  # original parameters of which this rank has nothing
+        self._absent: Any = WeakIdKeyDictionary()  # original parameters that only other ranks have
         self._num_originals: Any = WeakIdKeyDictionary()  # by sharded parameter; a flat one has several
         self._models: WeakSet[nn.Module] = WeakSet()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
@@ -89,7 +89,7 @@ class ParamRemap:
                 self._successors[parameter] = now[name]
                 self._num_originals[now[name]] = self._num_originals.get(now[name], 0) + 1
 
-    def leave_out(self, parameters: Iterable[Tensor]) -> None:
+    def exclude(self, parameters: Iterable[Tensor]) -> None:
         """Add original parameters that only other ranks have; `switch` removes them from optimizers."""
         for parameter in parameters:
             self._absent[parameter] = True
@@ -249,14 +249,14 @@ class ShardedWrapper:
         for optimizer, parameters, index, name, state in detached:
             own = present[name]
             if own is None:
-                self.remap.leave_out([parameters[index]])
+                self.remap.exclude([parameters[index]])
                 continue
             parameters[index] = now[own]
             if state is not None:
                 optimizer.state[now[own]] = _shard_state(state, now[own])
         before = [(parameter, present[name]) for parameter, name in values.before.items()]
         self.remap.add(model, ((parameter, own) for parameter, own in before if own is not None), now)
-        self.remap.leave_out(parameter for parameter, own in before if own is None)
+        self.remap.exclude(parameter for parameter, own in before if own is None)
 
     def _validate(self, model: nn.Module) -> None:
         may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main

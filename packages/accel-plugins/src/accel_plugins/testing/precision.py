@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @frozen
 class PrecisionSubject:
-    """A precision policy to be checked.
+    """A precision policy to check.
 
     Args:
         make: Builds a new policy.

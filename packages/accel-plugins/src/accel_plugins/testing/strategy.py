@@ -241,7 +241,7 @@ _STEPS = 4
 
 @frozen
 class StrategySubject:
-    """A strategy to be checked.
+    """A strategy to check.
 
     Args:
         make: Builds a new strategy, with the precision policy `"no"`.
@@ -398,7 +398,7 @@ def clipping_by_value_equals_one_process(subject: StrategySubject) -> None:
 
 
 def backward_passes_its_arguments_on(subject: StrategySubject) -> None:
-    """Two passes through one retained graph give the gradients twice."""
+    """Two backward passes through one retained graph give the gradients twice."""
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(), sgd)
     with trained.strategy.stepper.no_sync(trained.model):

@@ -27,7 +27,7 @@ class OptimizerContents:
     unnamed: str = ""
 
     def order(self) -> list[str | int]:
-        """Return the parameters in the order of the groups, which is that of their numbers."""
+        """Return the parameters in the order of the groups, which is also the order of their numbers."""
         return [name for group in self.groups for name in group["params"]]
 
     def tensors(self) -> Iterator[tuple[Label, LazyTensor]]:
@@ -79,7 +79,7 @@ class CheckpointContents:
 
 
 def weights_in(state: Mapping[str, Any], where: str, dropped: list[str]) -> dict[str, LazyTensor]:
-    """Return the tensors of nested dictionaries by dotted names; note what is none."""
+    """Return the tensors of nested dictionaries by dotted name; record other values in `dropped`."""
     weights: dict[str, LazyTensor] = {}
     for path, value in leaves(state):
         name = ".".join(map(str, path))
@@ -91,7 +91,7 @@ def weights_in(state: Mapping[str, Any], where: str, dropped: list[str]) -> dict
 
 
 Label = tuple[str | int, ...]
-"""Names a tensor of a checkpoint, whatever the format."""
+"""Identifies a tensor of a checkpoint, independent of the format."""
 
 
 def leaves(tree: Any, path: Label = ()) -> Iterator[tuple[Label, Any]]:

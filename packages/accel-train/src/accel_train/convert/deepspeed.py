@@ -26,7 +26,7 @@ def is_engine_state(folder: AnyPath) -> bool:
 
 
 def read_engine_state(folder: AnyPath, of_state: Callable[..., CheckpointContents]) -> CheckpointContents:
-    """Read a checkpoint of ZeRO stages 0 to 3; its files are mapped, and nothing of them is executed.
+    """Read a checkpoint of ZeRO stages 0 to 3; files are memory-mapped, and no code in them is executed.
 
     Raises:
         CheckpointError: A file is damaged or absent, or it is on a store.

@@ -33,7 +33,7 @@ _FUSED_NORMS = {
 
 
 def is_megatron(folder: AnyPath) -> bool:
-    """Return whether Megatron saved a folder, or the folder of its iterations."""
+    """Return whether a folder is a checkpoint of Megatron, or its folder of iterations."""
     backend = folder / _BACKEND_FILE  # a name that other libraries use, too
     is_backend = backend.is_file() and b"sharded_backend" in read_regular(backend)
     return is_backend or (folder / _LATEST_FILE).is_file()

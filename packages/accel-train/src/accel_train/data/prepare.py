@@ -156,7 +156,7 @@ def prepare_data_loader(
 def _data_parallel_shape(
     mesh: Any, num_processes: int | None, process_index: int | None
 ) -> tuple[int, int, int]:
-    """Return the number of data shards, the shard of this rank, and how many ranks share a sample order."""
+    """Return the number of data shards, this rank's shard, and the number of ranks that share an order."""
     topology = current_or_single().topology
     shard_of = [*range(topology.world_size)] if mesh is None else shard_of_ranks(mesh)
     world = len(set(shard_of)) if num_processes is None else num_processes

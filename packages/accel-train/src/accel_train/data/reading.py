@@ -235,7 +235,7 @@ class RotatedWorkerIds:
 
 _SAMPLING = ("batch_size", "shuffle", "sampler", "drop_last", "generator")
 INDEXING = frozenset({"batch_size", "shuffle", "sampler", "drop_last", "batch_sampler"})
-"""The arguments of a torch loader that choose what it reads; `IndexSource.options` replaces them."""
+"""The arguments of a torch loader that select its indices; `IndexSource.options` replaces them."""
 
 
 @frozen
@@ -245,7 +245,7 @@ class IndexSource:
     Args:
         shard: This rank's batches of indices.
         collates: Whether a batch of indices is a batch of the loader. Otherwise (`batch_size=None`) the
-            loader yields what the dataset returns for each index, or for a full batch of indices.
+            loader yields the dataset's item for each index, or for a full batch of indices.
         single: Whether the dataset is indexed with single indices, each of which yields a batch.
     """
 

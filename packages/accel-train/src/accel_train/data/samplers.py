@@ -147,7 +147,7 @@ def replace_sampler(batch_sampler: Any, sampler: Any) -> None:
     """Replace the sampler of indices below any number of batch samplers.
 
     Raises:
-        ValueError: There is none.
+        ValueError: There is no such sampler.
     """
     while (below := getattr(batch_sampler, "batch_sampler", None)) is not None:
         batch_sampler = below

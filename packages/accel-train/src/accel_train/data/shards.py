@@ -147,7 +147,7 @@ class BatchPlan:
         return len(seen) < self.num_processes or sum(map(len, seen)) < self.stride
 
     def _local_indices(self, step_batches: list[Sequence[int]]) -> list[int]:
-        """Return this rank's part of a round; empty if there is none."""
+        """Return this rank's samples of a round; empty if there are none."""
         if not self.split:
             return list(step_batches[self.process_index]) if self.process_index < len(step_batches) else []
         rows = self._rows_of(step_batches[0])
@@ -480,7 +480,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         set_epoch_of(self.dataset, epoch)
 
     def starting_at(self, starts: tuple[int, ...]) -> IterableDatasetShard:
-        """Return a shard of the samples after those that every worker of the loader has consumed."""
+        """Return a shard of the samples that follow the ones consumed by each worker of the loader."""
         remaining = copy(self)
         remaining.starts = starts
         return remaining
