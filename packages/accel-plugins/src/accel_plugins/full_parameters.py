@@ -52,8 +52,8 @@ class ParameterSource:
 
     Args:
         names: Its names in the unwrapped model; tied weights have several.
-        shape: Of the full parameter.
-        dtype: Of the parameter.
+        shape: Shape of the full parameter.
+        dtype: Dtype of the parameter.
         full: The full parameter, if this rank has it.
         groups: Process groups over which it is sharded, one for each axis of a mesh.
         write: Writes this rank's shard into a full tensor of zeros, on any device and of any dtype. The ranks

@@ -75,7 +75,7 @@ class BatchSharding:
         repeats: Whether another rank computes the same results from the same batches, so that this rank's are
             omitted from gathered samples.
         micro_batches: The number of equal parts into which an engine cuts the batch of a rank, so that the
-            last batch is completed also where there is one shard.
+            last batch is completed even with a single shard.
     """
 
     num_shards: int
@@ -103,7 +103,7 @@ class Strategy:
         persister: Saves and loads.
         sharding: Which batches this rank reads.
         features: The optional features that it offers; checked by `require`.
-        mesh: The device mesh, where it has several axes.
+        mesh: The device mesh, if it has several axes.
         split_sequences: Returns a context in which every rank has a shard of each sequence: called as
             `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
         prepare_for_split: Changes a model in place, before it is wrapped, so that it works in this context.
@@ -337,7 +337,7 @@ class TrainStep(Protocol):
 
         Args:
             model: The model as wrapped by the strategy.
-            forward: Its own `forward`, bound.
+            forward: The model's own `forward`, bound.
             args: Positional arguments of the model call.
             kwargs: Keyword arguments of the model call.
             accumulation: Number of micro-batches that make one optimizer step.

@@ -387,7 +387,7 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
 
     Args:
         scheduler: The schedule that `deepspeed.initialize` returned.
-        optimizers: Its optimizer.
+        optimizers: The engine's optimizer.
     """
 
     def __init__(

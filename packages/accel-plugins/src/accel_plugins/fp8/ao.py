@@ -71,7 +71,7 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence
 
     Args:
         module: The layer; layers that are not linear pass.
-        fqn: Its name.
+        fqn: Its fully qualified name.
         layers_to_filter: The names of excluded layers.
 
     Example:

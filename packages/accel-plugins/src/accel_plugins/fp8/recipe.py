@@ -109,10 +109,10 @@ def build_recipe(
 
 
 AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
-"""Names that `AORecipeKwargs(config=…)` takes."""
+"""Names that `AORecipeKwargs(config=…)` accepts."""
 
 TE_RECIPES = ("delayed", "current", "mxfp8", "nvfp4")
-"""Names that `TERecipeKwargs(recipe=…)` takes."""
+"""Names that `TERecipeKwargs(recipe=…)` accepts."""
 
 
 def is_ao_config(value: object, *, optional: bool = False) -> bool:

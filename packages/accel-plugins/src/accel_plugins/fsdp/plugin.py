@@ -234,7 +234,7 @@ class FullyShardedDataParallelPlugin:
         """Check that the precision policy is of this FSDP version's class.
 
         Raises:
-            SettingsError: It is of the other version.
+            SettingsError: The policy is of the other version.
         """
         kind = MixedPrecisionPolicy if self.version == 2 else MixedPrecision
         if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, kind):
@@ -292,7 +292,7 @@ class FullyShardedDataParallelPlugin:
         """Check that the offload policy is of this FSDP version's class.
 
         Raises:
-            SettingsError: It is of the other version.
+            SettingsError: The policy is of the other version.
         """
         kind = OffloadPolicy if self.version == 2 else CPUOffload
         if not isinstance(self.cpu_offload, kind):

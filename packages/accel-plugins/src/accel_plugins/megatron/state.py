@@ -432,7 +432,7 @@ class OptimizerSlot:
 
     Args:
         master: The tensor that PyTorch's optimizer steps.
-        optimizer: That optimizer.
+        optimizer: PyTorch's optimizer.
         start: Offset of `master` in the flat parameter, if it is a slice; else `None`.
     """
 

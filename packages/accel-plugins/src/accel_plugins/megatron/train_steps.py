@@ -52,7 +52,7 @@ class _BatchTrainStep(AbstractTrainStep):
         """Return the plugin's `custom_get_batch_function`, or one for batches of transformers or of Megatron.
 
         Args:
-            accelerator: Its plugin may have a function.
+            accelerator: Its plugin may set the function.
             megatron_dataset_flag: Whether batches are of Megatron's data sets.
         """
         own = accelerator.state.megatron_lm_plugin.custom_get_batch_function
@@ -81,7 +81,7 @@ class TokenTrainStep(_BatchTrainStep):
         """Return the plugin's `custom_loss_function`, or the mean loss of the tokens of a micro-batch.
 
         Args:
-            accelerator: Its plugin may have a function.
+            accelerator: Its plugin may set the function.
         """
         own = accelerator.state.megatron_lm_plugin.custom_loss_function
         return own if own is not None else partial(token_loss, per_token=self.per_token)
@@ -272,7 +272,7 @@ class BertTrainStep(_BatchTrainStep):
         """Return the plugin's `custom_loss_function`, or the loss of transformers.
 
         Args:
-            accelerator: Its plugin may have a function.
+            accelerator: Its plugin may set the function.
             pretraining_flag: Whether masked tokens are predicted; else classes.
             num_labels: Number of classes.
         """
@@ -375,7 +375,7 @@ class T5TrainStep(TokenTrainStep):
 
         Args:
             seq_length: Tokens of the decoder.
-            device: Where to make it.
+            device: Device of the mask.
 
         Returns:
             A bool tensor `[1, sequence, sequence]`, true where attention is masked.
@@ -393,7 +393,7 @@ class T5TrainStep(TokenTrainStep):
         Args:
             attention_mask: Of the encoder, of shape `[batch, sequence]`, 0 for padding.
             dec_seq_length: Tokens of the decoder.
-            device: Where to make it.
+            device: Device of the mask.
 
         Returns:
             A bool tensor `[batch, decoder, encoder]`, true where attention is masked.

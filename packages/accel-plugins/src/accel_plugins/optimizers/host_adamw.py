@@ -166,7 +166,7 @@ class HostAdamW(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, as of any optimizer, with the key `"master"`.
+        """Return the optimizer's state dict; states of parameters have the additional key `"master"`.
 
         Raises:
             RuntimeError: A step had begun in the backward pass, and `step` was not called.

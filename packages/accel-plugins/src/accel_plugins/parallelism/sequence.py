@@ -150,7 +150,7 @@ class Ulysses:
         is_sharded (bool): Whether the last forward pass of a model had shards of sequences.
 
     Args:
-        mesh: Of one axis.
+        mesh: A mesh with one axis.
         tensor_size: Tensor-parallel size, over whose ranks heads are sharded already.
         in_stages: Whether a rank has stages of models, perhaps without attention. The pipeline then averages
             losses in training.

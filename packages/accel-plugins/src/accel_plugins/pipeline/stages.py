@@ -47,8 +47,8 @@ def lay_out(model: nn.Module, config: TorchPipelineParallelConfig, size: int) ->
     """Plan the stages of a model over `size` ranks.
 
     Raises:
-        SettingsError: The model has state that stages cannot pass on, too few modules, or no module of a name
-            in `pp_split_points`.
+        SettingsError: The model has state that stages cannot pass on, too few modules, or no module named in
+            `pp_split_points`.
     """
     kind = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

@@ -154,7 +154,7 @@ class FolderWriter:
 
         Args:
             sink: Receives its bytes.
-            file: Its name in the folder.
+            file: The file's name in the folder.
             chunks_of: Reads a tensor in chunks, as `LazyTensor.chunks` does; each becomes a chunk.
         """
         position = 0

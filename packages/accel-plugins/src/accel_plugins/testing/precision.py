@@ -41,7 +41,7 @@ class PrecisionSubject:
 
 
 def the_name_is_documented(subject: PrecisionSubject) -> None:
-    """The name is one that `mixed_precision` takes."""
+    """The name is one that `mixed_precision` accepts."""
     name = subject.make().name
     demand(name in PrecisionType, f"{name!r} is not one of {PrecisionType.list()}.")
 

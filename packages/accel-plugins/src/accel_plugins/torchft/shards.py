@@ -24,8 +24,8 @@ class Shard(NamedTuple):
     Args:
         local: This rank's tensor.
         placements: How the full tensor is sharded.
-        shape: Of the full tensor.
-        stride: Of the full tensor.
+        shape: Shape of the full tensor.
+        stride: Stride of the full tensor.
     """
 
     local: Tensor
