@@ -187,10 +187,12 @@ def test_a_generator_that_does_not_come_back_is_named(tmp_path, told):
     name = tmp_path / "c" / "random_states_0.pkl"
     states = torch.load(name, weights_only=False)
     del states["numpy_random_seed"]
-    torch.save({**states, "torch_xpu_manual_seed": [torch.zeros(1)]}, name)
+    more = {"torch_xpu_manual_seed": [torch.zeros(1)], "torch_npu_manual_seed": []}  # no device, no state
+    torch.save(states | more, name)
     run.accelerator.load_state(path)
     assert "'numpy_random_seed' is absent" in told.text
     assert "'torch_xpu_manual_seed' is for devices that this machine lacks" in told.text
+    assert "torch_npu_manual_seed" not in told.text
 
 
 def test_only_the_limit_stays_and_numbers_go_on_after_a_restart(tmp_path):

@@ -427,9 +427,8 @@ def remove(path: Path) -> None:
 
 _POLL = 0.02  # seconds between two attempts
 _HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN}
-_held: dict[
-    str, int
-] = {}  # locks to the process that holds them: record locks do not exclude their own process
+# The process that holds each lock: record locks do not exclude their own process.
+_held: dict[str, int] = {}
 _guard = threading.Lock()
 
 
