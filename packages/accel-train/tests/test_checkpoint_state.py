@@ -26,6 +26,7 @@ from torch import nn
 from accel_bigmodel import cpu_offload
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
+from accel_plugins.sharding.folder import LocalFiles
 from accel_plugins.sharding.state import StateForm, TensorShards
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 from accel_state.process_group import clone_store
@@ -453,6 +454,19 @@ def test_fewer_or_more_shards_than_were_saved_are_named(tmp_path, told):
     (tmp_path / "two" / "pytorch_model_fsdp_1").rename(tmp_path / "one" / "pytorch_model_fsdp_1")
     with pytest.raises(CheckpointError, match=r"has no 'optimizer_1.bin'"):
         two.accelerator.load_state(tmp_path / "one")
+
+
+def test_options_that_the_files_of_a_strategy_do_not_take_are_named(tmp_path, told):
+    run = Setup(tmp_path, numbered=False)
+    checkpoints = run.accelerator._parts.checkpoints
+    shards = TensorShards(form_now=lambda: StateForm.NATIVE)
+    native = LocalFiles(shards=shards, topology=checkpoints.runtime.topology)
+    checkpoints.strategy = replace(checkpoints.strategy, shards=shards, native=native)
+    run.accelerator.save_state(tmp_path / "c")
+    run.accelerator.load_state(tmp_path / "c")
+    assert "ignores" not in told.text
+    run.accelerator.load_state(tmp_path / "c", strict=False)
+    assert "load_state(strict=False): the strategy 'single' ignores this for files of its own" in told.text
 
 
 def test_what_would_run_code_is_not_read(tmp_path):

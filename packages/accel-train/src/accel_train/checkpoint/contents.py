@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from accel_plugins.sharding.folder import TensorMetadata
     from accel_plugins.strategy import Generators, NativeFiles
     from accel_train.checkpoint.load import CheckpointReader
+
+
+logger = logging.getLogger(__name__)
 
 
 @frozen
@@ -321,7 +325,17 @@ def model_loader(
     is_full = any(map(source.has, layout.full_weights_names(index)))
     if form_of_run(run) is StateForm.NATIVE and not is_full:
         local = _local(source.folder)
-        return lambda model, **_: _native(run).load_model(model, local, index)
+
+        def load_native(model: nn.Module, **options: Any) -> None:
+            if options:
+                logger.warning(
+                    "load_state(%s): the strategy %r ignores this for files of its own.",
+                    ", ".join(f"{name}={value!r}" for name, value in options.items()),
+                    run.strategy.name,
+                )
+            _native(run).load_model(model, local, index)
+
+        return load_native
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
         saved = _local(engine)
