@@ -430,6 +430,32 @@ def test_optimizers_made_before_or_after_follow():
         assert all(is_dtensor(one) for one in held)
 
 
+@pytest.mark.parametrize("together", [True, False])
+@distributed(world_size=2)
+def test_a_second_accelerator_trains_the_model_that_the_first_one_has_sharded(together):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+
+    def train(accelerators):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        for _ in range(accelerators):
+            accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if together:
+                model, optimizer = accelerator.prepare(model, optimizer)
+            else:
+                model = accelerator.prepare(model)
+                optimizer = accelerator.prepare(optimizer)
+            for _ in range(2 // accelerators):
+                accelerator.backward(model(torch.ones(2, 4)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        return accelerator.get_state_dict(model)
+
+    first, second = train(1), train(2)
+    assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
 @distributed(world_size=2)
 def test_blocks_are_compiled_one_by_one():
     accelerator = make_accelerator("shards", dynamo_backend="eager")

@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -50,8 +51,8 @@ class ParamRemap:
         self._optimizers: WeakSet[Optimizer] = WeakSet()
 
     def has(self, model: nn.Module) -> bool:
-        """Return whether a model is already sharded."""
-        return model in self._models
+        """Return whether a model is already sharded; FSDP2's are also by an earlier `Accelerator`."""
+        return model in self._models or isinstance(model, FSDPModule)
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer was prepared before."""
@@ -181,6 +182,7 @@ class ShardedWrapper:
         for index, model in enumerate(models):
             core = without_compiler(model)
             if self.remap.has(core):
+                self.remap.add(core, (), {})
                 continue
             if evaluation and not self.only_main_has_values:
                 if model_has_dtensor(
