@@ -330,6 +330,17 @@ def test_functions_that_need_a_local_folder_make_none_for_a_url(tmp_path, monkey
     assert listing(tmp_path) == []
 
 
+@pytest.mark.parametrize("folder", [".", ".."])
+def test_the_current_folder_and_its_parent_can_be_saved_to(tmp_path, monkeypatch, folder):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run = Setup(numbered=False)
+    for _ in range(2):
+        run.accelerator.save_state(folder)
+    run.accelerator.load_state(folder)
+    assert "model.safetensors" in listing(folder)
+
+
 def test_a_folder_that_exists_keeps_its_other_files(tmp_path):
     run = Setup(tmp_path, numbered=False)
     folder = tmp_path / "own"

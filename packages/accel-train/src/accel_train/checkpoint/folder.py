@@ -76,11 +76,12 @@ def make_staging(target: AnyPath) -> Staging:
         if target.is_dir():
             staging = layout.staging_inside(target, nonce)
             _clean(target, target)
-            lock_file = layout.lock_path(target)
+            named = target.absolute()  # "." has neither a name nor a parent
+            lock_file = layout.lock_path(named)
             with contextlib.suppress(OSError):  # the parent folder may be read-only
                 parent_lock = try_lock(lock_file) if lock_file.exists() else None
                 if parent_lock is not None:
-                    _clean(target.parent, target)
+                    _clean(named.parent, named)
                     parent_lock.release()
         else:
             staging = layout.staging_path(target, nonce)
