@@ -389,7 +389,8 @@ class TrackingFacet(Facet):
         """Wait for a save in the background, finish the trackers, and destroy the process group.
 
         Call it last in a program. Without trackers and with one process it does nothing else. While an
-        exception propagates, as in `finally`, it does not wait for ranks that do not respond.
+        exception propagates, as in `finally`, it does not wait for ranks that do not respond, except a minute
+        for one whose part of a save is missing.
 
         Raises:
             CheckpointWriteError: The state that is saved in the background could not be written.
