@@ -374,6 +374,7 @@ def active() -> HangMonitor | None:
 def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchronous: bool = False) -> None:
     """Start monitoring this rank if there are several ranks."""
     global _active  # noqa: PLW0603 - one monitor per process, which `collective_scope` must find fast
+    earlier = _active  # with another limit: its callbacks go on
     end()
     if world_size == 1:
         return
@@ -385,6 +386,8 @@ def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchron
             limit=limit.total_seconds(),
             asynchronous=asynchronous,
         )
+        if earlier is not None:
+            monitor.polls, monitor.sampler = earlier.polls, earlier.sampler
         monitor.start()
     except RuntimeError as error:  # a third-party store; the run does not depend on the monitor
         logger.warning("Hangs will not be explained: the store of the process group fails (%s).", error)
