@@ -128,10 +128,14 @@ def test_each_of_several_processes_tells_where_it_stood(terminal, tmp_path):
     _, *told = shown.split("accel launch: rank ")
     trace = (
         "{} was interrupted\nTraceback (most recent call last):\n"
-        '  File "script.py", line {}, in <module>\n    {name}()\n'
-        '  File "script.py", line {}, in {name}\n    time.sleep(600)\nKeyboardInterrupt\n'
+        '  File "{path}", line {}, in <module>\n    {name}()\n'
+        '  File "{path}", line {}, in {name}\n    time.sleep(600)\nKeyboardInterrupt\n'
     )
-    assert told == [trace.format(0, 9, 7, name="train"), trace.format(1, 11, 4, name="evaluate")]
+    path = tmp_path / "script.py"
+    assert told == [
+        trace.format(0, 9, 7, name="train", path=path),
+        trace.format(1, 11, 4, name="evaluate", path=path),
+    ]
     assert code == 130
     assert shown.count("Traceback") == 2
     assert (tmp_path / "saved").exists()
@@ -147,8 +151,8 @@ def test_a_second_interrupt_ends_processes_that_do_not_hear_the_first(terminal, 
     assert shown.endswith(
         "accel launch: ranks 0-1 were interrupted, and did not end\n"
         "Stack (most recent call last):\n"
-        '  File "script.py", line 8 in <module>\n'
-        '  File "script.py", line 7 in wait_in_c\n'
+        f'  File "{tmp_path}/script.py", line 8 in <module>\n'
+        f'  File "{tmp_path}/script.py", line 7 in wait_in_c\n'
     )
     assert code == 130
     assert all(is_gone(read_pid(tmp_path, rank)) for rank in range(2))
@@ -188,7 +192,8 @@ def test_a_failure_beside_a_process_that_hangs_leaves_nothing_behind(tmp_path, w
     else:
         assert done.stderr.endswith(
             told + "failed with ValueError: boom\nTraceback (most recent call last):\n"
-            '  File "fails.py", line 16, in <module>\n    raise ValueError("boom")\nValueError: boom\n'
+            f'  File "{tmp_path}/fails.py", line 16, in <module>\n    raise ValueError("boom")\n'
+            "ValueError: boom\n"
         )
     assert done.stderr.count("Traceback") == bool(not words)
     left = [int(pid) for rank in range(2) for pid in (tmp_path / f"left{rank}").read_text().split()]

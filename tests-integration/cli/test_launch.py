@@ -151,7 +151,7 @@ def test_the_traceback_of_the_rank_that_failed_first_comes_last_and_once(here):
         "accel launch: rank 0 was ended by SIGTERM\n"
         "accel launch: rank 1 failed with ValueError: boom\n"
         "Traceback (most recent call last):\n"
-        '  File "fails.py", line 3, in <module>\n'
+        f'  File "{here}/fails.py", line 3, in <module>\n'
         "    raise ValueError('boom')\n"
         "ValueError: boom\n"
     )

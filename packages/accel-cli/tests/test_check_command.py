@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from accel_cli.commands.check.command import find_problems, fp8_refusals, worker_environ_of_check
+from accel_cli.commands.check.rank_worker import run_script
 from accel_cli.commands.check.record import RankRecord, RankTask, SelectedStrategy
 from accel_cli.commands.estimate.memory import ModelSizes
 from accel_cli.launch.hosts import HostDevices
@@ -92,3 +96,12 @@ def test_a_rank_is_on_the_cpu_and_has_its_variables():
 def test_a_command_line_that_cannot_be_used_is_reported(words, part, capsys):
     assert main(["check", *words]) == 2
     assert part in capsys.readouterr().err
+
+
+def test_the_path_of_a_checked_script_is_absolute_as_in_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("a.py").write_text("from pathlib import Path\nassert Path(__file__).is_absolute()\n")
+    task = RankTask(script="a.py", arguments=(), rank=0, world=1, local_world=1, batches=2, output="o")
+    assert not run_script(task)

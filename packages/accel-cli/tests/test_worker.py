@@ -85,6 +85,18 @@ def test_classes_of_the_script_can_be_pickled(work):
     assert pickle.HIGHEST_PROTOCOL
 
 
+def test_the_path_of_a_script_is_absolute_as_in_python(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import sys\nprint(__file__, sys._getframe().f_code.co_filename, __loader__.path, sys.argv)\n"
+    )
+    for command in (["script.py"], ["-m", "accel_cli.launch.worker", "script.py"]):
+        done = subprocess.run(
+            [sys.executable, *command], capture_output=True, text=True, check=True, cwd=tmp_path
+        )
+        assert done.stdout == f"{path} {path} {path} ['script.py']\n"
+
+
 def test_a_module_is_run_as_python_would(tmp_path):
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg/__init__.py").touch()

@@ -323,6 +323,8 @@ def test_a_script_gives_what_it_calls_its_result(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = replace(TWO, launch=replace(TWO.launch, module=True))
     assert launch("trainer", ("--lr", 1), config=module) == expected
+    (tmp_path / "path.py").write_text("result = __file__\n")  # absolute, as in Python
+    assert launch("path.py", config=TWO) == dict.fromkeys(range(2), str(tmp_path / "path.py"))
     assert "beside" not in sys.modules
 
 

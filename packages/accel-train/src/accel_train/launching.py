@@ -323,7 +323,7 @@ def _run_with_threads(threads: int | None, work: Callable[..., Any], *args: Any)
 def _run_script(script: str, *words: Any) -> Any:
     sys.argv[:] = [script, *map(str, words)]
     sys.path.insert(0, str(Path(script).resolve().parent))
-    return runpy.run_path(script, run_name="__main__").get("result")
+    return runpy.run_path(str(Path(script).absolute()), run_name="__main__").get("result")
 
 
 def _run_module(name: str, *words: Any) -> Any:

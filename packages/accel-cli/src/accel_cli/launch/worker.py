@@ -70,16 +70,17 @@ def run(arguments: list[str]) -> None:
 
 def _run_file(script: str, names: dict[str, Any]) -> None:
     """Execute a file in the module `__main__`; pickle finds its definitions there."""
-    code = compile(Path(script).read_bytes(), script, "exec", dont_inherit=True)
+    path = Path(script).absolute()
+    code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
     if not sys.flags.safe_path:
-        sys.path[0] = str(Path(script).resolve().parent)
+        sys.path[0] = str(path.resolve().parent)
     names.update(
-        __file__=script,
+        __file__=str(path),
         __doc__=None,
         __spec__=None,
         __package__=None,
         __cached__=None,
-        __loader__=SourceFileLoader("__main__", script),
+        __loader__=SourceFileLoader("__main__", str(path)),
     )
     exec(code, names)  # noqa: S102 - the script is what the user asked to run
 

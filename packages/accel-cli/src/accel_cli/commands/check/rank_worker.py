@@ -57,7 +57,7 @@ def run_script(task: RankTask) -> str:
     sys.argv = [task.script, *task.arguments]
     sys.path.insert(0, str(Path(task.script).resolve().parent))
     try:
-        runpy.run_path(task.script, run_name="__main__")
+        runpy.run_path(str(Path(task.script).absolute()), run_name="__main__")
     except SystemExit as exit_request:
         code = exit_request.code
         return "" if code in {None, 0} else f"it exits with {code!r}"

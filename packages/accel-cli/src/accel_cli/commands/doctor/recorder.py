@@ -389,7 +389,7 @@ class TrainingRecorder:
         if (
             self.record.backwards
             and torch.is_grad_enabled()
-            and Path(code.co_filename) == Path(self.task.script)
+            and Path(code.co_filename) == Path(self.task.script).absolute()
         ):
             where = source_line()
             self.record.waits[where] = self.record.waits.get(where, 0) + 1
