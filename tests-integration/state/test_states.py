@@ -17,6 +17,7 @@ from accel_state import (
     DistributedType,
     PartialState,
     get_logger,
+    hang_monitor,
     set_seed,
     synchronize_rng_states,
     wait_for_everyone,
@@ -70,7 +71,9 @@ def test_a_timeout_is_applied_to_the_group_also_when_it_comes_late() -> None:
     try:
         PartialState(cpu=True, timeout=timedelta(minutes=7))
         assert group_timeout(torch.device("cpu")) == timedelta(minutes=7)
+        monitor = hang_monitor.active()
         PartialState(cpu=True, timeout=timedelta(minutes=8))
+        assert hang_monitor.active() is monitor  # with the callbacks of others
         assert group_timeout(torch.device("cpu")) == timedelta(minutes=8)
     finally:
         PartialState(cpu=True, timeout=before)

@@ -57,14 +57,14 @@ def test_a_process_alone_has_no_thread_and_no_notes(store):
         pass
 
 
-def test_a_monitor_with_another_limit_keeps_the_polls_and_the_sampler(store):
-    first, called = begin(store), threading.Event()
-    first.polls.append(called.set)
-    first.name_stragglers(lambda: 0)
-    second = begin(store, limit=0.7)
-    called.clear()
-    assert called.wait(30)
-    assert second.sampler is first.sampler is not None
+def test_a_monitor_can_have_another_limit(store):
+    monitor = begin(store, limit=1000)
+    assert monitor.interval == 1.0
+    monitor.set_limit(1.0)
+    assert monitor.interval == 0.2
+    other_rank(store)
+    with pytest.raises(StalledCollectiveError), collective_scope("all_reduce"):
+        raise TIMED_OUT
 
 
 def test_every_region_is_one_collective_and_regions_inside_belong_to_it(store):

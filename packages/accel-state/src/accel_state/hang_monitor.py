@@ -142,23 +142,27 @@ class HangMonitor:
         self.failed: _Slot | None = None  # the last collective, if it raised
         self.count = 0
         self.diagnosis: str | None = None
-        # About once a second, less often where a thousand ranks share one store, more often for short limits.
-        self.interval = min(max(INTERVAL_S, world_size / 200), max(0.05, limit / 5))
         self._store = PrefixStore("accel/hang_monitor", store)
         self._rank = rank
         self._world_size = world_size
-        self._limit = limit
         self.asynchronous = asynchronous
         self._heartbeat = 0
         self._stalled: tuple[Any, float] = (None, 0.0)
         self._warns: bool | None = None
         self._claim: str | None = None
-        self._warn_after = self._first_warning = min(WARN_AFTER_S, limit / 2)
+        self.set_limit(limit)
         self.polls: list[Callable[[], None]] = []
         self.sampler: RankSampler | None = None
         self._host = socket.gethostname()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accel-hang-monitor", daemon=True)
+
+    def set_limit(self, limit: float) -> None:
+        """Set the seconds after which a collective times out in the backend."""
+        # About once a second, less often where a thousand ranks share one store, more often for short limits.
+        self.interval = min(max(INTERVAL_S, self._world_size / 200), max(0.05, limit / 5))
+        self._limit = limit
+        self._warn_after = self._first_warning = min(WARN_AFTER_S, limit / 2)
 
     def uncount(self) -> None:
         """Undo the count of the last collective, which no other rank has joined."""
@@ -374,7 +378,6 @@ def active() -> HangMonitor | None:
 def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchronous: bool = False) -> None:
     """Start monitoring this rank if there are several ranks."""
     global _active  # noqa: PLW0603 - one monitor per process, which `collective_scope` must find fast
-    earlier = _active  # with another limit: its callbacks go on
     end()
     if world_size == 1:
         return
@@ -386,8 +389,6 @@ def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchron
             limit=limit.total_seconds(),
             asynchronous=asynchronous,
         )
-        if earlier is not None:
-            monitor.polls, monitor.sampler = earlier.polls, earlier.sampler
         monitor.start()
     except RuntimeError as error:  # a third-party store; the run does not depend on the monitor
         logger.warning("Hangs will not be explained: the store of the process group fails (%s).", error)

@@ -166,7 +166,9 @@ def set_collective_timeout(timeout: timedelta) -> None:
     """Set the timeout of collectives of the default group."""
     _check_timeout(timeout)
     set_group_timeout(timeout)
-    _monitor(current(), timeout)
+    monitor = hang_monitor.active()
+    if monitor is not None:
+        monitor.set_limit(timeout.total_seconds())
 
 
 def destroy_process_group(group: Any = None) -> None:
