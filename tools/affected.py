@@ -1,4 +1,4 @@
-"""What a change can touch: packages that changed, those above them, and tests that name any of these."""
+"""Find what a change affects: changed packages, packages that depend on them, and tests that name these."""
 
 from __future__ import annotations
 

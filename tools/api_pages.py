@@ -1,8 +1,8 @@
 """Write the pages of the API reference, before Sphinx reads its sources.
 
-The names are those of api.toml and aliases.toml, and those that each narrow package exports beside them. A
-name is documented once, under the shortest path that it is imported from, on the page of the module that is
-about it; the pages of other modules that export it have a link to it.
+It documents the names in api.toml and aliases.toml, and other names that the packages export. A name is
+documented once, under its shortest import path, on the page of the module that it belongs to; the pages of
+other modules that export it link to it.
 """
 
 from __future__ import annotations

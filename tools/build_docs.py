@@ -1,4 +1,4 @@
-"""Build the documentation: every warning is an error, and so is a reference that leads nowhere.
+"""Build the documentation; warnings and broken references are errors.
 
 The pictures of packages are drawn anew from their imports. `--pictures` draws the others, too: device maps,
 estimates, reports and what trackers show, which takes a Chromium.

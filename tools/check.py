@@ -1,4 +1,4 @@
-"""Every check there is, in one command: `uv run tools/check.py`.
+"""Run all checks: `uv run tools/check.py`.
 
 Every step runs; the table at the end says which failed, and the exit status is non-zero if any did.
 

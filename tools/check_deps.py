@@ -1,4 +1,4 @@
-"""Each package declares what it imports, and imports what it declares.
+"""Check that each package declares what it imports, and imports what it declares.
 
 Counts imports for type checkers too, and the modules named in export tables. Optional libraries may be
 imported if an extra of the package names them. The metapackage declares every other member below it.

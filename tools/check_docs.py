@@ -1,4 +1,4 @@
-"""Build the documentation, and look at it as its readers do.
+"""Build the documentation, and check its content and its rendering in a browser.
 
     uv run python tools/check_docs.py [--screenshots FOLDER]
 

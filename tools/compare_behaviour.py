@@ -1,4 +1,4 @@
-"""Run a table of small programs with the reference and with accel, and print what differs.
+"""Run a table of small programs with the reference and with accel, and print the differences.
 
     uv run tools/compare_behaviour.py                             # makes an environment with the reference
     uv run tools/compare_behaviour.py --reference-python PATH     # or uses one

@@ -6,9 +6,9 @@
     uv run tools/equality_matrix.py --faults                 # would it show? errors that are made on purpose
 
 Every cell trains 20 steps on the same data: strategy x {fp32, bf16} x {1, 3} micro-batches x {clipped or not}
-x {2, 4} processes. What one process finds is computed by a loop in plain PyTorch (`equality/alone.py`), which
+x {2, 4} processes. The one-process result is computed by a loop in plain PyTorch (`equality/alone.py`), which
 in bf16 rounds where the strategy does. A cell shows the largest difference of a parameter (fp32), or the
-distance to what one process finds as a share of the way that the parameters have gone (bf16); a cell that
+distance to the one-process result relative to how far the parameters have moved (bf16); a cell that
 cannot exist says why. Strategies and their bounds are in `equality/strategies.py` and `equality/megatron.py`.
 """
 

@@ -1,4 +1,4 @@
-"""Run many small jobs of two ranks and count those that did their work and yet did not end with 0.
+"""Run many small jobs of two ranks, and count those that did their work but exited with a non-zero code.
 
     python tools/exit_storm.py --by fork accel torchrun mpirun --jobs 157 --launched 4
 

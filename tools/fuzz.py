@@ -1,4 +1,4 @@
-"""Mutate real files of every kind that accel reads, for a given time, and check what comes of each.
+"""Fuzz the file readers: mutate real files of every kind that accel reads, for a given time.
 
 A reader gives the true content or ends in a sentence that names the file: never another error, a hang, a
 crash, or a value that is not in the file. `--seconds`, `--seed` and `--kind` choose what runs; a failure

@@ -1,4 +1,4 @@
-"""What only a machine with a GPU can show, in five steps of less than ten minutes each.
+"""Run the checks that need a GPU, in five steps of less than ten minutes each.
 
     tools/gpu_check.sh --prepare            # where there is a network: pack wheels into build/gpu
     tools/gpu_check.sh A                    # on the machine with the GPU, then B, C, D and E

@@ -1,4 +1,4 @@
-"""Undo what `nohup` and shells do to what they run in the background: tests of signals would inherit it."""
+"""Handle SIGINT and SIGHUP again where `nohup` or a shell ignores them, for tests of signals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house rules that no linter knows, and their exceptions (tools/house_rules.toml), which only shrink.
+"""Check the house rules that no linter has, and their exceptions (tools/house_rules.toml), which only shrink.
 
 ruff holds that every public name is documented and annotated (D, ANN) and that nothing prints (T20); pyright
 holds the types; the two conftest.py files hold that no test leaks. The rest is here:

@@ -1,4 +1,4 @@
-"""Make links of public names that prose has in backticks, and of the types in signatures.
+"""Link public names in backticks, and the types in signatures, to the API reference.
 
 In a page or a docstring, `Accelerator`, `accelerator.prepare`, `gather_for_metrics()` and
 `accel.utils.gather` lead to their entries in the reference. A type in a signature does so by the name that

@@ -1,7 +1,7 @@
-"""Run trainers that people use on Accelerate and on accel, unchanged, and compare what they find.
+"""Run unchanged third-party trainers on Accelerate and on accel, and compare their results.
 
-Claim: axolotl, ms-swift, LLaMA-Factory, lm-evaluation-harness and the rest of the table below find on accel
-what they find on Accelerate, to the last digit.
+Claim: axolotl, ms-swift, LLaMA-Factory, lm-evaluation-harness and the rest of the table below have on accel
+the results that they have on Accelerate, to the last digit.
 
     uv run python tools/trainers.py                         # each one that is installed
     uv run python tools/trainers.py --install               # install them first, from the package index

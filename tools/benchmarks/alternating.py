@@ -1,4 +1,4 @@
-"""Run a benchmark on several ranks, in each of which what is compared alternates."""
+"""Run a benchmark on several ranks, alternating the compared variants within each rank."""
 
 from __future__ import annotations
 

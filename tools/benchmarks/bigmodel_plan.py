@@ -1,4 +1,4 @@
-"""How long a device map takes, beside the reference.
+"""Time to compute a device map, relative to the reference.
 
     uv run python tools/benchmarks/bigmodel_plan.py [--reference-python PATH]
 

@@ -1,4 +1,4 @@
-"""What saving the state of a large model costs, beside the reference and beside the disk itself.
+"""Time and memory of saving the state of a large model, relative to the reference and to raw disk writes.
 
     uv run python tools/benchmarks/checkpoint.py --folder DIR [--reference-python PATH] [--gigabytes 1.2]
 
@@ -15,8 +15,8 @@ adds. Claims:
   and into one that has not (`first load`), and memory grows by at most a tenth of the checkpoint, beside the
   moments that a first load allocates.
 
-Printed, too: how a loop of tiny steps, which needs the interpreter all the time, fares while a thread writes
-in the background.
+Also printed: the slowdown of a loop of tiny steps, which holds the GIL all the time, while a background
+thread writes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the command itself costs, beside the reference's and beside plain Python.
+"""Run time of the command, relative to the reference's and to plain Python.
 
     uv run python tools/benchmarks/cli.py [--reference-python PATH]
 

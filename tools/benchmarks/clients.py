@@ -1,4 +1,4 @@
-"""What libraries that import `accelerate` gain on accel, without a change to them.
+"""Speed of unchanged libraries that import `accelerate`, on accel relative to Accelerate.
 
 Claim: the same scripts take no longer on accel than on Accelerate: starting up, loading a model of which most
 lies on the disk and generating with it, evaluating with `Trainer`, saving and loading a state. On two ranks

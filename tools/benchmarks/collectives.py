@@ -1,4 +1,4 @@
-"""What collectives on nested data cost, beside one raw collective on the same bytes and the reference.
+"""Time of collectives on nested data, relative to one raw collective of the same bytes and to the reference.
 
     uv run python tools/benchmarks/collectives.py [--reference-python PATH]
 
@@ -8,9 +8,9 @@ processes of its own interpreter. They run alternately, so that whatever else th
 A turn is a loop of calls between two barriers; its time is that of the slower rank, divided by the number of
 calls. Printed are medians over the turns, and medians of the ratios of neighbouring turns.
 
-Ours refuses on every rank what does not fit together, so the source of a broadcast has to hear from the
-others before it returns; raw's broadcast therefore is followed by an all-gather of eight bytes. The line
-`sent only` compares with a raw broadcast that waits for no one; it is shown, and no claim.
+Ours raises on every rank if the data of the ranks does not match, so the source of a broadcast waits for the
+other ranks; the raw broadcast is therefore followed by an all-gather of eight bytes. The line `sent only`
+compares with a raw broadcast without that wait; it is shown, but is not a claim.
 
 Claims: trees of 120 small tensors 20 times as fast as the reference, of 256 50 times, both within 1.5 of
 raw; one tensor of 16 MB as fast as the reference and within 1.1 of raw.

@@ -1,4 +1,4 @@
-"""What ranks ask of the store while they wait, for 16 to 2,048 simulated ranks and one real TCPStore.
+"""Number of store requests of waiting ranks, for 16 to 2,048 simulated ranks and one real TCPStore.
 
     uv run python tools/benchmarks/control_plane.py [--ranks 16 64 ...] [--baseline-up-to 64] [--seconds 8]
 

@@ -1,4 +1,4 @@
-"""What a step costs when one process reads for all, beside the same step with a sharded loader.
+"""Time per step when the main process reads for all ranks, relative to a sharded loader.
 
     uv run python tools/benchmarks/dispatcher.py [--reference-python PATH]
 

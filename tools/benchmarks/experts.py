@@ -1,4 +1,4 @@
-"""What a step with expert parallelism costs, beside a program written by hand on the same parts of PyTorch.
+"""Expert parallelism, time per step relative to a hand-written program on the same parts of PyTorch.
 
     uv run torchrun --nproc_per_node 2 tools/benchmarks/experts.py [--rounds 12]
 

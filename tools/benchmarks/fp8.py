@@ -1,4 +1,4 @@
-"""What `Accelerator(mixed_precision="fp8")` costs over the same library by hand.
+"""Overhead of `Accelerator(mixed_precision="fp8")` over calling the FP8 library directly.
 
     uv run python tools/benchmarks/fp8.py [--gpu] [--compile] [--rounds N] [--small]
 

@@ -1,4 +1,4 @@
-"""Generation by an offloaded Llama of 8B parameters, beside the reference and beside the model on the GPU.
+"""Generation by an offloaded 8B Llama, relative to the reference and to the same model on the GPU.
 
     python tools/benchmarks/generate_gpu.py [--tokens N] [--small]
 

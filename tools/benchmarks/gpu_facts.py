@@ -1,4 +1,4 @@
-"""What the machine is, and the limits that its GPU, bus and disk set to everything else.
+"""Describe the machine, and measure the bandwidth limits of its GPU, bus and disk.
 
     python tools/benchmarks/gpu_facts.py [--small]
 

@@ -1,4 +1,4 @@
-"""What the hang explainer costs, beside a small all_reduce and a small training step.
+"""Overhead of the hang explainer, relative to a small all_reduce and a small training step.
 
     uv run python tools/benchmarks/hang_explainer.py
 

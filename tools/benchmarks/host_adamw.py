@@ -1,4 +1,4 @@
-"""What HostAdamW saves on the device, and what it costs: a training step of a stack of linear layers.
+"""Device memory and time per step of HostAdamW, for a stack of linear layers.
 
     uv run python tools/benchmarks/host_adamw.py [--width 1024] [--layers 8] [--rounds 7]
 

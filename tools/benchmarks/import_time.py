@@ -1,4 +1,4 @@
-"""What importing accel costs, beside `import torch`.
+"""Import time of accel, relative to `import torch`.
 
     uv run python tools/benchmarks/import_time.py [--reference-python PATH]
 

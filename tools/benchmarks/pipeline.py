@@ -1,4 +1,4 @@
-"""What a step of a pipeline costs, beside a program written by hand on the same parts of PyTorch.
+"""Pipeline parallelism, time per step relative to a hand-written program on the same parts of PyTorch.
 
     uv run torchrun --nproc_per_node 2 tools/benchmarks/pipeline.py [--rounds 12] [--schedule GPipe]
 

@@ -1,4 +1,4 @@
-"""The memory of this process."""
+"""Read the memory of this process."""
 
 from __future__ import annotations
 

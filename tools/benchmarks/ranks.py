@@ -1,4 +1,4 @@
-"""Two ranks of an interpreter that time operations on request, for the benchmarks of collectives."""
+"""Start two ranks with a given Python that time operations on request, for the collectives benchmarks."""
 
 from __future__ import annotations
 

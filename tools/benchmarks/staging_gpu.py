@@ -1,4 +1,4 @@
-"""How long a training on a GPU waits for a save in the background, beside a pinned copy and a blocking save.
+"""How long training on a GPU waits for a background save, relative to a pinned copy and a blocking save.
 
     python tools/benchmarks/staging_gpu.py [--gigabytes 2] [--folder DIR] [--small]
 

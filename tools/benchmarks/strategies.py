@@ -1,4 +1,4 @@
-"""What a strategy costs through `Accelerator`, beside the same written by hand with the library behind it.
+"""Overhead of each strategy through `Accelerator`, relative to calling its library by hand.
 
     uv run python tools/benchmarks/strategies.py [--only NAME] [--what time|memory]
 

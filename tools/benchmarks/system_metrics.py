@@ -1,4 +1,4 @@
-"""What `Accelerator(log_system_metrics=True)` costs per training step.
+"""Overhead of `Accelerator(log_system_metrics=True)` per training step.
 
     uv run python tools/benchmarks/system_metrics.py [--rounds N]
 

@@ -1,4 +1,4 @@
-"""What a call of `Accelerator.log` costs with each tracker, beside the library called directly.
+"""Time of `Accelerator.log` with each tracker, relative to calling the library directly.
 
     uv run python tools/benchmarks/trackers.py [--trackers NAME ...] [--rounds N] [--gpu]
 

@@ -1,4 +1,4 @@
-"""What the prepared training loop costs on one process, beside the same loop in plain PyTorch.
+"""Prepared training loop on one process, time per step relative to plain PyTorch.
 
     uv run python tools/benchmarks/train_loop.py [--reference-python PATH]
 

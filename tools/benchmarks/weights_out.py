@@ -1,16 +1,16 @@
-"""Peak memory and time of taking full weights out of a model that two ranks shard.
+"""Peak memory and time of gathering the full weights of a model sharded across two ranks.
 
     uv run python tools/benchmarks/weights_out.py [--megabytes 800] [--bucket 64]
 
 A model of that size is sharded by FSDP2 over two ranks of the CPU. Each row is measured in the same two
-processes, after a pass that is not counted: what the memory of a rank grows by at most (VmHWM beyond VmRSS),
+processes, after a warm-up: the largest growth of the memory of a rank (VmHWM beyond VmRSS),
 and the seconds of the slower rank.
 
 - `buckets`: `named_full_parameters(bucket_bytes=…)`; `to main`: with `to_main_only=True`;
 - `state dict`: `get_state_dict`, whose result is on the main process;
 - `one by one`: `full_tensor()` of every parameter, by hand.
 
-Claim: a pass in buckets takes at most two of them, and 16 MB.
+Claim: gathering in buckets takes the memory of at most two buckets, and 16 MB.
 """
 
 from __future__ import annotations

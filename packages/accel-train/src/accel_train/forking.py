@@ -40,7 +40,7 @@ if sys.platform != "win32":  # Windows cannot fork
 
 
 class WorkerFailedError(AccelError, RuntimeError):
-    """A process that a launcher started has failed. The message has the rank and the traceback of each.
+    """Launched processes have failed. The message has the rank and traceback of each.
 
     Args:
         message: What happened.
@@ -108,10 +108,10 @@ def _launch(config: LaunchConfig, entry: Callable[..., Any], args: Sequence[Any]
 
 
 def _describe_failures(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, str]:
-    """Describe the failures of processes of this node, by rank, in the order in which they failed.
+    """Describe the failed processes of this node, by rank, in the order in which they failed.
 
-    Torch reports one of them, which is any that it finds dead, with a time in whole seconds. Each process
-    that raised has left an error file.
+    Torch reports one of them, not always the first, with a time in whole seconds. Each process that raised
+    an exception has written an error file.
     """
     messages: dict[int, tuple[float, str]] = {}
     for rank, failure in failures.items():
@@ -140,7 +140,7 @@ _OUTER_FRAMES = re.compile(
 
 
 def _describe_error(rank: int, content: Any) -> str:
-    """Describe the failure of a process by its error file."""
+    """Describe the failure of a process from its error file."""
     trace = _OUTER_FRAMES.sub("", content["extraInfo"]["py_callstack"])
     return f"Rank {rank} failed: {content['message']}\n{trace}"
 
@@ -163,7 +163,7 @@ def _restore_process_state(config: LaunchConfig) -> Generator[None]:
 
 
 def _has_no_traceback(record: logging.LogRecord) -> bool:
-    """Return whether a message of torch has no traceback, which the raised error has already."""
+    """Return whether a log record of torch has no traceback (the raised error already contains it)."""
     return record.exc_info is None
 
 
@@ -171,7 +171,7 @@ _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
 def _signal_handlers() -> dict[signal.Signals, Any]:
-    """Return the handlers of the signals that torch's launcher handles; none in a thread, as there."""
+    """Return the handlers of the signals that torch's launcher handles; none outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return {}
     numbers = [signal.Signals[name] for name in _SIGNALS if name in signal.Signals.__members__]
@@ -204,19 +204,19 @@ def _run_after_barrier(
     )
     barrier.wait(int(environ.read().get("TORCHELASTIC_RESTART_COUNT", "0")))
     result = run_forked(function, *args)
-    if received:  # the launcher waits for no result any more
+    if received:  # the launcher no longer waits for a result
         sys.exit(128 + received[0])
     return _Pickled(result)
 
 
-_FORK_TIMEOUT = 20.0  # seconds that a process waits until the last of its siblings is forked
+_FORK_TIMEOUT = 20.0  # seconds that a process waits for its siblings to be forked
 
 
 class ForkBarrier:
-    """Barrier of forked processes, which ends when all of them are forked.
+    """Barrier of forked processes, which opens when all of them are forked.
 
-    A thread of the parent keeps the store that they connect to. Locks that this thread holds during a fork,
-    such as that of the name resolver, stay locked in the child for ever; so no process connects while its
+    A thread of the parent serves the store that they connect to. Locks that this thread holds during a fork,
+    such as the name resolver's, stay locked in the child forever; so no process connects while its
     siblings are being forked.
     """
 
@@ -246,10 +246,10 @@ def _waiting_bytes(pipe: int) -> int:
 
 
 def run_forked(function: Callable[..., Any], *args: Any) -> Any:
-    """Run a function in a process that has inherited the memory of another, with its states.
+    """Run a function in a forked process, after resetting the states inherited from the parent.
 
-    It computes with one thread, as data workers do: a fork does not copy OpenMP's threads, and if the other
-    process has had any, the first operation with several would wait for them forever.
+    It computes with one thread, as data workers do: a fork does not copy OpenMP's threads, and if the parent
+    has had any, the first multi-threaded operation would wait for them forever.
     """
     torch.set_num_threads(1)
     gc.freeze()  # collecting a process group of the parent would crash: its threads were not copied
@@ -260,7 +260,7 @@ def run_forked(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Pickled:
-    """A result that was pickled where it was made, so that an error names it."""
+    """A result that is pickled in the worker, so that a pickling error can name it."""
 
     def __init__(self, result: Any) -> None:
         try:
@@ -285,8 +285,8 @@ def launch_config(
     rdzv_conf: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> LaunchConfig:
-    """Return the configuration of torch's launcher, of which `options` are further fields."""
-    # Without `is_host`, the c10d rendezvous guesses from host names which node keeps the store.
+    """Return the configuration of torch's launcher; `options` are further fields of it."""
+    # Without `is_host`, the c10d rendezvous guesses from host names which node hosts the store.
     node_options: Mapping[str, dict[str, Any]] = {
         "static": {"rank": node_rank},
         "c10d": {"is_host": node_rank == 0},
@@ -307,9 +307,9 @@ def launch_config(
 def reserve_port(port: int, option: str, *, or_any: bool = False) -> Generator[int]:
     """Listen on the port of torch's launcher before the launcher does, and yield the port.
 
-    The launcher's own store, made in this process for the same port, shares this store's socket. Port 0
-    stands for any free port; with `or_any`, a free port also replaces one that is taken. Messages call the
-    port `option`.
+    The launcher's own store, created in this process for the same port, shares this store's socket. Port 0
+    is any free port; with `or_any`, a free port also replaces one that is in use. Messages name the port
+    by `option`.
     """
     try:
         server = _listen(port)
@@ -345,7 +345,7 @@ def refuse_initialised_devices() -> None:
     """Refuse to fork if this process has initialised a device, which forked processes could not use."""
     devices = [kind for kind in KINDS if kind.type != "cpu"]
     names = [kind.name for kind in devices if getattr(kind.module, "is_initialized", bool)()]
-    if not names and _holds_cuda_driver():  # a library without torch has opened it
+    if not names and _holds_cuda_driver():  # a library other than torch has opened it
         names = ["CUDA"]
     if not names:
         return

@@ -1,4 +1,4 @@
-"""The documented functions around FSDP2 that take an `Accelerator`; `prepare` calls replacements."""
+"""Documented FSDP2 functions that take an `Accelerator`; `prepare` calls replacements of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Shard a model in place, as `prepare` does; its optimizers have to be made afterwards.
+    """Shard a model in place, as `prepare` does; create its optimizers afterwards.
 
     Args:
         accelerator: An `Accelerator` with an FSDP plugin of version 2.
@@ -37,7 +37,7 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
     bundle = Bundle(models=[model])
     strategy.wrapper.check(bundle)
     options = replacements(accelerator)
-    options.pop("shard", None)  # it may be what calls this
+    options.pop("shard", None)  # the replacement itself may call this function
     return strategy.wrapper.wrap(bundle, **options).models[0]
 
 
@@ -89,12 +89,12 @@ def fsdp2_load_full_state_dict(
     return model
 
 
-# A replacement of the functions leaves these names alone.
+# These names still refer to our functions when a program has replaced the public ones.
 _SHARD, _LOAD = fsdp2_prepare_model, fsdp2_load_full_state_dict
 
 
 def replacements(accelerator: Any) -> dict[str, Any]:
-    """Return the functions by which a program has replaced those above, as the wrapper takes them."""
+    """Return a program's replacements of the functions above, as keyword arguments of the wrapper."""
     replaced: dict[str, Any] = {}
     if fsdp2_prepare_model is not _SHARD:
         replaced["shard"] = partial(fsdp2_prepare_model, accelerator)
@@ -104,11 +104,11 @@ def replacements(accelerator: Any) -> dict[str, Any]:
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any, Tensor]) -> None:
-    """Replace the parameters of an optimizer by those of a sharded model, in place.
+    """Replace the parameters of an optimizer by the sharded model's parameters, in place.
 
     Args:
-        optimizer: Made for the parameters before.
-        mapping: An old parameter, or its `data_ptr()`, to the new one.
+        optimizer: Created with the unsharded parameters.
+        mapping: From an old parameter, or its `data_ptr()`, to the new parameter.
 
     Raises:
         SettingsError: The mapping lacks a parameter of the optimizer.

@@ -1,4 +1,4 @@
-"""What a replica group that comes back gets from another, besides models and optimizers."""
+"""State that a rejoining replica group gets from another one, besides models and optimizers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from accel_train.checkpoint.context import CheckpointContext
 
 
 def share_state(replicas: Replicas, run: CheckpointContext, accelerator: Any) -> None:
-    """Let groups exchange schedules, loss scaler, registered objects, step counters and loaders' positions.
+    """Share schedulers, loss scaler, registered objects, step counters and loader positions between groups.
 
     Args:
         replicas: The groups of the strategy.
         run: The objects of the run.
-        accelerator: Loads the last numbered checkpoint of a group that finds no other.
+        accelerator: Loads the last numbered checkpoint if a group finds no other group.
     """
     prepared = run.prepared
 

@@ -100,7 +100,7 @@ def notebook_launcher(
     kind = CPU if from_environ(environ.read()).process.use_cpu else available_kind()
     count = device_count(kind.module) if num_processes is None else num_processes
     _check_numbers(count, num_nodes, node_rank, max_restarts)
-    # 2. Run here what needs no fork: the processes of the device's own runtime, or a single process.
+    # 2. Without a fork: start processes by the device's own runtime, or run in this process.
     if kind.own_runtime is not None and num_processes != 1:
         refuse_initialised_devices()
         with environ.patch_environment(**variables):
@@ -191,14 +191,14 @@ def launch(
 ) -> dict[int, Any]:
     """Run a function or a script in the configured number of processes, as `accel launch` does.
 
-    Neither a config file nor the variables of settings in the environment are read: the settings are all.
+    Neither a config file nor the environment variables of settings are read: only `config` counts.
 
     Args:
         function_or_script: A function whose result can be pickled, or the path of a Python script; the name
             of a module, if the settings say `launch.module`.
         args: What the function is called with, or the words after the script.
-        config: The settings, or the table of a config file; those of `Settings()` if None, which runs one
-            process per accelerator.
+        config: The settings, or the table of a config file; `Settings()` if None, which runs one process
+            per accelerator.
 
     Returns:
         By rank, for the processes of this machine: the function's result, or the script's variable `result`
@@ -230,7 +230,7 @@ def launch(
         )
     if kind.type != "cpu":
         refuse_initialised_devices()
-    # 2. Collect the variables of the processes, whose environment is these alone.
+    # 2. Collect the variables that make up the environment of the processes.
     variables = worker_environ(settings, environ.read())
     if chosen.num_cpu_threads_per_process is not None:
         variables["OMP_NUM_THREADS"] = str(chosen.num_cpu_threads_per_process)
@@ -263,7 +263,7 @@ _COMMAND_ONLY = (
 
 
 def _resolve_settings(config: Settings | Mapping[str, Any] | None) -> Settings:
-    """Return the settings of `config`; refuse those that only the command carries out."""
+    """Return the settings of `config`; refuse settings that only the command implements."""
     if isinstance(config, Mapping):
         config = merge_layers(parse_file(config, "launch(config=...)")).settings
     elif isinstance(config, (str, PathLike)):
@@ -314,7 +314,7 @@ def _make_callable(work: Callable[..., Any] | str | PathLike[str], *, is_module:
 
 
 def _run_with_threads(threads: int | None, work: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with a number of threads; torch has read the variable of that number at import."""
+    """Call a function with a number of threads; torch reads `OMP_NUM_THREADS` only at import."""
     if threads is not None:
         torch.set_num_threads(threads)
     return work(*args)
@@ -334,7 +334,7 @@ def _run_module(name: str, *words: Any) -> Any:
 
 @contextmanager
 def _function_rendezvous(settings: Settings) -> Generator[str]:
-    """Yield the address of the rendezvous, `<address>:<port>`; node 0 listens there already."""
+    """Yield the rendezvous endpoint, `<address>:<port>`; node 0 is already listening on it."""
     chosen = settings.launch
     address = "127.0.0.1" if chosen.num_machines == 1 else chosen.main_process_ip
     if address is None:
@@ -351,7 +351,7 @@ def _function_rendezvous(settings: Settings) -> Generator[str]:
 
 
 class PrepareForLaunch:
-    """A function for `torch.multiprocessing` to start, which passes the index of a process first.
+    """A callable for `torch.multiprocessing`, which passes the process index as first argument.
 
     The caller sets `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
 
@@ -378,11 +378,11 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> Any:
-        """Run the function as the process of an index.
+        """Run the function as the process with the given index.
 
         Args:
             index: Local rank of the process.
-            *args: What the function is called with.
+            *args: Arguments of the function.
 
         Raises:
             SettingsError: The environment lacks the variables of the rendezvous.
@@ -411,7 +411,7 @@ class PrepareForLaunch:
 
 
 def test_launch() -> None:
-    """Make a `PartialState`, to check the rendezvous."""
+    """Create a `PartialState`, to check the rendezvous."""
     PartialState()
 
 

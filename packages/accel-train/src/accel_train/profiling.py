@@ -76,7 +76,7 @@ _MIN_SHARE = 0.001
 
 @dataclass(slots=True)
 class Frame:
-    """A call path, over all its calls."""
+    """A call path, with the total time of its calls."""
 
     name: str
     microseconds: float = 0.0
@@ -85,7 +85,7 @@ class Frame:
 
 
 def read_frames(events: Iterable[dict[str, Any]]) -> Frame:
-    """Nest the events of a trace by time, on each thread, and add up equal call paths.
+    """Nest the events of each thread of a trace by time, and add up equal call paths.
 
     Example:
         >>> outer = {"ph": "X", "cat": "cpu_op", "name": "outer", "ts": 0, "dur": 10, "pid": 1, "tid": 1}
@@ -110,7 +110,7 @@ def read_frames(events: Iterable[dict[str, Any]]) -> Frame:
 
 
 def write_flame_graph(trace: Path, page: Path) -> None:
-    """Write the flame graph of a trace."""
+    """Write the flame graph of a Chrome trace as an HTML page."""
     from plotly.graph_objects import Figure, Icicle
 
     root = read_frames(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
@@ -136,7 +136,7 @@ def write_flame_graph(trace: Path, page: Path) -> None:
             labels=[frame.name for _, _, frame in rows],
             values=[self_time(frame) for _, _, frame in rows],
             customdata=[(frame.microseconds / 1000, frame.calls) for _, _, frame in rows],
-            branchvalues="remainder",  # a parent's value is its own time: rounding cannot contradict it
+            branchvalues="remainder",  # a parent's value is its self time: rounding cannot contradict it
             tiling={"orientation": "v"},
             hovertemplate="%{label}<br>%{customdata[0]:.3f} ms, %{customdata[1]} call(s)<extra></extra>",
         )
@@ -156,7 +156,7 @@ _MEMORY_INTERVAL = 1.0
 class StepMeter:
     """Measure steps, samples, items and waits between two calls of `log`.
 
-    It never waits for a device: time is the host's, and counted items stay tensors.
+    It never synchronises with the device: it measures host time, and counted items stay tensors.
     """
 
     def __init__(self, gradient_state: GradientState, prepared: PreparedObjects, runtime: Runtime) -> None:
@@ -173,7 +173,7 @@ class StepMeter:
         self._restart()
 
     def timed(self, loader: Any, batches: Generator[Any]) -> Generator[Any]:
-        """Yield the batches of a pass, and measure how long the loop waits for them."""
+        """Yield the batches of an epoch, and measure how long the loop waits for them."""
         waits, key = self._waits, id(loader)
         self._samples_per_batch[key] = loader.total_batch_size if loader.counts_samples else None
         with closing(batches):
@@ -201,7 +201,7 @@ class StepMeter:
         self._items[name] = total if before is None else before + total
 
     def read(self) -> dict[str, Any]:
-        """Return what was measured since the last time; nothing if no optimizer has stepped since then.
+        """Return the metrics since the last call; empty if no optimizer has stepped since then.
 
         Time without training, such as an evaluation, is excluded if `read` is called before and after it.
         """

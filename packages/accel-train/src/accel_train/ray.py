@@ -1,4 +1,4 @@
-"""In a worker of Ray Train's `TorchTrainer`: report checkpoints of ours, resume from them, read its data."""
+"""Integration with Ray Train's `TorchTrainer`: report checkpoints, resume from them, read Ray Data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def report(
 
     Args:
         accelerator: Any `Accelerator` of this worker.
-        metrics: Values by name, without tensors; those of the main process are kept.
+        metrics: Values by name, without tensors; Ray Train keeps the values of the main process.
         checkpoint: The folder that `save_state` has returned; None to report metrics alone.
 
     Raises:
@@ -78,14 +78,14 @@ def load_state(accelerator: Accelerator) -> bool:
 
 
 def shard_loader(accelerator: Accelerator, name: str = "train", **options: Any) -> Any:
-    """Return a loader of this rank's shard of a data set of Ray Data, as `prepare` does for others.
+    """Return a prepared loader of this rank's shard of a Ray Data dataset.
 
-    Ray Data has sharded the rows across the ranks: they are not sharded again, nor by `prepare`, which
-    returns this loader as it is. Batches are moved to the device of the `Accelerator`.
+    Ray Data has sharded the rows across the ranks: they are not sharded again, and `prepare` returns this
+    loader as it is. Batches are moved to the device of the `Accelerator`.
 
     Args:
         accelerator: The `Accelerator` of this worker.
-        name: The name of the data set in `TorchTrainer(datasets=...)`.
+        name: The name of the dataset in `TorchTrainer(datasets=...)`.
         **options: Passed to `iter_torch_batches`, such as `batch_size=32`.
 
     Raises:
@@ -104,7 +104,7 @@ def shard_loader(accelerator: Accelerator, name: str = "train", **options: Any) 
     if shard is None:
         raise SettingsError("shard_loader: the TorchTrainer has no datasets.")
     loader = DataLoader(_Shard(shard, {"device": "cpu", **options}), batch_size=None)
-    # To one process of one, whatever the rank: that is to shard nothing.
+    # As rank 0 of a world size of 1, so that nothing is sharded again.
     return prepare_data_loader(
         loader, accelerator.device, num_processes=1, process_index=0, put_on_device=True
     )

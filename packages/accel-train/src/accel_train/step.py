@@ -1,4 +1,4 @@
-"""The state of one optimizer step: accumulation windows, bound backward and step, item counts, Local SGD."""
+"""The parts of an optimizer step: accumulation windows, backward and step, item counts, Local SGD."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Synchronizer:
     """Count micro-batches, and keep gradients local until an accumulation window is complete.
 
-    It is the context manager of windows of one micro-batch; `Accumulation` is that of longer windows.
+    It is the context manager of windows of one micro-batch; longer windows use `Accumulation`.
     """
 
     __slots__ = ("_no_sync", "_state", "step")
@@ -43,7 +43,7 @@ class Synchronizer:
         self._state = state
         self._no_sync = no_sync
         self.step = 0
-        state.sync_gradients = True  # also where the window of an earlier `Accelerator` was interrupted
+        state.sync_gradients = True  # an earlier `Accelerator` may have been interrupted within a window
 
     def __enter__(self) -> None:
         """Begin a window of one micro-batch."""
@@ -64,7 +64,7 @@ class Synchronizer:
         """Return a context manager in which the gradients of these models stay local."""
         if self._no_sync is None:
             return nullcontext()
-        with ExitStack() as stack:  # the stack closes the contexts if that of a later model raises
+        with ExitStack() as stack:  # the stack closes the contexts if a later one raises
             for model in models:
                 stack.enter_context(self._no_sync(model))
             return stack.pop_all()
@@ -96,7 +96,7 @@ class Accumulation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Leave the models' own contexts."""
+        """Exit the `no_sync` contexts of the models."""
         if self._local is not None:
             self._local.__exit__(kind, error, traceback)
 
@@ -122,7 +122,7 @@ def next_micro_batch(done: int, *, num_steps: int, at_end: bool) -> tuple[int, b
 def bind_backward(
     strategy: Strategy, engine: EngineCalls | None, hook: Callable[[], None] | None
 ) -> Callable[..., None]:
-    """Return the backward pass of a run, as `Stepper.backward`; `hook` follows those inside a window."""
+    """Return the backward function; `hook` is called after backward passes that do not end a window."""
     backward = strategy.stepper.backward if engine is None else engine.backward
     if hook is None:
         return backward
@@ -138,7 +138,7 @@ def bind_backward(
 def bind_step(
     step: Callable[..., bool | Tensor], hooks: Sequence[Callable[[], None] | None]
 ) -> Callable[..., bool | Tensor]:
-    """Return an optimizer's step that calls hooks afterwards."""
+    """Return an optimizer step function that calls hooks after each step."""
     calls = [hook for hook in hooks if hook is not None]
     if not calls:
         return step
@@ -211,9 +211,9 @@ class ItemWindow:
     """Count the items of summed losses since the last optimizer step, and divide gradients by them.
 
     A window begins with the first counted backward pass and ends with an optimizer step. Its gradients hold
-    the sum over the micro-batches (over processes the strategy has averaged them) until `normalize` divides
-    them by the number of items of all processes. A backward pass after that takes the division back first, so
-    that a window may grow at any time.
+    the sum over the micro-batches (averaged over processes by the strategy) until `normalize` divides them
+    by the number of items of all processes. A later backward pass first undoes the division, so that a
+    window may grow at any time.
 
     Attributes:
         is_open (bool): Whether items have been counted since the last optimizer step.
@@ -234,11 +234,11 @@ class ItemWindow:
         self._holds = 0
         self._refusing: str | None = None
         self._is_local = False
-        self.is_open = False  # an attribute, since every step reads it
+        self.is_open = False  # not a property, since every step reads it
 
     @property
     def is_held(self) -> bool:
-        """Whether further micro-batches follow for certain."""
+        """Whether normalization is postponed: further micro-batches are certain to follow."""
         return self._holds > 0
 
     def add(self, num_items: ItemCount) -> None:
@@ -259,7 +259,7 @@ class ItemWindow:
     def normalize(self) -> None:
         """Divide the gradients by the number of items of the window, once; do nothing without items.
 
-        A collective in runs of several processes.
+        A collective if there are several processes.
         """
         if self._count is None or self._divisor is not None:
             return
@@ -309,7 +309,7 @@ class ItemWindow:
 
     def _tensor(self, num_items: ItemCount) -> torch.Tensor:
         device = self._runtime.device
-        # The dtype is exact for integers below 2**53, and is the same on all ranks whatever they were given.
+        # The same dtype on all ranks, whatever the type of their counts; float64 is exact below 2**53.
         dtype = torch.float32 if device.type == "mps" else torch.float64
         if isinstance(num_items, torch.Tensor):
             if num_items.numel() != 1:
@@ -340,7 +340,7 @@ def _scale(operation: Callable[..., object], gradients: list[torch.Tensor], numb
 def fused_backward(
     optimizers: Iterable[AcceleratedOptimizer], loss: Tensor, learning_rate: float | None
 ) -> None:
-    """Make every lomo-optim optimizer run the backward pass, in which it steps."""
+    """Run the backward pass of every lomo-optim optimizer, which also steps it."""
     require("lomo", "lomo_backward()")
     if learning_rate is None:
         raise SettingsError(
@@ -359,7 +359,7 @@ def fused_backward(
 
 
 def is_lomo(optimizer: object) -> bool:
-    """Return whether an optimizer is of lomo-optim: it steps in the backward pass."""
+    """Return whether an optimizer is from lomo-optim: it steps in the backward pass."""
     return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
 
 
@@ -399,7 +399,7 @@ class LocalSGD:
 
     Raises:
         SettingsError: `local_sgd_steps` is not a positive integer.
-        UnsupportedError: The strategy does not have gradients of single processes, or there are replica
+        UnsupportedError: The strategy has no gradients local to one process, or there are replica
             groups.
 
     Example:

@@ -24,10 +24,10 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 @frozen
 class WorkerErrors:
-    """Describes the failure of a worker.
+    """The failure of a worker.
 
     Args:
-        how: What follows its rank in a sentence.
+        how: How it failed: a phrase that follows "rank N" in messages.
         trace: Its traceback, empty if there is none.
         time: Seconds since the epoch, 0 if unknown.
         interrupted: Whether a `KeyboardInterrupt` ended it.
@@ -40,7 +40,7 @@ class WorkerErrors:
 
 
 def worker_error(kind: str, message: str, trace: str, rank: int, time: float) -> dict[str, Any]:
-    """Return the content of an error file as torch.distributed.run reads it, with fields of ours."""
+    """Return the content of an error file in the format of torch.distributed.run, with extra fields."""
     details = {"py_callstack": trace, "timestamp": str(int(time)), "time": time, "rank": rank, "kind": kind}
     return {"message": {"message": f"{kind}: {message}", "extraInfo": details}}
 
@@ -49,7 +49,7 @@ _STACK_FILE = "stack-{}.txt"
 
 
 def stack_file(error_file: str, rank: int) -> Path:
-    """Return the file to which a worker writes its stack upon a signal."""
+    """Return the path of the file to which a worker writes its stack on a signal."""
     return Path(error_file).with_name(_STACK_FILE.format(rank))
 
 
@@ -69,7 +69,7 @@ def parse_worker_errors(content: Any) -> WorkerErrors:
 
 
 def error_of_failure(failure: Any) -> WorkerErrors:
-    """Return the error of a worker whose failure torch reports."""
+    """Convert a process failure reported by torch to the error of a worker."""
     error = parse_worker_errors(failure.error_file_data)
     if error.trace:  # a later signal is not the cause
         return error
@@ -83,7 +83,7 @@ def error_of_failure(failure: Any) -> WorkerErrors:
 
 
 def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
-    """Read the error files of the workers that were started last, by rank."""
+    """Read the error files of the last attempt's workers, by rank."""
     errors: dict[int, WorkerErrors] = {}
     for file in find_error_files(folder, _STACK_FILE.format("*")):
         if stack := _parse_stack(file.read_text(encoding="utf-8")):
@@ -97,7 +97,7 @@ def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
 
 
 def find_error_files(folder: Path, pattern: str = "error.json") -> list[Path]:
-    """Return the files of the workers of the last attempt, in the log folder of torch's elastic launcher.
+    """Find the error files of the last attempt in the log folder of torch's elastic launcher.
 
     Their folders are named after the local ranks: `<folder>/<run>/attempt_<number>/<local rank>/error.json`.
     """
@@ -116,7 +116,7 @@ _WORKER_FRAME = re.compile(r'  File "(?:[^"]*[/\\]accel_cli[/\\]launch[/\\]worke
 
 
 def _parse_stack(text: str) -> str:
-    """Return the first stack that `faulthandler` wrote, in a traceback's order and without our frames."""
+    """Return the first stack of a `faulthandler` dump, in traceback order and without our frames."""
     lines: list[str] = []
     for line in text.splitlines()[1:]:
         if not line.startswith("  File "):
@@ -127,13 +127,13 @@ def _parse_stack(text: str) -> str:
 
 
 def format_errors(errors: Mapping[int, WorkerErrors], first: int) -> str:
-    """Return a line for each rank that failed, and last the traceback of the one that failed first."""
+    """Return one line per failed rank, then the traceback of rank `first`."""
     later = [_format_line([rank], errors[rank]) for rank in sorted(errors) if rank != first]
     return "\n".join([*later, _format_same([first], errors[first])])
 
 
 def format_all_errors(errors: Mapping[int, WorkerErrors]) -> str:
-    """Return all tracebacks, each with the ranks that have it."""
+    """Return the distinct tracebacks, each with the ranks that raised it."""
     alike: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(errors):
         alike.setdefault((errors[rank].how, errors[rank].trace), []).append(rank)
@@ -156,7 +156,7 @@ _POLL_INTERVAL = 1.0  # seconds
 def die_with_parent(parent: int) -> None:
     """Kill this process when its parent ends for any reason.
 
-    The signal is SIGKILL: the parent keeps the store of the job, without which no collective ends, and a
+    The signal is SIGKILL: the parent hosts the store of the job, without which no collective ends, and a
     process that waits for other ranks in C++ would not run the handler of another signal. On Linux the
     kernel sends it, also after this process has become another program; elsewhere a thread polls the parent
     once a second. Windows is not supported.

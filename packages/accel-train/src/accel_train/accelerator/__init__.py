@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Accelerator"]
 
-hide_import_notices()  # at import: scripts import transformers, and that torchao, after accel
+hide_import_notices()  # at import: scripts import transformers, which imports torchao, after accel
 
 
 @final
@@ -67,7 +67,7 @@ class Accelerator(
         torch_tp_plugin: Train with tensor parallelism; prefer `parallelism_config`.
         megatron_lm_plugin: Train with Megatron: tensor, pipeline, sequence and data parallelism.
         rng_types: The random generators that loaders synchronise across ranks at the start of an epoch;
-            `["generator"]`, that of the sampler, if `None`.
+            `["generator"]`, the generator of the sampler, if `None`.
         log_with: Experiment trackers: a name such as `"tensorboard"`, `"all"` for all installed ones, a
             custom `GeneralTracker`, or a list of these.
         project_dir: Directory of the project's files.
@@ -88,7 +88,7 @@ class Accelerator(
         on_tracker_error: How to handle a tracker's error: `"raise"` raises it on the main process; `"warn"`
             logs it and continues training.
         strategy: Training strategy: a name such as `"ddp"`, including those of installed distributions, or a
-            `StrategySpec`. If `None`, that of an earlier `Accelerator`, else
+            `StrategySpec`. If `None`, the strategy of an earlier `Accelerator`, else
             `ACCELERATE_STRATEGY`, else the first that applies to the plugins and the number of processes.
         log_system_metrics: Whether `log` adds step time, throughput, device memory and the share of time
             spent waiting for data, under names that begin with `system/`.

@@ -1,4 +1,4 @@
-"""Build an `Accelerator`: its arguments as one frozen record, its parts from that and the environment."""
+"""Build the parts of an `Accelerator` from its arguments (a frozen record) and the environment."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class AcceleratorConfig:
     log_system_metrics: bool = False
 
     def plugins(self) -> dict[str, Any]:
-        """Return the plugins of engines by argument, DeepSpeed's two arguments as one.
+        """Return the plugins by argument name, with DeepSpeed's two arguments merged into one.
 
         Example:
             >>> AcceleratorConfig(deepspeed_plugins={"zero3": 3}).plugins()["deepspeed_plugin"]
@@ -136,7 +136,7 @@ class PreparedObjects:
         return any(candidate is prepared for kind in kinds for prepared in kind)
 
     def num_steps(self) -> int:
-        """Return the largest number of steps of any optimizer, after those of released ones."""
+        """Return the largest step count of any optimizer, plus the steps of released optimizers."""
         return self.released_steps + max((optimizer.num_steps for optimizer in self.optimizers), default=0)
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -156,17 +156,17 @@ class PreparedObjects:
 
 @frozen
 class Parts:
-    """Everything that the facets of an `Accelerator` work with; only `prepared` and the states change.
+    """The components that the facets of an `Accelerator` share; only `prepared` and the states change.
 
     Args:
-        engine: Runs the calls of models, where the strategy has a `train_step`.
-        backward: Computes gradients, then calls the strategy's hook of a micro-batch.
+        engine: Routes model calls to the strategy's `train_step`, if it has one.
+        backward: Computes gradients, then calls the strategy's micro-batch hook.
         step: Steps an optimizer, then calls `after_step`.
-        after_step: Hooks of the strategy and of the recipe, called after a step of an optimizer.
-        converter: Converts models, where the precision is a recipe.
-        items: Counts items, where losses are sums.
+        after_step: Hooks of the strategy and of the recipe, called after each optimizer step.
+        converter: Converts models if the precision is a recipe.
+        items: Counts items for summed losses (`num_items`).
         handlers: The kwargs handlers of `Accelerator`, and the plugins, by type.
-        meter: Measures the loop, with `log_system_metrics`.
+        meter: Measures the training loop, with `log_system_metrics`.
         preemption: Saves and exits when the job is preempted, with `save_on_preemption`.
         native_amp: What a script has assigned to `native_amp`.
     """
@@ -201,7 +201,7 @@ class Parts:
 
     @property
     def fp8_backend(self) -> str:
-        """The library that multiplies matrices in 8 bits, `"NO"` without."""
+        """The library of FP8 matrix multiplication; `"NO"` without FP8."""
         return (self.converter and self.converter.recipe.backend) or "NO"
 
 
@@ -224,8 +224,8 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
     project, compiler = resolve_project(config), resolve_compiler(config)
     trackers = TrackerSession(config.log_with, project.logging_dir, on_error=config.on_tracker_error)
     check_scheduler_clock(config)
-    tiling = TilingKwargs()  # of the environment, where no handler was given
-    # 2. Choose the plugins; what they say about the run overrides the environment.
+    tiling = TilingKwargs()  # from the environment, if no handler was given
+    # 2. Choose the plugins; their settings override the environment.
     plugins = find_plugins(requested_plugins, earlier_plugins(), settings, selected and selected.sections)
     accumulation = resolve_accumulation(config, settings, plugins)
     settings = with_plugin_fields(settings, plugins)
@@ -246,7 +246,7 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
         strategy, precision = _build_strategy(settings, selected, base, runtime, options)
     state.strategy, state.device_mesh = selected, strategy.mesh
     vars(state)["_fsdp_version"] = strategy.fsdp_version
-    # 4. Make the state of the training loop.
+    # 4. Create the state of the training loop.
     gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), PreparedObjects()
     meter = StepMeter(gradient_state, prepared, runtime) if config.log_system_metrics else None
     no_sync = None if runtime.topology.world_size == 1 else strategy.stepper.no_sync
@@ -302,7 +302,7 @@ def _hooks_after_step(
 
 
 def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
-    """Return the parts with the FP8 recipe of another handler; it converts what is prepared from now on.
+    """Return the parts with the FP8 recipe of another handler, which applies to models prepared later.
 
     A run has one recipe, so the handler replaces any other. Without FP8, the handler is kept but not used.
     """
@@ -328,7 +328,7 @@ def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
 def _start_preemption(
     checkpoints: CheckpointContext, accelerator: Any, variables: Mapping[str, str]
 ) -> Preemption | None:
-    """Handle the signals of schedulers from now on, if requested."""
+    """Install handlers for the preemption signals of job schedulers, if requested."""
     if not checkpoints.project.save_on_preemption:
         return None
     _ = checkpoints.numbered  # refuses a project without a directory
@@ -341,7 +341,7 @@ def _start_preemption(
 
 
 def select_strategy(strategy: str | StrategySpec | None, settings: Settings) -> StrategySpec | None:
-    """Return the strategy of the argument, else of an earlier `Accelerator`, else of the settings."""
+    """Return the strategy from the argument, else from an earlier `Accelerator`, else from the settings."""
     if isinstance(strategy, StrategySpec):
         return strategy
     if strategy is not None:
@@ -393,7 +393,7 @@ def index_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
 
 
 def resolve_dataloading(config: AcceleratorConfig) -> DataLoaderConfiguration:
-    """Return how loaders are prepared."""
+    """Return the data loader options; refuse a contradicting `split_batches`."""
     dataloading, split = config.dataloader_config, config.split_batches
     if split is UNSET:
         return DataLoaderConfiguration() if dataloading is None else dataloading
@@ -429,7 +429,7 @@ def resolve_project(config: AcceleratorConfig) -> ProjectConfiguration:
 
 
 def resolve_compiler(config: AcceleratorConfig) -> TorchDynamoPlugin:
-    """Return how models are compiled."""
+    """Return the `torch.compile` options."""
     backend, plugin = config.dynamo_backend, config.dynamo_plugin
     if plugin is None:
         return TorchDynamoPlugin(backend=backend)
@@ -441,7 +441,7 @@ def resolve_compiler(config: AcceleratorConfig) -> TorchDynamoPlugin:
 
 
 def check_scheduler_clock(config: AcceleratorConfig) -> None:
-    """Reject an unknown clock of schedules, and any clock for schedules that do not follow the optimizer."""
+    """Reject an unknown `step_scheduler_per`, and any value if schedulers do not follow the optimizer."""
     step_per = config.step_scheduler_per
     check_clock(step_per, "step_scheduler_per")
     if step_per is not None and not config.step_scheduler_with_optimizer:
@@ -462,7 +462,7 @@ def earlier_plugins() -> dict[str, Any]:
 def resolve_accumulation(
     config: AcceleratorConfig, settings: Settings, plugins: Mapping[str, Any]
 ) -> GradientAccumulationPlugin:
-    """Return how gradients are accumulated; `settings` are those of the environment, without the plugins'."""
+    """Return the gradient accumulation plugin; `settings` are from the environment only, without plugins."""
     steps, accumulation = config.gradient_accumulation_steps, config.gradient_accumulation_plugin
     if accumulation is None:
         accumulation = GradientAccumulationPlugin(num_steps=None if steps == 1 else steps)

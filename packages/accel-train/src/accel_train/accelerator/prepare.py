@@ -231,7 +231,7 @@ class PrepareFacet(SeamFacet):
     def prepare_scheduler(
         self, scheduler: LRScheduler, *, step_per: StepPer | None = None
     ) -> AcceleratedScheduler:
-        """Prepare a learning rate scheduler; it follows the optimizer that it was made for.
+        """Prepare a learning rate scheduler; it follows the optimizer that it was created with.
 
         Args:
             scheduler: The scheduler.
@@ -303,7 +303,7 @@ class PrepareFacet(SeamFacet):
 
     @property
     def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are prepared."""
+        """The options of prepared data loaders."""
         return self._parts.dataloading
 
     @dataloader_config.setter
@@ -312,7 +312,7 @@ class PrepareFacet(SeamFacet):
 
     @property
     def rng_types(self) -> Sequence[str | RNGType]:
-        """The random generators that loaders synchronise between processes at the start of a pass."""
+        """The random generators that loaders synchronise across ranks at the start of an epoch."""
         return self._parts.rng_types
 
     @rng_types.setter
@@ -392,7 +392,7 @@ class PrepareFacet(SeamFacet):
         return run_stages(bundle, request).in_order()[0]
 
 
-# An argument is of the first kind whose types it has; of no kind, it is passed through.
+# The first kind whose types match an argument; arguments of no kind are passed through.
 _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("models", (nn.Module,)),
     ("optimizers", (Optimizer, DummyOptim)),
@@ -409,10 +409,10 @@ def sort_arguments(
     default: bool,
     prepared: Container[object] = (),
 ) -> tuple[Bundle, dict[str, list[bool]]]:
-    """Sort the arguments of `prepare` by kind; pass through what is in `prepared`.
+    """Sort the arguments of `prepare` by kind; pass through objects that are in `prepared`.
 
     Returns:
-        The sorted arguments, and by kind whether each of them may be moved to the device.
+        The sorted arguments and, by kind, whether each may be moved to the device.
 
     Example:
         >>> bundle, placements = sort_arguments(
@@ -485,7 +485,7 @@ def _warn_unprepared(arguments: Sequence[Any]) -> None:
 
 @frozen
 class PrepareRequest:
-    """The arguments of the stages of one call of `prepare`, besides the bundle; `leave_out` names stages."""
+    """The arguments of the stages in one `prepare` call, besides the bundle; `leave_out` are skipped."""
 
     accelerator: PrepareFacet
     placements: Mapping[str, Sequence[bool]]
@@ -567,7 +567,7 @@ def _recipe(bundle: Bundle, request: PrepareRequest) -> Bundle:
 
 @final
 class RecipeApplier:
-    """Apply a precision recipe to models, and point optimizers, also later ones, at the new parameters."""
+    """Apply a precision recipe to models; point current and later optimizers at the new parameters."""
 
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         self.recipe = recipe
@@ -598,7 +598,7 @@ def _tiles(bundle: Bundle, request: PrepareRequest) -> Bundle:
     models = [
         model
         for model in map(without_compiler, bundle.models)
-        # transformers' Trainer has a model for evaluation made of one that is sharded already, and trains it.
+        # transformers' Trainer prepares an already sharded model in evaluation mode, and trains it.
         if not request.evaluation or getattr(model, "is_distributed_loading_by_transformers", False)
     ]
     if not models or not wanted:
@@ -679,7 +679,7 @@ def _optimizers(bundle: Bundle, request: PrepareRequest) -> Bundle:
 def _dataloaders(bundle: Bundle, request: PrepareRequest) -> Bundle:
     parts = request.parts
     config, sharding = parts.dataloading, parts.strategy.sharding
-    # What is not in Accelerate's signature is passed where it is needed: the function may be replaced.
+    # Arguments outside Accelerate's signature are passed only if needed: the function may be replaced.
     own: dict[str, Any] = {"micro_batches": sharding.micro_batches} if sharding.micro_batches > 1 else {}
     if config.already_sharded:
         own["already_sharded"] = True
@@ -737,7 +737,7 @@ def _schedulers(bundle: Bundle, request: PrepareRequest) -> Bundle:
 
 
 def _optimizers_of(scheduler: Any, known: list[Any]) -> list[Any]:
-    optimizer = getattr(scheduler, "optimizer", None)  # PyTorch's schedulers have it, others may not
+    optimizer = getattr(scheduler, "optimizer", None)  # other libraries' schedulers may lack it
     matches = [wrapped for wrapped in known if optimizer is wrapped or optimizer is wrapped.optimizer]
     return known if optimizer is None else matches or known
 

@@ -1,4 +1,4 @@
-"""The change of a run's strategy in `prepare` when its first model is sharded already."""
+"""Switch the strategy in `prepare` when the first model is already sharded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
-    """Change the strategy, if models are sharded already, to the one that trains them as they are."""
+    """Switch to the strategy that trains already sharded models as they are, if there are any."""
     parts = accelerator._parts  # pyright: ignore[reportPrivateUsage] - a stage of prepare
     sharded = [model for model in models if _is_sharded(model, parts.strategy.mesh)]
     if parts.strategy.name == "presharded" or not sharded:

@@ -126,21 +126,21 @@ class CollectFacet(Facet):
 
 
 def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bool | None = None) -> Any:
-    """Gather the results for the real samples of the last batch of a loader, as `gather_for_metrics`.
+    """Gather the results for the real (unpadded) samples of a loader's last batch: `gather_for_metrics`.
 
-    Every rank keeps as many rows as it has real samples in the batch, and these are gathered, of whatever
-    lengths. Data with another number of rows than the batch has is gathered in full, and as many rows are
-    kept as there are samples in the last batches together: Accelerate does that, and
+    Every rank keeps one row per real sample of its batch, and these rows are gathered; ranks may have
+    different numbers. Data whose row count differs from the batch size is gathered in full, and cut to
+    the number of samples in the last batches of all ranks: Accelerate does that, and
     `transformers.Trainer` relies on it for the weight of the last batch's loss.
 
-    Without an active loader, nothing is removed. Where ranks share batches, `repeats` says whether this rank
-    has the samples of another rank, and contributes nothing.
+    Without an active loader, nothing is removed. If ranks share batches, `repeats` is whether this rank
+    has the same samples as another rank, and so contributes nothing.
     """
     # 1. Trim this rank's data to its real samples.
     real, is_padded = _count_real_samples(loader)
     if as_objects or not all_tensors(data):
         return _gather_objects(data, loader, real, is_padded=is_padded, counts=not repeats)
-    is_untrimmed: list[bool] = []  # for each tensor, whether its rows are not the batch's
+    is_untrimmed: list[bool] = []  # for each tensor, whether its row count differs from the batch's
 
     def trim(tensor: torch.Tensor) -> torch.Tensor:
         is_untrimmed.append(real is not None and tensor.dim() > 0 and _has_other_rows(loader, len(tensor)))
@@ -151,7 +151,7 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bo
         rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
         return rows[:0] if repeats else rows
 
-    # 2. Gather, and cut what could not be trimmed before.
+    # 2. Gather, and cut the tensors that could not be trimmed before.
     gathered = collectives.gather(recursively_apply(trim, data))
     if not any(is_untrimmed):
         return gathered
@@ -160,7 +160,7 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bo
 
 
 def _count_real_samples(loader: Any) -> tuple[int | None, bool]:
-    """Return the number of real samples of this rank's batch, None for all, and whether it has padding."""
+    """Return the number of real samples in this rank's batch (None for all), and whether it is padded."""
     if loader is None:
         return None, False
     if loader.real_in_batch is not None:
@@ -168,12 +168,12 @@ def _count_real_samples(loader: Any) -> tuple[int | None, bool]:
     if not (loader.end_of_dataloader and loader.remainder > 0):
         return None, False
     rows = loader.batch_size_seen
-    # A batch may have more rows than samples, such as the two answers of a preference.
+    # A batch may have more rows than samples, such as chosen and rejected answers of preference data.
     return (None if rows is None else min(rows, loader.remainder)), False
 
 
 def _has_other_rows(loader: Any, rows: int) -> bool:
-    """Return whether data of the last batch has another number of rows than the batch, with its padding."""
+    """Return whether the number of rows differs from the padded size of the last batch."""
     return loader.remainder > 0 and loader.batch_size_seen not in {None, rows}
 
 
@@ -222,7 +222,7 @@ def all_tensors(data: object) -> bool:
 def has_object_per_sample(data: object) -> bool:
     """Return whether data is a list of one object per sample, rather than of fields that span all samples.
 
-    Fields are those of a named tuple, of a tuple of containers, and of a list of tensors and other things.
+    Named tuples, tuples of containers, and lists that mix tensors and other objects are fields.
 
     Example:
         >>> has_object_per_sample([[3, 4], [5]]), has_object_per_sample(("a", "b"))
@@ -274,7 +274,7 @@ class TrackingFacet(Facet):
 
     @property
     def log_with(self) -> list[str | GeneralTracker]:
-        """The trackers of `Accelerator(log_with=…)`; `init_trackers` starts those of an assignment."""
+        """The trackers of `Accelerator(log_with=…)`; `init_trackers` also starts trackers assigned here."""
         return self._parts.trackers.log_with
 
     @log_with.setter
@@ -322,7 +322,7 @@ class TrackingFacet(Facet):
             >>> accelerator.end_training()
         """
         trackers, checkpoints = self._parts.trackers, self._parts.checkpoints
-        trackers.logging_dir = self._parts.project.logging_dir  # of now: scripts change the project
+        trackers.logging_dir = self._parts.project.logging_dir  # read now: scripts may have changed it
         trackers.start(project_name, config, init_kwargs)
 
         # `save_state` flushes logged values, and writes the ids of the runs.
@@ -333,7 +333,7 @@ class TrackingFacet(Facet):
             if run_ids and checkpoints.rank == 0:
                 (Path(folder) / layout.TRACKERS_NAME).write_text(json.dumps(run_ids))
 
-        checkpoints.save_hooks[-1] = save  # beside those of users, whose numbers are not negative
+        checkpoints.save_hooks[-1] = save  # a key that no user's hook has: those are not negative
 
     def log(
         self,
@@ -345,8 +345,8 @@ class TrackingFacet(Facet):
 
         It does not wait for a device: tensors there are copied on the side and written by a later call, in
         order, by `save_state`, by `end_training`, or at the end of the program, also by an exception. Every
-        ten seconds a call lets the trackers flush. With `log_system_metrics=True`, what was measured since
-        the last call is added.
+        ten seconds a call lets the trackers flush. With `log_system_metrics=True`, the metrics measured
+        since the last call are added.
 
         Args:
             values: By name: numbers, strings, tensors, dictionaries of these, and library-specific objects.

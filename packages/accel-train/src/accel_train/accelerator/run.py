@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Facet(ABC):
-    """Base of the facets of `Accelerator`, whose state is in the parts alone."""
+    """Base of the facets of `Accelerator`; all their state is in `_parts`."""
 
     __slots__ = ("_parts",)
     _parts: Parts
@@ -45,10 +45,10 @@ class Facet(ABC):
         """Replace parts, for attributes that scripts assign; objects prepared later use them."""
         self._parts = replace(self._parts, **parts)
 
-    if not TYPE_CHECKING:  # type checkers are to report unknown attributes
+    if not TYPE_CHECKING:  # type checkers shall report unknown attributes
 
         def __getattr__(self, name: str) -> Any:
-            """Read an attribute of Hugging Face's `Accelerator` that an assignment hides."""
+            """Compute an attribute of Hugging Face's `Accelerator`, unless a program has assigned it."""
             if name not in COMPUTED:
                 message = f"{type(self).__name__!r} object has no attribute {name!r}"
                 raise AttributeError(message, name=name, obj=self)
@@ -66,7 +66,7 @@ COMPUTED: Mapping[str, Callable[[Parts], Any]] = {
 
 
 def attribute_of(part: str, name: str) -> Any:
-    """Make a property for an attribute of a part, by its name in Accelerate's `Accelerator`."""
+    """Return a property that reads and writes an attribute of a part, under its name in Accelerate."""
 
     def write(self: Any, value: Any) -> None:
         setattr(getattr(self._parts, part), name, value)
@@ -104,7 +104,7 @@ class ProcessFacet(Facet, RankMethods):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """The library that multiplies matrices in 8 bits; `FP8BackendType.NO` without FP8.
+        """The library of FP8 matrix multiplication; `FP8BackendType.NO` without FP8.
 
         Example:
             >>> from accel_train import Accelerator
@@ -115,7 +115,7 @@ class ProcessFacet(Facet, RankMethods):
 
     @property
     def fp8_enabled(self) -> bool:
-        """Whether matrices are multiplied in 8 bits; a change applies to models prepared later."""
+        """Whether FP8 matrix multiplication is used; a change applies to models prepared later."""
         return self.fp8_backend is not FP8BackendType.NO
 
     @fp8_enabled.setter
@@ -221,7 +221,7 @@ class ParallelFacet(Facet):
 
     @property
     def data_parallel_rank(self) -> int:
-        """The rank along the axis of replicas; 0 with one replica."""
+        """The data-parallel rank among the replicas; 0 with one replica."""
         parts = self._parts
         if parts.strategy.mesh is None:
             return parts.strategy.sharding.shard_index
@@ -239,7 +239,7 @@ class ParallelFacet(Facet):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank belongs to the replica that is saved: the first one."""
+        """Whether this rank belongs to the first replica, which is the one that is saved."""
         parts = self._parts
         if parts.strategy.mesh is None:
             return parts.process.is_main_process
@@ -285,10 +285,10 @@ class ParallelFacet(Facet):
         `prepare` does so for loaders that are passed together with the model.
 
         Args:
-            dl: A prepared loader, which is changed and returned. Under DeepSpeed, any other iterable of
-                dictionaries of tensors, of which every process has its own, is read through its
-                `UlyssesSPDataLoaderAdapter`: the batches of sequence-parallel ranks are used one after the
-                other.
+            dl: A prepared loader, which is changed and returned. Under DeepSpeed, also any other iterable of
+                dictionaries of tensors, different on every process, which DeepSpeed's
+                `UlyssesSPDataLoaderAdapter` reads: the batches of the sequence-parallel ranks are used one
+                after the other.
             model: The prepared model.
 
         Returns:
@@ -333,7 +333,7 @@ class ParallelFacet(Facet):
 
 
 class ObserveFacet(Facet):
-    """Directories, profiling, and the representations of an `Accelerator`."""
+    """Project directories, profiling, and the `repr` of an `Accelerator`."""
 
     __slots__ = ()
 

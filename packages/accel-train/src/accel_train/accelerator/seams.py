@@ -1,6 +1,6 @@
-"""Methods of Accelerate's `Accelerator` that programs call, wrap or replace, by their names there.
+"""Private methods of Accelerate's `Accelerator` that programs call, wrap or replace.
 
-A replacement is looked for once in each `prepare`: `SEAMS` says which stage it takes the place of.
+`prepare` checks once per call for replacements: `SEAMS` lists the stage that each one replaces.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ logger = get_logger(__name__)
 
 @frozen
 class Seam:
-    """A method of Accelerate's `Accelerator` that does what a stage of `prepare` does here.
+    """A method of Accelerate's `Accelerator` that corresponds to a stage of `prepare`.
 
     Args:
-        method: Its name. It gets the arguments of `prepare`, and returns them prepared as far as it goes.
-        stage: The stage that is left out where the method is replaced; what it returns passes through the
-            others.
+        method: Its name. It takes the arguments of `prepare`, and returns them partly prepared.
+        stage: The stage that is skipped if the method is replaced; the other stages get what the
+            replacement returns.
         applies: Whether Accelerate would call it in a run.
     """
 
@@ -80,7 +80,7 @@ class SeamFacet(Facet):
         raise NotImplementedError
 
     def _run_single_stage(self, stage: str, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Run one of them."""
+        """Run one stage of `prepare`."""
         raise NotImplementedError
 
     def _prepare_one(self, obj: Any, first_pass: bool = False, device_placement: bool | None = None) -> Any:
@@ -103,7 +103,7 @@ class SeamFacet(Facet):
         )
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """Make models work on shards of sequences."""
+        """Set up models for context parallelism."""
         return self._run_single_stage("sequences", args)
 
     def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
@@ -130,7 +130,7 @@ class SeamFacet(Facet):
         return self._parts.strategy.mesh
 
     def _get_devices(self, *args: Any) -> tuple[torch.device | None, torch.device | None]:
-        """Return the device of the first model, and that of the first parameter of an optimizer."""
+        """Return the devices of the first model and of the first optimizer parameter."""
         models = (next(arg.parameters(), None) for arg in args if hasattr(arg, "parameters"))
         optimizers = (arg.param_groups[0]["params"][0] for arg in args if hasattr(arg, "param_groups"))
         model, optimizer = next(models, None), next(optimizers, None)
@@ -152,12 +152,12 @@ class SeamFacet(Facet):
         self._parts.synchronizer.advance()
 
     def _clip_grad_norm_dtensor_aware(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clip gradients some of which may be DTensors, without unscaling them."""
+        """Clip gradients, which may include DTensors, without unscaling them."""
         return self._parts.strategy.stepper.clip_grad_norm(parameters, max_norm, norm_type)
 
 
 def replaced_stages(accelerator: SeamFacet) -> dict[str, str]:
-    """Return the stages of a run whose method a program has replaced, each with its method."""
+    """Return the stages whose method a program has replaced, as `{stage: method}`."""
     return {
         seam.stage: seam.method
         for seam in SEAMS
@@ -177,9 +177,9 @@ def warn_of_uncalled(accelerator: SeamFacet) -> None:
 
 
 def says_another_type(accelerator: Any) -> bool:
-    """Return whether a program has replaced `Accelerator.distributed_type` by another type than the run's.
+    """Return whether a program overrides `Accelerator.distributed_type` by a type other than the run's.
 
-    Accelerate asks it which wrapper a model gets; unsloth keeps models from being wrapped in this way.
+    Accelerate chooses the wrapper of a model by it; unsloth overrides it to keep models unwrapped.
     """
     if type(accelerator).distributed_type is ProcessFacet.distributed_type:
         return False

@@ -274,7 +274,7 @@ class StateIoFacet(Facet):
         commits = parts.checkpoints.commits
         tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)
         if getattr(self.get_state_dict, "__func__", None) is not StateIoFacet.get_state_dict:
-            tensors = iter([self.get_state_dict(model)])  # a program's own
+            tensors = iter([self.get_state_dict(model)])  # overridden by the program
         try:
             if commits:
                 weights.write.save_state_parts(
@@ -302,7 +302,7 @@ class StateIoFacet(Facet):
         `get_state_dict`; tied weights come under all their names. Buffers are not among them. Beyond the
         shards this takes the memory of a bucket, and of a second one while tensors of the bucket before are
         held; a larger parameter is a bucket of its own. Where every process has full parameters, there is no
-        collective and no bucket: the parameters themselves are yielded, detached, and change with them.
+        collective and no bucket: the parameters themselves are yielded, detached but not copied.
         Megatron gathers one of its weights at a time.
 
         Args:
@@ -361,8 +361,8 @@ class StateIoFacet(Facet):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Gather the full state dict of a model. Call it on every process.
 
-        That of a sharded model is gathered on the CPU of the main process (with `save_on_each_node`, of the
-        first process of every node), and is empty on the others.
+        The state dict of a sharded model is gathered on the CPU of the main process (with
+        `save_on_each_node`, of the first process of every node), and is empty on the others.
 
         Args:
             model: Prepared or not.
@@ -388,7 +388,7 @@ class StateIoFacet(Facet):
         weights.write.save(obj, f, self._parts.project.save_on_each_node, safe_serialization)
 
     def skip_first_batches(self, dataloader: DataLoader[T], num_batches: int = 0) -> PreparedLoader[T]:
-        """Return a loader whose next pass skips batches; further passes are complete.
+        """Return a loader that skips batches in its next epoch; later epochs are complete.
 
         Args:
             dataloader: Prepared or not.

@@ -94,7 +94,7 @@ class SteppingFacet(Facet):
             )
         if kwargs:
             parts.backward(loss, accumulation=state.num_steps, sync=state.sync_gradients, **kwargs)
-        else:  # a call with ** would cost more than all of the above
+        else:  # a call with ** would cost more than the checks above
             parts.backward(loss, accumulation=state.num_steps, sync=state.sync_gradients)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
@@ -206,7 +206,7 @@ class SteppingFacet(Facet):
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Scale gradients down to a total norm; use instead of `torch.nn.utils.clip_grad_norm_`.
+        """Clip gradients to a maximum total norm; use instead of `torch.nn.utils.clip_grad_norm_`.
 
         Args:
             parameters: Tensors with gradients.
@@ -408,7 +408,7 @@ class SteppingFacet(Facet):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
         state = self._parts.gradient_state
-        plugin = GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)  # refuses what is no count
+        plugin = GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)  # rejects invalid counts
         state.plugin_kwargs = {**state.plugin_kwargs, **plugin.to_kwargs()}
         state.num_steps = gradient_accumulation_steps
 
