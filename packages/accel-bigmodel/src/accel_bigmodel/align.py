@@ -1,4 +1,4 @@
-"""Hooks that place a module's tensors for its forward: `AlignDevicesHook`, and attaching it by name."""
+"""Hooks that place a module's tensors for its forward: `AlignDevicesHook`, and functions to attach it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class OffloadedTensor(Protocol):
     name: str
 
     def enter(self, value: Tensor) -> None:
-        """Make the module hold a value, which is on the device where it is used."""
+        """Set the module's tensor to a value on the execution device."""
         ...
 
     def leave(self) -> None:
-        """Make the module hold a meta tensor; keep nothing that uses device memory."""
+        """Set the module's tensor to a meta tensor; keep no reference to device memory."""
         ...
 
 
@@ -64,7 +64,7 @@ class PlainSlot:
         self._live: Tensor | None = None
 
     def enter(self, value: Tensor) -> None:
-        """Hold a value; reuse the parameter made of the same value last time."""
+        """Set the tensor to a value; reuse the parameter created for the same value last time."""
         if not isinstance(self._meta, nn.Parameter):
             self._table[self._leaf] = value
             return
@@ -74,7 +74,7 @@ class PlainSlot:
         self._table[self._leaf] = self._live
 
     def leave(self) -> None:
-        """Hold the meta tensor. Only a value that somebody else keeps in host memory is remembered."""
+        """Set the tensor to the meta tensor. Only a value kept alive elsewhere in host memory is cached."""
         self._table[self._leaf] = self._meta
         value = None if self._last is None else self._last()
         if value is None or value.device.type != "cpu":
@@ -83,9 +83,9 @@ class PlainSlot:
 
 @functools.singledispatch
 def slot_of(tensor: Tensor, module: nn.Module, name: str) -> OffloadedTensor:
-    """Make the slot of a tensor.
+    """Create the slot of a tensor.
 
-    A package with a parameter class of its own registers a slot for it.
+    A package with its own parameter class registers a slot for it.
     """
     return PlainSlot(module, name, tensor)
 
@@ -94,18 +94,18 @@ _META = torch.device("meta")
 
 
 class AlignDevicesHook(ModelHook):
-    """Run a module on one device: inputs follow, weights are there or come for the forward only.
+    """Run a module on one device: move its inputs there; keep its weights there or load them per forward.
 
     Args:
-        execution_device: Where weights and inputs are during the forward.
-        offload: Store the weights elsewhere between forwards; the module then holds meta tensors.
-        io_same_device: Give the output back on the device where the input was.
-        weights_map: Where offloaded weights come from, by their name in the module; by default they are kept
-            on the CPU.
+        execution_device: The device of weights and inputs during the forward.
+        offload: Offload the weights between forwards; the module then holds meta tensors.
+        io_same_device: Return the output on the device of the input.
+        weights_map: The offloaded weights, by their name in the module; by default they are kept on the
+            CPU.
         offload_buffers: Also offload buffers; else they stay on `execution_device`.
-        place_submodules: Treat the weights of submodules with those of the module.
+        place_submodules: Also place the weights of submodules.
         skip_keys: Keyword arguments, and keys of mappings, that are not moved.
-        tied_params_map: Address of a tensor to its copies by device: a tied weight comes once.
+        tied_params_map: Address of a tensor to its copies by device: a tied weight is copied once.
         only: Restrict the hook to these tensors of the module.
     """
 
@@ -143,14 +143,14 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def _maybe_get_fp16_statistics(self, name: str, value: Tensor) -> Tensor | None:
-        """Return the scales of an 8-bit weight of bitsandbytes that are offloaded beside it."""
+        """Return the scales of an 8-bit bitsandbytes weight, which are offloaded with it."""
         scales = name.replace("weight", "SCB")
         if "weight" not in name or value.dtype != torch.int8 or scales not in (self.weights_map or ()):
             return None
         return self.weights_map[scales]  # pyright: ignore[reportOptionalSubscript] - it has the scales
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Move the weights to the execution device, or replace them by meta tensors when offloading."""
+        """Move the weights to the execution device, or replace them by meta tensors if they are offloaded."""
         tensors = {
             name: tensor
             for name, tensor in named_module_tensors(module, recurse=self.place_submodules)
@@ -183,7 +183,7 @@ class AlignDevicesHook(ModelHook):
         """Move the inputs, and acquire the weights.
 
         Raises:
-            NotImplementedError: An input has no values.
+            NotImplementedError: An input is on the meta device.
         """
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
@@ -205,7 +205,7 @@ class AlignDevicesHook(ModelHook):
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002 - the seam's signature
-        """Release the weights, and move the output to where the input was."""
+        """Release the weights, and move the output to the device of the input."""
         self._release()
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
@@ -216,12 +216,12 @@ class AlignDevicesHook(ModelHook):
         self._release()
 
     def keep_resident(self) -> None:
-        """Leave the weights that the module holds now where they are."""
+        """Keep the module's current weights on the device."""
         self.offload = False
         self.slots = []
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Put offloaded weights back where they were."""
+        """Move offloaded weights back to their original device."""
         if self.block is not None:
             self.block.discard(self)
             self.block = None
@@ -238,7 +238,7 @@ class AlignDevicesHook(ModelHook):
             set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map)
 
     def _used_block(self) -> OffloadedBlock | None:
-        """Return the block that gives the weights; none if they are asked for on another device."""
+        """Return the block that provides the weights; `None` if they are requested on another device."""
         block = self.block
         if block is None:
             return None
@@ -289,11 +289,11 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(
     module: nn.Module, execution_device: torch.device | None = None
 ) -> Generator[None, None, None]:
-    """Have a module's weights on a device for a while, wherever they are otherwise.
+    """Move a module's weights to a device within the block.
 
     Args:
-        module: The module; what is below it is left alone if it is offloaded.
-        execution_device: The target device; by default the device of its hook. Without both, nothing happens.
+        module: The module; offloaded submodules are not changed.
+        execution_device: The target device; by default the device of its hook. Without both, do nothing.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -327,17 +327,17 @@ def align_module_device(
         for name, tensor in held.items():
             table = tables[name not in tables[0]]
             if not table[name].is_meta and table[name].data_ptr() != tensor.data_ptr():
-                tensor.data.copy_(table[name])  # from another device, or assigned
+                tensor.data.copy_(table[name])  # on another device, or assigned within the block
             table[name] = tensor
 
 
 def align_hook_of(module: nn.Module) -> AlignDevicesHook | None:
-    """Find the hook that offloads a module's weights, including in a chain of hooks."""
+    """Return the hook that offloads a module's weights, including one in a chain of hooks."""
     return next((hook for hook in align_hooks_of(module) if hook.offload), None)
 
 
 def align_hooks_of(module: nn.Module) -> list[AlignDevicesHook]:
-    """Find all placement hooks of a module, also in chains of chains."""
+    """Return all placement hooks of a module, including those in nested chains."""
     pending: list[ModelHook | None] = [hook_of(module)]
     hooks: list[AlignDevicesHook] = []
     while pending:
@@ -355,13 +355,13 @@ _handle: RemovableHandle | None = None
 
 
 def hook_replaced_modules(model: nn.Module) -> None:
-    """While `model` lives, let `setattr` of a fresh module over a hooked one place it as the old one was.
+    """While `model` lives, make a new module that replaces a hooked one by `setattr` inherit its placement.
 
-    torch offers this event for the whole process only; the registration ends with the last dispatched model.
-    A replacement that has a hook already, or that contains the module it replaces (a wrapper such as an
-    adapter), is left alone.
+    torch offers this event only for the whole process; the registration ends with the last dispatched model.
+    A replacement that already has a hook, or that contains the module it replaces (a wrapper such as an
+    adapter), is not changed.
     """
-    global _handle  # noqa: PLW0603 - the one registration of the process
+    global _handle  # noqa: PLW0603 - one registration per process
     with _lock:
         if id(model) in _models:
             return
@@ -393,7 +393,7 @@ def _transfer(parent: nn.Module, name: str, replacement: nn.Module | None) -> No
     if any(part is replaced or hook_of(part) is not None for part in parts):
         return
     if any(parameter.is_meta for parameter in replacement.parameters()):
-        return  # not filled yet: whoever made it will place it
+        return  # not materialised yet: its creator will place it
     add_hook_to_module(
         replacement,
         AlignDevicesHook(
@@ -441,18 +441,18 @@ def attach_align_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Attach an `AlignDevicesHook` to every module below that has tensors of its own.
+    """Attach an `AlignDevicesHook` to `module` and every submodule that has direct tensors.
 
     Args:
-        module: The top.
-        execution_device: Where the modules run.
+        module: The root module.
+        execution_device: The device on which the modules run.
         offload: Whether their weights are offloaded between forwards.
-        weights_map: Where offloaded weights come from, by name in the whole model.
+        weights_map: The offloaded weights, by their name in the model.
         offload_buffers: Whether buffers are offloaded too.
         module_name: The name of `module` in `weights_map`.
         skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes whose modules load everything below them at once, since their forward
-            uses the weights of submodules without calling these.
+        preload_module_classes: Classes whose modules load all of their submodules at once, because their
+            forward uses the weights of submodules without calling them.
         tied_params_map: Address of a tensor to its copies by device.
     """
     common = _Attachment(
@@ -472,10 +472,10 @@ def attach_execution_device_hook(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Let every module below that has a state run its forward on one device, without moving weights.
+    """Make `module` and every submodule with a state run on one device, without moving weights.
 
-    No hook is attached below modules of the classes in `preload_module_classes`; the other arguments are
-    those of `attach_align_device_hook`.
+    No hook is attached to submodules of classes in `preload_module_classes`; the other arguments are as in
+    `attach_align_device_hook`.
     """
     common = _Attachment(
         skip_keys=skip_keys, preload=frozenset(preload_module_classes or ()), tied=tied_params_map
@@ -494,10 +494,10 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Sequence[str] | None = None,
     tied_params_map: TiedMap | None = None,
 ) -> None:
-    """Attach hooks to the blocks of a device map.
+    """Attach an `AlignDevicesHook` to each block of a device map.
 
-    `execution_device` and `offload` may be mappings from names of blocks (or single tensors); the other
-    arguments are those of `attach_align_device_hook`.
+    `execution_device` and `offload` may be mappings from names of blocks (or individual tensors); the other
+    arguments are as in `attach_align_device_hook`.
     """
     common = _Attachment(
         weights_map=weights_map,

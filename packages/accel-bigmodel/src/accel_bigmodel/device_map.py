@@ -1,4 +1,4 @@
-"""Device maps: memory budgets; `infer_auto_device_map`; stages; checks of a given map."""
+"""Device maps: memory budgets, `infer_auto_device_map`, pipeline stages, checks of a user's map."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
     """Return the memory budget of each device, in bytes.
 
     Args:
-        max_memory: Device to bytes, or to text like `"10GB"`, which is turned into bytes in a dictionary that
-            is given, too, as callers expect; devices that it lacks get nothing. By default, what is free now
-            on every accelerator, and this rank's part of the host memory that is free within the limits of
-            its control group; the host's is left out where an accelerator's is the same memory (integrated
-            GPUs, Apple's).
+        max_memory: Device to bytes, or to text like `"10GB"`, which is converted to bytes in the passed
+            dictionary, too, as callers expect; missing devices get no memory. By default, the free memory
+            of every accelerator, and this rank's share of the free host memory within the limits of its
+            control group; host memory is omitted if an accelerator shares it (integrated GPUs, Apple
+            silicon).
 
     Returns:
         Bytes by device: accelerators in order, then `"cpu"`, then `"disk"`.
@@ -91,21 +91,21 @@ def get_balanced_memory(
     *,
     workload: Workload | None = None,
 ) -> MemoryMap:
-    """Bound each accelerator so that `infer_auto_device_map` makes the largest share as small as can be.
+    """Bound the memory of each accelerator so that `infer_auto_device_map` balances the layers.
 
-    The smallest bound is found exactly, by bisection over contiguous partitions of the layers. The last
-    accelerator keeps all its memory, in case the model is larger once it runs, unless the model has so few
-    layers that the first one could take them all.
+    It finds the smallest bound exactly, by bisection over contiguous partitions of the layers. The last
+    accelerator keeps all its memory, in case the model is larger at run time, unless the model has so few
+    layers that the first one could hold them all.
 
     Args:
-        model: The model, on any device, the meta device too.
+        model: The model, on any device, including the meta device.
         max_memory: The limit of each device; by default its free memory.
-        no_split_module_classes: Names of classes whose modules stay whole.
-        dtype: The type that floating weights will have once loaded.
-        special_dtypes: Types of single tensors, by name.
-        low_zero: Give the first accelerator only what the other ones cannot hold, so that it has room for
-            generation.
-        workload: Activations and cache to be counted with the weights.
+        no_split_module_classes: Names of classes whose modules are not split across devices.
+        dtype: The dtype of floating-point weights once loaded.
+        special_dtypes: Dtypes of individual tensors, by name.
+        low_zero: Assign to the first accelerator only layers that the others cannot hold, so that it has
+            room for generation.
+        workload: Activations and cache to count in addition to the weights.
 
     Example:
         >>> from torch import nn
@@ -129,7 +129,7 @@ def get_balanced_memory(
     if bound is None:
         reserve, bound = 0, smallest_bound(units, budget)
     elif reserve and bound + reserve >= units.sums[-1]:
-        # With room for another layer the first would take everything: bound them all, and leave no such room.
+        # With room for another layer the first would take everything: bound them all, without that room.
         reserve, bound, bounded = 0, smallest_bound(units, budget), devices
     if bound is None:
         _log.info("The model is larger than all accelerators together: they are filled, not balanced.")
@@ -139,9 +139,9 @@ def get_balanced_memory(
 
 
 def smallest_bound(units: PlacementUnits, capacities: Sequence[int]) -> int | None:
-    """Find the smallest largest share of a contiguous partition that no capacity forbids; `None` without one.
+    """Minimise the largest share of a contiguous partition within the capacities; `None` if none fits.
 
-    Bisection on the answer with a greedy check, exact for contiguous parts (Skiena, The Algorithm Design
+    Bisection on the result with a greedy check, exact for contiguous parts (Skiena, The Algorithm Design
     Manual, "linear partition", solved by search on the bound).
 
     Example:
@@ -185,10 +185,10 @@ def _free(index: int) -> int:
 
 
 def _is_unified(index: int | str) -> bool:
-    """Return whether an accelerator computes in the memory of the host."""
+    """Return whether an accelerator shares the host's memory."""
     module = _device_module()
     if not hasattr(module, "mem_get_info"):
-        return True  # Apple's
+        return True  # Apple silicon
     return bool(getattr(module.get_device_properties(index), "is_integrated", False))
 
 
@@ -214,28 +214,28 @@ def infer_auto_device_map(
     workload: Workload | None = None,
     stored_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, DeviceKey]:
-    """Fill accelerators in order, then the CPU, then the disk, with the layers of a model.
+    """Assign the layers of a model to accelerators in order, then the CPU, then the disk.
 
-    Promises: no device gets more than its memory. When something is offloaded, the main device has room left
-    for two of the largest offloaded blocks (one runs while the next is copied), or for one where two would
-    leave no layer on it; and the CPU for the largest layer on the disk. A block is a module without a list of
-    modules in it. Modules of the classes named stay whole. Tied weights count once and live together. The
-    time is linear in the number of modules.
+    No device gets more than its memory. If layers are offloaded, the main device has room left for two of
+    the largest offloaded blocks (one runs while the next is copied), or for one if two would leave no layer
+    on it; the CPU has room for the largest layer on the disk. A block is a module that contains no list of
+    modules. Modules of `no_split_module_classes` are not split. Tied weights count once and share a device.
+    The time is linear in the number of modules.
 
     Args:
-        model: The model, on any device, the meta device too.
-        max_memory: Device to bytes or text like `"10GB"`; by default what is free. The disk is endless.
-        no_split_module_classes: Names of classes whose modules stay whole, such as blocks with residuals.
-        dtype: The type that floating weights will have once loaded.
-        special_dtypes: Types of single tensors, by name; they come before `dtype`.
-        verbose: Log where each layer goes.
-        clean_result: Give one entry for a module whose parts all live together.
+        model: The model, on any device, including the meta device.
+        max_memory: Device to bytes or text like `"10GB"`; by default free memory. The disk has no limit.
+        no_split_module_classes: Names of classes whose modules are not split, such as residual blocks.
+        dtype: The dtype of floating-point weights once loaded.
+        special_dtypes: Dtypes of individual tensors, by name; they take precedence over `dtype`.
+        verbose: Log the device of each layer.
+        clean_result: Merge the entries of a module that is entirely on one device.
         offload_buffers: Whether buffers of offloaded layers are offloaded; else the main device keeps them.
-        fallback_allocation: Where an accelerator would stay empty since the next layer is too large for it,
-            give it another layer that fits.
-        workload: Activations and cache to be counted with the weights.
-        stored_dtypes: Types of tensors in the checkpoint, by name: one that is read from the disk in another
-            type than it is used in takes room in both.
+        fallback_allocation: If an accelerator would stay empty because the next layer is too large for it,
+            assign another layer that fits.
+        workload: Activations and cache to count in addition to the weights.
+        stored_dtypes: Dtypes of tensors in the checkpoint, by name: a tensor that is cast when it is read
+            from the disk takes memory in both dtypes.
 
     Returns:
         Module (or tensor) name to device: an index, `"cpu"` or `"disk"`.
@@ -292,10 +292,10 @@ def automatic_device_map(
     stored_dtypes: Mapping[str, torch.dtype] | None = None,
     **dtypes: Any,
 ) -> dict[str, DeviceKey]:
-    """Infer the device map that users ask for by a word, such as `"balanced"`.
+    """Infer a device map of a named kind, such as `"balanced"`.
 
     Raises:
-        SettingsError: The word is unknown.
+        SettingsError: The kind is unknown.
     """
     if kind not in _AUTOMATIC:
         raise SettingsError(
@@ -311,7 +311,7 @@ def automatic_device_map(
 
 
 def merged(layers: Layers, where: Sequence[int]) -> list[tuple[str, int]]:
-    """Merge a device map into the fewest entries: one for each topmost module whose layers share a device.
+    """Merge a device map into the fewest entries: one per topmost module whose layers share a device.
 
     Example:
         >>> from torch import nn
@@ -340,7 +340,7 @@ def _machine(
     devices: Sequence[DeviceKey], memory: Mapping[DeviceKey, int], *, keep_buffers: bool
 ) -> DeviceBudgets:
     accelerators = [key for key in devices if key != "cpu"]
-    alone = not accelerators  # then the CPU executes what it holds
+    alone = not accelerators  # then the CPU executes its layers
     return DeviceBudgets(
         capacities=tuple(memory[key] for key in devices),
         executors=len(devices) if alone else len(accelerators),
@@ -351,7 +351,7 @@ def _machine(
 
 
 def _warn_of_buffers(units: PlacementUnits, placed: Sequence[int], machine: DeviceBudgets) -> None:
-    """Warn if buffers find no room on the main device, or kept every layer from the accelerators."""
+    """Warn if buffers do not fit on the main device, or leave no room for a layer on the accelerators."""
     if not machine.keep_buffers or not machine.executors:
         return
     main = min(placed, default=0)
@@ -372,7 +372,7 @@ def _warn_of_buffers(units: PlacementUnits, placed: Sequence[int], machine: Devi
 def _log_unused(
     units: PlacementUnits, placed: Sequence[int], machine: DeviceBudgets, keys: Sequence[DeviceKey]
 ) -> None:
-    """Log how much memory each accelerator without a layer would need for the next one in order."""
+    """Log the memory that each accelerator without a layer would need for the next layer."""
     for device in range(machine.executors):
         later = [index for index, where in enumerate(placed) if where > device and units.sizes[index]]
         if device in placed or not later:
@@ -396,17 +396,17 @@ def generate_device_map(
 ) -> dict[str, int | str]:
     """Assign the layers of a model to pipeline stages, so that the largest stage is as small as possible.
 
-    Every process gets at least one layer. A tied weight is counted with every layer that has it, since every
-    stage needs its own.
+    Every process gets at least one layer. A tied weight is counted in every layer that has it, since every
+    stage needs a copy.
 
     Args:
-        model: The model, on any device, the meta device too. Its layers run in the order of registration.
-        num_processes: Number of stages; with 1, the ordinary device map.
-        no_split_module_classes: Names of classes whose modules stay whole.
+        model: The model, on any device, including the meta device. Its layers run in registration order.
+        num_processes: Number of stages; with 1, the result is an ordinary device map.
+        no_split_module_classes: Names of classes whose modules are not split.
         max_memory: The limit of each process; no limit by default.
 
     Returns:
-        Module name to the index of a process.
+        Module name to process index.
 
     Raises:
         SettingsError: There are fewer layers than processes, or `max_memory` cannot hold the model.
@@ -433,13 +433,13 @@ def generate_device_map(
             f"max_memory={max_memory!r} cannot hold {type(model).__name__}, of {units.sums[-1]} bytes."
         )
     ends = fill(units, [min(bound, budget) for budget in rooms])
-    # Whoever comes last has a layer too; giving one away makes no share larger.
+    # The last stages need a layer, too; taking one from an earlier stage makes no stage exceed the bound.
     ends = [min(end, count - num_processes + index + 1) for index, end in enumerate(ends)]
     return dict(merged(layers, devices_of(ends, count)))
 
 
 def split_points_of(device_map: Mapping[str, int | str], num_processes: int) -> list[str]:
-    """Return the first module of every stage but the first.
+    """Return the name of the first module of every stage except the first stage.
 
     Example:
         >>> split_points_of({"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 1}, 2)
@@ -464,8 +464,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         UserWarning: The map names modules or tensors that the model lacks.
 
     Raises:
-        SettingsError: It is not a mapping, a value is not a device, or tensors have no device; what is
-            wrong is named.
+        SettingsError: It is not a mapping, a value is not a device, or tensors have no device; the message
+            names them.
 
     Example:
         >>> from torch import nn
@@ -489,7 +489,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
             f"the device_map {also}has no device for {some_of(unplaced)}. Add them, or '' for the rest"
         )
     if stray:
-        # The words that programs of others filter.
+        # Other programs filter this text.
         warnings.warn(
             "The following device_map keys do not match any submodules in the model: "
             f"[{stray}]. These entries have no effect.",
@@ -498,7 +498,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 
 
 def known_entries(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
-    """Drop the entries of a map that name no part of a model.
+    """Drop the entries of a device map that match no module or tensor of a model.
 
     Example:
         >>> from torch import nn
@@ -529,7 +529,7 @@ def _check_device(name: object, device: object) -> None:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Device]
 ) -> None:
-    """Warn of tied weights that a map sends to different devices: each then holds a copy of its own."""
+    """Warn of tied weights that a map places on different devices: each device then holds a separate copy."""
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
         if len(set(devices.values())) > 1:

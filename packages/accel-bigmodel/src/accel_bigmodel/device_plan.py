@@ -25,18 +25,18 @@ _ROUNDED_TO = 2 << 20
 
 @frozen
 class PlacementUnits:
-    """What is placed together, as columns: a layer, or all layers that share a tied tensor.
+    """Units of placement, as columns: a unit is a layer, or all layers that share a tied tensor.
 
-    A unit has the position of its first layer.
+    Units are ordered by their first layer.
 
     Attributes:
-        sizes: Bytes that stay on the device: weights counted once, and the cache.
-        totals: Bytes of the largest layer in it, with what is active.
-        blocks: Bytes of the largest block that begins in it when its layers are offloaded.
-        disk_blocks: The same when they are on the disk, where weights may have other types than in use.
+        sizes: Resident bytes: weights counted once, and the cache.
+        totals: Bytes of its largest layer, with activations.
+        blocks: Bytes of the largest block that begins in it if its layers are offloaded.
+        disk_blocks: The same if they are on the disk, where weights may have other dtypes.
         buffers: Bytes of buffers.
-        caches: Bytes of key-value cache, which lies where the layer runs.
-        actives: Bytes in use only while it runs; empty when nothing was declared.
+        caches: Bytes of key-value cache, which is on the device that runs the layer.
+        actives: Bytes in use only while it runs; empty if none were declared.
         members: The layers of each unit.
         sums: Running totals of `sizes`, from 0.
     """
@@ -58,7 +58,7 @@ class PlacementUnits:
 def units_of(
     layers: Layers, workload: Workload | None = None, disk_blocks: Sequence[int] | None = None
 ) -> PlacementUnits:
-    """Merge layers that share tied tensors."""
+    """Merge layers that share tied tensors into units."""
     sizes, totals, buffers = list(layers.sizes), list(layers.totals), list(layers.buffers)
     blocks = list(layers.blocks or totals)
     on_disk = list(disk_blocks or blocks)
@@ -90,10 +90,10 @@ def units_of(
 
 
 def fill(units: PlacementUnits, capacities: Sequence[int]) -> list[int]:
-    """Place units in order, each on the present device if it fits, else on the next that has room.
+    """Place units in order, each on the current device if it fits, else on the next one with room.
 
     Returns:
-        Where each device's run of units ends; units from the last end on found no room.
+        The end of each device's run of units; units from the last end on did not fit.
     """
     ends: list[int] = []
     start = 0
@@ -108,9 +108,9 @@ class DeviceBudgets:
     """The devices of a plan, in the order in which they are filled.
 
     Attributes:
-        capacities: Bytes of each; what none takes goes to the disk.
-        executors: How many of them, from the first, execute what they hold; the rest only store.
-        host: The index of the CPU where it only stores, else `None`.
+        capacities: Bytes of each; units that fit on none go to the disk.
+        executors: How many devices, from the first, execute their layers; the rest only store them.
+        host: The index of the CPU if it only stores layers, else `None`.
         keep_buffers: Whether buffers of offloaded layers stay on the main device.
         streamed: How many offloaded blocks are on the main device at a time.
     """
@@ -123,14 +123,14 @@ class DeviceBudgets:
 
 
 def assign_units(units: PlacementUnits, machine: DeviceBudgets) -> list[int]:
-    """Place units so that layers that are offloaded find room to run.
+    """Assign units to devices so that offloaded layers have room to run.
 
-    What fits on the first device goes there, before any memory is kept back. Otherwise the main device keeps
-    room for the offloaded blocks that are on it at a time, in the largest form that they take (and for the
-    buffers of all of them, if they are not offloaded), the CPU for the largest layer on the disk. Where that
-    would leave no layer on an accelerator, it keeps room for one block: the next one then waits. What needs
-    no offload is first tried with room for the largest layer of all, so that small changes of a model do not
-    move its layers about.
+    A model that fits on the first device is placed there, without a reserve. Otherwise the main device
+    reserves memory for the offloaded blocks that are on it at a time, in their largest form (and for the
+    buffers of all of them, if they are not offloaded), the CPU for the largest layer on the disk. If that
+    would leave no layer on an accelerator, it reserves memory for one block: the next one then waits. A model
+    that needs no offload is first tried with a reserve for its largest layer, so that small changes of a
+    model do not move its layers to other devices.
     """
     count = len(units.sizes)
     if machine.executors and fill(units, machine.capacities[:1])[0] == count:
@@ -146,15 +146,15 @@ def assign_units(units: PlacementUnits, machine: DeviceBudgets) -> list[int]:
 
 
 def _with_room(units: PlacementUnits, machine: DeviceBudgets, blocks: int) -> list[int]:
-    """Fill devices so that the main one keeps room for as many of its offloaded blocks."""
+    """Fill devices so that the main device reserves memory for a number of offloaded blocks."""
     ends = fill(units, machine.capacities)
-    # Reserving more offloads more: both only grow, so that this ends; far out, with the bound for everything.
+    # Reserving more offloads more: both only grow, so the loop converges, at the latest with all offloaded.
     for _ in range(8):
         off_device, on_disk = _end(ends, machine.executors), _end(ends, len(ends))
         first = blocks * _allocated(_largest(units.blocks[off_device:], units.disk_blocks[on_disk:]))
         first += _headroom(units, off_device, machine)
         host = max(units.totals[on_disk:], default=0)
-        # The first device that holds anything executes what is offloaded.
+        # The first device with any layer executes the offloaded ones.
         main = next((device for device, end in enumerate(ends) if end), 0)
         again = fill(units, _less(machine, first, host, main=main))
         if again == ends:
@@ -170,12 +170,12 @@ def _largest(*columns: Sequence[int]) -> int:
 
 
 def _allocated(nbytes: int) -> int:
-    """Return what the allocator of CUDA takes for a block: it rounds large ones up."""
+    """Return the bytes that CUDA's allocator reserves for a block: it rounds large ones up."""
     return nbytes if nbytes < _ROUNDED_FROM else -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
 
 
 def devices_of(ends: Sequence[int], count: int) -> list[int]:
-    """Turn the ends of runs into one device per unit; `len(ends)` is the disk.
+    """Convert the ends of runs to the device of each unit; `len(ends)` is the disk.
 
     Example:
         >>> devices_of([2, 2, 3], 4)
@@ -188,7 +188,7 @@ def devices_of(ends: Sequence[int], count: int) -> list[int]:
 
 
 def _fill_until(units: PlacementUnits, start: int, capacity: int) -> int:
-    """Find where the run that begins at `start` ends on a device of that capacity."""
+    """Return the end of the run of units from `start` that fits on a device with a capacity."""
     if not units.actives:
         return max(start, bisect_right(units.sums, units.sums[start] + capacity) - 1)
     used = peak = 0
@@ -201,13 +201,13 @@ def _fill_until(units: PlacementUnits, start: int, capacity: int) -> int:
 
 
 def _headroom(units: PlacementUnits, off_device: int, machine: DeviceBudgets) -> int:
-    """Sum what offloaded layers have on the main device beside their blocks: caches, activations, buffers."""
+    """Sum the main device's memory for offloaded layers, except blocks: caches, activations, buffers."""
     buffers = sum(units.buffers[off_device:]) if machine.keep_buffers else 0
     return sum(units.caches[off_device:]) + max(units.actives[off_device:], default=0) + buffers
 
 
 def _less(machine: DeviceBudgets, first: int, host: int, *, main: int) -> list[int]:
-    """Subtract what is reserved on every device up to the main one, and on the CPU if it only stores."""
+    """Subtract the reserves on every device up to the main one, and on the CPU if it only stores layers."""
     rooms = list(machine.capacities)
     for device in range(min(main + 1, machine.executors)):
         rooms[device] = max(0, rooms[device] - first)
@@ -241,11 +241,11 @@ def _groups(count: int, ties: Sequence[tuple[int, int]]) -> list[tuple[int, ...]
 def clean_device_map(
     device_map: dict[str, int | str | torch.device], module_name: str = ""
 ) -> dict[str, int | str | torch.device]:
-    """Replace, in place, the entries of modules that lie wholly on one device by one entry.
+    """Merge, in place, the entries of each module that is entirely on one device into one entry.
 
     Args:
         device_map: Names of modules and tensors to devices.
-        module_name: Look only below this module; everywhere by default.
+        module_name: Merge only below this module; everywhere by default.
 
     Example:
         >>> clean_device_map({"a.x": 0, "a.y": 0, "b.x": 0, "b.y": "cpu"})
@@ -269,7 +269,7 @@ def clean_device_map(
 def assign_by_size(
     units: PlacementUnits, depths: Sequence[int], placed: Sequence[int], machine: DeviceBudgets
 ) -> list[int]:
-    """Give accelerators that a plan left empty the first layer, in breadth-first order, that fits.
+    """Assign to each accelerator left empty the first layer, in breadth-first order, that fits.
 
     Example:
         >>> from accel_bigmodel.device_plan import DeviceBudgets, PlacementUnits
@@ -294,7 +294,7 @@ def assign_by_size(
             continue
         off_device = [index for index in order if result[index] >= machine.executors and units.sizes[index]]
         for index in off_device:
-            # The main device must still be able to run the largest of those that stay away.
+            # The main device must still be able to run the largest offloaded layer.
             reserve = max((units.totals[other] for other in off_device if other != index), default=0)
             active = units.actives[index] if units.actives else 0
             if units.sizes[index] + max(active, reserve if device == 0 else 0) <= machine.capacities[device]:
@@ -307,7 +307,7 @@ T = TypeVar("T")
 
 
 def flatten_map(model: nn.Module, device_map: Mapping[str, T]) -> dict[str, T]:
-    """Replace entries that have others below them by entries for what is left of them.
+    """Replace entries that contain other entries by entries for the remaining modules and tensors.
 
     Example:
         >>> from torch import nn
@@ -343,10 +343,10 @@ def _parents(name: str) -> list[str]:
 
 
 def _get_param_device(param: str, device_map: Mapping[str, T]) -> T:  # pyright: ignore[reportUnusedFunction] - programs call it
-    """Return the device of a parameter: that of the innermost module around it in a device map.
+    """Return the device of a parameter: the entry of its innermost module in a device map.
 
     Raises:
-        ValueError: The map contains no module around it.
+        ValueError: The map contains none of its modules.
     """
     for name in (param, *reversed(_parents(param)), ""):
         if name in device_map:
@@ -355,7 +355,7 @@ def _get_param_device(param: str, device_map: Mapping[str, T]) -> T:  # pyright:
 
 
 def get_module_leaves(module_sizes: Mapping[str, object]) -> list[str]:
-    """Return the names that are no parent of another name of sizes as of `compute_module_sizes`.
+    """Return the names in the result of `compute_module_sizes` that are no parent of another name.
 
     Example:
         >>> get_module_leaves({"": 3, "fc": 3, "fc.weight": 2, "fc.bias": 1})

@@ -70,33 +70,33 @@ def dispatch_model(
     *,
     memory_limit: int | None = None,
 ) -> M:
-    """Place a model's blocks on their devices, and run the model across them.
+    """Place a model's blocks on the devices of a map, and attach hooks that run the model across them.
 
-    Blocks on the CPU (when there is an accelerator in the map) and on the disk are brought to the main device
-    for their forward only, the next one while the present one computes. Tied weights stay tied. A model whose
-    whole map is one device is just moved there.
+    Blocks on the CPU (if the map has an accelerator) and on the disk are copied to the main device for their
+    forward only; the next block is prefetched while the current one computes. Tied weights stay tied. A model
+    whose map has a single device is only moved to it.
 
     Args:
-        model: The model; what the map sends to the disk may be on the meta device if an index knows it.
+        model: The model; weights for the disk may be on the meta device if they are in `offload_index`.
         device_map: Module or tensor name to an index, `"cpu"` or `"disk"`.
         main_device: The device of offloaded blocks; by default the first accelerator of the map, else the
             CPU.
         state_dict: The weights of the blocks on the CPU; by default taken from the model.
-        offload_dir: Where weights on the disk lie, or are written.
-        offload_index: Name to where a weight on the disk lies.
+        offload_dir: The folder of weights on the disk, which may be written by this call.
+        offload_index: Name to the index entry of a weight on the disk.
         offload_buffers: Whether buffers of offloaded blocks are offloaded too.
         skip_keys: Keyword arguments that are not moved between devices.
-        preload_module_classes: Classes whose modules load everything below them at once.
-        force_hooks: Attach hooks even where a single device needs none.
-        memory_limit: Bytes of disk-offloaded weights that may be in host memory at a time, when they run
+        preload_module_classes: Classes whose modules load all of their submodules at once.
+        force_hooks: Attach hooks even if all modules are on one device.
+        memory_limit: Bytes of disk-offloaded weights that may be in host memory at a time, if they execute
             on the CPU.
 
     Returns:
         The model, with the map in `hf_device_map`.
 
     Raises:
-        SettingsError: The map leaves tensors without a device or a value, or weights for the disk have no
-            place.
+        SettingsError: Tensors have no device in the map, or no value, or weights for the disk have no
+            folder.
 
     Example:
         >>> from torch import nn
@@ -162,7 +162,7 @@ def dispatch_model(
             memory_limit=memory_limit,
             resident_block=_feature_layer(model),
         )
-    # Copies of tied parameters on different devices stay separate.
+    # Tied parameters on different devices become separate copies.
     together = [group for group in tied if len({device_of(name, device_map) for name in group}) == 1]
     retie_parameters(model, together)
     _hook_encoder(model)
@@ -179,17 +179,17 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
 ) -> M:
-    """Keep the weights of a model on the CPU, and stream each block's to a device for its forward.
+    """Keep the weights of a model on the CPU, and copy those of each block to a device for its forward.
 
-    The next block is copied while the present one computes. Parameters of modules above blocks stay on the
-    device.
+    The next block is prefetched while the current one computes. Parameters of modules above blocks stay on
+    the device.
 
     Args:
         model: The model.
-        execution_device: The execution device; by default that of its first parameter.
+        execution_device: The execution device; by default the device of the first parameter.
         offload_buffers: Whether buffers are offloaded too.
         state_dict: The weights on the CPU; by default taken from the model.
-        preload_module_classes: Classes whose modules load everything below them at once.
+        preload_module_classes: Classes whose modules load all of their submodules at once.
     """
     device = _first_device(model) if execution_device is None else execution_device
     state = state_dict or model.state_dict()
@@ -208,17 +208,17 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
 ) -> M:
-    """Keep the weights of a model on the disk, and stream each block's to a device for its forward.
+    """Keep the weights of a model on the disk, and copy those of each block to a device for its forward.
 
-    The next block is read and copied while the present one computes. Parameters of modules above blocks stay
-    on the device.
+    The next block is prefetched while the current one computes. Parameters of modules above blocks stay on
+    the device.
 
     Args:
         model: The model.
-        offload_dir: Where weights are written, one at a time, unless an `index.json` says they are there.
-        execution_device: The execution device; by default that of its first parameter.
+        offload_dir: The folder to which weights are written, unless its `index.json` already lists them.
+        execution_device: The execution device; by default the device of the first parameter.
         offload_buffers: Whether buffers are offloaded too.
-        preload_module_classes: Classes whose modules load everything below them at once.
+        preload_module_classes: Classes whose modules load all of their submodules at once.
 
     Raises:
         SettingsError: The folder has the weights of another model.
@@ -242,15 +242,15 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[M, UserCpuOffloadHook]:
-    """Keep a whole model on the CPU until its forward; it then stays on the device until it is offloaded.
+    """Move a model to a device when its forward is called, and keep it there until it is offloaded.
 
     Args:
         model: The model.
         execution_device: The execution device; by default the accelerator, if there is one.
-        prev_module_hook: The handle of the model that runs before: it goes back when this one comes.
+        prev_module_hook: The handle of the previous model, which is offloaded before this model is moved.
 
     Returns:
-        The model, and a handle whose `offload()` sends it back.
+        The model, and a handle whose `offload()` moves it back to the CPU.
 
     Example:
         >>> from torch import nn
@@ -291,10 +291,10 @@ def _offloaded(
 
 
 def _hook_encoder(model: nn.Module) -> None:
-    """Return an encoder's output on the device of its input.
+    """Make an encoder return its output on the device of its input.
 
-    `generate` calls the encoder alone; when it finds no hook on that of a dispatched model, it makes one from
-    another package, which may be absent.
+    `generate` calls the encoder on its own; if the encoder of a dispatched model has no hook, it creates one
+    of another package, which may not be installed.
     """
     encode = getattr(model, "get_encoder", None)
     if not _is_encoder_decoder(model) or not callable(encode):
@@ -305,10 +305,10 @@ def _hook_encoder(model: nn.Module) -> None:
 
 
 def _feature_layer(model: nn.Module) -> str | None:
-    """Name the first layer of a transformers model that turns features, as of sound, into text.
+    """Return the name of the first layer of a transformers model that converts features (audio) into text.
 
-    `model.device` is that of the first parameter, and Whisper's `generate` makes tokens there. This layer is
-    small. An embedding is not, and models that begin with one go by the device of their inputs.
+    `model.device` is the device of the first parameter, and Whisper's `generate` creates tokens there. This
+    layer is small. An embedding is not, but models that begin with one use the device of their inputs.
     """
     if not _is_encoder_decoder(model) or getattr(model, "main_input_name", "input_ids") == "input_ids":
         return None
@@ -339,7 +339,7 @@ def _attach(
 ) -> None:
     is_one_device = len({torch.device(device) for device in execution.values()}) == 1
     if is_one_device and not force_hooks:
-        # All runs on one device: what stays there needs a place, not hooks.
+        # All modules run on one device: resident tensors only need to be moved, without hooks.
         _prepare_targets(model, execution, offload, options["tied_params_map"])
         offloaded_names = {name: is_off_device for name, is_off_device in offload.items() if is_off_device}
         execution = {name: execution[name] for name in ("", *offloaded_names)}
@@ -367,7 +367,7 @@ def _prepare_targets(
 def _require_values(
     model: nn.Module, device_map: Mapping[str, Device], known: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse meta tensors without weights: they would get uninitialised memory."""
+    """Raise if meta tensors have no weights to load: they would get uninitialised memory."""
     empty = [
         name
         for name, tensor in model.named_parameters()
@@ -383,7 +383,7 @@ def _require_values(
 
 
 def _warn_of_peer_access(devices: Sequence[Device]) -> None:
-    """Warn where activations would pass between consumer cards whose driver corrupts such copies."""
+    """Warn if activations are copied between consumer GPUs whose driver corrupts peer-to-peer copies."""
     gpus = [device for device in devices if str(device) not in _STORAGE]
     if len(gpus) > 1 and torch.cuda.is_available() and not check_cuda_p2p_ib_support():
         _log.warning(
@@ -406,7 +406,7 @@ def _tied_map(model: nn.Module, tied: Sequence[Sequence[str]]) -> TiedMap:
 
 
 def _guard_moves(model: nn.Module, *, offloaded: bool) -> None:
-    """Refuse to move a model with offloaded weights; its hooks would move them to the old devices again."""
+    """Raise when a model with offloaded weights is moved: its hooks would move weights to the old devices."""
     if not offloaded:
         return
     for name in ("to", *{kind.type for kind in KINDS if kind is not CPU}):
@@ -425,4 +425,4 @@ def _refuse_or_move(model: nn.Module, move: Callable[..., Any], *args: Any, **kw
 
 
 _accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]
-"""The methods that programs look for among the attributes of a dispatched model, to remove them."""
+"""The methods that programs look up in the attributes of a dispatched model to remove them."""

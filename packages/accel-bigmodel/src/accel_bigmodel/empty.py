@@ -1,4 +1,4 @@
-"""Build a model without its weights: parameters go to the meta device as they are registered."""
+"""Build a model without allocating weights: parameters move to the meta device when registered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accel_ops.modules import replaced_attributes
 _UNDISPATCHED = [
     "eye_", "dirac_", "orthogonal_", "sparse_", "trunc_normal_", "xavier_normal_", "xavier_uniform_",
 ]  # fmt: skip
-"""Initialisers of torch.nn.init that do not ask the function mode, and compute before they fill."""
+"""Initialisers of torch.nn.init that bypass the function mode, and compute before they fill."""
 
 _RANDOM = [
     "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_",
@@ -35,19 +35,19 @@ FILLS: frozenset[object] = frozenset(
         *(getattr(nn.init, name) for name in _INITIALISERS),
     ]
 )
-"""In-place fills: without effect on a meta tensor, and some of them import the compiler to find that out."""
+"""In-place fills: no-ops on a meta tensor, although some of them import the compiler."""
 
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Generator[None, None, None]:
     """Build models without memory for their parameters, in milliseconds.
 
-    Parameters land on the meta device; initialisers are skipped there. A parameter registered under two names
-    stays one. Only the thread that entered is affected.
+    Parameters are created on the meta device, where initialisers are skipped. A parameter registered under
+    two names stays tied. Only the thread that entered the block is affected.
 
     Args:
-        include_buffers: Put buffers (and every other new tensor) there too. By default they are real: models
-            compute buffers, such as rotary frequencies, that no checkpoint holds.
+        include_buffers: Also create buffers (and all other new tensors) on the meta device. By default they
+            are real: models compute buffers, such as rotary frequencies, that are in no checkpoint.
 
     Example:
         >>> from torch import nn
@@ -64,11 +64,11 @@ def init_empty_weights(include_buffers: bool | None = None) -> Generator[None, N
 def init_on_device(
     device: torch.device | str | int, include_buffers: bool | None = None
 ) -> Generator[None, None, None]:
-    """Build models with all parameters on one device.
+    """Build models with all parameters on a given device.
 
     Args:
-        device: Where parameters go as they are registered.
-        include_buffers: Put buffers (and every other new tensor) there too.
+        device: The device of parameters once they are registered.
+        include_buffers: Also create buffers (and all other new tensors) on it.
 
     Example:
         >>> from torch import nn
@@ -78,7 +78,7 @@ def init_on_device(
     """
     mover = _Mover(torch.device(device))
     with ExitStack() as stack:
-        # torch types these hooks as returning nothing; it documents that they may return a replacement.
+        # torch types these hooks as returning None; it documents that they may return a replacement.
         hook: Any = mover.parameter
         stack.callback(register_module_parameter_registration_hook(hook).remove)
         if include_buffers:
@@ -86,7 +86,7 @@ def init_on_device(
             stack.callback(register_module_buffer_registration_hook(hook).remove)
             stack.enter_context(mover.device)
         if mover.device.type == "meta":
-            # Initialisers that no mode sees return meta tensors as they are; real ones are still filled.
+            # Initialisers that bypass modes return meta tensors unchanged; real tensors are still filled.
             skipped = {name: _unless_meta(getattr(nn.init, name)) for name in _UNDISPATCHED}
             stack.enter_context(replaced_attributes(nn.init, skipped))
             stack.enter_context(_SkipFillsOnMeta())
@@ -94,7 +94,7 @@ def init_on_device(
 
 
 class _Mover:
-    """Registration hooks that move what the entering thread registers."""
+    """Registration hooks that move the parameters and buffers registered by the entering thread."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -31,15 +31,15 @@ _HEAD = ("device", "layers", "bytes", "share", "moved per forward", "entries")
 
 @frozen
 class DeviceUsage:
-    """One row: the contents of a device.
+    """One row of an `Explanation`: the contents of a device.
 
     Attributes:
         device: An index or a name.
-        entries: The entries of the map that it has, in order.
-        nbytes: Bytes of their tensors, a tied tensor once.
-        fraction: Their part of the model.
-        moved: Bytes that come to the main device for each forward, since the device only stores them.
-        entry_nbytes: Bytes of each entry, a tied tensor with the first.
+        entries: The entries of the map with this device, in order.
+        nbytes: Bytes of their tensors; a tied tensor counts once.
+        fraction: Their fraction of the model.
+        moved: Bytes copied to the main device for each forward, as the device only stores them.
+        entry_nbytes: Bytes of each entry; a tied tensor counts in the first.
     """
 
     device: int | str | torch.device
@@ -52,11 +52,11 @@ class DeviceUsage:
 
 @frozen
 class Explanation:
-    """A device map with its numbers; printed, a table.
+    """A device map with memory figures; it prints as a table.
 
     Attributes:
         rows: One for each device, in the order of the map.
-        main: Where offloaded layers run.
+        main: The device on which offloaded layers run.
         total: Bytes of the model.
     """
 
@@ -66,14 +66,14 @@ class Explanation:
 
     @property
     def moved(self) -> int:
-        """Bytes moved for each forward."""
+        """Bytes copied to the main device for each forward."""
         return sum(row.moved for row in self.rows)
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw a bar for each device, with a segment for each entry of the map.
 
         Args:
-            path: File to write, of a format that matplotlib knows by its suffix: `.svg`, `.png`, `.pdf`.
+            path: File to write; its suffix selects matplotlib's format, such as `.svg`, `.png`, `.pdf`.
 
         Raises:
             MissingDependencyError: matplotlib is not installed.
@@ -119,15 +119,15 @@ def explain(
     *,
     dtype: ElementType | None = None,
 ) -> Explanation:
-    """Explain a device map: the layers of each device, and the bytes that each forward moves.
+    """Explain a device map: the layers of each device, and the bytes copied in each forward.
 
     Args:
         device_map: Module or tensor name to device.
-        model: The model, on any device, the meta device too.
-        dtype: The type that floating weights will have once loaded.
+        model: The model, on any device, including the meta device.
+        dtype: The dtype of floating-point weights once loaded.
 
     Raises:
-        SettingsError: The map leaves tensors without a device.
+        SettingsError: Tensors have no device in the map.
 
     Example:
         >>> from torch import nn
@@ -175,13 +175,13 @@ def explain(
 
 
 COLORS = {"cpu": ("#8fb996", "#b7d3bb"), "disk": ("#c9ada7", "#ddcbc7")}
-"""Two shades for each place that only stores."""
+"""Two shades for each device that only stores weights."""
 ACCELERATOR = ("#5b8db8", "#8fb4d4")
 _LABELLED = 0.05
 
 
 def draw_device_map(explanation: Explanation, axes: Axes) -> None:
-    """Draw onto axes."""
+    """Draw an explanation onto matplotlib axes."""
     widest = max((row.nbytes for row in explanation.rows), default=0) or 1
     for height, row in enumerate(explanation.rows):
         left = 0
@@ -205,7 +205,7 @@ def draw_device_map(explanation: Explanation, axes: Axes) -> None:
 
 
 def label_bytes(axis: Axis, limit: float) -> None:
-    """Label an axis of bytes with round numbers of one unit."""
+    """Label an axis in bytes with round numbers in a single unit."""
     from matplotlib.ticker import MaxNLocator
 
     name, unit = next(
@@ -223,7 +223,7 @@ def label_bytes(axis: Axis, limit: float) -> None:
 
 
 def device_map_figure(explanation: Explanation) -> Figure:
-    """Draw a new figure."""
+    """Draw an explanation as a new figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.9 + 0.5 * len(explanation.rows)), layout="constrained", facecolor="white")

@@ -18,10 +18,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class ModelHook:
-    """What a module's forward is wrapped in. Unlike PyTorch's own hooks it receives keyword arguments.
+    """Base class of hooks around a module's forward. Unlike PyTorch's hooks they receive keyword arguments.
 
     Attributes:
-        no_grad: Whether the forward runs without recording gradients.
+        no_grad: Whether the forward runs under `torch.no_grad`.
     """
 
     no_grad: bool = False
@@ -44,15 +44,15 @@ class ModelHook:
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Undo what `pre_forward` did: the forward, or the `pre_forward` of a later hook, raised."""
+        """Undo `pre_forward` after the forward, or the `pre_forward` of a later hook, raised."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Undo what `init_hook` did when the hook is removed, and return the module."""
+        """Undo `init_hook` when the hook is removed, and return the module."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one: each event goes through them in order."""
+    """Chain several hooks: each event is passed to them in order."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -96,7 +96,7 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
     Args:
         module: The module; it is changed in place.
         hook: The hook.
-        append: Chain the hook after one that the module has; otherwise that one is replaced.
+        append: Chain the hook after the module's existing hook; otherwise replace that hook.
 
     Example:
         >>> class Double(ModelHook):
@@ -107,10 +107,10 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
     """
     present = hook_of(module)
     if append and present is not None:
-        # Not a new chain of prepared hooks: the present one keeps what it has prepared.
+        # Keep the existing chain: its hooks are initialised already.
         prepared = hook.init_hook(module)
         chain = [*(present.hooks if type(present) is SequentialHook else [present]), hook]
-        # Weights are cast when they have come, whichever hook was there first.
+        # Weights are cast after they are loaded, regardless of the order of attachment.
         chain.sort(key=lambda hook: isinstance(hook, LayerwiseCastingHook))
         _wrap(prepared, SequentialHook(*chain))
         return cast("M", prepared)
@@ -122,7 +122,7 @@ def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:
 
 
 def remove_hook_from_module(module: M, recurse: bool = False) -> M:
-    """Restore a module's own forward."""
+    """Remove a module's hook, and restore its original forward."""
     hook = hook_of(module)
     if hook is not None:
         hook.detach_hook(module)
@@ -130,7 +130,7 @@ def remove_hook_from_module(module: M, recurse: bool = False) -> M:
     table = vars(module)
     if "_old_forward" in table:
         original = table.pop("_old_forward")
-        # A forward of the class is found again by itself; only a patched one has to be put back.
+        # The forward of the class needs no restoring; only a patched one does.
         if getattr(original, "__func__", None) is getattr(type(module), "forward", None):
             table.pop("forward", None)
         else:
@@ -141,7 +141,7 @@ def remove_hook_from_module(module: M, recurse: bool = False) -> M:
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Give a module and everything below it their own forwards back."""
+    """Remove the hooks of a module and of all its submodules."""
     for part in list(module.modules()):
         remove_hook_from_module(part)
 
@@ -153,10 +153,10 @@ def hook_of(module: nn.Module) -> ModelHook | None:
 
 def _wrap(module: nn.Module, hook: ModelHook) -> None:
     table = vars(module)
-    table["_hf_hook"] = hook  # the names that other libraries look for
+    table["_hf_hook"] = hook  # names that other libraries look up
     if "_old_forward" not in table:
         table["_old_forward"] = module.forward
-    # A partial, not a closure: a copy of the module then runs the copy.
+    # A partial, not a closure: a deep copy of the module then calls the copy.
     table["forward"] = functools.update_wrapper(
         functools.partial(_hooked_forward, module), table["_old_forward"]
     )
@@ -178,11 +178,11 @@ def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class CpuOffload(ModelHook):
-    """Keep a model on the CPU until its forward is called; it then stays on the device.
+    """Move a model from the CPU to a device when its forward is called; it then stays there.
 
     Args:
         execution_device: The execution device; by default the accelerator, if there is one.
-        prev_module_hook: The hook of a model that ran before: it goes back to the CPU first.
+        prev_module_hook: The hook of the previous model, which is moved back to the CPU first.
     """
 
     def __init__(
@@ -208,14 +208,14 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """The handle that `cpu_offload_with_hook` gives: sends a model back, or frees it of its hook."""
+    """The handle of `cpu_offload_with_hook`: moves a model back to the CPU, or removes its hook."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
         self.hook = hook
 
     def offload(self) -> None:
-        """Send the model back to the CPU."""
+        """Move the model back to the CPU."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
@@ -239,17 +239,17 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.ConvTranspose3d,
     nn.Linear,
 )
-"""The layers whose weights are stored in one type and cast to another for their forward."""
+"""The layers whose weights are stored in one dtype and cast to another for their forward."""
 
 
 _lock = threading.Lock()
-"""One for all hooks: a hook with a lock of its own could not be copied with its model."""
+"""One lock for all hooks: a hook with a lock could not be deep-copied with its model."""
 
 
 class LayerwiseCastingHook(ModelHook):
-    """Cast a module's weights up for its forward.
+    """Cast a module's weights to the compute dtype for its forward.
 
-    After the forward the stored weights come back bit for bit, unless the forward changed them. Several
+    After the forward the stored weights are restored bit for bit, unless the forward changed them. Several
     threads may run the module.
     """
 
@@ -305,16 +305,16 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | type[nn.Module] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Store the weights of linear and convolution layers in a small type.
+    """Store the weights of linear and convolution layers in a small dtype, and cast them per forward.
 
     Args:
         module: The model.
-        storage_dtype: The type between forwards, such as `torch.float8_e4m3fn`.
-        compute_dtype: The type during one.
-        skip_modules_pattern: Regular expressions; modules whose dotted name has a match are left alone, with
-            everything below them.
-        skip_modules_classes: Classes that are left alone, with everything below them.
-        non_blocking: Let the casts of weights in pinned memory run on.
+        storage_dtype: The dtype between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: The dtype during a forward.
+        skip_modules_pattern: Regular expressions; modules whose dotted name matches are skipped, with
+            their submodules.
+        skip_modules_classes: Classes that are skipped, with their submodules.
+        non_blocking: Cast weights in pinned memory asynchronously.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))

@@ -1,6 +1,6 @@
-"""Upload tensors through pinned staging buffers; measure available host memory.
+"""Copy tensors to a device through pinned staging buffers; measure available host memory.
 
-Files are read with large plain reads, never through a mapping: a copy from a mapping is several times slower
+Files are read with large plain reads, not through mmap: a copy from a mapping is several times slower
 (https://github.com/huggingface/safetensors/pull/729).
 """
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 32 << 20
 SLOTS = 4
-"""Large enough for full bandwidth on both sides, small enough that pinning them is quick."""
+"""Large enough for full bandwidth of disk and device, small enough that pinning them is quick."""
 
 
 @frozen
 class Span:
-    """Bytes of a source from `begin` on, and where they go: flat uint8 memory of the device."""
+    """A range of bytes of a source from `begin` on, and its target: flat uint8 device memory."""
 
     source: SafetensorsFile | StoredTensor
     begin: int
@@ -40,10 +40,10 @@ class Span:
 
 
 class HostToDevice:
-    """Copies spans to a device, in the order of one copy stream.
+    """Copies spans to a device on one copy stream.
 
-    Each of the `slots` staging buffers, of `slot_bytes`, has a reader of its own. Where host memory cannot be
-    pinned there are fewer, or one that is not pinned.
+    Each of the `slots` staging buffers, of `slot_bytes`, has a reader thread. If host memory cannot be pinned
+    there are fewer buffers, or one that is not pinned.
     """
 
     def __init__(self, streams: DeviceStreams, *, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
@@ -57,12 +57,12 @@ class HostToDevice:
         )
 
     def copy(self, spans: Sequence[Span]) -> None:
-        """Issue the copies of spans. Returns when all are issued; they are done when the stream is.
+        """Issue the copies of spans. Returns when all are issued; they complete on the copy stream.
 
-        One call at a time.
+        Not thread-safe.
 
         Raises:
-            CheckpointError: A file ends too early. Copies of other spans were issued; none will be any more.
+            CheckpointError: A file ends too early. No copies are issued after the error.
         """
         staged = [part for span in spans for part in self._split(span)]
         ring = self._slots(len(staged))
@@ -70,12 +70,12 @@ class HostToDevice:
             self._readers.submit(self._stage, slot, staged[index :: len(ring)])
             for index, slot in enumerate(ring)
         ]
-        wait(readers)  # also where one fails: the caller takes back the memory to which the others copy
+        wait(readers)  # even if one fails: the caller reuses the memory to which the others copy
         for reader in readers:
             reader.result()
 
     def copy_pinned(self, source: Tensor, target: Tensor) -> None:
-        """Issue the copy of pinned memory."""
+        """Issue the copy of a pinned tensor."""
         with self.streams.on(self.stream):
             self.streams.copy_(target, source)
 
@@ -87,7 +87,7 @@ class HostToDevice:
         ]
 
     def _slots(self, count: int) -> list[_Slot]:
-        """Return as many slots as there are spans, at most."""
+        """Return at most as many slots as there are spans."""
         while len(self._ring) < min(count, self._count):
             pinned = pinned_if_possible(self.streams, self._slot_bytes)
             if pinned is None:
@@ -110,7 +110,7 @@ class HostToDevice:
 
 
 def power_of_two(nbytes: int) -> int:
-    """Round up, as torch does when it pins memory."""
+    """Round up to a power of two, as torch does when it pins memory."""
     return 1 << max(0, nbytes - 1).bit_length()
 
 
@@ -124,7 +124,7 @@ class _Slot:
 
 
 def upload(file: SafetensorsFile, names: Sequence[str], pipeline: HostToDevice) -> dict[str, Tensor]:
-    """Copy tensors of a file to a device. The current stream may use them at once."""
+    """Copy tensors of a file to a device. The current stream may use them without synchronisation."""
     streams = pipeline.streams
     tensors: dict[str, Tensor] = {}
     spans: list[Span] = []
@@ -139,7 +139,7 @@ def upload(file: SafetensorsFile, names: Sequence[str], pipeline: HostToDevice) 
     try:
         pipeline.copy(spans)
     finally:
-        # Also after an error: the memory goes back to the current stream's pool while copies run.
+        # Even after an error: the memory returns to the current stream's pool while copies run.
         streams.current_stream().wait_stream(pipeline.stream)
     return tensors
 
@@ -149,10 +149,10 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 def available_host_memory() -> int:
-    """Return the bytes of host memory that this rank may take.
+    """Return the bytes of host memory that this rank may allocate.
 
-    Schedulers and containers limit memory by control groups, which the system's own count of free memory does
-    not know: see https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files.
+    Schedulers and containers limit memory by control groups, which the system's free memory does not
+    reflect: see https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files.
 
     Example:
         >>> available_host_memory() <= psutil.virtual_memory().total
@@ -165,9 +165,9 @@ def available_host_memory() -> int:
 
 
 def cgroup_headroom(proc: Path = _PROC, mount: Path = _MOUNT) -> int | None:
-    """Return the bytes that the memory limits of this process's control groups leave; `None` without a limit.
+    """Return the bytes left within the limits of this process's control groups; `None` without a limit.
 
-    Pages of files that the kernel can drop at once count as free.
+    Page cache that the kernel can drop at once counts as free.
     """
     if not proc.is_file():
         return None
@@ -184,7 +184,7 @@ def cgroup_headroom(proc: Path = _PROC, mount: Path = _MOUNT) -> int | None:
 
 
 def _headrooms(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """Go up from a group to the root: every group above it has a limit of its own."""
+    """Yield the headroom of a group and of every group above it, each of which may have a limit."""
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         if not folder.is_relative_to(root):
@@ -196,7 +196,7 @@ def _headrooms(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[i
 
 
 def _number(file: Path) -> int | None:
-    """Read a number; `None` for an absent file, and for the word `max`."""
+    """Read a number from a file; `None` if the file is absent, or contains `max`."""
     text = _text(file).strip()
     return int(text) if text.isdecimal() else None
 

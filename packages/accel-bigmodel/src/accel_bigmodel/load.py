@@ -45,28 +45,28 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _HOST_TYPES = ("cpu", "meta")
 UPLOAD_BATCH = 512 << 20
-"""Bytes that are uploaded at a time, in the types of the file."""
+"""Bytes that are uploaded at a time, in the dtypes of the file."""
 
 How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast", "quantize"]
-"""How a tensor comes: mapped; read and cast; read; through pinned buffers; copied; left; from rank 0; as a
-part of a quantised weight."""
+"""How a tensor is loaded: mapped; read and cast; read; through pinned buffers; copied; left in its file;
+from rank 0; as a part of a quantised weight."""
 
 
 class WeightQuantizer(Protocol):
-    """Makes the weights of quantised layers from the tensors of a checkpoint."""
+    """Creates the weights of quantised layers from the tensors of a checkpoint."""
 
     def weight_of(self, name: str) -> str | None:
-        """Name the weight of the quantised layer that has a tensor, `None` outside of such layers."""
+        """Return the name of the quantised weight that a tensor belongs to; `None` outside of such layers."""
         ...
 
     def quantize_parts(
         self, weight: str, parts: Mapping[str, Tensor], device: torch.device, *, where: str
     ) -> nn.Parameter:
-        """Make a weight of its float form, or of packed numbers and their statistics, by name in the file."""
+        """Create a weight from a float tensor, or from packed numbers and statistics, by name in the file."""
         ...
 
     def with_numbers(self, parameter: nn.Parameter, numbers: Tensor) -> nn.Parameter:
-        """Return a quantised weight with equal numbers that are stored elsewhere."""
+        """Return a quantised weight with its packed numbers replaced by an equal tensor in other memory."""
         ...
 
 
@@ -88,7 +88,7 @@ class Assignment:
 
 @frozen
 class AssignStep:
-    """The load plan of one tensor, which gets the type `dtype`, or becomes a part of a quantised `weight`."""
+    """The load plan of one tensor, which is cast to `dtype`, or is a part of a quantised `weight`."""
 
     name: str
     device: Device | None
@@ -108,7 +108,7 @@ def plan_load(
     assignment: Assignment,
     tied: Sequence[Sequence[str]],
 ) -> Plan:
-    """Match a checkpoint with a model.
+    """Match the tensors of a checkpoint with a model, and plan the load.
 
     Raises:
         CheckpointMismatchError: Shapes differ; or, with `strict`, names are missing or unexpected.
@@ -161,9 +161,9 @@ def assign(
     sample: Callable[[], None],
     parts: dict[str, dict[str, Tensor]],
 ) -> dict[str, int]:
-    """Load one file's tensors to their devices; return the bytes by how they came.
+    """Load one file's tensors to their devices; return the bytes loaded in each way.
 
-    `parts` has the tensors of quantised weights that the files before had only in part.
+    `parts` has the tensors of quantised weights that are still incomplete after the previous files.
     """
     quantizer, waiting = assignment.quantizer, Counter(step.weight for step in steps)
     strategies: dict[str, int] = {}
@@ -194,7 +194,7 @@ def assign(
         if step.how != "map":
             sample()
     if spilled is not None:
-        spilled.cleanup()  # what is mapped stays readable
+        spilled.cleanup()  # mapped files stay readable
     return strategies
 
 
@@ -244,7 +244,7 @@ def _how(source: Source, device: Device | None, *, cast: bool) -> How:
 def _upload_batches(source: Source, steps: Sequence[AssignStep]) -> dict[str, tuple[list[str], torch.device]]:
     """Group tensors into upload batches: the first tensor of a batch to all its tensors, and their device.
 
-    A batch is bounded in the types of the file: it is on the device beside what it is cast to.
+    A batch is bounded in the dtypes of the file: it is on the device in addition to the cast tensors.
     """
     batches: dict[str, tuple[list[str], torch.device]] = {}
     current: list[str] = []
@@ -266,14 +266,14 @@ def _put(model: nn.Module, step: AssignStep, value: Tensor, assignment: Assignme
     table, leaf = step.site.table, step.site.leaf
     target = table[leaf]
     if step.how == "map" and type(target) is torch.nn.Parameter and not vars(target):
-        # What set_module_tensor_to_device would come to, a hundred times faster.
+        # The same as set_module_tensor_to_device, but a hundred times faster.
         table[leaf] = torch.nn.Parameter(value, target.requires_grad and value.is_floating_point())
     elif hasattr(target, "device_mesh"):
         part = _sharded(value.to(step.dtype), target, assignment)
         if target.is_meta:
             table[leaf] = torch.nn.Parameter(part, requires_grad=target.requires_grad)
         else:
-            target.detach().copy_(part)  # whoever shards the model keeps its own parameters
+            target.detach().copy_(part)  # a sharded model keeps its parameter objects
     elif step.device is None:
         with torch.no_grad():
             target.copy_(value)
@@ -284,7 +284,7 @@ def _put(model: nn.Module, step: AssignStep, value: Tensor, assignment: Assignme
 
 
 def _is_complete(weight: str, parts: Mapping[str, Tensor]) -> bool:
-    """Return whether there is a float weight, or packed numbers with statistics."""
+    """Return whether `parts` has the float weight, or the packed numbers with all statistics."""
     return weight in parts and (parts[weight].is_floating_point() or len(parts) > 1)
 
 
@@ -302,14 +302,14 @@ def _put_quantized(
     if step.device == "disk":
         folder = _offload_folder(step, source, assignment)
         offload_weight(parameter.data, name, folder, index)
-        # The numbers are read back in place; the statistics stay with the parameter.
+        # The packed numbers are mapped from the disk; the statistics stay with the parameter.
         numbers = load_offloaded_weight(folder / f"{name}.dat", index[name])
         parameter = quantizer.with_numbers(parameter, numbers)
     step.site.table[step.site.leaf] = parameter
 
 
 def _sharded(value: Tensor, like: Any, assignment: Assignment) -> Tensor:
-    """Make this rank's shard of a `DTensor`, from the full tensor or from the shard itself."""
+    """Return this rank's shard as a `DTensor`, from the full tensor or from the shard."""
     tensors = import_module("torch.distributed.tensor")  # slow; only distributed parameters need it
     device = like.device_mesh.device_type
     if assignment.shards:
@@ -366,7 +366,7 @@ def _warn_mismatches(
 
 
 def _takes_memory(step: AssignStep) -> bool:
-    """Return whether a tensor will be in host memory that no file backs."""
+    """Return whether a tensor will be in host memory that is not backed by a file."""
     return step.how in ("broadcast", "cast", "read") and str(step.device) == "cpu"
 
 
@@ -390,10 +390,10 @@ _CHUNK = 8 << 20
 
 @frozen
 class FileReport:
-    """One weight file.
+    """The statistics of one weight file in a `LoadReport`.
 
     Attributes:
-        strategies: How its tensors came, by bytes.
+        strategies: Bytes by the way in which tensors were loaded.
         raw: Bytes per second of a plain read of the same file afterwards, if measured.
     """
 
@@ -404,22 +404,22 @@ class FileReport:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that came from it."""
+        """Bytes of the tensors loaded from it."""
         return sum(self.strategies.values())
 
     @property
     def rate(self) -> float:
-        """Bytes per second."""
+        """Load rate in bytes per second."""
         return self.nbytes / self.seconds if self.seconds else float("inf")
 
 
 @frozen
 class LoadReport:
-    """One load.
+    """The statistics of one load.
 
     Attributes:
-        peak: How many bytes the process's memory grew by at most, mapped pages not counted where the system
-            says.
+        peak: Peak growth of the process's memory in bytes, without mapped pages if the system reports
+            them.
     """
 
     files: tuple[FileReport, ...]
@@ -456,7 +456,7 @@ class LoadReport:
 
 
 class MemoryMeter:
-    """Peak growth of the process's own memory since construction; `sample` reads it."""
+    """Measures the peak growth of the process's memory since construction; `sample` updates it."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -464,12 +464,12 @@ class MemoryMeter:
         self.peak = 0
 
     def sample(self) -> None:
-        """Record the present growth."""
+        """Measure the current growth."""
         self.peak = max(self.peak, self._own() - self._start)
 
     def _own(self) -> int:
         memory = self._process.memory_info()
-        # Pages of mapped files are the kernel's to drop; they are no memory of ours.
+        # The kernel can drop pages of mapped files: they do not count.
         return memory.rss - getattr(memory, "shared", 0)
 
 
@@ -503,35 +503,35 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, tensor by tensor, each straight to its device.
+    """Load a checkpoint into a model, tensor by tensor, each directly to its device.
 
-    All names and shapes are checked before anything is changed. What stays on the CPU in its own type is
-    mapped, not read; what goes to the disk stays in a safetensors checkpoint, and its place is noted in
+    All names and shapes are checked before the model is changed. Tensors that stay on the CPU without a cast
+    are mapped, not read; tensors for the disk stay in a safetensors checkpoint, with an entry in
     `offload_folder/index.json`. Tied weights stay tied, whichever of their names the checkpoint has.
 
     Args:
         model: The model, usually a meta model.
         checkpoint: A weight file, an index file, a folder with one of them (each also as an fsspec URL, such
             as `"s3://bucket/model"`), or the id of a model on the hub.
-        device_map: Module or tensor name to device. Without one, tensors go where the model's are (the CPU
-            for those on the meta device).
-        offload_folder: Where weights for the disk are noted, or written if they come from a `.bin` file.
-        dtype: The type of floating weights; by default that of the model's tensors. Without a device map,
-            tensors of the model that have values keep their type.
-        offload_state_dict: Put what the CPU cannot map (cast weights, old `.bin` files) into temporary files
-            rather than in memory.
+        device_map: Module or tensor name to device. Without a map, tensors are loaded to the devices of the
+            model's tensors (the CPU for meta tensors).
+        offload_folder: The folder of the index of weights for the disk, and of weights from `.bin` files.
+        dtype: The dtype of floating-point weights; by default the dtype of the model's tensors. Without a
+            device map, tensors of the model that are not on the meta device keep their dtype.
+        offload_state_dict: Keep CPU tensors that cannot be mapped (cast weights, legacy `.bin` files) in
+            temporary files rather than in memory.
         offload_buffers: Whether buffers of modules on the disk are offloaded too.
         keep_in_fp32_modules: Modules whose weights are float32 for any `dtype`.
-        offload_8bit_bnb: Refused: `accel_quant.load_and_quantize_model` loads quantised models, and keeps
-            their 8-bit weights with their statistics wherever the device map sends them.
-        strict: Reject a checkpoint with missing or unexpected tensors; by default these are logged.
+        offload_8bit_bnb: Not supported: use `accel_quant.load_and_quantize_model`, which keeps 8-bit weights
+            with their statistics on any device of the map.
+        strict: Raise on missing or unexpected tensors; by default they are logged.
         full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
         broadcast_from_rank0: Rank 0 reads and sends tensors to the others, which need no file.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; all that is wrong is
-            named.
-        SettingsError: The device map leaves tensors without a device, or weights for the disk have no folder.
+        CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; the message lists all
+            problems.
+        SettingsError: Tensors have no device in the map, or weights for the disk have no folder.
         UnsupportedError: `offload_8bit_bnb` is True.
     """
     if offload_8bit_bnb:
@@ -593,30 +593,30 @@ def load_checkpoint_and_dispatch(
         checkpoint: A weight file, an index file, a folder with one of them (each also as an fsspec URL, such
             as `"s3://bucket/model"`), or the id of a model on the hub.
         device_map: Module or tensor name to device; or `"auto"`, `"balanced"`, `"balanced_low_0"` or
-            `"sequential"` to have one made. Without one the weights are loaded and nothing is dispatched.
-        max_memory: The limit of each device for a new map.
-        no_split_module_classes: Classes whose modules stay whole when a map is made.
-        offload_folder: Where weights for the disk are noted or written. A safetensors checkpoint needs
+            `"sequential"` to infer a map. Without a map weights are loaded, and the model is not dispatched.
+        max_memory: The limit of each device for an inferred map.
+        no_split_module_classes: Classes whose modules an inferred map does not split.
+        offload_folder: The folder of the index and weights on the disk. A safetensors checkpoint needs
             none: its weights are read in place.
         offload_buffers: Whether buffers of offloaded modules are offloaded too.
-        dtype: The type of floating weights; by default that of the model's tensors. Without a device map,
-            tensors of the model that have values keep their type.
-        offload_state_dict: Put what the CPU cannot map into temporary files; by default when part of the
-            model is on the disk.
+        dtype: The dtype of floating-point weights; by default the dtype of the model's tensors. Without a
+            device map, tensors of the model that are not on the meta device keep their dtype.
+        offload_state_dict: Keep CPU tensors that cannot be mapped in temporary files; by default if part of
+            the model is on the disk.
         skip_keys: Keyword arguments that are not moved between devices.
-        preload_module_classes: Classes whose modules load everything below them at once.
-        force_hooks: Attach hooks even where a single device needs none.
-        strict: Refuse a checkpoint that lacks a tensor or has one too many.
+        preload_module_classes: Classes whose modules load all of their submodules at once.
+        force_hooks: Attach hooks even if all modules are on one device.
+        strict: Raise on missing or unexpected tensors; by default they are logged.
         full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
         broadcast_from_rank0: Rank 0 reads and sends tensors to the others, which need no file.
-        report: Measure, and leave a `LoadReport` in the model's `load_report`; it is logged too.
-        memory_limit: A hard cap in bytes (or text like `"4GB"`): on what the load puts into host memory
-            beside mapped files, and on the disk-offloaded weights that are in memory while the model runs.
+        report: Measure the load, log a `LoadReport`, and set it as the model's `load_report`.
+        memory_limit: A hard limit in bytes (or text like `"4GB"`) of the host memory that the load allocates
+            (without mapped files), and of the disk-offloaded weights in memory while the model runs.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; all that is wrong is
-            named.
-        SettingsError: The map is unusable, or the memory limit cannot be kept.
+        CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; the message lists all
+            problems.
+        SettingsError: The map is invalid, or the load would exceed the memory limit.
     """
     if isinstance(device_map, str):
         device_map = automatic_device_map(
@@ -661,7 +661,7 @@ def load_checkpoint_and_dispatch(
 
 
 def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) -> None:
-    """Write to the disk what a device map sends there, has values in the model, and no checkpoint gave."""
+    """Write tensors for the disk that are not in the checkpoint but have values in the model."""
     loaded = {name for group in find_tied_parameters(model) if index.keys() & group for name in group}
     buffers = model.named_buffers() if assignment.offload_buffers else ()
     passing = non_persistent_buffers(model, recurse=True)
@@ -688,7 +688,7 @@ def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) ->
 def load_weights(
     model: nn.Module, sources: Sequence[Source], assignment: Assignment, *, measure: bool = False
 ) -> Index:
-    """Load the files of a checkpoint by an assignment; return the index of what is on the disk."""
+    """Load the files of a checkpoint by an assignment; return the index of the weights on the disk."""
     # 1. Plan the load, before anything is changed.
     start = time.perf_counter()
     tied = find_tied_parameters(model)

@@ -1,4 +1,4 @@
-"""Tensors offloaded to the disk: the index of a folder, `StoredTensor`, `OffloadedWeightsLoader`."""
+"""Tensors offloaded to the disk: a folder's index, `StoredTensor`, `OffloadedWeightsLoader`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> 
     """Add entries to a folder's `index.json`.
 
     Raises:
-        CheckpointWriteError: It cannot be written, such as on a full disk; an old one stays as it is.
+        CheckpointWriteError: It cannot be written, such as on a full disk; an old index stays unchanged.
     """
     if not index:
         return
@@ -43,7 +43,7 @@ def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> 
 
 
 def _write(path: Path, content: Any, what: str) -> None:
-    """Write bytes beside a file and rename them: a model may have the old one mapped, or another reads it."""
+    """Replace a file atomically: a model may have the old file mapped, or another process may read it."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         # Plain writes: a write through a mapping would end the process with SIGBUS on a full disk.
@@ -60,7 +60,7 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
 
     Raises:
         CheckpointError: The file is not an index, or an entry is damaged.
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no index.
     """
     path = Path(offload_folder) / OFFLOAD_INDEX_NAME
     index = read_json(path, what="index of offloaded weights")
@@ -73,7 +73,7 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
 
 
 def check_offload_index(index: Mapping[str, Any], source: str) -> None:
-    """Refuse an index with an entry that describes no tensor.
+    """Raise if an entry of an index does not describe a tensor.
 
     Example:
         >>> check_offload_index({"w": {"dtype": "float32", "shape": [2]}}, "offload_index")
@@ -96,7 +96,7 @@ def _is_sound(entry: Any) -> bool:
         parsed = torch_dtype(dtype)
     except ValueError:
         return False
-    # "float" and "int" have 64 bits in numpy, whose names an index has, and 32 in torch.
+    # "float" and "int" have 64 bits in numpy, whose names an index uses, but 32 in torch.
     if parsed is not None and str(parsed).removeprefix("torch.") != str(dtype).removeprefix("torch."):
         return False
     if entry.get("safetensors_file"):
@@ -105,19 +105,19 @@ def _is_sound(entry: Any) -> bool:
     return (
         isinstance(shape, list | tuple)
         and all(type(length) is int and length >= 0 for length in shape)
-        and math.prod(max(length, 1) for length in shape[:64]) < 2**59  # what torch can count
+        and math.prod(max(length, 1) for length in shape[:64]) < 2**59  # torch's limit
         and dtype is not None
     )
 
 
 def _is_text(name: str) -> bool:
-    """Half of a surrogate pair and a null, which JSON may hold, are in no file's name."""
+    """Return whether a name has no lone surrogate or null, which JSON allows but file names do not."""
     return not any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in name)
 
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """The file that a path named when it was opened; the path may name another file later."""
+    """The identity of the file at a path when it was opened; the path may refer to another file later."""
 
     path: Path
     device: int
@@ -125,20 +125,20 @@ class FileIdentity:
 
 
 def file_identity(path: str | os.PathLike[str]) -> FileIdentity:
-    """Identify the file that a path names now."""
+    """Return the identity of the file that is currently at a path."""
     facts = Path(path).stat()
     return FileIdentity(Path(path), facts.st_dev, facts.st_ino)
 
 
 @frozen
 class StoredTensor:
-    """An offloaded tensor where it is stored.
+    """The storage of an offloaded tensor.
 
     Attributes:
-        dtype: The type that it is used in.
-        memory: The tensor itself: in memory, or mapped.
-        file: The file that is mapped, if its bytes can be read there.
-        begin: Where they begin in the file.
+        dtype: The dtype in which it is used.
+        memory: The tensor, in memory or mapped.
+        file: The mapped file, if the bytes can be read from it.
+        begin: The offset of the bytes in the file.
     """
 
     shape: tuple[int, ...]
@@ -150,22 +150,22 @@ class StoredTensor:
 
     @property
     def is_cast(self) -> bool:
-        """Whether it is used in another type than it is stored in."""
+        """Whether it is stored in another dtype than it is used in."""
         return self.stored != self.dtype
 
     @property
     def nbytes(self) -> int:
-        """Its bytes as they are stored."""
+        """Its size in bytes in the stored dtype."""
         return math.prod(self.shape) * self.stored.itemsize
 
     @property
     def cast_nbytes(self) -> int:
-        """Its bytes in the type that it is used in."""
+        """Its size in bytes in the dtype in which it is used."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The key that tied weights share: the same bytes, used as the same type."""
+        """A key that is equal for tied weights: the same bytes, used in the same dtype."""
         memory, file = self.memory, self.file
         if not memory.numel():
             return (id(memory),)
@@ -175,7 +175,7 @@ class StoredTensor:
         return (*where, self.shape, memory.stride(), self.stored, self.dtype)
 
     def load(self) -> Tensor:
-        """Read it into memory of its own, in the type that it is used in."""
+        """Read it into new memory, in the dtype in which it is used."""
         tensor = torch.empty(self.shape, dtype=self.stored)
         if self.nbytes:
             self.read_into(tensor.view(-1).view(torch.uint8), 0)
@@ -184,8 +184,8 @@ class StoredTensor:
     def read_into(self, target: Tensor, begin: int) -> None:
         """Fill a flat uint8 tensor on the CPU with the bytes from `begin` on.
 
-        With large plain reads if the file still has its name; from memory or the mapping otherwise, since a
-        file that was replaced is whole there.
+        Uses large plain reads if the file is still at its path; otherwise memory or the mapping, which still
+        has the contents of a replaced file.
         """
         if self.file is None or not _read(self.file, target, self.begin + begin):
             flat = self.memory.detach().contiguous().view(-1).view(torch.uint8)
@@ -214,16 +214,16 @@ def offload_weight(
     offload_folder: str | os.PathLike[str],
     index: Index | None = None,
 ) -> Index:
-    """Write one tensor to `<name>.dat`, as it lies in memory.
+    """Write the raw bytes of one tensor to `<name>.dat`.
 
     Args:
         weight: The tensor, not on the meta device.
         weight_name: Its name.
         offload_folder: An existing folder.
-        index: Where its entry (`dtype`, `shape`) is added; a new one by default.
+        index: The index to which its entry (`dtype`, `shape`) is added; a new one by default.
 
     Raises:
-        CheckpointError: The name leaves the folder.
+        CheckpointError: The name is a path outside of the folder.
         CheckpointWriteError: The file cannot be written, such as on a full disk.
     """
     path = _tensor_file(Path(offload_folder), weight_name)
@@ -255,7 +255,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write a state dict as a folder of offloaded weights. Tied weights are one file with several names.
+    """Write a state dict as a folder of offloaded weights. Tied weights share one file with several names.
 
     Example:
         >>> import tempfile
@@ -280,7 +280,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Give a model the tensors of an offload folder, mapped, on the CPU."""
+    """Set a model's tensors to the mapped tensors of an offload folder, on the CPU."""
     if not index:
         return
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
@@ -291,7 +291,7 @@ def load_offloaded_weights(
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Take the part of a state dict that belongs to some modules.
+    """Return the entries of a state dict that belong to some modules.
 
     Example:
         >>> list(extract_submodules_state_dict({"a.w": torch.ones(1), "ab.w": torch.ones(1)}, ["a"]))
@@ -303,7 +303,7 @@ def extract_submodules_state_dict(
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """A mapping as one module sees it: keys have its prefix added."""
+    """A view of a mapping for one module: keys are looked up with its prefix."""
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
         self.dataset = dataset
@@ -326,14 +326,14 @@ class PrefixedDataset(Mapping[str, Any]):
 class OffloadedWeightsLoader(Mapping[str, Any]):
     """All weights of an offloaded model: in a state dict, in `.dat` files, or in place in a checkpoint.
 
-    Files are opened and their headers read once; asking twice for a mapped tensor gives the same object.
+    Files are opened and their headers read once; looking up a mapped tensor again returns the same object.
 
     Args:
-        state_dict: Tensors that are in memory.
-        save_folder: A folder that `offload_state_dict` wrote.
+        state_dict: Tensors in memory.
+        save_folder: A folder written by `offload_state_dict`.
         index: Name to entry: `dtype` and `shape` of a `.dat` file in `save_folder`, or `safetensors_file`,
-            `weight_name` and `dtype`. By default that of `save_folder`.
-        device: Move what is read there; by default it stays mapped.
+            `weight_name` and `dtype`. By default the index of `save_folder`.
+        device: The device to which tensors are moved when they are read; by default they stay mapped.
 
     Raises:
         CheckpointError: An entry of the index is damaged.
@@ -379,12 +379,12 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         return len({*self.state_dict, *self.index})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
-        # What is in memory is copied; files are opened again, not read.
+        # Tensors in memory are copied; files are opened again, not read.
         held = copy.deepcopy(dict(self.state_dict), memo)
         return OffloadedWeightsLoader(held, self.save_folder, self.index, self.device)
 
     def file_of(self, key: str) -> tuple[SafetensorsFile, str] | None:
-        """Return the safetensors file of a weight and its name there; `None` if it lies elsewhere."""
+        """Return the safetensors file of a weight and its name there; `None` if it is not in such a file."""
         entry = self.index.get(key, {})
         if key in self.state_dict or not entry.get("safetensors_file"):
             return None
@@ -396,7 +396,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         return self._files[path], entry.get("weight_name", key)
 
     def stored(self, key: str) -> StoredTensor:
-        """Describe where a weight's bytes are, without reading any."""
+        """Return the storage of a weight without reading it."""
         located = self.file_of(key)
         if located is None:
             tensor = self[key]
@@ -431,7 +431,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         file, name = located
         wanted = torch_dtype(entry.get("dtype"))
         if wanted not in (None, _entry(file, name).dtype):
-            return self.stored(key).load()  # anew each time, or memory would fill
+            return self.stored(key).load()  # read each time, or memory would fill
         self._mapped[key] = file.tensor(name)
         return self._mapped[key]
 
@@ -443,7 +443,7 @@ def _entry(file: SafetensorsFile, name: str) -> HeaderEntry:
 
 
 def _link(folder: Path, first: str, name: str) -> bool:
-    """Give a weight's file another name, where the file system can."""
+    """Hard-link a weight's file to another name, if the file system supports it."""
     target = _tensor_file(folder, name)
     temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -452,7 +452,7 @@ def _link(folder: Path, first: str, name: str) -> bool:
     except OSError:
         return False
     finally:
-        temporary.unlink(missing_ok=True)  # replacing a file by itself leaves both names
+        temporary.unlink(missing_ok=True)  # replacing a file by a link to itself leaves both names
     return True
 
 
@@ -473,7 +473,7 @@ def collect_weights(
     offload_index: Mapping[str, Mapping[str, Any]] | None,
     offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
-    """Collect the offloaded weights, writing to the disk what is not there yet.
+    """Collect the offloaded weights of a model, and write those for the disk that are not there yet.
 
     Raises:
         SettingsError: Weights are assigned to the disk, but there is no folder for them.
@@ -526,7 +526,7 @@ def _resolve_prefixes(
     held: Mapping[str, Tensor],
     index: dict[str, Mapping[str, Any]],
 ) -> None:
-    """Read a tied weight that goes to the disk where the checkpoint has it under another name."""
+    """Look up a tied weight for the disk under the name that the checkpoint has."""
     prefixes = tuple(f"{name}." if name else "" for name in on_disk)
     for group in tied:
         source = next((name for name in group if index.get(name, {}).get("safetensors_file")), None)

@@ -1,12 +1,12 @@
 """Acquire, prefetch and release blocks of offloaded weights.
 
 The tensors of a block are in one flat buffer, which belongs to the copy stream and is freed when the block is
-released, or later where autograd or an output holds a part of it. The copy of a block waits until the
-computation has reached the end of the block before the present one: two are on the device. Where the device
-has memory for one block, the copy waits until the present block has run.
+released, or later if autograd or an output holds a slice of it. The copy of the next block waits until the
+block before the current one has been computed: two blocks are on the device. If the device has memory for
+only one block, the copy waits until the current block has run.
 
-A block may be used by what the thread does after acquiring it, and acquired again; it is released after its
-last use was issued by this thread.
+A thread may use a block after acquiring it, and may acquire it again; it releases the block after it has
+issued the last use.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from accel_state.streams import DeviceStreams, Event, device_streams, pinned_if_
 from accel_state.torch_private import buffer_table, child_table, parameter_table
 
 _ALIGNMENT = 512
-"""Bytes; what CUDA's own allocations are aligned to."""
+"""Bytes; the alignment of CUDA's allocations."""
 
 _PINNED_SHARE = 0.5
-"""The part of the available host memory that blocks may keep pinned."""
+"""The fraction of the available host memory that blocks may keep pinned."""
 
 _PINNED_CHUNK = 64 << 20
 """Bytes pinned at a time; torch rounds up to powers of two."""
@@ -44,16 +44,16 @@ _PINNED_CHUNK = 64 << 20
 
 @dataclass(slots=True, eq=False)
 class _Unit:
-    """Tensors that are copied together: those of one block alone, or one that several blocks share.
+    """Tensors that are copied together: those of one block only, or a tensor shared by several blocks.
 
     Attributes:
-        tensors: Names of each tensor, where it is stored, and where it begins in the buffer.
+        tensors: Names, storage and offset in the buffer of each tensor.
         nbytes: Bytes of the buffer.
-        pinned: All its bytes in pinned memory, if they are kept there.
-        users: How often it is acquired.
-        transfer: Its copy, once it was started.
+        pinned: A copy of the buffer in pinned memory, if it is kept there.
+        users: Number of acquisitions.
+        transfer: The pending or finished copy.
         values: The tensors on the device, while it is acquired.
-        memory: The buffer, and what was cast from it.
+        memory: The buffer, and the tensors cast from it.
     """
 
     tensors: list[tuple[list[str], StoredTensor, int]] = field(
@@ -80,7 +80,7 @@ class _Unit:
         ]
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """See the tensors in a buffer, in the types that they are used in."""
+        """Return the tensors of a buffer as views, cast where they are used in another dtype."""
         values: dict[str, Tensor] = {}
         for names, stored, begin in self.tensors:
             flat = buffer[begin : begin + stored.nbytes]
@@ -90,10 +90,10 @@ class _Unit:
 
 
 class StreamedBlocks:
-    """Streams blocks to a device.
+    """Streams blocks of offloaded weights to a device.
 
-    Weights that several blocks share are copied once while any of them is acquired or prefetched: an
-    embedding that is tied to the head comes once per token.
+    Weights that several blocks share are copied once while any of these blocks is acquired or prefetched: an
+    embedding tied to the head is copied once per token.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class StreamedBlocks:
         return StreamedBlocks(copy.deepcopy(self._weights, memo), self._blocks, self._streams)
 
     def acquire(self, block: str) -> Mapping[str, Tensor]:
-        """Let the current stream wait, on the device, until the block is copied."""
+        """Return the tensors of a block; the current stream waits, on the device, until they are copied."""
         with self._lock:
             units, before = self._units[block], self._prefetched
             self._prefetched = []
@@ -145,7 +145,7 @@ class StreamedBlocks:
             return values
 
     def release(self, block: str) -> None:
-        """Let the memory be used again when this thread's current stream has done its work so far."""
+        """Allow the memory to be reused after the work submitted to this thread's current stream so far."""
         with self._lock:
             current = self._streams.current_stream()
             for unit in self._units[block]:
@@ -159,7 +159,7 @@ class StreamedBlocks:
                 self._drop(unit)
 
     def prefetch(self, block: str) -> None:
-        """Start to copy a block in a thread."""
+        """Start to copy a block in a worker thread."""
         with self._lock:
             self._prefetched = list(self._units[block])
             for unit in self._prefetched:
@@ -175,7 +175,7 @@ class StreamedBlocks:
         try:
             buffer, ready = self._start(unit).result()
         except torch.OutOfMemoryError:
-            # It was prefetched beside a block that is released by now: copy it when that one has run.
+            # It was prefetched while a block was acquired that is released now: copy it after that block.
             unit.transfer = None
             buffer, ready = self._start(unit).result()
         current = self._streams.current_stream()
@@ -185,7 +185,7 @@ class StreamedBlocks:
             casts = [unit.values[names[0]] for names, stored, _ in unit.tensors if stored.is_cast]
             unit.memory = [buffer, *casts]
             if casts:
-                ready.record(current)  # the stream of another thread waits for the casts, too
+                ready.record(current)  # streams of other threads must also wait for the casts
         return unit.values
 
     def _drop(self, unit: _Unit) -> None:
@@ -203,7 +203,7 @@ class StreamedBlocks:
             self._on_device[block] = {}
             for name in members:
                 location = weights.stored(name)
-                if location.memory.device.type != "cpu":  # tied to a weight that stays on the device
+                if location.memory.device.type != "cpu":  # tied to a resident weight
                     self._on_device[block][name] = weights[name]
                     continue
                 stored.setdefault(location.key, location)
@@ -223,7 +223,7 @@ class StreamedBlocks:
         }
 
     def _pin(self, weights: OffloadedWeightsLoader) -> None:
-        """Keep blocks that are in memory anyway in pinned memory instead, as far as the budget goes."""
+        """Move blocks that are in host memory to pinned memory, within the budget."""
         budget = int(available_host_memory() * _PINNED_SHARE)
         smallest = min(_PINNED_CHUNK, power_of_two(sum(unit.nbytes for unit in self._all)))
         chunk, used = None, 0
@@ -244,13 +244,13 @@ class StreamedBlocks:
             for index, (names, stored, begin) in enumerate(unit.tensors):
                 view = unit.pinned[begin : begin + stored.nbytes].view(stored.stored).view(stored.shape)
                 view.copy_(stored.memory)
-                # The first copies go as soon as nobody else has them.
+                # The unpinned tensors are freed with their last reference.
                 unit.tensors[index] = (names, replace(stored, memory=view), begin)
                 state.update(dict.fromkeys(names, view))
 
 
 def _transfer(pipeline: HostToDevice, unit: _Unit, after: Sequence[Event]) -> tuple[Tensor, Event]:
-    """Run in the worker: wait until the memory of earlier blocks is free, and copy the unit."""
+    """Wait, in the worker thread, until the memory of earlier blocks is free, and copy the unit."""
     for event in after:
         event.synchronize()
     streams = pipeline.streams
@@ -268,11 +268,11 @@ def _transfer(pipeline: HostToDevice, unit: _Unit, after: Sequence[Event]) -> tu
 class MappedBlocks:
     """Weights of blocks that execute on the CPU (or on a device without streams).
 
-    A weight in its own type is the mapped file itself; a thread reads the next block ahead. One that is cast
-    is read and cast ahead, and dropped when its block is released.
+    A weight that is not cast is a view of the mapped file; a thread prefetches the next block. A weight that
+    is cast is read and cast by the prefetch, and dropped when its block is released.
 
     Args:
-        limit: Bytes of offloaded weights that may be in memory; by default as many as the kernel keeps.
+        limit: Bytes of offloaded weights that may be in memory; by default the kernel decides.
 
     Raises:
         SettingsError: A block does not fit in the limit.
@@ -302,7 +302,7 @@ class MappedBlocks:
             self._cast[block] = [name for name, tensor in stored.items() if tensor.is_cast]
             mapped = sum(stored[name].nbytes for name in self._mapped[block] if weights.file_of(name))
             cast = [t for t in stored.values() if t.is_cast]
-            # Each is read before it is cast, one at a time.
+            # Each is read before it is cast, one tensor at a time.
             extra = sum(t.cast_nbytes for t in cast) + max((t.nbytes for t in cast), default=0)
             self._sizes[block] = (mapped, mapped + extra)
         largest = max(self._sizes, key=lambda block: self._sizes[block][1], default=None)
@@ -317,7 +317,7 @@ class MappedBlocks:
         return MappedBlocks(copy.deepcopy(self._weights, memo), blocks, self._device, self._limit)
 
     def acquire(self, block: str) -> Mapping[str, Tensor]:
-        """Return mapped tensors, and those that were cast."""
+        """Return the mapped and the cast tensors of a block."""
         with self._lock:
             self._holds[block] = self._holds.get(block, 0) + 1
             pending = self._pending.pop(block, None)
@@ -331,7 +331,7 @@ class MappedBlocks:
         return {name: value.to(self._device) for name, value in values.items()}
 
     def release(self, block: str) -> None:
-        """Keep what is mapped as long as the limit allows; cast tensors go with their last user."""
+        """Keep mapped pages within the limit; drop cast tensors with their last user."""
         with self._lock:
             self._holds[block] -= 1
             if not self._holds[block]:
@@ -340,7 +340,7 @@ class MappedBlocks:
                     self._resident[block] = self._sizes[block][0]
 
     def prefetch(self, block: str) -> None:
-        """Read a block in a thread, if it fits beside those in use."""
+        """Read a block in a thread, if it fits in addition to the blocks in use."""
         with self._lock:
             if block in self._pending or block in self._holds:
                 return
@@ -356,7 +356,7 @@ class MappedBlocks:
         return {name: self._weights[name] for name in self._cast[block]}
 
     def _evict_until_fits(self, block: str) -> None:
-        """Evict blocks that are not in use, those first that were used longest ago."""
+        """Evict blocks that are not in use, least recently used first."""
         if self._limit is None:
             return
         self._resident.pop(block, None)
@@ -392,9 +392,9 @@ class MappedBlocks:
 
 
 class OffloadedBlock:
-    """One block. Its hooks, of its root and of everything below it, hold it while their forward runs.
+    """One offloaded block. The hooks of its root and submodules hold it while their forward runs.
 
-    Any number of threads may hold it; the last one to let go releases the weights.
+    Any number of threads may hold it; the last one releases the weights.
     """
 
     def __init__(self, name: str, order: BlockOrder, device: torch.device) -> None:
@@ -413,25 +413,25 @@ class OffloadedBlock:
 
     @property
     def is_held(self) -> bool:
-        """Whether the weights are there."""
+        """Whether the weights are loaded."""
         return bool(self._holds)
 
     def add(self, hook: AlignDevicesHook, module_name: str, slots: Iterable[OffloadedTensor]) -> None:
-        """Let a hook's tensors come with the block."""
+        """Add a hook's tensors to the block."""
         prefix = f"{module_name}." if module_name else ""
         self._members.append((hook, hook.weights_map or {}, prefix, list(slots)))
         hook.block = self
 
     def discard(self, hook: AlignDevicesHook) -> None:
-        """Let go of a hook that is detached from its module."""
+        """Remove a hook that is detached from its module."""
         self._members = [member for member in self._members if member[0] is not hook]
 
     def names(self) -> list[str]:
-        """Name its tensors."""
+        """Return the names of its tensors."""
         return [prefix + slot.name for _, _, prefix, slots in self._members for slot in slots]
 
     def acquire(self) -> None:
-        """Let this thread hold the block: the first hold makes the modules hold its tensors."""
+        """Hold the block in this thread; the first hold sets the tensors of its modules."""
         thread = threading.get_ident()
         with self._lock:
             count = self._holds.get(thread, 0)
@@ -467,7 +467,7 @@ class OffloadedBlock:
             for slot in slots:
                 if hook.weights_map is weights_map:
                     slot.enter(values[prefix + slot.name])
-                else:  # somebody gave the module weights of its own, as merging an adapter does
+                else:  # the user replaced the module's weights, as merging an adapter does
                     slot.enter((hook.weights_map or {})[slot.name].to(self.device))
 
     def _leave(self) -> None:
@@ -477,9 +477,9 @@ class OffloadedBlock:
 
 
 class BlockOrder:
-    """The blocks of one model in the order of their use: after a block comes what came after it last time.
+    """The blocks of one model in the order of their last use, for prefetching.
 
-    At first that is the next one of the model; after the last block comes the first, as in generation.
+    Initially a block is followed by the model's next one, and the last by the first, as in generation.
     """
 
     weights: MappedBlocks | StreamedBlocks
@@ -489,12 +489,12 @@ class BlockOrder:
         self._last: str | None = None
 
     def start(self, names: Sequence[str], weights: MappedBlocks | StreamedBlocks) -> None:
-        """Set the blocks, in order of registration, and what gives them their weights."""
+        """Set the blocks, in registration order, and the source of their weights."""
         self.weights = weights
         self._following = dict(zip(names, [*names[1:], *names[:1]], strict=True))
 
     def prefetch_after(self, block: str) -> None:
-        """Note that a block is in use, and prefetch the one that probably follows."""
+        """Record that a block is in use, and prefetch the block that probably follows."""
         if self._last is not None:
             self._following[self._last] = block
         self._last = block
@@ -513,18 +513,18 @@ def make_blocks(
     memory_limit: int | None = None,
     resident_block: str | None = None,
 ) -> None:
-    """Group the hooks of offloaded modules into blocks, and stream these.
+    """Group the hooks of offloaded modules into blocks, and stream the blocks.
 
-    A block is the largest module below an entry that does not contain a list of modules, or one whose class
-    stays whole. Tensors of modules above blocks are materialised once and stay resident: they are few, and
-    such a module may use them at any time. So do those of the block that `resident_block` names.
+    A block is the largest module below an entry that does not contain a list of modules, or a module of an
+    unsplit class. Tensors of modules above blocks are materialised once and stay resident: they are few, and
+    such a module may use them at any time. The tensors of `resident_block` also stay resident.
     """
     roots: dict[str, nn.Module] = {}
     for entry in entries:
         module = _module_at(model, entry)
         if module is not None:
             roots.update(_roots(module, entry, preload_classes))
-    # An entry that is a tensor: its module is a block if no other block lies below it.
+    # For an entry that is a tensor, its module is a block if it contains no other block.
     for entry in entries:
         owner = entry.rpartition(".")[0]
         if _module_at(model, entry) is None and not any(_is_below(root, owner) for root in roots):
@@ -599,7 +599,7 @@ def _make_resident(
 
 
 def _hook_root(root: nn.Module, block: OffloadedBlock) -> None:
-    """Make sure that the block is acquired before its root's forward, also where the root has no tensors."""
+    """Make the root's forward acquire the block even if the root has no tensors."""
     if any(hook.block is block for hook in align_hooks_of(root)):
         return
     hook = next(iter(align_hooks_of(root)), None)

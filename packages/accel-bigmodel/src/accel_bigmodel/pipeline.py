@@ -1,4 +1,4 @@
-"""Pipeline-parallel inference: the layers of a model in stages on several ranks, batches as micro-batches."""
+"""Pipeline-parallel inference: a model's layers as stages on several ranks, batches as micro-batches."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> M:
-    """Let every process run some of a model's layers, in a pipeline. For inference only.
+    """Split a model's layers into pipeline stages, one per process. For inference only.
 
-    Afterwards every process calls the model alike. What the first one gives it counts; batches may have any
-    number of rows. The last one gets the output, the others `None` unless `gather_output`.
+    Afterwards every process calls the model in the same way. The first process's inputs are used; batches may
+    have any number of rows. The last process gets the output, the others `None` unless `gather_output`.
 
     Args:
-        model: The model, in evaluation mode, whole on every process. Its `forward` is replaced.
-        split_points: The names of the modules with which the second and every further stage begins;
-            `"auto"` divides the weights evenly.
-        no_split_module_classes: Names of classes whose modules stay whole in one stage.
-        example_args: Example inputs, from which the model is traced: tensors with the batch first.
-        example_kwargs: The same, by keyword.
-        num_chunks: Into how many pieces a batch is cut, so that several stages have work at once; as many as
-            there are processes by default.
+        model: The model, in evaluation mode, in full on every process. Its `forward` is replaced.
+        split_points: The names of the first modules of the second and every further stage; `"auto"` balances
+            the weights.
+        no_split_module_classes: Names of classes whose modules are not split across stages.
+        example_args: Example inputs for tracing the model: tensors with the batch first.
+        example_kwargs: Example keyword inputs.
+        num_chunks: Number of micro-batches per batch, so that several stages run concurrently; the number of
+            processes by default.
         gather_output: Whether every process gets the output.
 
     Returns:
-        The model; its attribute `hf_split_points` lists where it was cut. A process alone runs it as it was.
+        The model; its attribute `hf_split_points` lists the split points. A single process runs it unchanged.
 
     Raises:
         SettingsError: There is no example input, there are fewer layers than processes, or a split point is
@@ -80,7 +80,7 @@ def prepare_pippy(
         return model
     size = math.ceil(rows / chunks)
     args, kwargs = _padded(slice_tensors((example_args, kwargs), slice(0, size)), size)
-    structure = tree_structure(call_on_meta(model, args, kwargs))  # which tracing forgets
+    structure = tree_structure(call_on_meta(model, args, kwargs))  # which tracing loses
     schedule = build_pipeline(model, split_points, args, kwargs, chunks)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def build_pipeline(
     kwargs: Mapping[str, Any] | None,
     num_chunks: int,
 ) -> ScheduleGPipe:
-    """Trace a model, and make this process's stage of it.
+    """Trace a model, and build this process's stage of it.
 
     Returns:
         The schedule. Its `step` takes a batch on the first process, and returns the output on the last.
@@ -144,7 +144,7 @@ def _forward_in_slices(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run a batch of any size: the traced model takes `most` rows at once, no more and no fewer."""
+    """Run a batch of any size in slices: the traced model takes exactly `most` rows."""
     state = PartialState()
     rows: int | None = broadcast_object_list([find_pippy_batch_size(args, kwargs)])[0]
     if not rows:
@@ -214,7 +214,7 @@ def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) ->
 
 
 class _Entrance(nn.Module):
-    """Lets every input pass through the first stage, from which stages that use it get it."""
+    """Route every input through the first stage, which sends it to the stages that use it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class _Entrance(nn.Module):
 
 @contextmanager
 def _restored(model: nn.Module, split_points: Sequence[str]) -> Generator[None]:
-    """Undo what marking split points changes in the modules."""
+    """Undo the changes that marking split points makes to the modules."""
     forwards = {name: vars(model.get_submodule(name)).get("forward") for name in split_points}
     try:
         yield

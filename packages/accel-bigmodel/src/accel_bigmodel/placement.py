@@ -1,4 +1,4 @@
-"""Put one tensor of a module somewhere, with a value, a type, and its ties kept."""
+"""Place one tensor of a module on a device, with a value and a dtype; tied tensors stay tied."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put a parameter or buffer on a device, as the module's own tensor.
+    """Set a parameter or buffer of a module to a device, value and dtype.
 
-    `param.to(device)` gives a tensor that the module does not know; this replaces the one it has. A value
-    that is already where and what it should be is used as it is, without a copy.
+    `param.to(device)` returns a new tensor; this function replaces the module's tensor. A value that already
+    has the device and dtype is used without a copy.
 
     Args:
         module: The module that holds the tensor, at any depth.
         tensor_name: Its dotted name.
-        device: Where it goes.
-        value: Its value; needed when it is on the meta device now.
-        dtype: Cast floating values to this; otherwise to the type that the module has now.
-        fp16_statistics: The row statistics of an int8 weight, kept beside it as `weight.SCB`.
-        tied_params_map: Address of a tensor to the copies of it that devices already have: a tied weight is
-            copied once per device.
-        non_blocking: Let a copy from pinned memory run on.
-        clear_cache: Give cached memory back to an accelerator that the tensor leaves.
+        device: The target device.
+        value: The new value; required if the tensor is on the meta device.
+        dtype: Cast floating-point values to this dtype; by default to the current dtype of the tensor.
+        fp16_statistics: The row statistics of an int8 weight, stored as `weight.SCB`.
+        tied_params_map: Address of a tensor to its existing copies by device: a tied weight is copied once
+            per device.
+        non_blocking: Copy from pinned memory asynchronously.
+        clear_cache: Release cached memory of the accelerator that the tensor leaves.
 
     Raises:
         CheckpointError: The value's shape is not the tensor's.
-        ValueError: The tensor does not exist, or it has no value and none is given.
+        ValueError: The tensor does not exist, or it is on the meta device and `value` is missing.
 
     Example:
         >>> from torch import nn
@@ -63,7 +63,7 @@ def set_module_tensor_to_device(
     old = parameters[leaf] if leaf in parameters else buffers[leaf]
     if old is None and value is None:
         return
-    # Before the device, which programs may leave open. Quantised classes change their shape as they load.
+    # Checked before the device, which may be missing. Quantised classes change their shape when they load.
     is_plain = type(old) in (nn.Parameter, torch.Tensor)
     if value is not None and old is not None and is_plain and old.shape != value.shape:
         raise CheckpointError(
@@ -85,7 +85,7 @@ def set_module_tensor_to_device(
             wanted = None
         new = source.to(device=target, dtype=wanted, non_blocking=non_blocking)
         if new.device == source.device and new.dtype == source.dtype:
-            # `to` of bitsandbytes' 8-bit weight makes another, without the scales that its layer took over.
+            # `to` of bitsandbytes' 8-bit weight returns another, without the scales that its layer took over.
             new = source
         if tied_params_map is not None and source.data_ptr() in tied_params_map:
             tied_params_map[source.data_ptr()][target] = new
@@ -102,7 +102,7 @@ def set_module_tensor_to_device(
 
 @dataclass(frozen=True, slots=True)
 class TensorOwner:
-    """Where a module holds a tensor: the table, the name in it, and whether it is one of buffers."""
+    """The location of a tensor in a module: the dict, the key, and whether it is a dict of buffers."""
 
     table: dict[str, Any]
     leaf: str
@@ -111,7 +111,7 @@ class TensorOwner:
 
 
 def sites_of(model: nn.Module) -> dict[str, TensorOwner]:
-    """Find every place where a model holds a tensor, by full name, in one pass.
+    """Return the location of every tensor of a model, by full name.
 
     Example:
         >>> sorted(sites_of(nn.Sequential(nn.Linear(1, 1))))
@@ -162,12 +162,12 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 
 
 def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
-    """Wrap a tensor as the parameter that it replaces: same class, attributes and `requires_grad`."""
+    """Wrap a tensor as a parameter with class, attributes and `requires_grad` of the one it replaces."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     if like is None or type(like) in (nn.Parameter, torch.Tensor):
         wanted = like is not None and like.requires_grad
-        # Integers cannot require gradients, whatever the meta model's parameter says.
+        # Integers cannot require gradients, even if the meta model's parameter does.
         new = nn.Parameter(tensor, requires_grad=wanted and tensor.is_floating_point())
         if like is not None and vars(like):
             vars(new).update(vars(like))
@@ -177,7 +177,7 @@ def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
 
 
 def torch_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Read an element type that may be written as text, `"float16"` or `"torch.float16"`.
+    """Return a dtype that may be passed as text, `"float16"` or `"torch.float16"`.
 
     Example:
         >>> torch_dtype("torch.bfloat16"), torch_dtype(None)
@@ -192,7 +192,7 @@ def torch_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two devices are the same; one without an index is the first of its type.
+    """Return whether two devices are the same; a device without an index is the first of its type.
 
     Example:
         >>> check_device_same(torch.device("cuda"), torch.device("cuda:0"))
@@ -204,5 +204,5 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def _get_proper_dtype(dtype: str | torch.dtype) -> torch.dtype:  # pyright: ignore[reportUnusedFunction] - programs call it
-    """Return the dtype of a name such as `"torch.float16"` or `"float16"`; a dtype as it is."""
+    """Return the dtype with a name such as `"torch.float16"` or `"float16"`; return a dtype unchanged."""
     return getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype

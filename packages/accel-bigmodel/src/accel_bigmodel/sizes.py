@@ -1,4 +1,4 @@
-"""Bytes of a model: its layers, modules, activations and key-value cache."""
+"""Memory of a model in bytes: its layers, modules, activations and key-value cache."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from accel_state.torch_private import (
 )
 
 if TYPE_CHECKING:
-    # Bytes of a tensor by the prefix of its module (with a trailing dot), its own name there, and itself.
+    # Bytes of a tensor, from the prefix of its module (with a trailing dot), its name there, and the tensor.
     ByteCount = Callable[[str, str, Tensor], int]
-    # Tensors of one module: the prefix of their names, themselves, and 1 for buffers.
+    # Tensors of one module: the prefix of their names, the tensors by name, and 1 for buffers.
     _Table = tuple[str, Mapping[str, Tensor | None], int]
     ElementType = str | torch.dtype | CustomDtype
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""Modules of these classes, and those above them, are not streamed as blocks: their children are."""
+"""Modules of these classes and their ancestors are not offloaded as one block: their children are."""
 
 
 def class_names(classes: str | Iterable[str] | None) -> frozenset[str]:
-    """Read the documented argument: one class name, several, or none.
+    """Normalise an argument that is one class name, several, or none.
 
     Example:
         >>> class_names("Block") == class_names(["Block"])
@@ -47,20 +47,20 @@ def class_names(classes: str | Iterable[str] | None) -> frozenset[str]:
 
 @dataclass(slots=True)
 class Layers:
-    """The layers of a model in order of registration, as columns; tensors beside children come before them.
+    """The layers of a model in registration order, as columns; a module's tensors precede its children.
 
-    A layer is a module of a class that stays whole, a module without children, or a tensor beside children.
+    A layer is a module of an unsplit class, a module without children, or a direct tensor of another module.
 
     Attributes:
         names: Full names.
-        sizes: Bytes, each tied tensor counted in the first layer that has it.
-        totals: Bytes with tied tensors: what running a layer alone takes.
-        buffers: How many of `sizes` belong to buffers.
-        blocks: Bytes of the largest module that begins with a layer and is streamed as one block, or that is
-            in it: a module without containers below it.
+        sizes: Bytes; each tied tensor counts in the first layer that has it.
+        totals: Bytes with tied tensors, as needed to run a layer on its own.
+        buffers: The bytes of buffers among `sizes`.
+        blocks: Bytes of the largest offloaded block (a module without containers) that begins with a layer or
+            is inside of it.
         ties: Pairs of layers that share a tensor.
-        modules: The modules above the layers, in preorder: name, first layer, end of layers, index of the
-            next module that is not below.
+        modules: The ancestors of layers, in preorder: name, first layer, end of layers, index of the next
+            module that is not a descendant.
     """
 
     names: list[str] = field(default_factory=list[str])
@@ -73,14 +73,14 @@ class Layers:
 
 
 def read_layers(model: nn.Module, unsplit: frozenset[str], count: ByteCount | None) -> Layers:
-    """Read a model once, in time linear in its modules and tensors."""
+    """Collect the layers of a model in time linear in its modules and tensors."""
     reader = _Reader(unsplit, count)
     reader.visit(model, "", "")
     return reader.layers
 
 
 class _Reader:
-    """The one pass over a model; written for speed, since models may have 200,000 tensors."""
+    """Collects layers in one traversal; written for speed, since models may have 200,000 tensors."""
 
     def __init__(self, unsplit: frozenset[str], count: ByteCount | None) -> None:
         self.layers = Layers()
@@ -91,7 +91,7 @@ class _Reader:
         self._has_containers = False
 
     def visit(self, module: nn.Module, name: str, prefix: str) -> bool:
-        """Read a module; return whether there are containers with tensors in it, so that it is no block."""
+        """Read a module; return whether it has containers with tensors, so that it is not a block."""
         parameters, buffers, children = tables_of(module)
         if not children:
             self._add_layer(name, ((prefix, parameters, 0), (prefix, buffers, 1)))
@@ -149,7 +149,7 @@ class _Reader:
         self._total += total
 
     def _tables_below(self, module: nn.Module, prefix: str) -> Iterator[_Table]:
-        """Yield the tables of tensors of a module and of all below it."""
+        """Yield the tables of tensors of a module and of its descendants."""
         parameters, buffers, children = tables_of(module)
         self._has_containers |= isinstance(module, CONTAINERS)
         yield prefix, parameters, 0
@@ -159,7 +159,7 @@ class _Reader:
                 yield from self._tables_below(child, f"{prefix}{leaf}.")
 
     def _block_below(self, module: nn.Module, prefix: str) -> tuple[int, int, bool]:
-        """Return the bytes of a module, those of the largest block in it, and whether it has containers."""
+        """Return bytes of a module, bytes of the largest block in it, and whether it has containers."""
         parameters, buffers, children = tables_of(module)
         tensors = ((leaf, tensor) for table in (parameters, buffers) for leaf, tensor in table.items())
         count = self._count
@@ -182,16 +182,16 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, ElementType] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Sum the bytes of every module of a model.
+    """Compute the size in bytes of every module and tensor of a model.
 
     Args:
-        model: The model, on any device, the meta device too.
-        dtype: The type that floating weights will have once loaded; otherwise the type they have.
-        special_dtypes: Types of single tensors, by name; they come before `dtype`.
-        buffers_only: Count buffers alone.
+        model: The model, on any device, including the meta device.
+        dtype: The dtype of floating-point weights once loaded; by default their current dtype.
+        special_dtypes: Dtypes of individual tensors, by name; they take precedence over `dtype`.
+        buffers_only: Count only buffers.
 
     Returns:
-        Name of each module and tensor to its bytes, `""` for all. A tied tensor counts at its first name.
+        Bytes by name of each module and tensor; `""` is the model. A tied tensor counts at its first name.
 
     Example:
         >>> from torch import nn
@@ -227,7 +227,7 @@ def compute_module_total_buffer_size(
     dtype: ElementType | None = None,
     special_dtypes: Mapping[str, ElementType] | None = None,
 ) -> int:
-    """Sum the bytes of a model's buffers.
+    """Compute the size in bytes of all buffers of a model.
 
     Example:
         >>> from torch import nn
@@ -243,16 +243,16 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Sequence[tuple[str, nn.Module]],
 ) -> tuple[int, list[str], list[nn.Module]]:
-    """Sum the bytes of a module and of the modules that hold weights tied to its own.
+    """Compute the size in bytes of a module together with the modules that hold weights tied to it.
 
     Args:
-        tied_params: Names of the tied weights that lie outside the module.
-        module_size: Bytes of the module itself.
+        tied_params: Names of the tied weights outside of the module.
+        module_size: Bytes of the module.
         module_sizes: Bytes by name, from `compute_module_sizes`.
-        modules_to_treat: The named modules in which the tied weights lie.
+        modules_to_treat: The named modules that contain the tied weights.
 
     Returns:
-        The bytes, each tied weight counted once; the names of the modules that hold them; these modules.
+        The bytes, with each tied weight counted once; the names of the modules that hold them; these modules.
     """
     named = dict(modules_to_treat)
     total, names = module_size, list[str]()
@@ -263,14 +263,14 @@ def get_module_size_with_ties(
         if name not in names:
             names.append(name)
             total += module_sizes[name]
-        total -= module_sizes.get(weight, 0)  # without bytes where another name has counted it
+        total -= module_sizes.get(weight, 0)  # 0 if another name has counted it
     return total, names, [named[name] for name in names]
 
 
 def byte_count(
     dtype: ElementType | None, special_dtypes: Mapping[str, ElementType] | None
 ) -> ByteCount | None:
-    """Make the function that returns how many bytes a tensor will take; `None` if those that it has."""
+    """Create a function that returns the bytes of a tensor once loaded; `None` if its dtype stays."""
     if dtype is None and not special_dtypes:
         return None
     width = None if dtype is None else _width(dtype)
@@ -289,12 +289,12 @@ def byte_count(
 def streamed_count(
     count: ByteCount | None, dtype: ElementType | None, stored: Mapping[str, torch.dtype]
 ) -> ByteCount:
-    """Make the function that returns how many bytes a tensor takes that is read from a file and cast.
+    """Create a function that returns the bytes needed to read a tensor from a file and cast it.
 
     Args:
-        count: Bytes of tensors in the types that they are used in; `None` for those that they have.
-        dtype: The type that floating tensors are used in; by default their own.
-        stored: Types in the file, by name.
+        count: Bytes of tensors in the dtypes in which they are used; `None` for their current dtypes.
+        dtype: The dtype in which floating-point tensors are used; by default their current dtype.
+        stored: Dtypes in the file, by name.
     """
     floating = None if isinstance(dtype, CustomDtype) else torch_dtype(dtype)
 
@@ -312,10 +312,10 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: str | Sequence[str] | None,
 ) -> tuple[int, list[str]]:
-    """Find the bytes of the largest layer (no children, or a class that is not split), and all of that size.
+    """Return the size of the largest layer (no children, or an unsplit class), and the layers of that size.
 
     Args:
-        modules: The named modules to look through, with everything below them.
+        modules: The named modules to search, with their descendants.
         module_sizes: Bytes by name, from `compute_module_sizes`.
         no_split_module_classes: Names of classes that count as one layer.
 
@@ -338,7 +338,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Return a model's total bytes, and those of its largest layer with the layers of that size.
+    """Return the bytes of a model, and the bytes of its largest layer with the layers of that size.
 
     Example:
         >>> from torch import nn
@@ -369,11 +369,11 @@ def _layers(name: str, module: nn.Module, unsplit: frozenset[str]) -> Iterable[s
 
 @frozen
 class Workload:
-    """Bytes of a declared batch and length, by module.
+    """Activation and cache memory in bytes of a declared batch and sequence length, by module.
 
     Attributes:
-        activations: Module name to the bytes in use while it runs; a device needs the largest of its modules.
-        cache: Module name to the bytes that stay as long as the generation lasts; a device needs their sum.
+        activations: Module name to the bytes in use while it runs; a device needs the maximum of its modules.
+        cache: Module name to the bytes allocated for the whole generation; a device needs their sum.
 
     Example:
         >>> Workload(cache={"layers.0": 100}).per_layer(["embed", "layers.0.attention", "layers.0.mlp"])
@@ -384,10 +384,10 @@ class Workload:
     cache: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def per_layer(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
-        """Give each layer its cache, and its activations; what a module has goes to its first layer.
+        """Return cache and activations by layer; the bytes of a module are assigned to its first layer.
 
         Raises:
-            SettingsError: The workload names no module of the model.
+            SettingsError: A name of the workload is no module of the model.
         """
         cache, active = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
         first: dict[str, str] = {}
@@ -407,15 +407,15 @@ class Workload:
 
 
 def measure_activations(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str, int]:
-    """Run a model on the meta device, and sum the bytes of inputs and outputs of each module.
+    """Run a model on the meta device, and measure the bytes of inputs and outputs of each module.
 
-    Nothing is computed and no weight is touched. An operation without a rule for the meta device fails; its
-    error is passed on.
+    Nothing is computed and no weight is accessed. An operator without a meta implementation raises its
+    error.
 
     Args:
         model: The model, on any device.
-        *args: Inputs of its forward; tensors count by shape and type alone.
-        **kwargs: More of them.
+        *args: Inputs of its forward; only shape and dtype of tensors count.
+        **kwargs: Keyword inputs of its forward.
 
     Returns:
         Module name to the bytes of its inputs and outputs together.
@@ -443,7 +443,7 @@ def measure_activations(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str
 
 
 def call_on_meta(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return what a model would return, on the meta device; nothing is computed and no weight is touched."""
+    """Return a model's output on the meta device; nothing is computed and no weight is accessed."""
     named = (*model.named_parameters(), *model.named_buffers())
     tensors = {name: tensor.to("meta") for name, tensor in named}
     inputs: Any = tree_map(
@@ -462,13 +462,13 @@ def kv_cache(
     head_dim: int,
     dtype: torch.dtype = torch.float16,
 ) -> dict[str, int]:
-    """Return the bytes of a key-value cache: 2 x batch x length x heads x head size.
+    """Return the bytes of a key-value cache by layer: 2 x batch x length x heads x head size.
 
     Args:
-        layers: Names of the layers that have one.
-        batch_size: Sequences at a time.
-        sequence_length: Prompt and generated tokens together.
-        num_key_value_heads: Heads that are cached (fewer than query heads with grouped attention).
+        layers: Names of the layers that have a cache.
+        batch_size: Number of sequences.
+        sequence_length: Number of tokens, prompt and generated.
+        num_key_value_heads: Number of cached heads (fewer than query heads with grouped-query attention).
         head_dim: Elements per head.
         dtype: The cache's element type.
 

@@ -1,4 +1,4 @@
-"""Checkpoint files as tables of tensors; checkpoints of the hub; broadcasts from rank 0."""
+"""Checkpoint files as sources of tensors; checkpoints of the hub; broadcasts from rank 0."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Source(Protocol):
     """One weight file.
 
     Attributes:
-        tensors: Name to shape and element type.
+        tensors: Name to shape and dtype.
         in_place: Whether a tensor may stay in the file and be read when it is used.
-        mapped: Whether `get` gives tensors that take no memory until they are used.
-        broadcast: Whether asking for a tensor is a collective.
+        mapped: Whether `get` returns tensors that take no memory until they are used.
+        broadcast: Whether reading a tensor is a collective.
     """
 
     path: AnyPath
@@ -62,30 +62,30 @@ class Source(Protocol):
         ...
 
     def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Return tensors on an accelerator, one by one."""
+        """Return tensors, copied to an accelerator."""
         return {name: self.get(name).to(device) for name in names}
 
     def check_unchanged(self) -> None:
-        """Check that the file was not replaced since it was opened, where reading does not show that.
+        """Check that the file was not replaced since it was opened, if reads would not detect that.
 
         Raises:
-            CheckpointError: It was.
+            CheckpointError: The file was replaced.
         """
 
 
 class Pipelines:
-    """The pipelines of one load: one for each device, which all files share."""
+    """The copy pipelines of one load: one per device, shared by all files."""
 
     def __init__(self) -> None:
         self._largest = 1
         self._made: dict[torch.device, HostToDevice | None] = {}
 
     def fit(self, nbytes: int) -> None:
-        """Make staging buffers for tensors of a size; before any pipeline is made."""
+        """Size the staging buffers for tensors of `nbytes`; to be called before any pipeline is created."""
         self._largest = max(self._largest, nbytes)
 
     def to(self, device: torch.device) -> HostToDevice | None:
-        """Return the pipeline to a device, or None for one without streams."""
+        """Return the pipeline to a device, or None for a device without streams."""
         if device not in self._made:
             streams = device_streams(device)
             size = min(SLOT_BYTES, power_of_two(self._largest))
@@ -94,7 +94,7 @@ class Pipelines:
 
 
 class SafetensorsSource(Source):
-    """A safetensors file: mapped; on a network file system read in large pieces, from a store by ranges."""
+    """A safetensors file: mapped, or read in large chunks (network file system) or by ranges (store)."""
 
     def __init__(self, path: AnyPath, pipelines: Pipelines | None = None) -> None:
         self.path = path
@@ -119,7 +119,7 @@ class SafetensorsSource(Source):
 
 
 class BinSource(Source):
-    """A file of `torch.save`; the zip format is mapped, the older format is read in full."""
+    """A file of `torch.save`; the zip format is mapped, the legacy format is read in full."""
 
     mapped = True
 
@@ -133,7 +133,7 @@ class BinSource(Source):
 
 
 def is_network(path: Path) -> bool:
-    """Return whether a path is known to be on a network, where many small mapped reads are slow."""
+    """Return whether a path is on a known network file system, where many small mapped reads are slow."""
     real, mounts = path.resolve(), _mounts()
     nearest = next((str(folder) for folder in (real, *real.parents) if str(folder) in mounts), None)
     return nearest is not None and mounts[nearest] in _NETWORK
@@ -141,7 +141,7 @@ def is_network(path: Path) -> bool:
 
 @functools.cache
 def _mounts() -> dict[str, str]:
-    """Return mount point to type of file system."""
+    """Return the file system type of each mount point."""
     return {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
 
 
@@ -161,7 +161,7 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
 
 
 def stored_dtypes(checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
-    """Return the types of the tensors that may stay in the files of a checkpoint, by name.
+    """Return the dtypes of the tensors that may stay in the files of a checkpoint, by name.
 
     Raises:
         CheckpointError: A file is damaged or absent.
@@ -173,14 +173,14 @@ def stored_dtypes(checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
 
 
 def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:
-    """Find a checkpoint on this machine, fetching it from the hub if that is where it is.
+    """Find a checkpoint on this machine, or download it from the hub.
 
     Args:
-        checkpoint: A path, or an fsspec URL, which is returned; or the id of a model, looked for in the hub's
-            local cache first.
+        checkpoint: A path, or an fsspec URL, which is returned; or the id of a model on the hub, whose local
+            cache is searched first.
 
     Raises:
-        FileNotFoundError: It is neither.
+        FileNotFoundError: The path or model does not exist.
         MissingDependencyError: It may be a hub id, and `huggingface_hub` is not installed.
     """
     path = any_path(checkpoint, "checkpoint")
@@ -197,7 +197,7 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:
         ) from error
     try:
         folder = Path(hub.snapshot_download(name, local_files_only=True, allow_patterns=["*"]))
-        find_checkpoint_files(folder)  # all of them, or the rest is fetched
+        find_checkpoint_files(folder)  # all of them, or the rest is downloaded
         return folder
     except (errors.LocalEntryNotFoundError, FileNotFoundError, errors.HFValidationError, CheckpointError):
         pass
@@ -216,13 +216,13 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:
 
 
 def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
-    """Open a checkpoint on rank 0, and make the same table on every rank.
+    """Open a checkpoint on rank 0, and create its sources on every rank.
 
-    Every rank then asks for the same tensors in the same order; each is sent once.
+    All ranks must then read the same tensors in the same order; each tensor is broadcast once.
 
     Raises:
         SettingsError: There is no process group.
-        CheckpointError: Rank 0 could not open it; every rank raises.
+        CheckpointError: Rank 0 could not open it; all ranks raise.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
         raise SettingsError(
@@ -247,7 +247,7 @@ def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
 
 
 class BroadcastSource(Source):
-    """One file, known to every rank, read on rank 0. Asking for a tensor is a collective."""
+    """One file that rank 0 reads and broadcasts. Reading a tensor is a collective."""
 
     broadcast = True
 
@@ -270,6 +270,6 @@ class BroadcastSource(Source):
             tensor = self._source.get(name).to(device).contiguous()
         else:
             tensor = torch.empty(shape, dtype=dtype, device=device)
-        # As bytes: not every backend knows every element type.
+        # As bytes: not every backend supports every dtype.
         distributed.broadcast(tensor.view(-1).view(torch.uint8), src=0)
         return tensor
