@@ -1,9 +1,9 @@
-"""Gather, broadcast and reduce nested data across ranks; on devices that record a program, by few operations.
+"""Gather, broadcast and reduce nested data across ranks, also on devices that record a program (XLA).
 
-The buffers of `packing` are filled through views of bytes, each of which a device that records a program,
-such as XLA, would record: there, leaves are joined and split by few operations instead. Whether the calls
-of the ranks fit together is compared over the host, so that nothing waits for the device. All ranks record
-the same operations, since each executes its own program, and the collectives in these have to meet.
+The buffers of `packing` are filled through byte views, each of which XLA would record: on such devices leaves
+are joined and split by a few operations instead. The calls of the ranks are compared over the host, so that
+they do not wait for the device. All ranks record the same operations, since each executes its own program,
+and the collectives in these programs have to match.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ COMBINED = frozenset(
     {torch.float32, torch.float64, torch.float16, torch.bfloat16}
     | {torch.int64, torch.int32, torch.int8, torch.uint8}
 )
-"""Types that `combine_rows` takes."""
+"""Dtypes that `combine_rows` supports."""
 
-# Types whose exponents reach so far that scaling by a power of two before adding loses nothing.
+# Dtypes with enough exponent range that scaling by a power of two before adding is exact.
 _WIDE_EXPONENTS = {torch.float32, torch.float64, torch.bfloat16}
 
 
@@ -57,7 +57,7 @@ class Scaling:
     """The reduction of values, and the scaling of the result.
 
     Attributes:
-        divisor: The divisor of a mean, which may be 1; None for no mean.
+        divisor: The divisor of a mean, which may be 1; None for other reductions.
     """
 
     op: ReduceOp = "sum"
@@ -66,7 +66,7 @@ class Scaling:
 
     @property
     def changes(self) -> bool:
-        """Whether it scales."""
+        """Whether the result is scaled."""
         return self.divisor is not None or self.scale != 1.0
 
 
@@ -101,9 +101,9 @@ class PendingReduce:
 def reduce_in_place(operand: Tensor, scaling: Scaling) -> PendingReduce:
     """Prepare the reduction of a tensor that may be overwritten.
 
-    A mean or a scaled result of integers or booleans is exact in 64 bits and then becomes the default
-    floating type; uint64, of which int64 does not have all values, takes the way through float64, and float8,
-    which has no arithmetic, that through float32.
+    A mean or a scaled result of integers or booleans is computed in 64 bits and then cast to the default
+    floating-point dtype; uint64, whose values int64 cannot all represent, is computed in float64, and float8,
+    which has no arithmetic, in float32.
     """
     if operand.dtype.is_complex and scaling.op != "sum":
         raise TypeError(
@@ -134,13 +134,13 @@ def combine_rows(rows: Tensor, scaling: Scaling) -> PendingReduce:
 
 
 def reduce_copy(operand: Tensor, scaling: Scaling, device: torch.device) -> PendingReduce:
-    """Prepare the reduction of a tensor that stays as it is; read it once, and write the result once."""
+    """Prepare the reduction of a tensor that must not change; read it once, and write the result once."""
     source = operand.detach().to(device)
     total = torch.empty(source.shape, dtype=source.dtype, device=device)
     factor = scaling.scale / (scaling.divisor or 1)
     linear = scaling.op != "prod" and source.dtype in _WIDE_EXPONENTS
     if linear and math.frexp(factor)[0] == 0.5:
-        torch.mul(source, factor, out=total)  # a power of two: exact, so it can come first, with the copy
+        torch.mul(source, factor, out=total)  # a power of two: exact, so it can be fused with the copy
         return PendingReduce(total=total, final=total, scaling=Scaling(op=scaling.op))
     return reduce_in_place(total.copy_(source), scaling)
 
@@ -149,12 +149,12 @@ HOST = torch.device("cpu")
 
 
 def is_recorded(device: torch.device) -> bool:
-    """Whether a device records operations, and its collectives are those of this module."""
+    """Return whether a device records operations, so that it uses the recorded collectives."""
     return device.type in WITHOUT_STORAGE
 
 
 def recorded_gather(collectives: Collectives, flat: Flat, device: torch.device, *, same_shapes: bool) -> Any:
-    """Gather leaves, padded to the largest size of dimension 0 for the message; see `collect.gather`."""
+    """Gather leaves, padded to the largest size of dimension 0 for the message; see `gather`."""
     if runtime_module(device).is_global():
         return flat.data
     world_size = collectives.world_size
@@ -167,7 +167,7 @@ def recorded_gather(collectives: Collectives, flat: Flat, device: torch.device, 
         for leaf, most in zip(leaves, largest, strict=True)
     ]
     if any(len({*counts}) > 1 for counts in rows):
-        # What ranks pad differs, and must not be in the program of the message.
+        # Ranks pad differently, so the padding must not be in the program of the collective.
         runtime_module(device).flush()
     gathered = leaves.copy()
     for members in _by_dtype(flat):
@@ -184,7 +184,7 @@ def recorded_gather(collectives: Collectives, flat: Flat, device: torch.device, 
 
 
 def recorded_broadcast(collectives: Collectives, flat: Flat, source: int, device: torch.device) -> None:
-    """Overwrite leaves by those of a rank; see `collect.broadcast`."""
+    """Overwrite leaves with those of one rank; see `broadcast`."""
     if runtime_module(device).is_global():
         return
     check_same_call(collectives, HOST, f"broadcast(from_process={source})", flat.plan)
@@ -199,7 +199,7 @@ def recorded_broadcast(collectives: Collectives, flat: Flat, source: int, device
 def recorded_reduce(
     collectives: Collectives, flat: Flat, scaling: Scaling, device: torch.device, call: str
 ) -> Any:
-    """Reduce leaves over the ranks, all of which make the same `call`; see `collect.reduce`."""
+    """Reduce leaves over the ranks, all of which make the same `call`; see `reduce`."""
     if runtime_module(device).is_global():
         collectives, scaling = SingleCollectives(), replace(scaling, divisor=scaling.divisor and 1)
     check_same_call(collectives, HOST, call, flat.plan)
@@ -215,10 +215,10 @@ def recorded_reduce(
 
 
 def _rows(collectives: Collectives, flat: Flat) -> list[list[int]]:
-    """Return the size of dimension 0 that every leaf has on every rank, exchanged over the host."""
+    """Return the size of dimension 0 of every leaf on every rank, exchanged over the host."""
     described = flat.plan.leaves
     order = sorted(range(len(described)), key=lambda index: described[index].path)
-    name = str(packing.signature(described))  # structures that differ have tables of different names
+    name = str(packing.signature(described))  # different structures have different names
     own = torch.tensor([[described[index].rows for index in order]], dtype=torch.int64)
     try:
         table = uneven_gather.gather(collectives, flatten({name: own}, "gather"), HOST)[name]
@@ -229,7 +229,7 @@ def _rows(collectives: Collectives, flat: Flat) -> list[list[int]]:
 
 
 def _by_dtype(flat: Flat) -> list[list[int]]:
-    """Return the indices of the leaves of every dtype, in an order that does not depend on that of dicts."""
+    """Return the indices of the leaves of every dtype, in an order independent of the order of dicts."""
     described = flat.plan.leaves
     groups: dict[str, list[int]] = {}
     for index in sorted(range(len(described)), key=lambda index: described[index].path):
@@ -254,25 +254,25 @@ _REDUCTIONS: dict[str, ReduceOp] = {
     "prod": "prod",
 }
 
-MAX_COMBINED = 1 << 19  # bytes of all ranks that are combined by each, rather than by an all-reduce
+MAX_COMBINED = 1 << 19  # bytes of all ranks up to which each rank reduces them, rather than an all-reduce
 
 
 def gather(tensor: T, *, same_shapes: bool = False) -> T:
     """Concatenate every tensor of nested data over all processes, along dimension 0, in rank order.
 
-    A header is sent, then all leaves in one buffer; in one message, if they are small and gloo sends them.
-    Their sizes of dimension 0 may differ between the processes and may be 0; element types and the other
-    dimensions must agree. Every dtype is supported.
+    It sends a header, then all leaves in one buffer; both in one message if they are small and gloo sends
+    them. Sizes of dimension 0 may differ between the processes and may be 0; dtypes and the other dimensions
+    must agree. Every dtype is supported.
 
     Args:
         tensor: Tensors nested in lists, tuples, named tuples, mappings and dataclasses.
-        same_shapes: All shapes are known to be equal on all processes, so they are not exchanged. On an
-            accelerator this spares waiting for the device. If they are not equal, the result is undefined.
+        same_shapes: All shapes are known to be equal on all processes and are not exchanged, which avoids a
+            synchronisation with the accelerator. If they are not equal, the result is undefined.
 
     Returns:
-        The same structure on every process: a tensor of shape `(n, ...)` becomes `(sum of all n, ...)`, one
-        without dimensions `(number of processes,)`, on the device of the process and without a graph. In a
-        single process `tensor` itself.
+        The same structure on every process: a tensor of shape `(n, ...)` becomes `(sum of all n, ...)`, a 0-d
+        tensor `(number of processes,)`, on the device of the process and without a graph. In a single process
+        `tensor` itself.
 
     Raises:
         TypeError: A leaf is not a tensor.
@@ -325,20 +325,20 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
 
 
 def broadcast(tensor: T, from_process: int = 0) -> T:
-    """Overwrite every tensor of nested data, in place, with that of one process.
+    """Overwrite every tensor of nested data, in place, with the tensor of one process.
 
     Args:
         tensor: Tensors nested in containers, of the same structure, types and shapes on every process.
         from_process: The rank to broadcast from.
 
     Returns:
-        `tensor`, or an equal structure around the same tensors.
+        `tensor`, or an equal structure of the same tensors.
 
     Raises:
         TypeError: A leaf is not a tensor.
         ValueError: The process `from_process` does not exist.
         DistributedOperationException: Structures, types, shapes or `from_process` differ. Every process
-            raises it, with what differs.
+            raises it, with the differences.
 
     Example:
         >>> broadcast([torch.ones(1)])
@@ -362,15 +362,15 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 
 
 def broadcast_from(data: T, src: int = 0) -> T:
-    """Broadcast as `broadcast` does, with the argument's name of a private function in use."""
+    """Call `broadcast`; the argument is named as in a private function that programs use."""
     return broadcast(data, src)
 
 
 def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
-    """Replace the picklable objects in a list, in place, by those of one process.
+    """Replace the picklable objects in a list, in place, by the objects of one process.
 
     Args:
-        object_list: A list, equally long on every process.
+        object_list: A list of the same length on every process.
         from_process: The rank to broadcast from.
 
     Raises:
@@ -402,20 +402,20 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
 
     Args:
         tensor: Tensors nested in containers, of the same structure, types and shapes on every process.
-        reduction: `"sum"`, `"mean"`, `"max"`, `"min"`, `"prod"`, or `"none"`, which is another name for the
-            sum.
+        reduction: `"sum"`, `"mean"`, `"max"`, `"min"`, `"prod"`, or `"none"`, which is another name of
+            `"sum"`.
         scale: A factor for the result.
 
     Returns:
-        The same structure with new tensors, on every process, without a graph. The element type stays, but
-        the mean of integers or booleans, and any result of theirs times a scale, is of the default floating
-        type.
+        The same structure with new tensors, on every process, without a graph. The dtype stays, except that
+        the mean of integers or booleans, and any scaled result of them, has the default floating-point
+        dtype.
 
     Raises:
-        TypeError: A leaf is not a tensor, or is complex and neither added nor averaged.
+        TypeError: A leaf is not a tensor, or is complex and `reduction` is neither a sum nor a mean.
         ValueError: `reduction` is unknown.
         DistributedOperationException: Structures, types, shapes, `reduction` or `scale` differ. Every process
-            raises it, with what differs.
+            raises it, with the differences.
 
     Example:
         >>> reduce([torch.tensor([1.0, 2.0])], "sum", scale=0.5)
@@ -437,7 +437,7 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
 
 
 def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device: torch.device) -> None:
-    """Broadcast the leaves that are not large, all dtypes in one message."""
+    """Broadcast all leaves that are not large, of any dtype, in one message."""
     buckets = flat.plan.packed
     sends = collectives.rank == source
     size = HEADER_BYTES + size_of(buckets)
@@ -463,7 +463,7 @@ def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device:
 
 
 def _members_in(owner: PackingPlan, rows: Tensor, source: int) -> list[Tensor]:
-    """Return the packed leaves in the chunk of a rank; they are cut once if `rows` is used again."""
+    """Return views of the packed leaves in the chunk of a rank, cached if `rows` is used again."""
     cached: tuple[Tensor, list[Tensor]] | None = owner.extras.get(("rows", source))
     if cached is None or cached[0] is not rows:
         members = cut_all(owner.packed, sections(owner.packed, rows[source], HEADER_BYTES))
@@ -482,7 +482,7 @@ def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device
 
 
 def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torch.device) -> Any:
-    """Reduce leaves over the ranks: in one message if they are small, else one per dtype and large leaf."""
+    """Reduce leaves over the ranks: in one message if they are small, else one per dtype or large leaf."""
     name = "mean" if scaling.divisor is not None else scaling.op
     call = f"reduce({name!r}, scale={float(scaling.scale)!r})"
     if is_recorded(device):

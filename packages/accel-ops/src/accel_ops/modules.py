@@ -28,10 +28,10 @@ def extract_model_from_parallel(
 
     Args:
         model: The model, wrapped or not; it stays usable.
-        keep_fp32_wrapper: Keep the mixed precision that was put around its `forward`. Without it the
-            model itself, the wrapped one included, computes as it did before.
-        keep_torch_compile: Return a compiled model compiled again, else the model inside. What was compiled
-            in place, as regions are, has nothing around it and stays so.
+        keep_fp32_wrapper: Keep the mixed-precision wrapper of its `forward`. Otherwise the `forward` of the
+            model is restored, which also affects the wrapped model.
+        keep_torch_compile: Return a compiled model compiled again, else the module inside. Modules compiled
+            in place, such as regions, have no wrapper and stay compiled.
         recursive: Also replace, in place, every module that has a child `module` by that child, at any
             depth.
 
@@ -52,15 +52,15 @@ def extract_model_from_parallel(
         restore_forward(core)
     if compiled is not None and keep_torch_compile:
         if _inside(compiled) is not core:
-            # The compiled wrapper that was given must stay around what it is around.
+            # The compiled wrapper that was passed must not change.
             compiled = type(compiled)(core, compiled.dynamo_ctx)
         core = compiled
-    return cast("M", core)  # wrappers are typed as what they wrap
+    return cast("M", core)  # wrappers have the type of the wrapped model
 
 
 @singledispatch
 def unwrap_once(model: nn.Module) -> nn.Module | None:
-    """Return the module that a distributed wrapper holds, `None` if a module is no such wrapper.
+    """Return the module inside a distributed wrapper; `None` if a module is no such wrapper.
 
     A strategy that wraps models registers the type of its wrapper: `unwrap_once.register(Wrapper, …)`.
     """
@@ -75,7 +75,7 @@ def _(model: Any) -> nn.Module:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether `torch.compile` returned a module.
+    """Return whether a module is a result of `torch.compile`.
 
     Example:
         >>> import torch
@@ -87,14 +87,14 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def without_compiler(model: nn.Module) -> nn.Module:
-    """Return the module inside the result of `torch.compile`; any other module as it is."""
+    """Return the module inside the result of `torch.compile`; return any other module unchanged."""
     while is_compiled_module(model):
         model = compiled_module(model)
     return model
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
-    """Return the module inside the result of `torch.compile`, compiled in place; another module as it is."""
+    """Return the module inside a `torch.compile` result, compiled in place; any other module unchanged."""
     if not is_compiled_module(model):
         return model
     inner = without_compiler(model)
@@ -103,25 +103,25 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether a module, or any module in it, is compiled, in place or by `torch.compile`."""
+    """Return whether a module or any submodule is compiled, in place or by `torch.compile`."""
     return any(is_compiled_module(part) or is_compiled_in_place(part) for part in module.modules())
 
 
 def size_at_load(model: nn.Module, name: str) -> int | None:
-    """Return a size of the `distributed_config` by which transformers has sharded a model, if any."""
+    """Return a parallel size of the `distributed_config` with which transformers sharded a model, if any."""
     at_load: Any = getattr(getattr(model, "config", None), "distributed_config", None)
     return at_load.get(name) if isinstance(at_load, dict) else getattr(at_load, name, None)
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether any parameter of a model is a `DTensor`, that is, sharded or replicated across ranks."""
+    """Return whether any parameter of a model is a `DTensor`, that is, sharded or replicated."""
     return any(map(is_dtensor, model.parameters()))
 
 
 def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a model's `forward`, which `restore_forward` restores; only once per model.
+    """Wrap a model's `forward`, at most once per model; `restore_forward` undoes it.
 
-    A deep copy of the model has a `forward` of its own; a pickled copy has that of its class.
+    A deep copy of the model has its own wrapped `forward`; a pickled copy has the `forward` of its class.
 
     Example:
         >>> import torch
@@ -138,7 +138,7 @@ def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callab
 
 
 def replace_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a model's present `forward`, also that of `wrap_forward`; `restore_forward` undoes both.
+    """Replace a model's current `forward`, even a wrapped one; `restore_forward` undoes both.
 
     Example:
         >>> import torch
@@ -160,7 +160,7 @@ def replace_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Cal
 
 
 def unbound_forward(model: nn.Module) -> Callable[..., Any]:
-    """Return a model's present `forward` as a function of the model: a deep copy uses its own parameters."""
+    """Return a model's current `forward` as a function of the model: deep copies use their parameters."""
     forward = model.forward
     if isinstance(forward, MethodType) and forward.__self__ is model:
         return forward.__func__
@@ -180,7 +180,7 @@ def has_wrapped_forward(model: nn.Module) -> bool:
 
 
 def restore_forward(model: nn.Module) -> None:
-    """Undo `wrap_forward`; any other model stays unchanged."""
+    """Undo `wrap_forward` and `replace_forward`; any other model stays unchanged."""
     target = without_compiler(model)
     original = vars(target).pop(_ORIGINAL, None)
     if original is None:
@@ -195,7 +195,7 @@ def restore_forward(model: nn.Module) -> None:
 def replaced_attributes(owner: Any, values: Mapping[str, Any]) -> Generator[None]:
     """Set attributes of a module, an object or a Python module within the block.
 
-    They are set in its `__dict__`, where they are found before methods of the class and before parameters and
+    They are set in its `__dict__`, which takes precedence over methods of the class and over parameters and
     submodules of an `nn.Module`.
 
     Example:
@@ -231,7 +231,7 @@ def _unwrap_children(model: nn.Module) -> nn.Module:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Find the class of a module, or of the first one inside it, by its name; None if no module has it.
+    """Return the class with a name among the classes of a module and its submodules; None if there is none.
 
     Example:
         >>> import torch
@@ -256,7 +256,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of an object: its own, else that of its class.
+    """Return the qualified name of an object, or the name of its class.
 
     Example:
         >>> get_pretty_name(dict.get), get_pretty_name({})
@@ -298,7 +298,7 @@ def get_module_children_bottom_up(
 def get_module_children_bottom_up(
     model: nn.Module, return_fqns: bool = False
 ) -> list[nn.Module] | list[tuple[str, nn.Module]]:
-    """List all modules of a model, children before their parents, the model itself last.
+    """Return all modules of a model, children before their parents, the model last.
 
     Args:
         model: The model. A module that is used in two places occurs twice.
@@ -322,7 +322,7 @@ def is_peft_model(model: nn.Module) -> bool:
         >>> is_peft_model(torch.nn.Linear(1, 1))
         False
     """
-    peft = sys.modules.get("peft")  # nobody has made one without importing it
+    peft = sys.modules.get("peft")  # there is no peft model before this import
     return peft is not None and isinstance(
         extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
     )
@@ -342,9 +342,9 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
     """Compile the repeated blocks of a model, and the parts between them, instead of the whole model.
 
-    Blocks of one class are compiled for the first of them; the others run the same code. Regions are compiled
-    in place, so that names of parameters, classes and references between modules stay what they are. A model
-    without repeated blocks is one region.
+    The first block of each class is compiled; the others run the same code. Regions are compiled in place, so
+    that names of parameters, classes and references between modules do not change. A model without repeated
+    blocks is one region.
 
     Example:
         >>> blocks = [nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(3)]
@@ -358,21 +358,21 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile the regions of a model that DeepSpeed's engine holds; the same as `compile_regions`."""
+    """Compile the regions of a DeepSpeed model; the same as `compile_regions`."""
     compile_regions(module, **compile_kwargs)
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile the regions of a model that `fully_shard` shards; the same as `compile_regions`."""
+    """Compile the regions of an FSDP2 model; the same as `compile_regions`."""
     compile_regions(module, **compile_kwargs)
 
 
 def regions(module: nn.Module) -> list[nn.Module]:
-    """Find the regions to compile, in the order of `module.modules()`.
+    """Return the regions to compile, in the order of `module.modules()`.
 
-    Those are the outermost modules that are repeated, that is, of whose class a container holds several; and
-    of what is around these, the largest parts without repeated blocks. Single layers of `torch.nn` are left
-    out: alone they gain nothing, and use up the compiler's limit of variants.
+    Regions are the outermost repeated modules, that is, modules of the same class in one container; and, of
+    the other modules, the largest ones without repeated blocks. Single layers of `torch.nn` are skipped: they
+    do not get faster, and count towards the compiler's limit of variants.
 
     Example:
         >>> class Block(nn.Module): ...

@@ -1,8 +1,8 @@
-"""Pack nested data into one flat buffer, and cut it out again.
+"""Pack nested data into one flat buffer, and unpack it as views.
 
-Leaves that can be concatenated as they are (same element type, same shape but for dimension 0) form a bucket;
-a buffer holds the buckets one after the other. Buckets are ordered by element size, largest first, so that
-each one starts at a multiple of its own element size without padding.
+Leaves that can be concatenated (same dtype, same shape except for dimension 0) form a bucket; a buffer holds
+the buckets one after the other. Buckets are ordered by element size, largest first, so that each starts at a
+multiple of its element size without padding.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from accel_state.frozen import frozen
 from accel_state.torch_private import not_views
 
 LARGE = 1 << 20
-"""Bytes from which a leaf travels alone and uncopied: copying it would cost more than a message."""
+"""Bytes from which a leaf is sent separately without a copy: a copy would cost more than a message."""
 
 
 @frozen
 class Leaf:
-    """One tensor of nested data: its path there, its element type and shape."""
+    """One tensor of nested data: its path, dtype and shape."""
 
     path: str
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Leaf:
 
     @property
     def rows(self) -> int:
-        """Size of dimension 0; a tensor without dimensions counts as one row."""
+        """Size of dimension 0; a 0-d tensor counts as one row."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -50,14 +50,14 @@ class Bucket:
     """Leaves that are contiguous in a buffer.
 
     Attributes:
-        dtype: Their element type.
-        scalar: Whether they have no dimension.
+        dtype: Their dtype.
+        scalar: Whether they are 0-d.
         trailing: Their shape without dimension 0.
-        members: Their indices among all leaves, in the order in which they lie.
+        members: Their indices among all leaves, in the order of the buffer.
         rows: Their sizes of dimension 0, in the same order.
         start: Offset of the bucket, in bytes.
         stop: Offset of its end, in bytes.
-        shape: The shape of all of it: the members one after the other along dimension 0.
+        shape: The shape of the bucket: its members concatenated along dimension 0.
         strides: The strides of that shape.
     """
 
@@ -86,8 +86,8 @@ class Bucket:
 def lay_out(leaves: Sequence[Leaf], members: Iterable[int] | None = None) -> tuple[Bucket, ...]:
     """Assign leaves to buckets, and offsets to the buckets.
 
-    The order depends on the leaves' paths, types and shapes without dimension 0, and not on the order of
-    `leaves`: ranks that built their dicts in different orders lay them out alike.
+    The order depends on the leaves' paths, dtypes and shapes without dimension 0, not on the order of
+    `leaves`: ranks that built their dicts in different orders have the same layout.
     """
     grouped: dict[tuple[int, str, bool, tuple[int, ...]], list[int]] = {}
     for index in range(len(leaves)) if members is None else members:
@@ -114,7 +114,7 @@ def lay_out(leaves: Sequence[Leaf], members: Iterable[int] | None = None) -> tup
 
 
 def at_rows(buckets: Sequence[Bucket], rows: Sequence[int], *, scalars: bool = True) -> tuple[Bucket, ...]:
-    """Return buckets with other sizes of dimension 0: those of another rank, or of all ranks together."""
+    """Return buckets with other sizes of dimension 0, such as the sizes of another rank, or of all ranks."""
     placed: list[Bucket] = []
     start = offset = 0
     for bucket in buckets:
@@ -127,17 +127,17 @@ def at_rows(buckets: Sequence[Bucket], rows: Sequence[int], *, scalars: bool = T
 
 
 def split_large(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the indices of the leaves that are packed, and of those that are sent alone, ordered by path."""
+    """Return the indices of the packed leaves, and of the leaves sent separately, ordered by path."""
     order = sorted(range(len(leaves)), key=lambda index: leaves[index].path)
     large = tuple(index for index in order if leaves[index].nbytes >= LARGE)
     return tuple(index for index in order if leaves[index].nbytes < LARGE), large
 
 
 def interleave(ranks: Sequence[Sequence[Bucket]], start: int, stride: int) -> list[tuple[int, int]]:
-    """Find the slices of every leaf in the chunks of all ranks: those of rank 0, of rank 1, and so on.
+    """Return the slices of every leaf in the chunks of all ranks, in rank order.
 
     Returns:
-        Offset and length of every slice, in bytes, for leaf after leaf in the order in which they lie.
+        Offset and length of every slice, in bytes, leaf by leaf in the order of the buffer.
 
     Example:
         >>> import torch
@@ -168,7 +168,7 @@ def unit_of(segments: Iterable[tuple[int, int]]) -> int:
 
 
 def index_of(segments: Iterable[tuple[int, int]], unit: int) -> list[int]:
-    """Return the slices, one after the other, as indices of units.
+    """Return the concatenated slices as indices of units.
 
     Example:
         >>> index_of([(0, 8), (24, 12)], 4)
@@ -180,7 +180,7 @@ def index_of(segments: Iterable[tuple[int, int]], unit: int) -> list[int]:
 
 
 def signature(leaves: Sequence[Leaf]) -> int:
-    """Hash what ranks have to agree on: paths, dtypes and shapes without dimension 0."""
+    """Hash the properties that must be equal on all ranks: paths, dtypes, shapes without dimension 0."""
     facts = sorted((leaf.path, str(leaf.dtype), len(leaf.shape), leaf.shape[1:]) for leaf in leaves)
     return digest(repr(facts))
 
@@ -200,9 +200,9 @@ if TYPE_CHECKING:
 
 below_autograd = not_views()
 
-MAX_PLANS = 256  # structures remembered
-MAX_CACHED = 1 << 18  # bytes of the largest buffer that is kept with a plan
-MAX_CACHED_BYTES = 1 << 25  # kept with all plans together
+MAX_PLANS = 256  # structures cached
+MAX_CACHED = 1 << 18  # bytes of the largest buffer that is cached with a plan
+MAX_CACHED_BYTES = 1 << 25  # cached with all plans together
 
 _TENSORS = {Tensor}
 _shape_of = attrgetter("shape")
@@ -214,14 +214,14 @@ class PackingPlan:
     """The layout of the leaves of a structure in a buffer.
 
     Attributes:
-        leaves: Path, type and shape of every leaf, in the order of the structure.
+        leaves: Path, dtype and shape of every leaf, in the order of the structure.
         buckets: The layout of all leaves.
         nbytes: Bytes of all leaves.
         packed: The layout of the leaves that are not large.
-        large: Indices of the leaves that are sent alone.
-        restore: Puts leaves that come bucket after bucket into the order of the structure.
-        restore_packed: The same for packed leaves that are followed by the large ones.
-        extras: What users of the plan made with it, by a key of theirs.
+        large: Indices of the leaves that are sent separately.
+        restore: Permutes leaves from bucket order to the order of the structure.
+        restore_packed: The same for packed leaves followed by the large ones.
+        extras: Values that callers cache with the plan, by key.
         cached_bytes: Bytes of the tensors in `extras`.
     """
 
@@ -340,15 +340,15 @@ def cached_buffer(
     capacity: int,
     start: int = 0,
 ) -> tuple[Buffer, bool]:
-    """Return a buffer that is needed during the call only: that of the last call, if it was small.
+    """Return a buffer for use during the call only: if it is small, the buffer of the last call.
 
-    Only on the CPU: elsewhere a call on another stream might overwrite it while the last one still reads.
+    Reused only on the CPU: elsewhere a call on another stream might overwrite it while the last call reads.
     """
     slot = (key, device)
     cached: Buffer | None = owner.extras.get(slot)
     if cached is not None and len(cached.content) == capacity:
         return cached, False
-    with torch.inference_mode(mode=False):  # else later calls outside of it could not write to the buffer
+    with torch.inference_mode(mode=False):  # else later calls could not write to the buffer
         made = make_buffer(buckets, device, start=start, capacity=capacity)
     if capacity <= MAX_CACHED and device.type == "cpu":
         cache(owner, slot, made, capacity)
@@ -356,7 +356,7 @@ def cached_buffer(
 
 
 def cache(owner: PackingPlan, key: Hashable, value: Any, nbytes: int) -> None:
-    """Cache a value with a plan; the oldest plans lose theirs above a limit for all plans."""
+    """Cache a value with a plan; above a limit for all plans, the caches of the oldest plans are cleared."""
     total = sum(known.cached_bytes for known in _plans.values()) + nbytes
     for known in [*_plans.values(), owner]:
         if total <= MAX_CACHED_BYTES:
@@ -382,7 +382,7 @@ def sections(buckets: Sequence[Bucket], content: Tensor, start: int = 0) -> list
 
 
 def cut_all(buckets: Sequence[Bucket], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """View the leaves with their own shapes, bucket after bucket."""
+    """View the leaves of each bucket with their shapes."""
     leaves: list[Tensor] = []
     for bucket, block in zip(buckets, blocks, strict=True):
         leaves += block.unbind() if bucket.scalar else block.split_with_sizes(bucket.rows)

@@ -31,16 +31,16 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_firs
     Args:
         tensor: Tensors nested in containers, of the same structure on every process.
         dim: The dimension to pad. Tensors without it stay unchanged.
-        pad_index: The value to fill with.
-        pad_first: Put the new elements in front.
+        pad_index: The fill value.
+        pad_first: Pad in front.
 
     Returns:
-        The same structure; a tensor that is long enough is returned as it is.
+        The same structure; a tensor that is long enough is returned unchanged.
 
     Raises:
         TypeError: A leaf is not a tensor.
         DistributedOperationException: The processes have different numbers of leaves, or a leaf has
-            different numbers of dimensions or element types; every process raises it. One that has nothing to
+            different numbers of dimensions or dtypes; every process raises it. A process without tensors to
             pad raises it in the next collective.
 
     Warns:
@@ -106,14 +106,14 @@ def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int =
 
 
 def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: int) -> list[int]:
-    """Return the largest size of every leaf over all ranks; -1 where a leaf lacks the dimension."""
+    """Return the largest size of every leaf over all ranks; -1 for a leaf without the dimension."""
     order = sorted(range(len(leaves)), key=lambda index: leaves[index][0])
     facts = [(path, leaf.dim(), leaf.dtype) for path, leaf in (leaves[index] for index in order)]
     device = HOST if is_recorded(runtime.device) else runtime.device
     in_order = [leaves[index][1] for index in order]
     own = torch.tensor([[leaf.shape[dim] if _has(leaf, dim) else -1 for leaf in in_order]], device=device)
     try:
-        # The name is a hash of the structure: a gather refuses to join structures that differ.
+        # The key is a hash of the structure: a gather raises if structures differ.
         named = flatten({str(digest(repr(facts))): own}, "pad_across_processes")
         sizes = uneven_gather.gather(runtime.collectives, named, device)
     except DistributedOperationException:

@@ -1,4 +1,4 @@
-"""Walk, move and convert nested data."""
+"""Traverse, move and convert nested data."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ TENSOR_TYPE_TO_INT = {
     torch.int64: 9,
     torch.bool: 10,
 }
-"""Numbers that represent dtypes in messages to other ranks."""
+"""Dtype to the number that represents it in messages to other ranks."""
 
 TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
-"""Dtypes by these numbers."""
+"""Number to dtype."""
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
@@ -60,7 +60,7 @@ def is_torch_xpu_tensor(tensor: Any) -> bool:
 
 
 def is_tensor_information(tensor_info: Any) -> TypeGuard[TensorInformation]:
-    """Return whether a value describes a tensor, as `get_data_structure` does."""
+    """Return whether a value is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
@@ -75,7 +75,7 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Any) -> Any:
-    """Make a value of the type of `obj` from items: the type's constructor, or its fields for a named tuple.
+    """Create a value of the type of `obj` from items, by the constructor, or by fields for a named tuple.
 
     Example:
         >>> honor_type((0,), [1, 2])
@@ -96,7 +96,7 @@ def children(data: Any) -> list[tuple[Any, Any]] | None:
 
 
 def is_dataclass_instance(data: Any) -> bool:
-    """Return whether a value is a dataclass to walk into; the description of a tensor is a leaf."""
+    """Return whether a value is a dataclass to traverse; a `TensorInformation` is a leaf."""
     return (
         dataclasses.is_dataclass(data)
         and not isinstance(data, type)
@@ -105,7 +105,7 @@ def is_dataclass_instance(data: Any) -> bool:
 
 
 def rebuild(data: Any, values: Iterable[Any]) -> Any:
-    """Return a container of the type and keys of `data` with other values, in the order of `children`."""
+    """Return a container with the type and keys of `data` and new values, in the order of `children`."""
     if type(data) is dict:
         return dict(zip(data, values, strict=True))
     if isinstance(data, (list, tuple)):
@@ -126,7 +126,7 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to every leaf that passes a test; containers keep their types.
+    """Apply a function to every leaf selected by `test_type`; containers keep their types.
 
     Args:
         func: Called with the leaf, then `args` and `kwargs`.
@@ -179,7 +179,7 @@ def walk(data: Any, path: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def stray_leaf(data: Any, operation: str, test_type: Callable[[Any], bool] = is_torch_tensor) -> TypeError:
-    """Return the error for data with a leaf that fails a test, with the first such leaf and its path."""
+    """Create the error for data with a leaf that fails a test, with the first such leaf and its path."""
     path, leaf = next((path, leaf) for path, leaf in walk(data) if not test_type(leaf))
     return TypeError(
         f"Unsupported type {type(leaf)} at {'data' + path} passed to `{operation}`. Only nested "
@@ -212,7 +212,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the result of `find_batch_size`; None without a batch size.
+    """Return the batch size as `find_batch_size` does, but None if there is none.
 
     Example:
         >>> ignorant_find_batch_size(["no", "tensors"]) is None
@@ -235,12 +235,12 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return the same structure with a `TensorInformation` in place of every tensor."""
+    """Replace every tensor by its `TensorInformation`."""
     return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """Return the same structure with the shape, as a list, in place of every tensor.
+    """Replace every tensor by its shape, as a list.
 
     Example:
         >>> get_shape([torch.zeros(2, 3)])
@@ -250,7 +250,7 @@ def get_shape(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Invert `get_data_structure`: return uninitialised CPU tensors in place of their descriptions."""
+    """Invert `get_data_structure`: replace each `TensorInformation` by an uninitialised CPU tensor."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype),
         data_structure,
@@ -259,7 +259,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def listify(data: Any) -> Any:
-    """Return the same structure with numbers, or nested lists of numbers, in place of the tensors.
+    """Replace every tensor by a number or nested lists of numbers.
 
     Example:
         >>> listify({"loss": torch.tensor(0.5), "ids": torch.arange(2)})
@@ -274,14 +274,14 @@ T = TypeVar("T")
 def slice_tensors(
     data: T, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> T:
-    """Take a slice of the first dimension of every tensor; a 0-d tensor stays unchanged.
+    """Slice every tensor along its first dimension; a 0-d tensor stays unchanged.
 
     Args:
         data: Nested data.
         tensor_slice: The slice of dimension 0.
-        process_index: Not needed here. The loader that dispatches batches passes it to every slicing
-            function (`slice_fn_for_dispatch`), of which this is the default.
-        num_processes: As `process_index`.
+        process_index: Unused. The loader that dispatches batches passes it to its slicing function
+            (`slice_fn_for_dispatch`), of which this function is the default.
+        num_processes: Unused, likewise.
 
     Example:
         >>> slice_tensors([torch.arange(4), "kept"], slice(1, 3))
@@ -295,8 +295,8 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
     """Concatenate several structures of the same form, leaf by leaf.
 
     Args:
-        data: The structures: all leaves tensors, tensors without dimensions are stacked. Of a single
-            structure, leaves that are no tensors stay as they are.
+        data: The structures; all leaves are tensors, and 0-d tensors are stacked. In a single structure,
+            leaves that are not tensors stay unchanged.
         dim: The dimension.
 
     Raises:
@@ -333,7 +333,7 @@ def _rebuild_dataclass(data: Any, values: Iterable[Any]) -> Any:
 
 
 def _stable(key: Any, position: int) -> str:
-    """Return a key as text, the same in every process: the default repr of an object has its address."""
+    """Return a key as text that is equal in every process: the default repr contains an address."""
     plain = isinstance(key, (str, bytes, int, float, tuple, type(None)))
     return repr(key) if plain else f"<{type(key).__qualname__} {position}>"
 
@@ -348,11 +348,11 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | Collection[str] | None = None,
 ) -> T:
-    """Move all objects with a `to` method in nested data to a device; the rest stays unchanged.
+    """Move all objects with a `to` method in nested data to a device; other leaves stay unchanged.
 
     Args:
-        tensor: Tensors, or objects with a `to` method of their own (a batch of a tokenizer), nested in
-            lists, tuples, named tuples, mappings and dataclasses.
+        tensor: Tensors, or other objects with a `to` method (such as a tokenizer's batch), nested in lists,
+            tuples, named tuples, mappings and dataclasses.
         device: The target device.
         non_blocking: Do not wait for copies from pinned memory.
         skip_keys: Keys of mappings (and fields of dataclasses) whose values are not moved.
@@ -365,13 +365,13 @@ def send_to_device(
         {'x': tensor([1.]), 'label': 'cat'}
     """
     skipped = () if skip_keys is None else (skip_keys,) if isinstance(skip_keys, str) else skip_keys
-    # `npu` and `xpu` as bare names are not understood by every `to` method: they mean the first device.
+    # Not every `to` method accepts `npu` and `xpu` without an index: they mean the first device.
     where = f"{device}:0" if device in {"npu", "xpu"} else device
     return _send(tensor, where, non_blocking, skipped)
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Broadcast a tensor of one rank to all, which need not know its shape.
+    """Broadcast a tensor from one rank to all ranks, which need not know its shape.
 
     Args:
         tensor: The tensor on one process, None on the others.
@@ -423,7 +423,7 @@ def _send(data: Any, device: str | int | torch.device, non_blocking: bool, skipp
 
 
 def _call_to(to: Any, device: str | int | torch.device, non_blocking: bool) -> Any:
-    """Call an object's own `to`, which may not know `non_blocking`."""
+    """Call an object's `to` method, which may not have `non_blocking`."""
     if not non_blocking:
         return to(device)
     try:
@@ -438,7 +438,7 @@ _LOW = frozenset({torch.float16, torch.bfloat16})
 
 
 def convert_to_fp32(tensor: T) -> T:
-    """Convert the float16 and bfloat16 tensors in nested data to float32; the rest stays unchanged.
+    """Convert the float16 and bfloat16 tensors in nested data to float32; other leaves stay unchanged.
 
     Example:
         >>> convert_to_fp32([torch.ones(1, dtype=torch.bfloat16), torch.ones(1, dtype=torch.int64)])
@@ -452,9 +452,9 @@ def convert_to_fp32(tensor: T) -> T:
 
 
 class ConvertOutputsToFp32:
-    """A function whose float16 and bfloat16 outputs are converted to float32.
+    """Wrap a function so that its float16 and bfloat16 outputs are converted to float32.
 
-    It can be pickled and copied wherever the function can, and shows the function's name and signature.
+    The wrapper can be pickled and copied if the function can, and has the function's name and signature.
 
     Example:
         >>> half = ConvertOutputsToFp32(lambda x: x.half())
@@ -467,7 +467,7 @@ class ConvertOutputsToFp32:
         functools.update_wrapper(self, model_forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function and convert what it returns."""
+        """Call the function and convert its result."""
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> Callable[..., Any]:
@@ -491,12 +491,12 @@ def is_dtensor(value: object) -> bool:
         >>> is_dtensor(torch.zeros(1))
         False
     """
-    module = sys.modules.get("torch.distributed.tensor")  # nobody has made one without importing this
+    module = sys.modules.get("torch.distributed.tensor")  # there is no DTensor before this import
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a `DTensor`, sharing its memory; any other tensor unchanged.
+    """Return this rank's shard of a `DTensor`, sharing its memory; return any other tensor unchanged.
 
     Example:
         >>> import torch
@@ -508,7 +508,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return this rank's shards of many tensors, as `local_part`.
+    """Return this rank's shards of several tensors; see `local_part`.
 
     Example:
         >>> import torch
@@ -517,7 +517,7 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """
     module = sys.modules.get("torch.distributed.tensor")
     each: Iterable[Any] = tensors
-    # `to_local()` would wait for, and record, more.
+    # `to_local()` would also wait for the tensor and record autograd.
     return [
         local_tensor(tensor) if module is not None and isinstance(tensor, module.DTensor) else tensor
         for tensor in each
@@ -525,7 +525,7 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Return this rank's shards of tensors, those of each device together, for operations on many at once."""
+    """Return this rank's shards of tensors, grouped by device, for operations on many tensors at once."""
     groups: dict[torch.device, list[Tensor]] = {}
     for part in local_parts(tensors):
         groups.setdefault(part.device, []).append(part)
@@ -533,6 +533,6 @@ def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the full tensor, detached; a collective over all ranks of a `DTensor`'s mesh."""
+    """Return the detached full tensor; a collective over all ranks of a `DTensor`'s mesh."""
     sharded: Any = tensor.detach()
     return sharded.full_tensor() if is_dtensor(sharded) else sharded

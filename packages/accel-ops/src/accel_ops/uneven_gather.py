@@ -1,15 +1,15 @@
 """Gather tensors whose number of rows differs between ranks: a fixed header, then one buffer of all leaves.
 
 The header has four numbers: a hash of the structure, a hash of the sizes of dimension 0, the number of
-leaves, and the bytes that the rank needs. From the headers of all ranks each one learns whether they agree,
-and how large the buffer is. Where sizes differ they are in the buffer, in front of the leaves; where all are
-equal, large leaves are sent without a copy.
+leaves, and the bytes that the rank needs. From the headers of all ranks each rank knows whether they agree,
+and the size of the buffer. If sizes differ they are in the buffer, in front of the leaves; if all are equal,
+large leaves are sent without a copy.
 
-A collective that moves different numbers of bytes on different ranks ends a process or mixes values silently,
-so ranks compare digests of their calls. Where a backend lets every rank send any number of bytes, header or
-digest and the data that fit are one message: two take 1.6 times as long. Elsewhere a message of a few bytes
-comes first. For a broadcast or a reduction that is an all-reduce with the maximum of the digest and of its
-negative: both are unchanged if and only if all ranks have the same digest.
+A collective with different numbers of bytes on different ranks aborts a process or mixes values silently, so
+ranks compare digests of their calls. If a backend allows every rank to send any number of bytes, header or
+digest and the data that fit are one message: two messages take 1.6 times as long. Otherwise a message of a
+few bytes comes first. For a broadcast or a reduction this message is an all-reduce with the maximum of the
+digest and of its negative: both are unchanged if and only if all ranks have the same digest.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     """Gather leaves whose sizes of dimension 0 may differ between ranks; see `collectives.gather`."""
-    # 1. Exchange headers; with the leaves, where they fit in the message. The scope includes the read, which
-    #    waits for a GPU's collective.
+    # 1. Exchange headers, with the leaves if they fit in the message. The scope includes reading the result,
+    #    which waits for a GPU's collective.
     world_size = collectives.world_size
     header = _header(flat.plan, device)
     stride = collectives.chunk_bytes if device.type == "cpu" else 0
@@ -65,7 +65,7 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
         stride = _aligned(need)
         received = torch.empty(world_size * stride, dtype=torch.uint8, device=device)
         collectives.all_gather_into(received, _chunk(header, flat, stride, device))
-    # 4. Extract the leaves by the layout of these sizes.
+    # 4. Extract the leaves by the layout for these sizes.
     layout = flat.plan.extras.get((sizes, stride, device))
     if layout is None:
         ranks = [flat.plan.buckets] * world_size
@@ -79,7 +79,7 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
 
 
 def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
-    """Gather leaves that have the same shape on every rank: no exchange of shapes, large leaves uncopied."""
+    """Gather leaves with the same shape on every rank: no exchange of shapes, no copy of large leaves."""
     world_size = collectives.world_size
     buckets, large = flat.plan.packed, flat.plan.large
     joined: list[Tensor] = []
@@ -120,13 +120,13 @@ class GatherLayout:
     """The plan that extracts leaves, concatenated over the ranks, from the chunks of all ranks.
 
     Attributes:
-        joined: Where the leaves are once the pieces are in order.
-        restore: Puts them into the order of the structure.
-        segments: Offset and length of every piece, in order.
-        nbytes: The length of all.
-        order: The pieces as indices of units; None if they are too few or too many for that.
+        joined: The layout of the leaves after the slices are put in order.
+        restore: Puts the leaves into the order of the structure.
+        segments: Offset and length of every slice, in order.
+        nbytes: The total length.
+        order: The slices as indices of units; None if they are too few or too many for an index.
         unit: The unit, in elements of `carrier`.
-        carrier: The type in which units are moved.
+        carrier: The dtype in which units are copied.
     """
 
     joined: tuple[Bucket, ...]
@@ -140,7 +140,7 @@ class GatherLayout:
 
 PREFIX = 32  # bytes: four 64-bit numbers
 MAX_INDEX = 1 << 16  # indices that a layout keeps, 4 bytes each
-FEW = 4  # up to so many pieces, concatenating is faster than selecting by an index
+FEW = 4  # up to this many slices, concatenating is faster than selecting by an index
 _CARRIERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
@@ -168,11 +168,11 @@ def _layout_of(
     )
 
 
-MAX_LAYOUTS = 32  # kept with a plan
+MAX_LAYOUTS = 32  # cached per plan
 
 
 def _keep(flat_plan: PackingPlan, key: Hashable, layout: GatherLayout) -> None:
-    """Cache a layout; drop all of them at a limit, which sizes that change from call to call reach."""
+    """Cache a layout; drop all layouts at a limit, which sizes that change in each call reach."""
     if len(flat_plan.extras) >= MAX_LAYOUTS:
         flat_plan.clear_cache()
     cache(flat_plan, key, layout, 0 if layout.order is None else layout.order.nbytes)
@@ -183,7 +183,7 @@ class ChunkHeader:
     """The header of the data that a rank sends.
 
     Attributes:
-        structure: Hash of paths, types and shapes but for dimension 0.
+        structure: Hash of paths, dtypes and shapes without dimension 0.
         sizes: Hash of the sizes of dimension 0.
         start: Offset of the data in the chunk.
         nbytes: Bytes of prefix, sizes and data.
@@ -217,7 +217,7 @@ def _header(flat_plan: PackingPlan, device: torch.device) -> ChunkHeader:
 
 
 def _chunk(header: ChunkHeader, flat: Flat, capacity: int, device: torch.device) -> Tensor:
-    """Return header and leaves in a buffer of a size."""
+    """Return a buffer of `capacity` bytes with header and leaves."""
     buffer, new = cached_buffer(
         flat.plan, "chunk", flat.plan.buckets, device, capacity=capacity, start=header.start
     )
@@ -248,11 +248,11 @@ def check_same_call(
         collectives: The collectives of the run.
         device: Its device.
         call: The operation and its arguments besides the data, such as `"reduce('sum', scale=1.0)"`.
-        structure: What the data is: paths, element types and shapes of its leaves, or a number of objects.
-        chunk: Bytes to send along if they can be: data behind `HEADER_BYTES` for the digest, on the CPU.
+        structure: The data: paths, dtypes and shapes of its leaves, or a number of objects.
+        chunk: Bytes to send in the same message if possible: `HEADER_BYTES` (digest), then data; on the CPU.
 
     Raises:
-        DistributedOperationException: The calls differ. Every rank raises it, with what differs.
+        DistributedOperationException: The calls differ. Every rank raises it, with the differences.
 
     Returns:
         The chunks of all ranks as `Collectives.exchange_chunks` returns them, `None` if it cannot be used.
@@ -269,7 +269,7 @@ def check_same_call(
         same = heads.count(digest) == len(heads)
     else:
         lanes = torch.tensor([digest, -digest], device=device)
-        with collective_scope("all_reduce"):  # also over the read, in which a GPU's collective is waited for
+        with collective_scope("all_reduce"):  # includes the read, which waits for a GPU's collective
             collectives.all_reduce(lanes, op="max")
             same = lanes.tolist() == [digest, -digest]
     if not same:
@@ -296,7 +296,7 @@ def structure_digest(structure: PackingPlan) -> int:
 
 
 def comparable_leaves(flat_plan: PackingPlan) -> dict[str, tuple[Hashable, str]]:
-    """Return what `gather` compares, for `call_mismatch`: received but the sizes of dimension 0."""
+    """Return the properties that `gather` compares, without sizes of dimension 0, for `call_mismatch`."""
     return {
         leaf.path: ((leaf.dtype, len(leaf.shape), leaf.shape[1:]), describe(leaf.dtype, leaf.shape))
         for leaf in flat_plan.leaves
@@ -309,7 +309,7 @@ MAX_SHOWN = 8  # differing leaves that a message lists
 def call_mismatch(
     call: str, collectives: Collectives, own: Mapping[str, tuple[Hashable, str]]
 ) -> DistributedOperationException:
-    """Return the error for calls that differ; every rank must ask for it at the same time."""
+    """Create the error for calls that differ; a collective that every rank must call."""
     calls: list[str]
     structures: list[Mapping[str, tuple[Hashable, str]]]
     calls, structures = zip(*collectives.all_gather_object((call, own)), strict=True)  # pyright: ignore[reportAssignmentType] - pairs of these
@@ -336,8 +336,8 @@ def compare_in_debug_mode(
     """Check that all ranks are about to call the same collective; called by every rank before each.
 
     Raises:
-        DistributedOperationException: They are not. Every rank raises it, with a table of where each rank
-            is, what it calls, and on what.
+        DistributedOperationException: Calls differ. Every rank raises it, with a table of each rank's call
+            site, collective and data.
     """
     leaves = (_describe(path, leaf) for part in data for path, leaf in walk(part))
     compare_calls(collectives, operation, leaves, detail=detail, rows_differ=rows_differ)
@@ -363,7 +363,7 @@ def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function that calls collectives, so that their errors name it, too."""
+    """Decorate a function that calls collectives, so that their errors also name the function."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -29,13 +29,13 @@ SAFE_MODEL_NAME = "model"
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"
 """A full model in one `.bin` file."""
 WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
-"""A shard of a model in `.bin` files; the suffix is as `-00001-of-00005`."""
+"""A shard of a model in `.bin` files; the suffix is like `-00001-of-00005`."""
 WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"
 """The index of `.bin` shards: tensor name to file."""
 SAFE_WEIGHTS_NAME = f"{SAFE_MODEL_NAME}.safetensors"
 """A full model in one safetensors file."""
 SAFE_WEIGHTS_PATTERN_NAME = "model{suffix}.safetensors"
-"""A shard of a model in safetensors files; the suffix is as `-00001-of-00005`."""
+"""A shard of a model in safetensors files; the suffix is like `-00001-of-00005`."""
 SAFE_WEIGHTS_INDEX_NAME = f"{SAFE_WEIGHTS_NAME}.index.json"
 """The index of safetensors shards: tensor name to file."""
 
@@ -65,11 +65,11 @@ _CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 
 
 
 def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
-    """Return the bytes of one element.
+    """Return the bytes per element of a dtype.
 
     Args:
-        dtype: A torch element type, or one of the sub-byte types of `CustomDtype`. A `torch.bool` counts as
-            one bit, as documented; in memory it takes a byte.
+        dtype: A torch dtype, or one of the sub-byte dtypes of `CustomDtype`. A `torch.bool` counts as one
+            bit, as documented; in memory it takes a byte.
 
     Example:
         >>> import torch
@@ -82,10 +82,10 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
 
 
 def convert_file_size_to_int(size: float | str) -> int:
-    """Convert a size that a person wrote to bytes.
+    """Convert a human-readable size to bytes.
 
     Args:
-        size: Bytes, of which a fraction is dropped; or a number with a unit: decimal (`"5GB"`, `"200MB"`) or
+        size: Bytes, rounded down; or a number with a unit: decimal (`"5GB"`, `"200MB"`) or
             binary (`"5GiB"`). A small b after a decimal unit means bits (`"5Gb"`).
 
     Raises:
@@ -110,7 +110,7 @@ def convert_file_size_to_int(size: float | str) -> int:
 
 
 def convert_bytes(size: float) -> str:
-    """Format bytes for a person, in binary steps.
+    """Format bytes with a human-readable unit, in powers of 1024.
 
     Example:
         >>> convert_bytes(1536 * 1024)
@@ -130,11 +130,11 @@ DEFAULT_SHARD_SIZE = "10GB"
 
 @frozen
 class WeightShards:
-    """The plan of the files of a state dict.
+    """The assignment of the tensors of a state dict to files.
 
     Attributes:
         files: File name to the names of its tensors, in order.
-        total_size: Bytes of all tensors, shared memory counted once.
+        total_size: Bytes of all tensors; shared memory counts once.
     """
 
     files: dict[str, tuple[str, ...]]
@@ -147,16 +147,16 @@ class WeightShards:
 
     @property
     def index(self) -> dict[str, Any] | None:
-        """The content of the index file; `None` when one file has everything."""
+        """The content of the index file; `None` if there is only one file."""
         if len(self.files) < 2:
             return None
         return {"metadata": {"total_size": self.total_size}, "weight_map": self.weight_map}
 
 
 def groups_of(state_dict: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], int]]:
-    """Group tensors that share memory, which have to be in the same file; yield each with its bytes.
+    """Group tensors that share memory, which must be in the same file; yield each group with its bytes.
 
-    Sparse tensors, and values that are no tensors, have groups of their own, and count as no bytes.
+    Sparse tensors and values that are not tensors have separate groups, and count as zero bytes.
 
     Example:
         >>> import torch
@@ -172,10 +172,10 @@ def groups_of(state_dict: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], i
 
 
 def fill_shards(groups: Iterable[tuple[Group, int]], limit: int) -> Iterator[tuple[list[Group], int]]:
-    """Fill shards in order, each as far as it goes; there is at least one.
+    """Fill shards in order up to a size limit; there is at least one shard.
 
     Args:
-        groups: What has to stay together, with its bytes. A shard is yielded when the next group is known.
+        groups: Tensors that must share a file, with their bytes. A shard is yielded once it is full.
         limit: Bytes of a shard; a larger group gets its own.
 
     Example:
@@ -194,7 +194,7 @@ def fill_shards(groups: Iterable[tuple[Group, int]], limit: int) -> Iterator[tup
 
 
 def numbered(shards: Sequence[Sequence[str]], *, total_size: int, pattern: str) -> WeightShards:
-    """Name the files of shards, once their number is known."""
+    """Return the shards with file names, which contain the number of shards."""
     count = len(shards)
     return WeightShards(
         files={pattern.format(suffix=shard_suffix(i, count)): tuple(names) for i, names in enumerate(shards)},
@@ -203,7 +203,7 @@ def numbered(shards: Sequence[Sequence[str]], *, total_size: int, pattern: str) 
 
 
 def _group_bytes(tensors: list[Tensor]) -> int:
-    """Return the bytes of tensors that share one storage: never more than the storage has."""
+    """Return the bytes of tensors that share one storage: at most the size of the storage."""
     unique = {(t.storage_offset(), tuple(t.shape), t.stride(), t.dtype): t for t in tensors}
     summed = sum(math.prod(t.shape) * t.dtype.itemsize for t in unique.values())
     return summed if len(unique) < 2 else min(summed, tensors[0].untyped_storage().nbytes())

@@ -22,14 +22,14 @@ from accel_state.torch_private import FakeTensorMode, checkpoint_offset, storage
 
 @frozen
 class LazyTensor:
-    """A tensor whose rows are read when they are asked for.
+    """A tensor whose rows are read on request.
 
     Attributes:
         shape: Its shape.
-        dtype: Its element type.
-        read: Returns rows `begin` to `end` of its first dim, contiguous, in memory of their own. A tensor
-            without dims has one row, of shape `(1,)`.
-        identity: Equal for two names of one tensor; `None` if that is unknown.
+        dtype: Its dtype.
+        read: Returns a contiguous copy of rows `begin` to `end` of its first dim. A 0-d tensor has one row,
+            of shape `(1,)`.
+        identity: Equal for two names of one tensor; `None` if it is unknown.
     """
 
     shape: tuple[int, ...]
@@ -39,17 +39,17 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def chunks(self, limit: int) -> Iterator[tuple[int, Tensor]]:
-        """Read it from the first row to the last.
+        """Read it in chunks from the first row to the last.
 
         Args:
-            limit: Bytes of a chunk; a row that is larger comes alone.
+            limit: Bytes of a chunk; a larger row is a separate chunk.
 
         Yields:
-            The first row of a chunk, and its rows.
+            The index of the first row of a chunk, and the rows.
 
         Example:
             >>> values = torch.arange(6).view(3, 2)
@@ -65,17 +65,17 @@ class LazyTensor:
             yield begin, self.read(begin, min(begin + step, rows))
 
     def full(self) -> Tensor:
-        """Read all of it."""
+        """Read the full tensor."""
         if not math.prod(self.shape):
             return torch.empty(self.shape, dtype=self.dtype)
         return self.read(0, self.shape[0] if self.shape else 1).view(self.shape)
 
 
 def lazy_safetensors(path: AnyPath) -> dict[str, LazyTensor]:
-    """Return the tensors of a safetensors file, in the order of its header.
+    """Return the tensors of a safetensors file as lazy tensors, in the order of its header.
 
     Raises:
-        CheckpointError: The file is no safetensors file.
+        CheckpointError: The file is not a safetensors file.
     """
     file = SafetensorsFile(path)
     return {
@@ -89,15 +89,15 @@ def write_lazy_safetensors(
     sink: ByteSink,
     chunks_of: Callable[[str, LazyTensor], Iterator[tuple[int, Tensor]]],
 ) -> None:
-    """Write a safetensors file one chunk of a tensor at a time.
+    """Write a safetensors file in chunks of tensors.
 
     Args:
         tensors: Name to tensor.
-        sink: Takes the bytes.
+        sink: Receives the bytes.
         chunks_of: Reads a tensor in chunks, as `LazyTensor.chunks` does.
 
     Raises:
-        CheckpointError: The format has no such element type.
+        CheckpointError: The format does not support a dtype.
     """
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
     sink.write(make_header(((name, lazy.shape, lazy.dtype) for name, lazy in ordered), alignment=8)[0])
@@ -114,16 +114,16 @@ def stored_tensor(
     stride: Sequence[int] | None = None,
     identity: object = None,
 ) -> LazyTensor:
-    """Return a tensor whose elements are in a file.
+    """Return a lazy tensor whose elements are in a file.
 
     Args:
-        read_into: Fills a flat tensor of uint8 with the bytes of the file from a position on.
-        begin: The position of its first element.
+        read_into: Fills a flat uint8 tensor with the bytes of the file from an offset on.
+        begin: The offset of its first element.
         shape: Its shape.
         dtype: Its element type.
-        stride: Elements from one to the next in each dim; consecutive rows by default. Of a tensor that was
-            saved transposed a chunk spans nearly all elements, which are then read for every chunk.
-        identity: That of the result.
+        stride: Its strides in elements; contiguous by default. A chunk of a tensor that was saved transposed
+            spans nearly all elements, which are then read for every chunk.
+        identity: The `identity` of the result.
     """
     shape, full_shape = tuple(shape), tuple(shape) or (1,)
     dense = torch.empty(full_shape, device="meta").stride()
@@ -153,14 +153,14 @@ def lazy_torch_file(
     load: Callable[[Any], Any] | None = None,
     checked: bool = True,
 ) -> Any:
-    """Read a file of `torch.save` without the values of its tensors, which are lazy in the result.
+    """Read a file of `torch.save` with lazy tensors in place of its tensors.
 
     Args:
         path: The file.
-        part: The position and the length of what `torch.save` wrote, if the file has more.
-        load: Reads an open file as `torch.load` does, which must execute nothing of it; by default tensors
-            and plain containers are read.
-        checked: Whether to compare each record with the tensors in it, of which all are then known to
+        part: Offset and length of the data that `torch.save` wrote, if the file has more.
+        load: Reads an open file as `torch.load` does, without executing code from it; by default it accepts
+            tensors and plain containers.
+        checked: Whether to compare each record with its tensors; all of them must then be readable by
             PyTorch 1.6 and later.
 
     Raises:
@@ -204,7 +204,7 @@ def _load(file: Any) -> Any:
 
 
 class _FilePart(RangeFile):
-    """A part of an open file, as a file."""
+    """A byte range of an open file, as a file."""
 
     def __init__(self, file: BufferedReader, begin: int, size: int) -> None:
         super().__init__(size)
@@ -217,7 +217,7 @@ class _FilePart(RangeFile):
 
 
 def torch_file_layout(path: AnyPath) -> Any:
-    """Return the tree of a file of `torch.save`, with the position of its first byte for every tensor."""
+    """Return the contents of a file of `torch.save` with each tensor replaced by its file offset."""
     with open_regular(path) as file, FakeTensorMode():
         tree = _load(file)
 
@@ -228,14 +228,14 @@ def torch_file_layout(path: AnyPath) -> Any:
 
 
 def create_torch_file(path: Any, tree: Any) -> Any:
-    """Make a file of `torch.save` for the caller to fill.
+    """Create a file of `torch.save` whose tensors the caller fills.
 
     Args:
         path: The new file.
-        tree: Plain containers with lazy tensors; those of one identity share their bytes in the file.
+        tree: Plain containers with lazy tensors; tensors with equal `identity` share bytes in the file.
 
     Returns:
-        The same tree, with the position of its first byte in the file for every tensor.
+        The same tree with each tensor replaced by its file offset.
 
     Example:
         >>> import tempfile, pathlib

@@ -1,7 +1,7 @@
-"""Copy out of mapped files in pieces: `releasable`, `release`.
+"""Release pages of mapped files after copying tensors: `releasable`, `release`.
 
-The pages of a mapping count as memory of the process as soon as they were read. Whoever copies tensors out of
-one releases each when it is copied, so that a load needs little more than the memory that it fills.
+The pages of a mapping count as memory of the process once they were read. Code that copies mapped tensors
+releases each tensor after its copy, so that a load needs little more than the memory that it fills.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 
 from accel_state.files import libc
 
-_mapped: dict[int, int] = {}  # address and bytes of the storages that `releasable` keeps alive
+_mapped: dict[int, int] = {}  # address to bytes of the storages that `releasable` keeps alive
 _DONT_NEED = 4  # MADV_DONTNEED in sys/mman.h
 
 
 @contextmanager
 def releasable(tensors: Iterable[Tensor]) -> Generator[None]:
-    """Let `release` free the pages of tensors within the block.
+    """Allow `release` to free the pages of tensors within the block.
 
     Args:
-        tensors: All mapped from files, privately, and not written to within the block: what is written would
-            be lost.
+        tensors: Tensors that are privately mapped from files, and not written to within the block: writes
+            would be lost.
     """
     retained = [*tensors]
     spans = {
@@ -42,9 +42,9 @@ def releasable(tensors: Iterable[Tensor]) -> Generator[None]:
 
 
 def release(value: object) -> None:
-    """Free the pages of a tensor that was copied; they are read again when they are used.
+    """Free the pages of a tensor after it was copied; they are read again when they are used.
 
-    Does nothing for other objects, and for tensors that are not mapped.
+    Does nothing for other objects and for tensors that are not in `releasable`.
 
     Example:
         >>> import torch
@@ -58,7 +58,7 @@ def release(value: object) -> None:
         return
     address = value.untyped_storage().data_ptr()
     nbytes = _mapped.get(address, 0)
-    # Other tensors have the rest of its first and last page.
+    # Its first and last page may contain other tensors.
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
     if length > 0:

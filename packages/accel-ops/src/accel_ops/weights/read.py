@@ -33,7 +33,7 @@ class CheckpointFiles:
 
     Attributes:
         files: The weight files, in the order of the index.
-        weight_map: Tensor name to its file, when there is an index.
+        weight_map: Tensor name to its file, if there is an index.
     """
 
     files: tuple[AnyPath, ...]
@@ -48,13 +48,13 @@ def find_checkpoint_files(checkpoint: str | os.PathLike[str] | RemotePath) -> Ch
     """Find the files of a checkpoint.
 
     Args:
-        checkpoint: A weight file; an index file (`*.json`); or a folder with one of them, each also as an
-            fsspec URL. In a folder, safetensors before `.bin`, single files before shards.
+        checkpoint: A weight file; an index file (`*.json`); or a folder with one of them; or an fsspec URL of
+            these. In a folder, safetensors is preferred to `.bin`, a single file to shards.
 
     Raises:
         CheckpointError: The folder has no weights or several indexes, or an index names a file that is
             absent, absolute, or outside its folder.
-        FileNotFoundError: Nothing is at that path.
+        FileNotFoundError: The path does not exist.
     """
     path = any_path(checkpoint, "checkpoint")
     if path.is_file():
@@ -77,12 +77,12 @@ def load_state_dict(
     """Read one weight file.
 
     safetensors and zip-format `.bin` files are mapped: tensors on the CPU take no memory until they are used.
-    Those of an object store are read.
+    Files of an object store are read.
 
     Args:
-        checkpoint_file: A `.safetensors` file, or one that `torch.save` wrote; also as an fsspec URL.
-        device_map: Module name to device. Tensors of modules on an accelerator are moved there; `"cpu"`,
-            `"disk"` and names that the map lacks stay on the CPU.
+        checkpoint_file: A `.safetensors` file, or a file of `torch.save`; or an fsspec URL.
+        device_map: Module name to device. Tensors of modules on an accelerator are moved there; all others
+            (`"cpu"`, `"disk"`, or not in the map) stay on the CPU.
 
     Raises:
         CheckpointError: The file is damaged, or holds more than plain tensors.
@@ -107,12 +107,12 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
 
     Args:
         f: A path or an open binary file.
-        map_location: Device of the tensors, as for `torch.load`.
-        **kwargs: More of `torch.load`'s arguments; `weights_only` is True unless given.
+        map_location: Device of the tensors, as in `torch.load`.
+        **kwargs: Further arguments of `torch.load`; `weights_only` defaults to True.
 
     Raises:
-        pickle.UnpicklingError: The file holds other objects. `weights_only=False` loads them, and runs
-            whatever code its author put in it.
+        pickle.UnpicklingError: The file contains other objects. `weights_only=False` loads them, which
+            may execute arbitrary code from the file.
     """
     return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
 
@@ -120,7 +120,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
 def device_of(
     name: str, device_map: Mapping[str, int | str | torch.device]
 ) -> int | str | torch.device | None:
-    """Return the device of a tensor: that of the longest entry that contains its name, else `None`.
+    """Return the device of a tensor, from the longest entry that contains its name, else `None`.
 
     Example:
         >>> device_of("layers.0.weight", {"layers": 0, "layers.0": "cpu"})
@@ -131,7 +131,7 @@ def device_of(
 
 
 def entry_of(name: str, entries: Container[str]) -> str | None:
-    """Return the entry for a dotted name: itself, else the nearest one above it."""
+    """Return the entry for a dotted name: the name, else its nearest ancestor."""
     while name not in entries:
         if not name:
             return None
@@ -142,7 +142,7 @@ def entry_of(name: str, entries: Container[str]) -> str | None:
 def _indexed(index_file: AnyPath) -> CheckpointFiles:
     content = read_json(index_file, what="index of a checkpoint")
     try:
-        table = content.get("weight_map", content)  # Legacy indexes are that table alone.
+        table = content.get("weight_map", content)  # Legacy indexes consist of that table only.
         pairs = [(name, str(shard)) for name, shard in table.items()]
         if table is content and not all(isinstance(shard, str) for shard in content.values()):
             raise KeyError("weight_map")
@@ -166,7 +166,7 @@ def _indexed(index_file: AnyPath) -> CheckpointFiles:
 
 
 def _path_of_shard(index_file: AnyPath, shard: str) -> AnyPath:
-    """Return the path of a shard; refuse one outside the folder as unsafe."""
+    """Return the path of a shard; raise if it is outside the folder, which is unsafe."""
     posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
     if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts or not windows.parts:
         raise CheckpointError(
@@ -188,7 +188,7 @@ def _only_index(folder: AnyPath) -> CheckpointFiles:
 
 
 def load_bin(path: AnyPath) -> dict[str, Tensor]:
-    """Read a state dict; the zip format is mapped, the format from before torch 1.6 is read.
+    """Read a state dict; the zip format is mapped, the format of torch before 1.6 is read.
 
     Raises:
         CheckpointError: The file is damaged, or holds more than plain tensors.
@@ -216,10 +216,10 @@ def load_bin(path: AnyPath) -> dict[str, Tensor]:
 
 
 def is_mappable(path: Path) -> bool:
-    """Return whether `torch.load(mmap=True)` reads from a file just what its records hold.
+    """Return whether `torch.load(mmap=True)` reads a file correctly, that is, only within its records.
 
-    Other files, such as those of torch before 1.6 and damaged ones, have to be read as a whole. The checksum
-    of the pickle is not compared: checkpoints have better ones in their manifest, and none there.
+    Other files, such as damaged ones or files of torch before 1.6, must be read in full. The checksum of the
+    pickle is not compared: checkpoints have better checksums in their manifest, and none in the archive.
     """
     with open_regular(path) as file:
         if file.read(len(_ZIP)) != _ZIP:
@@ -243,9 +243,9 @@ _ITEM_SIZES = {
 
 
 def check_records(file: IO[bytes], *, has_checksum: bool = True) -> None:
-    """Raise a ValueError if a record of an archive is not as long as the storage that its pickle names.
+    """Raise a ValueError if a record of an archive differs in size from the storage in its pickle.
 
-    `torch.load` with `mmap` does not compare them: it reads what follows a record that is too short.
+    `torch.load` with `mmap` does not compare them: it reads beyond a record that is too short.
     """
     with zipfile.ZipFile(file) as archive:
         rows = archive.infolist()
@@ -266,7 +266,7 @@ def check_records(file: IO[bytes], *, has_checksum: bool = True) -> None:
 
 
 def _stored_bytes(archive: zipfile.ZipFile, record: zipfile.ZipInfo) -> int:
-    """Return the bytes of a record that can be mapped: uncompressed and complete."""
+    """Return the bytes of a record that can be mapped, that is, uncompressed and complete."""
     with archive.open(record):  # Opening compares the record with the header in front of it.
         pass
     end = record.header_offset + _LOCAL_HEADER + len(record.filename) + record.file_size
@@ -281,7 +281,7 @@ def _raw_content(file: IO[bytes], record: zipfile.ZipInfo) -> bytes:
     """Read an uncompressed record, whose checksum may be absent."""
     file.seek(record.header_offset)
     header = file.read(_LOCAL_HEADER)
-    # The lengths of the name and of the padding behind it:
+    # The lengths of the name and of the padding after it:
     # https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
     lengths = (int.from_bytes(header[begin : begin + 2], "little") for begin in (26, 28))
     file.seek(record.header_offset + _LOCAL_HEADER + sum(lengths))
@@ -289,7 +289,7 @@ def _raw_content(file: IO[bytes], record: zipfile.ZipInfo) -> bytes:
 
 
 def _storages(pickled: bytes) -> Iterator[tuple[str, int]]:
-    """Yield key and bytes of every storage that a pickle names, by parsing it; nothing of it is executed."""
+    """Parse a pickle without executing it; yield key and bytes of every storage."""
     stack: list[Any] = []
     memo: dict[Any, Any] = {}
     for opcode, arg, _ in pickletools.genops(pickled):
@@ -307,7 +307,7 @@ def _storages(pickled: bytes) -> Iterator[tuple[str, int]]:
 
 
 def _apply(stack: list[Any], opcode: pickletools.OpcodeInfo, arg: Any) -> None:
-    """Change a stack as an opcode would; objects other than texts, numbers and tuples become None."""
+    """Apply a pickle opcode to a stack; objects other than strings, numbers and tuples become None."""
     operands = opcode.stack_before
     if pickletools.markobject in operands:
         mark = len(stack) - 1 - stack[::-1].index(pickletools.markobject)

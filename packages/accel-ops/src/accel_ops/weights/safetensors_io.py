@@ -1,8 +1,8 @@
 """Map and write safetensors files: `SafetensorsFile`, `write_safetensors`, `create_safetensors`.
 
 The format: https://github.com/huggingface/safetensors#format. The safetensors library validates headers.
-Tensors are mapped here: the library maps without `MAP_NORESERVE`, so that Linux refuses a file larger than
-the host's memory, and what it maps can be neither read ahead nor evicted.
+Tensors are mapped by this module: the library maps without `MAP_NORESERVE`, so that Linux rejects a file
+larger than the host's memory, and its mappings can be neither prefetched nor evicted.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class SafetensorsFile:
     """A safetensors file whose tensors are read in place.
 
     Tensors are private, copy-on-write views: writing to one never changes the file. They stay valid after the
-    object is deleted, as long as nobody truncates the file; replacing the file (`os.replace`, as accel's own
-    writers do) does not change them. Those of a file on an object store have memory of their own.
+    object is deleted, unless the file is truncated; replacing the file (`os.replace`, as accel's writers do)
+    does not change them. Tensors of a file on an object store are copies in memory.
 
     Args:
         path: The file.
 
     Attributes:
-        path: The same, as a path object.
-        entries: Tensor name to its bytes in the file.
+        path: The file, as a path object.
+        entries: Tensor name to its byte range in the file.
         metadata: The header's `__metadata__`.
 
     Raises:
-        CheckpointError: The file is no safetensors file, by the rules of the safetensors library.
-        FileNotFoundError: There is no such file.
+        CheckpointError: The safetensors library rejects the file.
+        FileNotFoundError: The file does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str] | RemotePath) -> None:
@@ -93,7 +93,7 @@ class SafetensorsFile:
         return flat.view(entry.shape)
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor into memory of its own, in large pieces."""
+        """Read one tensor into new memory, in large chunks."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         if entry.nbytes:
@@ -112,24 +112,24 @@ class SafetensorsFile:
         """Check that a file on an object store was not replaced since its header was read.
 
         Raises:
-            CheckpointError: It was.
+            CheckpointError: The file was replaced.
         """
         if isinstance(self.path, RemotePath) and self.path.version() != self._version:
             raise CheckpointError(f"{str(self.path)!r} was replaced while it was read; load it again")
 
     def read_ahead(self, names: Iterable[str]) -> None:
-        """Read tensors into memory; return when they are read (on older kernels: requested)."""
+        """Read tensors into the page cache; return when they are read (on older kernels: requested)."""
         for begin, end in self._pages(names):
             self.read_ahead_bytes(begin, end)
 
     def read_ahead_bytes(self, begin: int, end: int) -> None:
-        """Read bytes of the file, from the begin of a page on, into memory, as `read_ahead` does."""
+        """Read bytes of the file, from a page boundary on, as `read_ahead` does."""
         end = min(end, self.size)
         if not self._populate(begin, end - begin):
             self._advise(getattr(mmap, "MADV_WILLNEED", None), begin, end)
 
     def contents(self) -> memoryview:
-        """Return the bytes of the file, mapped as its tensors are."""
+        """Return the mapped bytes of the file."""
         return memoryview(self._mapping()).toreadonly()
 
     def evict(self, names: Iterable[str]) -> None:
@@ -138,7 +138,7 @@ class SafetensorsFile:
             self.evict_bytes(begin, end)
 
     def evict_bytes(self, begin: int, end: int) -> None:
-        """Release the memory of bytes of the file, from the begin of a page on, as `evict` does."""
+        """Release the memory of bytes of the file, from a page boundary on, as `evict` does."""
         self._advise(getattr(mmap, "MADV_DONTNEED", None), begin, min(end, self.size))
 
     def _mapping(self) -> mmap.mmap:
@@ -148,7 +148,7 @@ class SafetensorsFile:
         return self._map
 
     def _open(self) -> BufferedReader:
-        """Open the file whose header was read, and no other that has its name by now."""
+        """Open the file; raise if it was replaced since its header was read."""
         file = open_regular(self.path)
         try:
             _check_identity(os.fstat(file.fileno()), self._identity, self.path)
@@ -158,7 +158,7 @@ class SafetensorsFile:
         return file
 
     def _populate(self, begin: int, length: int) -> bool:
-        """Fault pages in. Through ctypes: it lets other threads run meanwhile, the mmap module does not."""
+        """Fault pages in, through ctypes, which releases the GIL; the mmap module does not."""
         library = libc()
         if library is None:
             return False
@@ -179,7 +179,7 @@ class SafetensorsFile:
 
 @frozen
 class HeaderEntry:
-    """Bytes `begin` to `end` of a file, from its start, which one tensor fills."""
+    """The byte range of one tensor, from `begin` to `end` of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -188,20 +188,20 @@ class HeaderEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Size in bytes of the tensor."""
         return self.end - self.begin
 
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _INT64_MAX = 2**63 - 1
-_MAX_DIMS = 64  # No operation of torch takes more.
+_MAX_DIMS = 64  # The limit of torch's operators.
 
 
 def _read_remote_header(file: RemoteFile, path: RemotePath) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """Read a header through a local file with the same header and size, whose other bytes are holes.
+    """Read a header through a local sparse file with the same header and size.
 
     Raises:
-        CheckpointError: As `_read_header`.
+        CheckpointError: As in `_read_header`.
     """
     length = int.from_bytes(file.read(8) or b"", "little")
     if length > min(JSON_LIMIT, file.size):
@@ -218,13 +218,13 @@ def _read_remote_header(file: RemoteFile, path: RemotePath) -> tuple[dict[str, H
 def _read_header(
     file: BinaryIO, path: Path, size: int, name: str
 ) -> tuple[dict[str, HeaderEntry], dict[str, str]]:
-    """Read which bytes of a file each tensor fills, in the header's order, and the header's `__metadata__`.
+    """Read the byte range of each tensor, in the header's order, and the header's `__metadata__`.
 
     Raises:
-        CheckpointError: The header is not of the format, or does not describe all of the file.
+        CheckpointError: The header is invalid, or does not cover the file.
     """
-    # 1. The library validates the header: types, shapes, and offsets that cover the file without holes or
-    #    overlaps. "np" reserves no memory for its mapping, and no tensor is asked for.
+    # 1. The library validates the header: dtypes, shapes, and offsets that cover the file without gaps or
+    #    overlaps. "np" reserves no memory for its mapping, and no tensor is read.
     try:
         with safe_open(path, framework="np"):
             pass
@@ -247,7 +247,7 @@ def _read_header(
 
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a table with a name twice, which the format forbids and the library reads."""
+    """Raise if a name is repeated, which the format forbids but the library accepts."""
     table = dict(pairs)
     if len(table) < len(pairs):
         names = [name for name, _ in pairs]
@@ -262,7 +262,7 @@ def _header_entry(path: str, name: str, row: dict[str, Any], start: int) -> Head
         raise CheckpointError(
             f"{path!r}: tensor {some_of([name])!r} has element type {row['dtype']!r}, unknown to this torch"
         )
-    # An empty tensor may have any other length, as far as torch can count.
+    # An empty tensor may have any size in its other dims, within torch's limits.
     count = math.prod(max(length, 1) for length in shape)
     if row.keys() != _FIELDS or len(shape) > _MAX_DIMS or count * 16 > _INT64_MAX:
         raise CheckpointError(
@@ -287,14 +287,14 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 def _map_private(file: BinaryIO, size: int) -> mmap.mmap:
     if sys.platform == "linux":
-        # Without a reservation, or the kernel refuses a private mapping larger than its memory.
+        # Without a reservation, else the kernel rejects a private mapping larger than its memory.
         flags = mmap.MAP_PRIVATE | _NO_RESERVE
         return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
 
 
 def _page_runs(entries: Iterable[HeaderEntry]) -> list[tuple[int, int]]:
-    """Merge byte ranges into whole pages, neighbours joined, so that advice takes one call per run."""
+    """Merge byte ranges into runs of pages, so that advice takes one call per run."""
     page = mmap.PAGESIZE
     runs: list[tuple[int, int]] = []
     for entry in sorted(entries, key=lambda entry: entry.begin):
@@ -306,7 +306,7 @@ def _page_runs(entries: Iterable[HeaderEntry]) -> list[tuple[int, int]]:
     return runs
 
 
-# mmap.MADV_POPULATE_READ is not named before Python 3.14; Linux 5.14 and later know it.
+# mmap.MADV_POPULATE_READ is missing before Python 3.14; Linux 5.14 and later support it.
 _POPULATE_READ = 22
 
 
@@ -315,7 +315,7 @@ _PAGEMAP = Path("/proc/self/pagemap")
 
 
 def _is_present(address: int, length: int) -> bool:
-    """Return whether a few pages of a range are mapped, by this process's page table.
+    """Return whether some sampled pages of a range are mapped in this process's page table.
 
     Walking all of its pages costs as much as computing.
     mincore() cannot be used: it reports every page of another user's file as resident. Bit 63 of an entry of
@@ -357,13 +357,13 @@ def _memory_of(target: Tensor) -> memoryview:
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove aliases and make every tensor contiguous.
+    """Remove tied tensors and make every tensor contiguous.
 
-    A tensor under two names is kept under the first; loading ties it again. Different parts of one storage
-    (the halves of a fused weight) are all kept, each in its own memory.
+    A tensor with two names is kept under the first; loading ties it again. Different slices of one storage
+    (the halves of a fused weight) are all kept, each as a copy.
 
     Args:
-        state_dict: Name to tensor; values that are no tensors stay as they are.
+        state_dict: Name to tensor; values that are not tensors stay unchanged.
 
     Example:
         >>> import torch
@@ -389,7 +389,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         storages.add(storage)
         cleaned[name] = apart.contiguous()
     if dropped:
-        # The first words are those for which programs of others look.
+        # Other programs look for the first words.
         _log.warning(
             "Removed shared tensor %s while saving: weights under a second name are saved once.",
             ", ".join(dropped),
@@ -401,11 +401,11 @@ def write_safetensors(tensors: Mapping[str, Tensor], sink: ByteSink) -> None:
     """Write tensors as one safetensors file.
 
     Args:
-        tensors: Name to tensor, no two of which share memory; see `clean_state_dict_for_safetensors`.
-        sink: Receives the bytes in order, each tensor in one piece.
+        tensors: Name to tensor, without shared memory; see `clean_state_dict_for_safetensors`.
+        sink: Receives the bytes in order, each tensor in one call.
 
     Raises:
-        CheckpointError: A value is no dense tensor, or of a type that the format does not have.
+        CheckpointError: A value is not a dense tensor, or the format does not support its dtype.
 
     Example:
         >>> import io, safetensors.torch, torch
@@ -427,21 +427,21 @@ class ByteSink(Protocol):
     """A writer of bytes, such as a binary file."""
 
     def write(self, data: Any, /) -> object:
-        """Take an object with the buffer interface; its memory may change afterwards."""
+        """Write an object with the buffer interface; its memory may change afterwards."""
         ...
 
 
 def create_safetensors(
     path: Path, rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> dict[str, Tensor]:
-    """Make a safetensors file, and map its tensors for the caller to fill.
+    """Create a safetensors file, and return its mapped tensors for the caller to fill.
 
-    The system writes filled pages when it needs their memory; the file is complete when the tensors are
-    filled and no longer used.
+    The system writes filled pages when it needs their memory; the file is complete once the tensors are
+    filled and deleted.
 
     Raises:
-        CheckpointError: The format has no such element type.
-        OSError: The disk has no room for all of it.
+        CheckpointError: The format does not support a dtype.
+        OSError: The disk is full.
 
     Example:
         >>> import tempfile, safetensors.torch
@@ -459,7 +459,7 @@ def create_safetensors(
     with path.open("xb") as file:
         file.write(header)
         file.flush()
-        # Writing through a mapping to a full disk would kill the process; this raises before.
+        # Writing through a mapping to a full disk would kill the process; this raises earlier.
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(file.fileno(), 0, size)
         else:
@@ -474,7 +474,7 @@ def create_safetensors(
 def make_header(
     rows: Iterable[tuple[str, tuple[int, ...], torch.dtype]], *, alignment: int
 ) -> tuple[bytes, list[tuple[int, int]]]:
-    """Make the header of a file of consecutive tensors.
+    """Create the header of a file of consecutive tensors.
 
     Args:
         rows: Name, shape and dtype of each, in the order of the file.
@@ -484,9 +484,9 @@ def make_header(
         The bytes before the tensors; and begin and end of each tensor, from the start of the file.
 
     Raises:
-        CheckpointError: The format has no such element type or name.
+        CheckpointError: The format does not support a dtype or name.
     """
-    # The metadata is what transformers and others look for.
+    # transformers and other libraries require this metadata.
     table: dict[str, Any] = {_METADATA: {"format": "pt"}}
     spans: list[tuple[int, int]] = []
     end = 0
@@ -522,7 +522,7 @@ def _check_writable(name: str, value: object) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    r"""View the contents of a tensor on the CPU as bytes; without a copy, if it is contiguous.
+    r"""View the contents of a CPU tensor as bytes, without a copy if it is contiguous.
 
     Example:
         >>> import torch

@@ -26,7 +26,7 @@ def named_module_tensors(
         module: The module.
         include_buffers: Whether buffers are included.
         recurse: Whether submodules are visited.
-        remove_non_persistent: Leave out buffers that are not in the state dict.
+        remove_non_persistent: Skip buffers that are not in the state dict.
 
     Example:
         >>> from torch import nn
@@ -66,7 +66,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     Args:
         module: The module.
         recurse: Whether submodules are visited.
-        fqns: Whether names then have their dotted prefix.
+        fqns: Whether names of submodules' buffers have their dotted prefix.
     """
     names = non_persistent_buffers(module, recurse=recurse)
     return names if fqns else {name.rpartition(".")[2] for name in names}
@@ -88,25 +88,25 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def is_dense(value: Any) -> TypeGuard[Tensor]:
-    """Return whether a value is a tensor with a storage, which sparse tensors do not have."""
+    """Return whether a value is a tensor with a storage, unlike sparse tensors."""
     torch = import_module("torch")
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def tensor_memory(tensor: Tensor) -> tuple[Any, ...]:
-    """Identify the elements of a tensor: equal for tensors of one storage, offset, shape and strides."""
+    """Return a key that is equal for tensors with the same storage, offset, shape and strides."""
     return id_tensor_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Find the parameters that a model holds under more than one name.
+    """Find the parameters that a model has under several names.
 
     Args:
-        model: The model, on any device, the meta device too.
-        **kwargs: Refused; the documented signature has it.
+        model: The model, on any device, including the meta device.
+        **kwargs: Not supported; part of the documented signature.
 
     Raises:
-        TypeError: A keyword argument was given.
+        TypeError: A keyword argument was passed.
 
     Example:
         >>> from torch import nn
@@ -126,8 +126,8 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
     """Assign one tensor to every name of a group again.
 
-    The first tensor of the group that has values is taken: a name that is still on the meta device never
-    replaces one that was loaded.
+    It uses the first tensor of the group that is not on the meta device: a meta tensor never replaces a
+    loaded one.
 
     Example:
         >>> from torch import nn
@@ -151,10 +151,10 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether the model's configuration asks for input and output embeddings that are tied.
+    """Return whether the model's configuration requests tied input and output embeddings.
 
     Args:
-        model: Any module; without a transformers-like `config` the answer is False.
+        model: Any module; without a transformers-like `config` the result is False.
 
     Example:
         >>> from torch import nn

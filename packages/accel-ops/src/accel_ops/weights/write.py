@@ -1,6 +1,6 @@
 """Write weight files: `save`, `save_state_dict`, `save_state_parts`.
 
-Files appear when they are complete, and never in place of one that may be mapped.
+Files are written under a temporary name and renamed, so that mapped files are never overwritten.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def save(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Save on the main process, once. Tensors of lazy devices are saved as CPU tensors.
+    """Save an object on the main process. Tensors of lazy devices are saved as CPU tensors.
 
-    With such devices all ranks call it, since each executes what it has recorded.
+    With such devices all ranks must call it, since each executes its recorded operations.
 
     Args:
-        obj: What to save; with `safe_serialization`, a dictionary from name to tensor.
-        f: A path or an fsspec URL, replaced at once when complete; or an open binary file (not with
+        obj: The object; with `safe_serialization`, a dictionary from name to tensor.
+        f: A path or an fsspec URL, replaced atomically; or an open binary file (not with
             `safe_serialization`).
-        save_on_each_node: Let the first process of every host save, for hosts that share no file system.
+        save_on_each_node: Save on the first process of every node, for nodes without a shared file system.
         safe_serialization: Write safetensors rather than torch's zip format.
 
     Raises:
-        TypeError: safetensors were asked for, into an open file.
+        TypeError: `safe_serialization` is set and `f` is an open file.
     """
     _execute(obj)
     topology = runtime.current_or_single().topology
@@ -83,11 +83,11 @@ def save_state_dict(
 ) -> WeightShards:
     """Write a state dict to a folder: one file, or shards and their index.
 
-    Shards of an earlier save that the new one does not have are removed once it is complete.
+    Stale shards of an earlier save are removed once the new save is complete.
 
     Args:
         state_dict: Name to tensor.
-        folder: Where; created if absent.
+        folder: The folder; created if absent.
         max_shard_size: Bytes per file, or text like `"5GB"`.
         safe_serialization: Write safetensors rather than torch's zip format.
     """
@@ -103,9 +103,9 @@ def save_state_parts(
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     safe_serialization: bool = True,
 ) -> WeightShards:
-    """Write a state dict that comes in parts, holding no more of it than one file and one part.
+    """Write a state dict that is passed in parts, with at most one file and one part in memory.
 
-    Files are named when all are written, since the names contain their number.
+    Files get their names when all are written, since the names contain the number of files.
 
     Example:
         >>> import tempfile
@@ -136,7 +136,7 @@ def save_state_parts(
             total += size
             files.append(staged.enter_context(_temporary_file(target / pattern.format(suffix=""))))
             write(tensors, files[-1])
-            groups.clear()  # Else they would be held until the next file is full.
+            groups.clear()  # Else they would stay in memory until the next file is full.
             del tensors
         # 2. Rename them, now that their number is known, and write the index.
         plan = numbered(shards, total_size=total, pattern=pattern)
@@ -151,10 +151,10 @@ def save_state_parts(
 
 
 def _with_storages(data: Any) -> Any:
-    """Copy the tensors of lazy devices to the CPU, if there are any; nothing can serialise them."""
+    """Copy the tensors of lazy devices, which cannot be serialised, to the CPU."""
     if not any(_lacks_storage(leaf) for _, leaf in walk(data)):
         return data
-    copies: dict[Any, Tensor] = {}  # Tied tensors share memory in the copy, too.
+    copies: dict[Any, Tensor] = {}  # Tied tensors also share memory in the copy.
 
     def copy(tensor: Tensor) -> Tensor:
         key = tensor_memory(tensor)
@@ -166,7 +166,7 @@ def _with_storages(data: Any) -> Any:
 
 
 def _execute(data: Any) -> None:
-    """Execute what was recorded for tensors of a lazy device, which may include collectives."""
+    """Execute the operations recorded for tensors of a lazy device, which may include collectives."""
     device = next((leaf.device for _, leaf in walk(data) if _lacks_storage(leaf)), None)
     if device is not None:
         runtime_module(device).flush()
@@ -202,7 +202,7 @@ def _save_bin(obj: Any, path: AnyPath) -> None:
 
 @contextlib.contextmanager
 def _new_file(path: AnyPath) -> Generator[Any]:
-    """Open a new file for writing; a store has it once all of it is written."""
+    """Open a new file for writing; on an object store it exists once it is complete."""
     if isinstance(path, Path):
         with path.open("xb") as file:
             yield file
@@ -217,7 +217,7 @@ def _new_file(path: AnyPath) -> Generator[Any]:
 
 
 def _rename(source: AnyPath, target: AnyPath) -> None:
-    """Rename a file; on an object store, which cannot do that, copy it within the store."""
+    """Rename a file; on an object store, which has no rename, copy it within the store."""
     if isinstance(source, RemotePath):
         source.copy_to(target)
     else:
@@ -225,7 +225,7 @@ def _rename(source: AnyPath, target: AnyPath) -> None:
 
 
 def _replace(path: AnyPath, write: Callable[[AnyPath], object]) -> None:
-    """Write beside the target and rename: readers see the old file or the new one, mappings stay valid.
+    """Write a temporary file and rename it: readers see the old file or the new one, mappings stay valid.
 
     An object store replaces a file when its upload is complete.
     """
@@ -239,7 +239,7 @@ def _replace(path: AnyPath, write: Callable[[AnyPath], object]) -> None:
 
 @contextlib.contextmanager
 def _temporary_file(path: AnyPath) -> Generator[AnyPath]:
-    """Give a name for a file that is removed in the end, unless it was renamed by then."""
+    """Yield the name of a temporary file, which is removed at the end unless it was renamed."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         yield temporary
