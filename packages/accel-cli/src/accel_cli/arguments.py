@@ -1,4 +1,4 @@
-"""The grammar of the command: an argparse parser for each subcommand; launch's has a flag per setting."""
+"""The argparse parser of each subcommand; the parser of `launch` has a flag per setting."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from accel_state.settings.model import BY_PATH, parse
 class Parser(ArgumentParser):
     """The parser of a subcommand.
 
-    Flags are declared with underscores and may be written with dashes. After `add_script` the first word that
-    is not a flag is the script. Everything after it is passed to the script unchanged.
+    Flags are declared with underscores and may be written with dashes. After `add_script` the first
+    positional word is the script. All words after it are passed to the script unchanged.
 
     Args:
         command: The name of the subcommand.
-        description: What it does.
+        description: Its description.
         epilog: The end of its help.
         format_help: Returns its help; argparse's by default.
 
@@ -76,7 +76,7 @@ class Parser(ArgumentParser):
         self._has_script = True
 
     def add_settings(self, *, hidden: bool) -> None:
-        """Add the flags of all settings that are not declared; their values are in `settings`, by path."""
+        """Add the flags of all settings not declared yet; values are stored in `settings`, by path."""
         declared = {*self.flags}
         for row in {id(row): row for row in FLAGS.values()}.values():
             names = [name for name, flag in FLAGS.items() if flag is row and name not in declared]
@@ -89,8 +89,8 @@ class Parser(ArgumentParser):
 
         Raises:
             SettingsError: Words are unknown or invalid, or the script is missing. The message lists all
-                problems. Parsing stops at an unknown flag that resembles no known one, since the script could
-                be anywhere.
+                problems. Parsing stops at an unknown flag unlike any known one, since the script could be any
+                later word.
             SystemExit: Help was requested and shown.
         """
         line = self._split(words)
@@ -116,7 +116,7 @@ class Parser(ArgumentParser):
         raise SettingsError(f"{message}.")
 
     def _split(self, words: Sequence[str]) -> _Line:
-        """Spell flags as declared, and split off the script."""
+        """Normalise the spelling of flags, and split off the script."""
         line = _Line()
         remaining = list(words)
         while remaining:
@@ -134,7 +134,7 @@ class Parser(ArgumentParser):
             action = self._option_string_actions.get(declared)
             if action is not None and action.dest == "help":
                 return _Line(flags=[declared])
-            # 2. Without a script, argparse decides about values and unknown flags.
+            # 2. Without a script, argparse handles values and unknown flags.
             if not self._has_script:
                 is_known = word.startswith("--") and action is not None
                 line.flags.append(declared + word[len(name) :] if is_known else word)
@@ -142,7 +142,7 @@ class Parser(ArgumentParser):
                     line.flags += remaining[:1]
                     del remaining[:1]
                 continue
-            # 3. With a script, take the value here: it may begin with a dash, as argparse's may not.
+            # 3. With a script, read the value here: it may begin with a dash, which argparse rejects.
             if action is None:
                 near = self._nearest(declared)
                 hint = f"{self._hint(declared)} Put flags of the script after its name."
@@ -180,7 +180,7 @@ class _Line:
     Args:
         flags: Flags and values for argparse.
         script: The script with its arguments, if there is one.
-        written: By declared flag, the position and spelling of each occurrence.
+        written: The position and spelling of each occurrence of a declared flag.
         problems: Problems with their positions.
     """
 
@@ -191,7 +191,7 @@ class _Line:
 
 
 class SettingAction(Action):
-    """Collect the values of settings, by path; values of a repeated flag are concatenated."""
+    """An argparse action that stores settings by path; values of a repeated flag are concatenated."""
 
     def __init__(self, *, row: SettingFlag, **declared: Any) -> None:
         declared |= {"dest": "settings", "default": {}, "nargs": None if row.const is None else 0}
@@ -222,8 +222,8 @@ class SettingFlag:
 
     Args:
         option: The setting.
-        const: The value of a flag that takes none.
-        help: Its help; None for aliases and opposites, which help and completion do not list.
+        const: The value of a flag without an argument.
+        help: Its help; None for aliases and negated flags, which help and completion do not list.
     """
 
     option: Option
@@ -234,7 +234,7 @@ class SettingFlag:
 def _make_flags() -> dict[str, SettingFlag]:
     flags: dict[str, SettingFlag] = {}
     for option in OPTIONS:
-        # A switch that a file can turn on has an opposite, by which an argument overrules the file.
+        # A switch that a file can turn on has a negated flag that takes precedence over the file.
         if option.const == "true" and (option.key or not option.name):
             off = SettingFlag(option=option, const="false")
             flags |= {f"--no_{name[2:]}": off for name in option.flags}
@@ -265,8 +265,8 @@ class LaunchArguments:
     """A parsed command line of `accel launch`.
 
     Args:
-        sourced: The settings that have a flag in it, by path.
-        config_file: The named config file; None for the default one.
+        sourced: The settings passed as flags, by path.
+        config_file: The config file that was passed; None for the default one.
         explain: Whether to show the command without running it.
         dry_run: Whether to print the job without submitting it.
         script: The script to run.
@@ -282,7 +282,7 @@ class LaunchArguments:
 
     @classmethod
     def from_options(cls, options: Namespace) -> LaunchArguments:
-        """Return what the parser of `accel launch` has read."""
+        """Create it from the namespace of the parser of `accel launch`."""
         return cls(
             sourced=options.settings,
             config_file=options.config_file,
@@ -663,7 +663,7 @@ def _number(made: _ActionsContainer, flag: str, text: str, metavar: str = "N", *
 
 
 def count(text: str) -> int:
-    """Parse a whole number of at least 1.
+    """Parse an integer of at least 1.
 
     Example:
         >>> count("8")

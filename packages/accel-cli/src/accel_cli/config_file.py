@@ -27,7 +27,7 @@ class ConfigFile:
         path: The file; None if there is none.
         content: Its top-level table, in the current format.
         sourced: Its settings by path.
-        notes: The changes that translate it from a legacy format.
+        notes: Notes on the translation from a legacy format.
     """
 
     path: Path | None = None
@@ -118,11 +118,11 @@ def _read_yaml(text: bytes, path: Path) -> object:
 
 
 _MAX_NODES = 100_000
-"""Values of a config file, with those of YAML's aliases counted at each use."""
+"""Maximum number of values of a config file; values of YAML aliases count at each use."""
 
 
 def _count_nodes(node: Any, counts: dict[int, int]) -> int:
-    """Count the values that constructing a node creates, with those of an alias at each use."""
+    """Count the values that constructing a node creates; values of an alias count at each use."""
     if id(node) not in counts:
         counts[id(node)] = 0
         inner = node.value if isinstance(node.value, list) else []
@@ -149,7 +149,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 def format_config(path: Path, content: Mapping[str, Any]) -> str:
     """Return the text of a config file.
 
-    YAML begins with the version of accel in a comment, because other readers of such files refuse unknown
+    YAML starts with the version of accel in a comment, because other readers of such files reject unknown
     keys.
     """
     if path.suffix == ".json":

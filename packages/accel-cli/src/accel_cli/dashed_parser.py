@@ -8,7 +8,7 @@ from typing import Any
 
 
 def clean_option(option: str) -> str:
-    """Return a flag as the attribute of a namespace.
+    """Return the namespace attribute of a flag.
 
     Example:
         >>> clean_option("--num-processes")
@@ -25,7 +25,7 @@ options_to_group = {
     "use_megatron_lm": "Megatron-LM Arguments",
     "fp8_backend": "FP8 Arguments",
 }
-"""The groups of a help text by the flag that needs them."""
+"""The help group that each flag needs."""
 
 
 def _spellings(options: tuple[str, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Write reports as HTML files that open offline: tables, paragraphs and figures of plotly."""
+"""Write reports as self-contained HTML files: tables, paragraphs and plotly figures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def write_report(
             body.append(f"<p>{escape(item)}</p>")
         elif isinstance(item, Table):
             body.append(html_table(item.rows, head=item.head, title=item.title))
-        else:  # The file has the library of plotly, once, and opens without a network.
+        else:  # The file embeds plotly's library once, so that it opens offline.
             body.append(item.to_html(full_html=False, include_plotlyjs=not has_plotly))
             has_plotly = True
     meta = "<meta charset='utf-8'><meta name='viewport' content='width=device-width'>"
@@ -54,7 +54,7 @@ _GB = 1e9
 
 
 def timeline(records: Sequence[RankRecord]) -> Figure:
-    """Draw the collectives of each rank in their order, with the memory that it held at each.
+    """Draw the collectives of each rank in order, with its memory at each collective.
 
     A red cross marks each call of a rank that differs from the first rank.
     """
@@ -90,7 +90,7 @@ def timeline(records: Sequence[RankRecord]) -> Figure:
 
 
 def _calls(record: RankRecord, first: RankRecord, colors: Mapping[str, str]) -> Scatter:
-    """Draw the collectives of a rank; red crosses from where they differ from those of the first."""
+    """Draw the collectives of a rank, with red crosses from the first difference to the first rank on."""
     pairs = zip(record.events, first.events, strict=False)
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return Scatter(

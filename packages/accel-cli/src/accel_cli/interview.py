@@ -1,4 +1,4 @@
-"""The questions of `accel config`: when they apply, their suggested answers, and the terminal prompts."""
+"""The questions of `accel config`: conditions, suggested answers, and terminal prompts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def interview(ask: Callable[[Question], str], host: HostInfo) -> Settings:
 
     Args:
         ask: Returns a choice, `"true"` or `"false"`, or a valid text, or raises `PreviousQuestion`.
-        host: The host that answers are suggested for.
+        host: The host for which answers are suggested.
     """
     answers: list[tuple[Option, str]] = []
     earlier: dict[str, str] = {}
@@ -49,7 +49,7 @@ def interview(ask: Callable[[Question], str], host: HostInfo) -> Settings:
     return settings
 
 
-class PreviousQuestion(Exception):  # noqa: N818 - the user's wish, not an error
+class PreviousQuestion(Exception):  # noqa: N818 - not an error
     """Raised to return to the previous question."""
 
 
@@ -74,7 +74,7 @@ class Question:
 def _next_question(
     answers: Sequence[tuple[Option, str]], host: HostInfo, earlier: Mapping[str, str]
 ) -> Question | None:
-    """Return the first question after the last answer that applies; None if there is none."""
+    """Return the next question that applies after the last answer; None if there is none."""
     settings = _merge_answers(answers)
 
     def answer_to(path: str) -> object:
@@ -208,7 +208,7 @@ _SUGGESTIONS: Mapping[str, str | Callable[[HostInfo, Answers], str]] = {
     "fp8.opt_level": "O2",
     "sagemaker.ec2_instance_type": "ml.g5.2xlarge",  # PyTorch 2.8 does not support the V100 of p3.
     "sagemaker.iam_role_name": "accelerate_sagemaker_execution_role",
-    # These name the newest container of SageMaker; the defaults of the settings are Accelerate's.
+    # The versions of SageMaker's newest container; the defaults of the settings are Accelerate's.
     "sagemaker.transformers_version": "4.56.2",
     "sagemaker.pytorch_version": "2.8.0",
     "sagemaker.py_version": "py312",

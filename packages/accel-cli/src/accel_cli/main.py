@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: The words after `accel`; those of this process if None.
+        arguments: The words after `accel`; None for the arguments of this process.
 
     Returns:
         The exit code. `accel launch` does not return when it starts a script: its process becomes the script.
@@ -66,10 +66,10 @@ def _fail(program: str, message: str) -> int:
 
 
 ERROR = 2
-"""The exit code of a command line that cannot be carried out; nothing was started."""
+"""The exit code of an invalid command line, for which nothing was started."""
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, as of a shell."""
+"""The exit code after Ctrl-C, as in a shell."""
 
 config, estimate_memory, launch, merge_weights = (
     partial(run, name) for name in ("config", "estimate-memory", "launch", "merge-weights")
@@ -81,11 +81,11 @@ class Subcommand(NamedTuple):
     """A subcommand.
 
     Args:
-        target: The module whose function `run`, or the `"module:function"`, takes the parsed namespace and
-            returns the exit code.
+        target: The module with a function `run`, or the `"module:function"`, which takes the parsed namespace
+            and returns the exit code.
         help: A line for the overview.
-        parser: The function of `accel_cli.arguments` that makes the parser; help and errors of the command
-            line do not import the target.
+        parser: The function of `accel_cli.arguments` that creates the parser, so that help and errors of the
+            command line do not import the target.
         imports_torch: Whether the target imports torch, which takes seconds.
     """
 
@@ -95,7 +95,7 @@ class Subcommand(NamedTuple):
     imports_torch: bool = False
 
     def make_parser(self) -> Parser:
-        """Make the parser."""
+        """Create the parser."""
         return getattr(import_module("accel_cli.arguments"), self.parser)()
 
     def run(self, words: Sequence[str]) -> int:
@@ -103,7 +103,7 @@ class Subcommand(NamedTuple):
         return self.call(self.make_parser().read(words))
 
     def call(self, options: Any) -> int:
-        """Run it with a parsed namespace."""
+        """Run the subcommand with a parsed namespace."""
         with working("importing torch") if self.imports_torch else nullcontext():
             module, _, function = self.target.partition(":")
             run = getattr(import_module(module), function or "run")

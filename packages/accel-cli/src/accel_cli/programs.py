@@ -1,9 +1,9 @@
-"""The command for programs that embed it: parsers, functions that run a namespace, config files as records.
+"""Python API of the command: parsers, functions that run a namespace, config files as records.
 
-A parser is a subcommand of another parser with `subparsers`, else one of its own. A function takes the
-namespace of its parser; attributes that another namespace lacks have their defaults. For `launch` that is an
-attribute for each flag, spelled without dashes, `training_script` and `training_script_args`; `None`, false
-and empty values are not set.
+With `subparsers`, a parser is added as a subcommand to another parser. A function takes the namespace of its
+parser; missing attributes have their defaults. For `launch` the attributes are each flag, spelled without
+dashes, `training_script` and `training_script_args`; attributes that are `None`, false or empty count as not
+set.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ default_yaml_config_file, default_json_config_file = (str(Path(cache_dir) / name
 """The paths of the default config file in both formats."""
 
 default_config_file = str(_find_config_file(_environ) or default_yaml_config_file)
-"""The default config file; the path to write it to if there is none."""
+"""The existing default config file, else the path at which it is created."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class BaseConfig:
         parse_file(self.to_dict(), type(self).__name__)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the keys and values of the file; `None` is left out."""
+        """Return the keys and values of the file, except `None`."""
         content = dataclasses.asdict(self)
         content |= content.pop("further", {})
         return {
@@ -191,7 +191,7 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
     """Read a config file as a record.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         SettingsError: It cannot be read, or contains invalid values.
     """
     path = config_file or default_config_file
@@ -203,7 +203,7 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
 
 
 def _record_arguments(path: str, kind: type[BaseConfig]) -> dict[str, Any]:
-    """Return the arguments of a record for a file, with the keys that every file has."""
+    """Return the arguments of the record for a file, including the keys of every file."""
     content = {**_DEFAULTS, **read_config(path, read()).content}
     if isinstance(content["mixed_precision"], bool):  # YAML reads a bare `no` as false.
         content["mixed_precision"] = "no"
@@ -234,7 +234,7 @@ def _make_functions(
     command = COMMANDS[name]
 
     def make_parser(subparsers: Any = None) -> ArgumentParser:
-        """Make the parser of the subcommand; see the module."""
+        """Create the parser of the subcommand; see the module."""
         made = command.make_parser()
         if subparsers is None:
             return made
@@ -270,8 +270,8 @@ def _validate_to_fsdp2_args(args: Namespace) -> None:
     """Check the files of the namespace of `to_fsdp2_command_parser`.
 
     Raises:
-        FileNotFoundError: There is no file to rewrite.
-        SettingsError: None is named to write, or it would be replaced without `overwrite`.
+        FileNotFoundError: The file to rewrite does not exist.
+        SettingsError: There is no output file, or it exists and `overwrite` is not set.
     """
     target_of(args, _existing(args.config_file or default_config_file))
 
@@ -282,7 +282,7 @@ tpu_command_parser, tpu_command_launcher = _make_functions("tpu-config")
 
 
 def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rewrite the keys of a config file for FSDP as those for FSDP2; another config is returned as it is.
+    """Convert an FSDP config to FSDP2; any other config is returned unchanged.
 
     Raises:
         SettingsError: FSDP2 has no equivalent of a value.
@@ -298,11 +298,11 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """Read a config file as it is written.
+    """Read a config file without translation.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        SettingsError: It cannot be read, is no table, or is empty.
+        FileNotFoundError: The file does not exist.
+        SettingsError: It cannot be read, is not a table, or is empty.
     """
     content = read_file(_existing(config_file))
     if not content:
@@ -320,14 +320,14 @@ def _existing(path: str) -> Path:
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
-    """Make a parser of the flags of `accel launch`.
+    """Create a parser of the flags of `accel launch`.
 
     Args:
-        subparsers: The result of `ArgumentParser.add_subparsers`, to add a subcommand `launch`; None makes a
-            parser of its own.
+        subparsers: The result of `ArgumentParser.add_subparsers`, to add a subcommand `launch`; None for a
+            separate parser.
 
     Returns:
-        The parser. A flag that is not given is `None`, or false if it takes no value.
+        The parser. A missing flag is `None`, or false if it takes no value.
 
     Example:
         >>> args = launch_command_parser().parse_args(["--num-processes", "2", "train.py", "--lr", "1"])
@@ -393,7 +393,7 @@ _ACTIONS = {"word": "store", "table": "store", "list": "append"}
 
 
 def launch_command(args: Namespace) -> None:
-    """Run what `launch_command_parser` parsed, and wait for it.
+    """Launch a script as parsed by `launch_command_parser`, and wait for it.
 
     Args:
         args: Its namespace, or another one with an attribute for each flag.
@@ -406,7 +406,7 @@ def launch_command(args: Namespace) -> None:
     plan, notes = plan_launch(read_namespace(vars(args)))
     command = prepare_command(plan, notes)
     sys.stdout.flush()
-    # Other threads than the main one get no signals.
+    # Only the main thread can handle signals.
     signals = ("SIGTERM",) if threading.current_thread() is threading.main_thread() else ()
     with (
         subprocess.Popen(command.command, env=dict(command.environ)) as process,
@@ -426,8 +426,8 @@ def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - program
     """Check flags as `launch_command` does.
 
     Returns:
-        The flags, with number of processes and precision decided; the config file; whether it decides the
-        precision.
+        The flags, with number of processes and precision resolved; the config file; whether the precision
+        comes from it.
     """
     check_script(vars(args))
     plan, _ = plan_launch(read_namespace(vars(args)))
@@ -467,12 +467,12 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
 
 
 def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
-    """Return the environment of each of several processes; add torchrun's arguments to `args`.
+    """Return the environment of processes started by torchrun; add torchrun's arguments to `args`.
 
     Args:
-        args: The flags; see the module. It gets `nproc_per_node`, `main_process_port` and either
-            `master_port` or, with several nodes, `nnodes` and `rdzv_endpoint`. A script is not needed;
-            values for Megatron-LM without `use_megatron_lm` are not used, as launchers give all of them.
+        args: The flags; see the module. `nproc_per_node`, `main_process_port` and either `master_port` or,
+            with several nodes, `nnodes` and `rdzv_endpoint` are added. No script is needed; values for
+            Megatron-LM are ignored without `use_megatron_lm`, as launchers always pass them.
 
     Raises:
         SettingsError: The flags contradict each other.
@@ -495,7 +495,7 @@ def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str
     """Return the command line that starts processes for DeepSpeed, and their environment.
 
     Args:
-        args: The flags; see the module. With a hostfile DeepSpeed's launcher is started, else that of torch.
+        args: The flags; see the module. With a hostfile DeepSpeed's launcher is used, else torch's.
 
     Raises:
         SettingsError: The flags contradict each other, or a file or port cannot be used.
@@ -512,7 +512,7 @@ def prepare_tpu(
     """Return the flags and environment for a TPU.
 
     Args:
-        args: The flags; see the module. With `pod` they are changed to those of a machine of the pod.
+        args: The flags; see the module. With `pod` they are changed to the flags of a machine of the pod.
         current_env: The environment to extend.
         pod: Whether this is for the machines of a pod.
     """
@@ -550,7 +550,7 @@ def prepare_sagemager_args_inputs(
 
 
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction] - programs call it by this name
-    """Return the arguments of a script as SageMaker requires them; see `sagemaker.hyperparameters`."""
+    """Return the arguments of a script in SageMaker's form; see `sagemaker.hyperparameters`."""
     return sagemaker.hyperparameters(nargs)
 
 
@@ -588,13 +588,13 @@ def read_namespace(flags: Mapping[str, Any]) -> LaunchArguments:
 
 
 def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
-    """Return the settings of the flags that another parser has parsed, by path.
+    """Return the settings of flags that were parsed by another parser, by path.
 
     Args:
         flags: Value by flag without dashes. `None`, false and empty values are not set.
 
     Raises:
-        SettingsError: Values cannot be used; the message names all.
+        SettingsError: Values are invalid; the message lists all.
     """
     sourced: dict[str, SourcedValue] = {}
     problems = ErrorCollector()
@@ -614,12 +614,12 @@ def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
 
 
 def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables of the settings of FP8 that have a value to an environment; return it."""
+    """Add the variables of FP8 settings that are set to an environment; return it."""
     return _add_variables(args, current_env, "ACCELERATE_FP8_")
 
 
 def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables of the settings of parallelism that have a value to an environment; return it."""
+    """Add the variables of parallelism settings that are set to an environment; return it."""
     current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     used = Namespace(**{**vars(args), "use_parallelism_config": True})
     return _add_variables(used, current_env, "PARALLELISM_CONFIG_")
@@ -642,11 +642,11 @@ def mpirun_arguments() -> tuple[str, str, str, str, str]:
     """Return the program that starts MPI, and its flags.
 
     Returns:
-        The program; its flags for the file of hosts, for the number of processes, and for that of each host;
-        the flag that binds processes to cores, empty where it has none.
+        The program; its flags for the hostfile, for the number of processes, and for the number per host; the
+        flag that binds processes to cores, empty if there is none.
 
     Raises:
-        OSError: There is no such program on the path.
+        OSError: No such program is on the path.
     """
     program = next(filter(shutil.which, ("mpirun", "mpiexec")), None)
     if program is None:
@@ -660,7 +660,7 @@ def mpirun_arguments() -> tuple[str, str, str, str, str]:
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """Return the value of a variable that lists paths, with another path at its end; it is not set.
+    """Return the value of a path list variable with a path appended; the variable is not changed.
 
     Example:
         >>> env_var_path_add("NO_SUCH_VARIABLE", "/lib")
@@ -672,12 +672,12 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
 def _filter_args(  # pyright: ignore[reportUnusedFunction] - programs call it by this name
     args: Namespace, parser: ArgumentParser, default_args: Sequence[str] = ()
 ) -> Namespace:
-    """Return the flags that a parser has too, with its defaults for those that `args` lacks.
+    """Return the flags of `args` that a parser declares, with its defaults for missing ones.
 
     Args:
         args: A namespace.
         parser: Another parser.
-        default_args: The command line that its defaults come from, for positional arguments.
+        default_args: The command line from which defaults are parsed, for positional arguments.
 
     Example:
         >>> parser = ArgumentParser()
@@ -693,7 +693,7 @@ def _filter_args(  # pyright: ignore[reportUnusedFunction] - programs call it by
 
 
 hf_cache_home = str(Path(cache_dir).parent)
-"""The folder in which the folder of the default config file is."""
+"""The parent of the folder of the default config file."""
 
 config_command_parser = get_config_parser
 
@@ -731,7 +731,7 @@ def update_config_command(args: Namespace) -> None:
 
 
 def update_command_parser(parser: Any, parents: Sequence[ArgumentParser]) -> ArgumentParser:
-    """Add the subcommand `update`, which rewrites a config file; arguments as of `default_command_parser`."""
+    """Add the subcommand `update`, which rewrites a config file; arguments as in `default_command_parser`."""
     made = parser.add_parser("update", parents=parents, help="Rewrite a config file in the current format.")
     made.add_argument("--config_file", help="the file to rewrite")
     made.set_defaults(func=update_config_command)
@@ -739,10 +739,10 @@ def update_command_parser(parser: Any, parents: Sequence[ArgumentParser]) -> Arg
 
 
 def _launcher(**flags: Any) -> Callable[[Namespace], None]:
-    """Make a function that launches with flags beside those of its namespace."""
+    """Create a function that launches with flags in addition to those of its namespace."""
 
     def start(args: Namespace) -> None:
-        """Run the flags of a namespace in this way; see `launch_command`."""
+        """Launch a namespace with these flags; see `launch_command`."""
         launch_command(Namespace(**{**vars(args), **flags}))
 
     return start

@@ -1,4 +1,4 @@
-"""Menus and questions in a terminal, for programs that embed those of `accelerate config`.
+"""Terminal menus and questions for programs that use the helpers of `accelerate config`.
 
 They are imported as `accelerate.commands.menu` and `accelerate.commands.config.config_utils`; `accel config`
 itself asks with questionary.
@@ -28,7 +28,7 @@ from accel_state.labels import (
 )
 
 ARROW_KEY_FLAG = 1 << 8
-"""What is added to the code of the last letter of an arrow key's sequence."""
+"""The offset added to the code of the last letter of an arrow key's sequence."""
 
 KEYMAP = {
     "tab": ord("\t"),
@@ -58,14 +58,14 @@ TERMINAL_WIDTH, TERMINAL_HEIGHT = shutil.get_terminal_size()
 
 
 class Direction(Enum):
-    """Where a selection moves."""
+    """The direction in which a selection moves."""
 
     UP = 0
     DOWN = 1
 
 
 def forceWrite(content: object, end: str = "") -> None:  # noqa: N802 - the name that programs call
-    """Write to the terminal at once."""
+    """Write to the terminal and flush."""
     sys.stdout.write(f"{content}{end}")
     sys.stdout.flush()
 
@@ -138,12 +138,12 @@ def get_character() -> str:
 
 
 def mark(key: str) -> Callable[[Any], Any]:
-    """Make a decorator of the method that handles a key, in a class decorated with `register`."""
+    """Decorate the method that handles a key, in a class decorated with `register`."""
     return mark_multiple(key)
 
 
 def mark_multiple(*keys: Any) -> Callable[[Any], Any]:
-    """Make a decorator of the method that handles several keys."""
+    """Decorate the method that handles several keys."""
 
     def decorate(function: Any) -> Any:
         function.handle_key = [*getattr(function, "handle_key", []), *keys]
@@ -156,7 +156,7 @@ class KeyHandler(type):
     """Metaclass that collects the marked methods of a class in `key_handler`, by key."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], attrs: dict[str, Any]) -> KeyHandler:
-        """Make the class."""
+        """Create the class."""
         made = super().__new__(cls, name, bases, attrs)
         handlers = dict(getattr(made, "key_handler", {}))
         for function in attrs.values():
@@ -167,7 +167,7 @@ class KeyHandler(type):
 
 
 def handle_input(menu: Any) -> Any:
-    """Wait for a key, call its method and return what that returns; None if no method handles it."""
+    """Wait for a key, call its method and return the result; None if no method handles the key."""
     key = ord(get_character())
     handler = type(menu).key_handler.get(key)
     menu.current_selection = key
@@ -175,7 +175,7 @@ def handle_input(menu: Any) -> Any:
 
 
 def register(cls: type) -> KeyHandler:
-    """Make a class handle keys; a class decorator."""
+    """Decorate a class so that it handles keys."""
     attributes = {name: value for name, value in vars(cls).items() if name not in {"__dict__", "__weakref__"}}
     return KeyHandler(cls.__name__, cls.__bases__, attributes)
 
@@ -250,9 +250,9 @@ def _ask_field(  # pyright: ignore[reportUnusedFunction]
 
     Args:
         input_text: The question.
-        convert_value: Converts the answer; the question is asked again where it raises.
+        convert_value: Converts the answer; the question is repeated if it raises.
         default: The value of an empty answer.
-        error_message: What is written where it raises.
+        error_message: The text printed if it raises.
     """
     while True:
         text = input(input_text)
@@ -277,7 +277,7 @@ def _ask_options(  # pyright: ignore[reportUnusedFunction]
 
 
 def _pick(values: Sequence[Any]) -> Callable[[Any], Any]:
-    """Make a function that returns a value by its index, which may be text."""
+    """Create a function that returns a value by its index, which may be text."""
 
     def convert(value: Any) -> Any:
         """Return the value of an index."""

@@ -1,6 +1,6 @@
 """`accel completion`: write the completion script of a shell to the standard output.
 
-The subcommands, flags and values are those of the parsers.
+Subcommands, flags and values are read from the parsers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_parser(help_line: str, parser: Parser) -> CommandFlags:
 
 def _read_flag(action: Action) -> Flag:
     choices = action.row.option.choices if isinstance(action, SettingAction) else action.choices
-    # The first sentence has to do without argparse's placeholders and shells' quotes.
+    # The first sentence, without argparse's placeholders and shell quotes.
     text = (action.help or "").replace("%(default)s", "").replace("%%", "%").replace("`", "").replace("'", "")
     return Flag(
         names=tuple(action.option_strings),
@@ -119,7 +119,7 @@ class Flag:
     """A flag.
 
     Args:
-        choices: The values, if there is a list; else files are completed.
+        choices: The allowed values, if they are listed; else files are completed.
     """
 
     names: tuple[str, ...]

@@ -85,14 +85,14 @@ def summarize(settings: Settings) -> Table:
 
 
 def find_conflicts(settings: Settings, host: HostInfo) -> list[str]:
-    """Return the problems for which `accel launch` would refuse settings."""
+    """Return the problems for which `accel launch` would reject settings."""
     merged = merge_layers(parse_file(to_content(settings), "the answers"))
     machine = HostDevices(gpus=host.gpus, cores=host.cores)
     return find_launch_problems(LaunchFacts(merged=merged, machine=machine, environ={}))
 
 
 def list_commands(settings: Settings, config_file: Path | str | None) -> list[str]:
-    """Return the command lines that run a script with settings: a single line, or a line per node."""
+    """Return the command lines that launch a script with settings: one line, or one per node."""
     named = ["--config_file", str(config_file)] if config_file is not None else []
     starts_all_nodes = (settings.deepspeed and settings.hosts.hostfile) or settings.mpi.hostfile
     has_several = settings.launch.num_machines > 1 and settings.launch.compute_environment == "LOCAL_MACHINE"
@@ -187,7 +187,7 @@ def target_of(options: Namespace, source: Path) -> Path:
     """Return the file that `accel to-fsdp2` writes.
 
     Raises:
-        SettingsError: No file is named, or the file exists and may not be replaced.
+        SettingsError: There is no output file, or it exists and may not be replaced.
     """
     if options.output_file is None and not options.overwrite:
         raise SettingsError(f"pass --output_file, or --overwrite to replace {str(source)!r}.")
@@ -208,7 +208,7 @@ class Conversion:
 
 
 def to_fsdp2(config: Mapping[str, Any]) -> Conversion:
-    """Rewrite a config for FSDP as one for FSDP2.
+    """Convert an FSDP config to FSDP2.
 
     Raises:
         SettingsError: The config is not for FSDP, or has a value that FSDP2 does not support.
@@ -247,7 +247,7 @@ UNCHANGED = (
     "fsdp_state_dict_type",
     "fsdp_transformer_layer_cls_to_wrap",
 )
-"""The keys that mean the same in both versions."""
+"""The keys with the same meaning in both versions."""
 
 REMOVED: Mapping[str, str] = {
     "fsdp_backward_prefetch": "FSDP2 always prefetches before the backward pass of a block",
@@ -265,7 +265,7 @@ _STATE = "fsdp_state_dict_type"
 
 
 def _convert_sharding(table: Mapping[str, Any], notes: list[str]) -> bool:
-    """Return whether to reshard after the forward pass, from the key of either version."""
+    """Return whether to reshard after the forward pass, from the key of FSDP1 or FSDP2."""
     key = _RESHARD if _SHARDING not in table else _SHARDING
     value = table[key]
     if key == _RESHARD and str(value).lower() in {"true", "false"}:
@@ -316,10 +316,10 @@ ARGUMENT_KEY_MAPPING: Mapping[str, str | ConversionStatus] = {
     **dict.fromkeys(REMOVED, ConversionStatus.REMOVED),
     "fsdp_forward_prefetch": ConversionStatus.NOT_YET_IMPLEMENTED,
 }
-"""The key of version 2 by that of version 1, for programs that convert files themselves."""
+"""The key of FSDP2 by the key of FSDP1, for programs that convert files themselves."""
 
 ARGUMENT_VALUE_MAPPING: Mapping[str, Mapping[str, bool]] = {
     key: {**{name: value for name, value in RESHARD.items() if name[0] != "_"}, "NO_SHARD": False}
     for key in (_SHARDING, _RESHARD)
 }
-"""The value in version 2 by that in version 1."""
+"""The value in FSDP2 by the value in FSDP1."""

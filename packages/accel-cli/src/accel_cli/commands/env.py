@@ -36,7 +36,7 @@ _LIBRARIES = (
 )  # fmt: skip
 
 _EXPERIMENTAL = {"megatron-core": "training with Megatron has not yet been run on several GPUs"}
-"""Features not yet run on their target hardware, by the library that they need."""
+"""Features not yet tested on their target hardware, by the library that they need."""
 
 _PROGRAMS = ("gcloud", "g++", "mpirun", "ninja", "nvcc", "nvidia-smi", "pdsh", "sbatch", "srun")
 """The programs of launchers and cluster managers, and those that build the kernels of engines."""
@@ -51,7 +51,7 @@ _PREFIXES = (
 def run(options: Namespace) -> int:
     """Write the report to the standard output.
 
-    A library, driver or setting that is broken is reported as such.
+    A broken library, driver or setting is reported, not raised.
     """
     with working("inspecting devices and libraries"):
         facts = report(read(), options.config_file, IMPORTED_FACTS)
@@ -69,7 +69,7 @@ def report(
     Args:
         environ: The variables of the process.
         config_file: The config file; None for the default one.
-        imported_facts: For each fact the module to import, and the function that describes it.
+        imported_facts: For each fact the module to import, and the function that collects it.
     """
     return {
         "accel": _versions(_OURS),
@@ -148,7 +148,7 @@ def _as_markdown(value: Any) -> str:
 
 
 _SPECIAL = re.compile(r"[*_`<>\[\]&\\~|$#@]|^[-+]|://")
-"""What Markdown and GitHub read as markup, links or mentions."""
+"""Characters that Markdown and GitHub parse as markup, links or mentions."""
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:
@@ -166,8 +166,8 @@ def _memory() -> float | None:
 
 
 def _shared_memory() -> float | None:
-    """Return the size of /dev/shm, through which data workers pass batches; containers often have little."""
-    shared_memory = Path("/dev/shm")  # noqa: S108 - nothing is written there
+    """Return the size of /dev/shm, which data loader workers need; it is often small in containers."""
+    shared_memory = Path("/dev/shm")  # noqa: S108 - not written
     return round(shutil.disk_usage(shared_memory).total / 1e9, 1) if shared_memory.is_dir() else None
 
 
@@ -214,7 +214,7 @@ def _torch(torch: Any) -> dict[str, Any]:
 
 
 def describe_devices(kinds: Any) -> dict[str, Any]:
-    """Describe the devices of this machine by `accel_state.device_kinds`."""
+    """Return the devices of this machine according to `accel_state.device_kinds`."""
     kind = kinds.available_kind()
     count = kind.module.device_count() if hasattr(kind.module, "device_count") else 1
     properties = getattr(kind.module, "get_device_properties", None)
@@ -234,4 +234,4 @@ IMPORTED_FACTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "devices": ("accel_state.device_kinds", describe_devices),
     "stages of prepare": ("accel_train.accelerator.prepare", lambda order: ", ".join(order.STAGES)),
 }
-"""The facts of modules that need torch, or come with other packages of accel."""
+"""The facts of modules that need torch, or are in other packages of accel."""

@@ -1,4 +1,4 @@
-"""`accel examples`: copy the example scripts, and the documentation, of accel-suite to a folder."""
+"""`accel examples`: copy the example scripts and documentation of accel-suite to a folder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def copy_pages(pages: Path, target: Path) -> None:
 
 
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "api", "src", "conf.py")
-"""What only building the site needs, and the pages that it writes."""
+"""Files needed only to build the site, and pages that the build generates."""
 
 
 def find_folder(name: str) -> Path:
@@ -49,7 +49,7 @@ def find_folder(name: str) -> Path:
     Raises:
         MissingDependencyError: accel-suite is not installed.
     """
-    suite = find_spec("accel")  # it is above this package, and is not imported
+    suite = find_spec("accel")  # a dependent package, which is not imported
     if suite is None or suite.origin is None:
         raise MissingDependencyError(f"the {name} come with accel-suite: `pip install accel-suite`.")
     module = Path(suite.origin).parent

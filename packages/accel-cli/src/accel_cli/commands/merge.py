@@ -36,7 +36,7 @@ def run(options: Namespace) -> int:
 
 
 def _files(folder: AnyPath) -> dict[AnyPath, tuple[int, int]]:
-    """Return the sizes of a folder's files, and what changes when they are written again."""
+    """Return size and modification time (or version) of a folder's files."""
     if isinstance(folder, RemotePath):
         return {folder / name: (size, (folder / name).version()) for name, size in folder.sizes().items()}
     paths = [path for path in sorted(folder.iterdir()) if path.is_file()] if folder.is_dir() else []

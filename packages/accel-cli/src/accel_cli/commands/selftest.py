@@ -1,4 +1,4 @@
-"""`accel test`: launch the checks on every device, and report their outcomes. Nothing here imports torch."""
+"""`accel test`: launch the checks on every device, and report their outcomes; torch-free."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from accel_state.frozen import frozen
 from accel_state.libraries import require
 
 CHECK_NAMES = ("processes", "collectives", "data loader", "training", "mixed precision", "checkpoint")
-"""The keys of `accel_cli.commands.selftest_checks.CHECKS`, in their order."""
+"""The keys of `accel_cli.commands.selftest_checks.CHECKS`, in order."""
 
 PASSED, FAILED, SKIPPED, RUNNING = "passed", "failed", "skipped", "running"
 
 
 @frozen
 class Outcome:
-    """Outcome of a check, on one rank or on all."""
+    """Outcome of a check, on one rank or on all ranks."""
 
     name: str
     state: str
@@ -42,7 +42,7 @@ class RankReport:
 
     Args:
         facts: Its device and host.
-        speeds: Bytes per second, by what was moved.
+        speeds: Bytes per second, by type of transfer.
     """
 
     rank: int
@@ -116,7 +116,7 @@ _SLOW_COPY = 3e9
 """Bytes per second of a PCIe 3.0 x4 link (pcisig.com)."""
 
 _SLOW_REDUCE = 2e9
-"""Bytes per second that GPUs of one machine exceed through main memory."""
+"""Bytes per second that GPUs of one machine exceed even through host memory."""
 
 
 def advice(outcomes: Sequence[Outcome], reports: Sequence[RankReport], *, cores: int) -> list[str]:
@@ -164,7 +164,7 @@ def run(options: Namespace) -> int:
     """Run the checks and show the results.
 
     Returns:
-        0 if all checks passed, 1 if one failed, 2 if nothing could be started.
+        0 if all checks passed, 1 if one failed, 2 if the launch failed.
     """
     if options.html is not None:
         require("plotly", "--html", install="accel-cli[plot]")

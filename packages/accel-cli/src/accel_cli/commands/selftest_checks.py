@@ -35,7 +35,7 @@ from accel_train.accelerator import Accelerator
 
 
 class DiffersError(AssertionError):
-    """Raised by a check that finds a difference while all ranks are still in step."""
+    """A difference found by a check while all ranks are still synchronised."""
 
 
 @frozen
@@ -61,8 +61,8 @@ class TrainingResult:
     """Result of a few steps.
 
     Args:
-        losses: Of each backward pass, over all processes.
-        weights: The full weights at the end; of the main process.
+        losses: The loss of each backward pass, over all processes.
+        weights: The full weights at the end, on the main process.
         batch_size: Rows of each backward pass, over all processes.
     """
 
@@ -181,7 +181,7 @@ CHECKS: Mapping[str, Callable[[Session], str]] = {
     "mixed precision": mixed_precision,
     "checkpoint": checkpoint,
 }
-"""The checks in their order. One that returns nothing has nothing to check."""
+"""The checks, in order. A check that returns an empty text is skipped."""
 
 
 def check_script() -> None:
@@ -239,7 +239,7 @@ def check_gradient_sync() -> None:
 
 
 def _current_session() -> Session:
-    """Return the context of the checks in a program that is launched already."""
+    """Create the context of the checks in a program that is launched already."""
     accelerator = Accelerator()
     folder: list[Any] = [tempfile.mkdtemp() if accelerator.is_main_process else None]
     broadcast_object_list(folder)
@@ -298,7 +298,7 @@ def _net(accelerator: Accelerator) -> _Net:
 
 
 def _needs_other_model(session: Session) -> bool:
-    """Return whether the config is for models of transformers (Ulysses), or names stages of a model."""
+    """Return whether the config requires a transformers model (Ulysses), or names stages of a model."""
     config = session.accelerator.parallelism_config
     if config is None:
         return False
@@ -308,7 +308,7 @@ def _needs_other_model(session: Session) -> bool:
 
 
 def _optimizer(model: _Net) -> torch.optim.Optimizer:
-    """Return SGD whose steps do not diverge, however many blocks there are."""
+    """Return SGD with a learning rate that does not diverge for any number of blocks."""
     return torch.optim.SGD(model.parameters(), lr=0.05 / len(model.blocks))
 
 
@@ -422,8 +422,8 @@ def measure_speeds() -> dict[str, float]:
     """Measure all-reduce and copies, on all ranks at once.
 
     Returns:
-        Bytes per second. That of all-reduce is the bus bandwidth, 2 (n-1)/n times the bytes of the tensor
-        (github.com/NVIDIA/nccl-tests, PERFORMANCE.md), so that it can be compared with that of links.
+        Bytes per second. For all-reduce, the bus bandwidth, 2 (n-1)/n times the bytes of the tensor
+        (github.com/NVIDIA/nccl-tests, PERFORMANCE.md), which is comparable to the bandwidth of links.
     """
     current = runtime.current()
     device, size = current.device, current.topology.world_size
@@ -452,7 +452,7 @@ _ROUNDS = 5
 
 
 def median_seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of an action, without the first run."""
+    """Return the median duration of an action in seconds, without the first run."""
     times: list[float] = []
     for _ in range(_ROUNDS + 1):
         synchronize(device)
@@ -472,7 +472,7 @@ def main(folder: Path, timeout: timedelta) -> int:
     """
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
     session = Session(accelerator=accelerator, precision=str(accelerator.mixed_precision), folder=folder)
-    accelerators = ""  # Those of this host, used or not.
+    accelerators = ""  # The accelerators of this host, used or not.
     if torch.accelerator.is_available():
         accelerators = f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
     report = RankReport(
@@ -502,7 +502,7 @@ def main(folder: Path, timeout: timedelta) -> int:
 
 
 def _run_check(name: str, session: Session) -> tuple[Outcome, bool]:
-    """Run a check; return its outcome, and whether this rank is still in step with the other ones."""
+    """Run a check; return its outcome, and whether this rank is still synchronised with the others."""
     start = time.perf_counter()
     try:
         detail, state, in_step = CHECKS[name](session), PASSED, True

@@ -1,4 +1,4 @@
-"""`accel tpu-config`: run commands on all hosts of a TPU pod; install the torch_xla that fits torch."""
+"""`accel tpu-config`: run commands on all hosts of a TPU pod; install a torch_xla that matches torch."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ class InstallationError(AccelError, RuntimeError):
 
 
 def install_xla(upgrade: bool = False) -> None:
-    """Install the torch_xla that fits the installed torch, in Google Colab or on a machine with a TPU.
+    """Install the torch_xla that matches the installed torch, in Google Colab or on a machine with a TPU.
 
     The commands are logged before they run. Restart the interpreter if torch was imported already.
 
     Args:
-        upgrade: Upgrade torch first, to the latest for which there is a torch_xla.
+        upgrade: First upgrade torch to the latest version with a torch_xla.
 
     Raises:
         UnsupportedError: There is no usable TPU on this machine.
@@ -131,7 +131,7 @@ _DEVICES = ("accel*", "vfio/[0-9]*")
 
 
 def has_tpu(environ: Mapping[str, str], devices: Path) -> bool:
-    """Return whether this is Google Colab, or a machine with a TPU.
+    """Return whether this is Google Colab or a machine with a TPU.
 
     Example:
         >>> has_tpu({"TPU_NAME": "local"}, Path("/nowhere"))

@@ -1,4 +1,4 @@
-"""Check the settings of a launch against each other and this host; each check yields its problems."""
+"""Check the settings of a launch for conflicts, with each other and with this host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LaunchFacts:
     """The inputs of the checks.
 
     Args:
-        remote: Whether a launcher was selected whose processes run on other machines.
+        remote: Whether the selected launcher starts processes on other machines.
     """
 
     merged: Merged
@@ -30,7 +30,7 @@ class LaunchFacts:
 
     @property
     def settings(self) -> Settings:
-        """Return the settings alone."""
+        """Return the settings without their sources."""
         return self.merged.settings
 
     def source_of(self, path: str) -> SourcedValue:
@@ -38,31 +38,31 @@ class LaunchFacts:
         return self.merged.source_of(path)
 
     def origin(self, path: str) -> str:
-        """Return the source of a setting, as named in messages."""
+        """Return the source of a setting as shown in messages."""
         return self.source_of(path).origin
 
     @property
     def is_local(self) -> bool:
-        """Return whether processes are started on this machine, with its devices."""
+        """Return whether processes are started on this machine and use its devices."""
         launch = self.settings.launch
         return launch.compute_environment == "LOCAL_MACHINE" and not launch.on_tpu and not self.remote
 
     @property
     def is_worker(self) -> bool:
-        """Return whether a launcher started this very command as one of several processes of a machine."""
+        """Return whether this command is itself one of several processes of a node, started by a launcher."""
         detected = detect(self.environ)
         return detected.world_size > 1 and (detected.launcher != "Slurm" or detected.local_world_size > 1)
 
     @property
     def machines(self) -> int:
-        """Return the number of nodes: those of the hostfile, if DeepSpeed's launcher reaches them."""
+        """Return the number of nodes, from the hostfile if DeepSpeed's launcher is used."""
         if self.reaches_hosts and self.machine.hosts:
             return len(self.machine.hosts)
         return self.settings.launch.num_machines
 
     @property
     def reaches_hosts(self) -> bool:
-        """Return whether DeepSpeed's launcher starts the processes of all machines."""
+        """Return whether DeepSpeed's launcher starts the processes of all nodes."""
         hosts = self.settings.hosts
         return (
             self.settings.deepspeed is not None
@@ -77,7 +77,7 @@ def find_launch_problems(facts: LaunchFacts) -> list[str]:
 
 
 def uses_cpu(merged: Merged) -> bool:
-    """Return whether to compute on the CPU; of `use_cpu` and `distributed_type` the stronger source wins."""
+    """Return whether to use the CPU; of `use_cpu` and `distributed_type` the source with precedence wins."""
     switch, kind = merged.source_of("process.use_cpu"), merged.source_of("launch.distributed_type")
     value = merged.settings.process.use_cpu
     if kind.value == "MULTI_CPU":
@@ -88,7 +88,7 @@ def uses_cpu(merged: Merged) -> bool:
 
 
 def count_processes(facts: LaunchFacts) -> int:
-    """Return the world size: as requested, else a process per device."""
+    """Return the world size: the requested number of processes, else one process per device."""
     launch, kind = facts.settings.launch, facts.source_of("launch.distributed_type")
     if facts.is_worker:
         return detect(facts.environ).world_size
@@ -210,7 +210,7 @@ _CLUSTER_READERS: Mapping[str, tuple[str, ...]] = {
     "queue": ("kubeflow",),
     "format": ("kubeflow",),
 }
-"""The launchers that read a setting of a job of a cluster."""
+"""The launchers that use a setting of cluster jobs."""
 
 
 def _check_elasticity(facts: LaunchFacts) -> Iterator[str]:
@@ -291,7 +291,7 @@ def _check_fp8(facts: LaunchFacts) -> Iterator[str]:
 
 
 def find_fp8_problem(merged: Merged, machine: HostDevices) -> str | None:
-    """Explain why a machine cannot train in the FP8 that settings request; return None if it can."""
+    """Explain why a machine cannot train with the requested FP8 settings; return None if it can."""
     fp8, on_cpu = merged.settings.fp8, uses_cpu(merged) or not machine.gpus
     device = Fp8Device(type="cpu") if on_cpu else Fp8Device(type="cuda", capability=machine.capability())
     try:
@@ -334,7 +334,7 @@ _IN_DEEPSPEED_FILES = (
     "offload_param_nvme_path",
     "zero3_save_16bit_model",
 )
-"""The settings that a configuration file of DeepSpeed decides."""
+"""The settings that a DeepSpeed configuration file overrides."""
 
 
 def _check_fp8_options(facts: LaunchFacts) -> Iterator[str]:
@@ -365,7 +365,7 @@ _FP8_BACKENDS = {
     "pad_inner_dim": "AO",
     "opt_level": "MSAMP",
 }
-"""The backend that reads a setting of FP8, None for all; TransformerEngine reads the remaining ones."""
+"""The backend that uses an FP8 setting, None for all; TransformerEngine uses the remaining ones."""
 
 
 def _check_parallel_sizes(facts: LaunchFacts) -> Iterator[str]:

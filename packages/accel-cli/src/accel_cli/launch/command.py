@@ -1,4 +1,4 @@
-"""`accel launch`: make a plan from the command line, variables and the config file; explain or run it."""
+"""`accel launch`: create a plan from command line, variables and config file; explain or run it."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class LaunchPlan:
     Args:
         environ: The full environment of each worker.
         merged: All settings, with their sources.
-        launch: The settings of the launch; the numbers of processes and machines are decided.
-        config_file: The config file that was named; None for the default one.
+        launch: The settings of the launch, with the numbers of processes and nodes resolved.
+        config_file: The config file that was passed; None for the default one.
     """
 
     launcher: Launcher
@@ -72,7 +72,7 @@ class LaunchPlan:
 
     @property
     def local_processes(self) -> int:
-        """Return the number of processes of this machine."""
+        """Return the number of processes on this node."""
         return (self.launch.num_processes or 1) // self.launch.num_machines
 
 
@@ -94,9 +94,9 @@ def run(options: Namespace) -> int:
 
 
 def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Make the launch plan of a command line; return it with notes on a translated config file."""
+    """Create the launch plan of a command line; return it with notes on a translated config file."""
     environ = read()
-    # 1. Read all sources, to report the problems of all.
+    # 1. Read all sources, to report all problems at once.
     problems, variables = ErrorCollector(), dict[str, SourcedValue]()
     file, torchrun = ConfigFile(), dict[str, SourcedValue]()
     with problems:
@@ -107,7 +107,7 @@ def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
         torchrun = parse_torchrun(environ)
     problems.raise_if_any()
     # 2. Merge them, in the order of precedence.
-    per_node = torchrun.pop("launch.num_processes", None)  # The number of nodes may come from elsewhere.
+    per_node = torchrun.pop("launch.num_processes", None)  # The number of nodes may come from another source.
     sources = [line.sourced, variables | torchrun, parse_slurm(environ), file.sourced]
     if per_node is not None:
         num_processes = int(str(per_node.value)) * merge_sources(*sources).settings.launch.num_machines
@@ -120,15 +120,15 @@ def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
 
 
 def parse_torchrun(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """Read nodes, processes of a node and rendezvous from the variables of `torch.distributed.run`, `PET_*`.
+    """Read nodes, processes per node and rendezvous from torch.distributed.run's variables, `PET_*`.
 
     Kubernetes operators such as Kubeflow's start every node of a job with them.
 
     Returns:
-        The settings by path; `launch.num_processes` is the number of processes of a node.
+        The settings by path; `launch.num_processes` is the number of processes per node.
 
     Raises:
-        SettingsError: Variables cannot be read; the message names all.
+        SettingsError: Variables are invalid; the message lists all.
 
     Example:
         >>> job = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "node-0:29400"}
@@ -163,19 +163,19 @@ def parse_torchrun(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 
 
 _PER_DEVICE = ("auto", "cpu", "gpu", "xpu")
-"""Values of PET_NPROC_PER_NODE that mean a process per device, which is the default."""
+"""Values of PET_NPROC_PER_NODE that mean one process per device, the default."""
 
 _LAUNCH_VARIABLES = (
     *("rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval", "shutdown_timeout"),
     *("tee", "log_dir", "role"),
 )
-"""Settings of the launch whose variable is `PET_` and their name."""
+"""Launch settings whose variable is `PET_` followed by their name."""
 
 
 def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """Read node rank, number of nodes and rendezvous if `srun` has started a single task on each node.
+    """Read node rank, number of nodes and rendezvous if `srun` has started one task per node.
 
-    If it has started several, each task is a rank, and nothing is launched.
+    If it has started several tasks per node, each task is a rank, and no processes are launched.
 
     Example:
         >>> step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
@@ -203,7 +203,7 @@ _SLURM_HOST = "MASTER_ADDR or SLURM_STEP_NODELIST"
 
 
 def probe_host(settings: Settings, environ: Mapping[str, str]) -> HostDevices:
-    """Probe this machine, and the files and programs that the settings name."""
+    """Probe this machine, and the files and programs referenced by the settings."""
     machine, hosts = probe_devices(environ), settings.hosts
     if settings.deepspeed is not None and hosts.hostfile:
         machine = replace(machine, hosts=read_hosts(hosts.hostfile, hosts.inclusion, hosts.exclusion))
@@ -227,7 +227,7 @@ def make_plan(
     environ: Mapping[str, str],
     machine: HostDevices,
 ) -> LaunchPlan:
-    """Make the launch plan.
+    """Create the launch plan.
 
     Raises:
         SettingsError: Settings contradict each other or do not fit the machine. The message lists all
@@ -235,7 +235,7 @@ def make_plan(
     """
     defaults = dict(LAUNCH_DEFAULTS)
     if merged.source_of("fsdp.auto_wrap_policy").value != "SIZE_BASED_WRAP":
-        del defaults["fsdp.min_num_params"]  # The plugin warns about it beside another policy.
+        del defaults["fsdp.min_num_params"]  # The plugin warns if it is combined with another policy.
     conflicts, merged = merged.conflicts, merge_sources(merged.sourced, defaults)
     selected = selected_launcher(merged)
     remote = selected is not None and selected.remote
@@ -265,14 +265,14 @@ LAUNCH_DEFAULTS: Mapping[str, SourcedValue] = {
     for option in OPTIONS
     if option.launch_default is not None
 }
-"""The defaults of settings that are others under `accel launch` than in the library, by path."""
+"""Defaults of settings that differ between `accel launch` and the library, by path."""
 
 
 def _added_variables(plan: LaunchPlan) -> dict[str, str]:
-    """Return variables of workers that are no settings: threads, visible devices, the launcher's own."""
+    """Return variables of workers that are not settings: threads, visible devices, the launcher's."""
     launch = plan.launch
     added: dict[str, str] = {}
-    if plan.launcher.remote:  # The command that runs there adds them, by the cores and devices of its node.
+    if plan.launcher.remote:  # The command on each node adds them, for its cores and devices.
         return added
     if launch.num_cpu_threads_per_process is not None:
         added["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
@@ -287,7 +287,7 @@ def _added_variables(plan: LaunchPlan) -> dict[str, str]:
 
 
 def prepare_command(plan: LaunchPlan, notes: Sequence[str] = ()) -> Command:
-    """Return the command of a plan, checked before it runs; print the notes."""
+    """Return the checked command of a plan; print the notes."""
     command = command_of_plan(plan)
     if plan.merged.source_of("launch.main_process_ip").origin == f"variable {_SLURM_HOST}":
         check_first_host(plan.environ, detect(plan.environ))
@@ -319,7 +319,7 @@ def explain(
 
 
 def _settings_table(plan: LaunchPlan) -> list[tuple[str, str, str]]:
-    """Return the settings that have a source, and the number of processes."""
+    """Return the rows of settings that have a source, and the number of processes."""
     rows: list[tuple[str, str, str]] = []
     for option in OPTIONS:
         source = plan.merged.source_of(option.path)
@@ -339,12 +339,12 @@ def _settings_table(plan: LaunchPlan) -> list[tuple[str, str, str]]:
 
 
 def become(command: Command) -> int:
-    """Replace this process by another program, so that signals, exit code and streams are its own.
+    """Replace this process by another program, which then receives signals and sets the exit code.
 
-    Windows has no such call. There, the program is started and awaited, and its exit code is returned.
+    Windows has no such call: the program runs as a child process, and its exit code is returned.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     if sys.platform != "win32":
-        os.execve(command.command[0], list(command.command), dict(command.environ))  # noqa: S606 - no shell is wanted
+        os.execve(command.command[0], list(command.command), dict(command.environ))  # noqa: S606 - without a shell
     return subprocess.run(command.command, env=dict(command.environ), check=False).returncode

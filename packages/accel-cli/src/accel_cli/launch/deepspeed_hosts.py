@@ -1,4 +1,4 @@
-"""Run DeepSpeed's launcher over hosts, with our variables exported; the only importer of DeepSpeed here."""
+"""Run DeepSpeed's multi-node launcher with our variables exported; the only importer of DeepSpeed here."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
 def _pass_unchanged(runners: Any, names: Sequence[str]) -> None:
     """Quote our variables and the arguments of the script for the runners that use a shell only.
 
-    DeepSpeed puts some in double quotes, within which a shell still expands variables and commands. Runners
-    without a shell leave the quotes in the values.
+    DeepSpeed double-quotes some of them, so that a shell still expands variables and commands. Runners
+    without a shell keep the quotes in the values.
     """
     add_export_of_deepspeed = runners.MultiNodeRunner.add_export
 
@@ -79,7 +79,7 @@ def _end_only_this_job(runners: Any) -> None:
 
 
 def _quote_for_pdsh(word: str) -> str:
-    """Quote a word for a shell behind pdsh, which expands `%n` and others itself."""
+    """Quote a word for the shell that pdsh starts; pdsh itself expands `%n` and others."""
     return shlex.quote(word).replace("%", "%%")
 
 
@@ -88,7 +88,7 @@ def _forward_signals() -> Generator[None]:
     """Forward signals that DeepSpeed drops; exit with their code."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
-    # The pipe records the first signal also when DeepSpeed has replaced these handlers.
+    # The pipe records the first signal even if DeepSpeed has replaced these handlers.
     wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     try:
         with (
@@ -116,14 +116,14 @@ def _handle_as_sigterm(number: int, frame: FrameType | None) -> None:
 def _forward_signal(number: int, frame: FrameType | None) -> None:
     del frame
     if number == signal.SIGINT and _is_in_foreground():
-        return  # The terminal has sent it to all its processes.
+        return  # The terminal has sent it to all processes.
     for child in children():
         with contextlib.suppress(OSError):
             os.kill(child, number)
 
 
 def _is_in_foreground() -> bool:
-    """Return whether Ctrl-C on the terminal reaches this process and its children."""
+    """Return whether this process is in the foreground, so that Ctrl-C reaches it and its children."""
     try:
         with Path("/dev/tty").open(encoding="utf-8") as terminal:
             return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()

@@ -1,4 +1,4 @@
-"""Run torch.distributed.run such that signals, tracebacks and exit code are those of a script.
+"""Run torch.distributed.run with the signal handling, tracebacks and exit code of a plain script.
 
 `accel launch` starts this module as a program, which imports torch.
 """
@@ -33,7 +33,7 @@ from accel_train.worker_errors import (
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> int:
-    """Run the workers until they end.
+    """Run the workers until they exit.
 
     Args:
         arguments: The arguments of `torch.distributed.run`, optionally after `--quiet`.
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
 
     Returns:
         0, the exit code of the worker that failed first, 128 plus the number of the signal that ended it or
-        this process, or 2 if nothing was started.
+        this process, or 2 if no worker was started.
     """
     # 1. Import torch.
     quiet = arguments[:1] == ["--quiet"]
@@ -52,15 +52,15 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
         signals = load("torch.distributed.elastic.multiprocessing.api")
     except KeyboardInterrupt:  # There are no workers yet.
         return _SIGNAL_CODE + signal.SIGINT
-    # 2. Handle signals. Torch installs this handler when it starts the workers; its own would leave them
-    # running at a second signal.
+    # 2. Handle signals. Torch installs this handler when it starts the workers; torch's handler would leave
+    # them running at a second signal.
     forwarder = SignalForwarder(signals.SignalException, quiet=quiet)
     set_terminate_handler(forwarder.end)
     if sys.platform == "linux":  # Become the parent of orphaned descendants, to find them at the end.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if not quiet:
         _TORCH_LOGGER.addFilter(lambda record: not str(record.msg).startswith(_IN_SUMMARY))
-    # 3. Run the workers, and report which failed. A --log_dir of the user comes later, and wins.
+    # 3. Run the workers, and report failures. A --log_dir of the user comes later, and takes precedence.
     with (
         forwarder.install(),
         TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder,
@@ -101,20 +101,20 @@ def _report_failure(error: Any, *, quiet: bool) -> int:
     if not quiet:
         _write(format_errors(errors, first))
     code = codes[first]
-    if code < 0:  # A signal: Python has negative codes for them.
-        if errors[first].trace:  # Its error had decided the exit code before the signal came.
+    if code < 0:  # A signal: Python reports it as a negative code.
+        if errors[first].trace:  # Its error had set the exit code before the signal.
             return _SIGNAL_CODE + signal.SIGINT if errors[first].interrupted else 1
         return _SIGNAL_CODE - code
     return code
 
 
 _SIGNAL_CODE = 128
-"""The exit code of a shell after a signal, less the signal's number."""
+"""The exit code of a shell after a signal, minus the signal's number."""
 
 _TORCH_LOGGER = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 
 _IN_SUMMARY = ("Sending process ", "failed (exitcode: ")
-"""How torch's log messages begin that our summary of a failure replaces."""
+"""The prefixes of torch's log messages that our summary of a failure replaces."""
 
 
 def _write(text: str) -> None:
@@ -126,18 +126,18 @@ def _write(text: str) -> None:
 
 
 _CTRL_C_SECONDS = 0.5
-"""Seconds in which several SIGINT count as a single Ctrl-C, since a shell and a terminal both send it."""
+"""Seconds in which several SIGINT count as one Ctrl-C, since shell and terminal may both send it."""
 
 
 class SignalForwarder:
-    """Handler of the signals of this process.
+    """Signal handler of the launcher process.
 
-    The first signal that asks to end raises an error, upon which torch sends it to the workers and waits.
-    Ctrl-C after that kills them. User signals (SIGUSR1, SIGUSR2) are forwarded.
+    The first termination signal raises an error, upon which torch sends the signal to the workers and waits.
+    A later Ctrl-C kills them. User signals (SIGUSR1, SIGUSR2) are forwarded.
 
     Args:
-        error: Makes the error from a message and the signal.
-        quiet: Do not print that the launcher waits.
+        error: Creates the error from a message and the signal.
+        quiet: Do not print that the launcher is waiting.
         ctrl_c_seconds: Seconds after the first signal in which a SIGINT belongs to the same Ctrl-C.
     """
 
@@ -154,13 +154,13 @@ class SignalForwarder:
         self.first: signal.Signals | None = None
         self._again_from = 0.0
         self._workers: list[int] = []
-        # nohup, or a shell that runs this in the background, has made the process ignore them.
+        # Signals that nohup, or a shell that runs this in the background, has set to be ignored.
         self._ignored = {
             number for number in _numbers(_STOP_SIGNALS) if signal.getsignal(number) == signal.SIG_IGN
         }
 
     def end(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal that asks to end: end the workers.
+        """Handle a termination signal: end the workers.
 
         Raises:
             Exception: The result of `error`, at the first signal.
@@ -169,7 +169,7 @@ class SignalForwarder:
         if number in self._ignored:
             return
         if self.first is not None:
-            # A terminal that is closed signals all its processes, and so does its shell.
+            # When a terminal closes, it and its shell both signal all processes.
             if number == signal.SIGINT and time.monotonic() > self._again_from:
                 kill(self._workers, getattr(signal, "SIGKILL", signal.SIGTERM))
             return
@@ -189,7 +189,7 @@ class SignalForwarder:
 
     @contextlib.contextmanager
     def install(self) -> Generator[None]:
-        """Handle the signals in the block; after a signal, end the descendants of the workers."""
+        """Handle signals within the block; after a signal, end the descendants of the workers."""
         handlers = {
             **dict.fromkeys(_numbers(_STOP_SIGNALS), self.end),
             **dict.fromkeys(_numbers(_FORWARDED_SIGNALS), self.forward),
@@ -208,11 +208,11 @@ _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 _FORWARDED_SIGNALS = ("SIGUSR1", "SIGUSR2")
 
 _WAITING = "accel launch: waiting for the processes to end. Press Ctrl-C to end them immediately\n"
-"""Printed at the first signal that asks to end."""
+"""Printed at the first termination signal."""
 
 
 def _numbers(names: Iterable[str]) -> list[signal.Signals]:
-    """Return the signals of these names that this system has."""
+    """Return the signals with these names, as far as the system supports them."""
     return [signal.Signals[name] for name in names if name in signal.Signals.__members__]
 
 
@@ -221,7 +221,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def end_descendants(workers: Sequence[int]) -> None:
-    """End workers and their remaining descendants; beside Linux not those in a session of their own."""
+    """End workers and their remaining descendants; except on Linux, not those in another session."""
     if not workers:
         return
     kill(workers, signal.SIGTERM)
@@ -236,7 +236,7 @@ def end_descendants(workers: Sequence[int]) -> None:
 
 
 _GRACE = 5.0
-"""Seconds in which remaining descendants may end by themselves."""
+"""Grace time in seconds for remaining descendants."""
 
 
 def children() -> list[int]:
@@ -245,7 +245,7 @@ def children() -> list[int]:
 
 
 def kill(workers: Iterable[int], number: int) -> None:
-    """Send a signal to the process groups of workers; on Windows to the workers alone."""
+    """Send a signal to the process groups of workers; on Windows to the workers only."""
     for worker in workers:
         with contextlib.suppress(OSError):
             if sys.platform == "win32":

@@ -22,17 +22,17 @@ class HostDevices:
     """The properties of this machine that launching needs.
 
     Args:
-        gpus: How many NVIDIA or AMD GPUs a process may see.
-        cores: How many CPU cores it may use.
-        installed: How many such GPUs it has, hidden ones included; `gpus` by default.
-        hosts: The machines of a DeepSpeed hostfile and how many processes each runs, if there is one.
+        gpus: Number of NVIDIA or AMD GPUs visible to a process.
+        cores: Number of usable CPU cores.
+        installed: Number of installed GPUs, including hidden ones; `gpus` by default.
+        hosts: The nodes of a DeepSpeed hostfile with their numbers of processes, if there is one.
         mpirun: The output of `mpirun --version`; None if it is not needed or not installed.
         commands: The lines of the command file of a TPU pod.
-        alias: The folder that starts accel-compat when it is on PYTHONPATH; None if that is not installed.
-        capability: Queries the least compute capability of its NVIDIA GPUs.
-        peer_variables: Queries the variables that NCCL needs on its NVIDIA GPUs besides an environment's.
+        alias: The folder that activates accel-compat on PYTHONPATH; None if accel-compat is not installed.
+        capability: Queries the lowest compute capability of its NVIDIA GPUs.
+        peer_variables: Queries the variables that NCCL needs in addition to an environment.
         fp8_backends: The installed libraries for FP8; all by default.
-        engines: The engines whose library is installed, by their section of the settings; all by default.
+        engines: The sections of the settings of engines whose library is installed; all by default.
     """
 
     gpus: int
@@ -55,7 +55,7 @@ class HostDevices:
 def probe_devices(environ: Mapping[str, str]) -> HostDevices:
     """Probe this machine."""
     installed = count_nvidia_gpus() or _count_amd_gpus()
-    compat = find_spec("accel_compat")  # It is above this package, and is not imported.
+    compat = find_spec("accel_compat")  # A dependent package, which is not imported.
     return HostDevices(
         gpus=count_gpus(environ, installed),
         cores=count_cores(),
@@ -69,7 +69,7 @@ def probe_devices(environ: Mapping[str, str]) -> HostDevices:
 
 
 _LIBRARIES = {"deepspeed": "deepspeed", "megatron": "megatron_lm"}
-"""The library of each engine that has one, by its section of the settings."""
+"""The library of each engine, by its section of the settings."""
 
 
 def count_cores() -> int:
@@ -82,8 +82,8 @@ def count_gpus(environ: Mapping[str, str], installed: int) -> int:
 
     Args:
         environ: The environment: each of CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and
-            ROCR_VISIBLE_DEVICES may narrow the choice.
-        installed: The number that the machine has.
+            ROCR_VISIBLE_DEVICES may hide devices.
+        installed: The number of installed GPUs.
 
     Example:
         >>> count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}, 8), count_gpus({}, 8)
@@ -91,16 +91,16 @@ def count_gpus(environ: Mapping[str, str], installed: int) -> int:
     """
     counts = [installed]
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        if name in environ:  # The driver reads a list up to the first entry that is no device.
+        if name in environ:  # The driver reads a list up to the first invalid entry.
             entries = map(str.strip, environ[name].split(","))
             counts.append(len([*takewhile(lambda entry: entry and not entry.startswith("-"), entries)]))
     return min(counts)
 
 
 def count_nvidia_gpus(root: Path = Path("/")) -> int:
-    """Count the GPUs that the driver lists in /proc; where that is missing (Windows, WSL), ask its tool.
+    """Count the GPUs that the driver lists in /proc, or without it (Windows, WSL), in `nvidia-smi`.
 
-    In a container /proc is the host's, and only the container's own GPUs have device files.
+    In a container /proc is the host's, and only the container's GPUs have device files.
     """
     folder = root / "proc/driver/nvidia/gpus"
     if not folder.is_dir():
@@ -115,13 +115,13 @@ def _count_amd_gpus() -> int:
 
 
 def _least_capability() -> tuple[int, int] | None:
-    """Return the least compute capability of the GPUs, from `nvidia-smi`."""
+    """Return the lowest compute capability of the GPUs, from `nvidia-smi`."""
     matches = [match for line in query_nvidia("compute_cap") if (match := re.match(r"(\d+)\.(\d+)$", line))]
     return min(((int(match[1]), int(match[2])) for match in matches), default=None)
 
 
 def query_nvidia(field: str) -> list[str]:
-    """Return a field of every NVIDIA GPU; nothing if `nvidia-smi` is absent or fails."""
+    """Return a field of every NVIDIA GPU; an empty list if `nvidia-smi` is absent or fails."""
     with suppress(MissingDependencyError):
         return nvidia_smi(field)
     return []
@@ -129,26 +129,26 @@ def query_nvidia(field: str) -> list[str]:
 
 VISIBLE_DEVICES: Mapping[str, str] = {
     kind.distributed_type.value: kind.visible_devices_env
-    for kind in reversed(KINDS)  # of two families with one label, the first of the table counts
+    for kind in reversed(KINDS)  # of families with the same label, the first of the table counts
     if kind.visible_devices_env is not None and kind.runtime is None
 }
-"""By label of a device family, the variable that restricts which of its devices a process sees."""
+"""The variable that restricts the visible devices, by distributed type."""
 
 
 def read_hosts(file: str, inclusion: str | None = None, exclusion: str | None = None) -> dict[str, int]:
-    """Read a hostfile of DeepSpeed.
+    """Read a DeepSpeed hostfile.
 
     Raises:
-        SettingsError: The file is invalid, or a filter names a machine or slot that is not in it.
+        SettingsError: The file is invalid, or a filter contains a machine or slot that is not in it.
     """
     return filter_hosts(parse_hosts(read_lines(file, "hostfile"), file), inclusion, exclusion)
 
 
 def parse_hosts(lines: Sequence[str], source: str) -> dict[str, int]:
-    """Read the lines of a hostfile of DeepSpeed.
+    """Parse the lines of a DeepSpeed hostfile.
 
     Raises:
-        SettingsError: A line cannot be read, or a machine occurs twice; the message has its number.
+        SettingsError: A line is invalid, or a machine occurs twice; the message has the line number.
 
     Example:
         >>> parse_hosts(["worker-1 slots=4", "worker-2 slots=8  # large"], "hosts")
@@ -177,7 +177,7 @@ _LINE = re.compile(r"(?P<host>[^\s:=]+)\s+slots\s*=\s*(?P<slots>\d{1,4})\s*")
 def filter_hosts(
     hosts: Mapping[str, int], inclusion: str | None = None, exclusion: str | None = None
 ) -> dict[str, int]:
-    """Apply DeepSpeed's filters.
+    """Apply DeepSpeed's inclusion or exclusion filter to hosts.
 
     Args:
         hosts: Machines and their numbers of slots.
@@ -185,7 +185,7 @@ def filter_hosts(
         exclusion: Machines and slots not to use, in the same format.
 
     Raises:
-        SettingsError: A filter names an unknown machine or slot, or leaves none.
+        SettingsError: A filter contains an unknown machine or slot, or leaves none.
 
     Example:
         >>> hosts = {"a": 4, "b": 4}
@@ -230,7 +230,7 @@ def first_machine(file: str) -> str:
     """Return the first machine in an MPI hostfile.
 
     Raises:
-        SettingsError: The file cannot be read, or lists no machine.
+        SettingsError: The file cannot be read, or is empty.
     """
     for line in read_lines(file, "hostfile"):
         if words := line.partition("#")[0].split():

@@ -1,6 +1,6 @@
-"""Run a job on Kubernetes: a TrainJob of Kubeflow, or a JobSet, whose pods run this very command.
+"""Run a job on Kubernetes: a Kubeflow TrainJob, or a JobSet, whose pods run `accel launch` again.
 
-This is the only importer of the client of Kubernetes in the command.
+This is the only importer of the Kubernetes client in the command.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def kubeflow_command(plan: LaunchPlan) -> Command:
 
 
 def dry_run(plan: LaunchPlan) -> str:
-    """Return the job as YAML; a submitted one has a name of its own."""
+    """Return the job as YAML; a submitted job gets a unique name."""
     return yaml.safe_dump(manifest(plan, _job_name(plan)), sort_keys=False, width=100).rstrip()
 
 
 def _job_name(plan: LaunchPlan) -> str:
-    """Return a name that a service may have, from the script's: at most 40 of a-z, 0-9 and dashes."""
+    """Return a valid service name from the script's name: at most 40 of a-z, 0-9 and dashes."""
     stem = Path(plan.script).stem if not plan.launch.module else plan.script
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     return (name if name[:1].isalpha() else f"job-{name}")[:40].strip("-")
 
 
 def manifest(plan: LaunchPlan, name: str) -> dict[str, Any]:
-    """Return what is submitted.
+    """Return the manifest to submit.
 
     Raises:
         SettingsError: No image is set.
@@ -120,7 +120,7 @@ _FORMATS = {
     "trainjob": (_train_job, "trainer.kubeflow.org/v1alpha1", "TrainJob"),
     "jobset": (_job_set, "jobset.x-k8s.io/v1alpha2", "JobSet"),
 }
-"""What builds the specification of a format, its version and its kind."""
+"""Builder of the specification, API version and kind, by format."""
 
 
 def _resources(plan: LaunchPlan) -> dict[str, Any]:
@@ -129,11 +129,11 @@ def _resources(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def _pod_command(plan: LaunchPlan) -> list[str]:
-    """Return the command of each pod: that of the user, less what is about the job and in variables."""
-    is_restarted = plan.merged.settings.cluster.format == "jobset"  # by Kubernetes, all pods together
+    """Return the command of each pod: the user's, without flags for the job and settings in variables."""
+    is_restarted = plan.merged.settings.cluster.format == "jobset"  # Kubernetes restarts all pods together
     others = {*_OF_JOB, *(["launch.max_restarts"] if is_restarted else [])}
     words = ["accel", "launch", *pass_on_flags(plan, others)]
-    # $(NAME) would be replaced by a variable of the container.
+    # Kubernetes would replace $(NAME) by a variable of the container.
     return [word.replace("$(", "$$(") for word in [*words, "--", plan.script, *plan.script_arguments]]
 
 
@@ -141,12 +141,12 @@ _OF_JOB = ("launch.launcher", "launch.num_machines", "launch.num_processes")
 
 
 class KubernetesJob:
-    """A job of Kubernetes, from its submission to its exit code.
+    """A Kubernetes job, from its submission to its exit code.
 
     Args:
         job: The manifest.
-        namespace: Where it belongs.
-        client: The module `kubernetes.client`, which is configured.
+        namespace: Its namespace.
+        client: The configured module `kubernetes.client`.
     """
 
     def __init__(self, job: Mapping[str, Any], namespace: str, client: Any) -> None:
@@ -160,7 +160,7 @@ class KubernetesJob:
         self._followers: dict[str, threading.Thread] = {}
 
     def run(self) -> int:
-        """Return the exit code: 0, that of a container that failed, 1, or 128 plus the signal's number."""
+        """Run the job; return 0, the exit code of a failed container, 1, or 128 plus the signal's number."""
         with handle_signals(("SIGINT", "SIGTERM"), lambda number, _: self._signals.put(number)):
             self._jobs.create_namespaced_custom_object(*self._kind, self._job)
             say(f"job {self._name} was submitted. Press Ctrl-C to delete it")
@@ -189,7 +189,7 @@ class KubernetesJob:
                 return 1
             if not _is_busy(error):
                 raise
-            return None  # The server is asked again.
+            return None  # Retried by the next request.
         conditions = job.get("status", {}).get("conditions", [])
         states = {item["type"] for item in conditions if item.get("status") == "True"}
         if states & {"Complete", "Completed"}:
@@ -201,7 +201,7 @@ class KubernetesJob:
         return None
 
     def _container_codes(self) -> Iterator[int]:
-        """Yield the exit codes of the containers that have ended, those that ended first at the front."""
+        """Yield the exit codes of ended containers, in the order in which they ended."""
         statuses = (status for pod in self._pods() for status in pod.status.container_statuses or ())
         ended = [status.state.terminated for status in statuses if status.state and status.state.terminated]
         for state in sorted(ended, key=lambda state: str(state.finished_at)):
@@ -212,7 +212,7 @@ class KubernetesJob:
         return self._core.list_namespaced_pod(self._namespace, label_selector=label).items
 
     def _follow_pods(self) -> None:
-        """Follow the output of each pod that has begun, in a thread."""
+        """Follow the output of each running pod in a thread."""
         try:
             pods = self._pods()
         except self._client.ApiException as error:
@@ -227,7 +227,7 @@ class KubernetesJob:
                 follower.start()
 
     def _show(self, pod: str) -> None:
-        # The index of a pod is before what makes it unique, if there is such a part.
+        # The index of a pod precedes its unique suffix, if there is one.
         node, spec = re.search(r"-node-0-(\d+)", pod), self._job["spec"]
         if "trainer" in spec:
             nodes = spec["trainer"]["numNodes"]
@@ -243,7 +243,7 @@ class KubernetesJob:
 
 
 _PAUSE = 1.0
-"""Seconds between two requests to the API server, which many share."""
+"""Seconds between two requests to the API server, which is shared."""
 
 _NAMESPACE_OF_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
     """Submit a job and follow it.
 
     Args:
-        arguments: The manifest as JSON, and the namespace; if that is empty, the one of the current context.
+        arguments: The manifest as JSON, and the namespace; empty for the namespace of the current context.
 
     Returns:
         The exit code of the job, or 2 if it was not accepted.

@@ -1,4 +1,4 @@
-"""The table of launchers: when each applies, and the command line it becomes."""
+"""The table of launchers: when each applies, and the command line that it runs."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 @frozen
 class Launcher:
-    """A way to start the processes of a job; what a distribution registers.
+    """A way to start the processes of a job; distributions can register their own.
 
     Args:
         name: The name under which it is registered.
-        applies: Whether it can start what was requested, by the facts of the host and the settings of the
-            launch, whose numbers of processes and machines are decided; pure. A launcher that is used
-            only when it is selected tests `launch.launcher`.
-        job: Makes the program to become, or the `"module:function"` that does.
-        explain: What it does, as a clause for `--explain`.
+        applies: Whether it can start the requested job, from the facts of the host and the settings of the
+            launch, whose numbers of processes and nodes are resolved; pure. A launcher that must be
+            selected explicitly tests `launch.launcher`.
+        job: Creates the program to run, or the `"module:function"` that does.
+        explain: A clause for `--explain` that describes it.
         check: Raises a `SettingsError` if the job cannot run; not called by `--explain`.
-        environ: Returns variables that its workers get besides those of the settings.
-        remote: Whether its processes run on other machines, so that nothing depends on the devices of this.
-        dry_run: Returns what would be submitted, for `--dry_run`; the command line if `None`.
+        environ: Returns variables of its workers in addition to the settings.
+        remote: Whether its processes run on other machines, so that the devices of this one do not matter.
+        dry_run: Returns the job to submit, for `--dry_run`; `None` for the command line.
 
     Example:
         >>> row = Launcher(name="mine", applies=lambda *_: False, job="my_package:job", explain="…")
@@ -68,11 +68,11 @@ class Launcher:
 def handle_signals(
     names: Sequence[str], handler: Callable[[int, FrameType | None], object]
 ) -> Generator[None]:
-    """Handle signals in the block, except those that nohup or a shell has made the process ignore.
+    """Handle signals within the block, except signals that nohup or a shell has set to be ignored.
 
     Args:
-        names: Names of signals; those that the platform lacks are skipped.
-        handler: Called with the number of the signal and the frame that it interrupted.
+        names: Names of signals; signals that the platform lacks are skipped.
+        handler: Called with the number of the signal and the interrupted frame.
     """
     numbers = [number for name in names if (number := getattr(signal, name, None)) is not None]
     before = {
@@ -99,17 +99,17 @@ def say(text: str) -> None:
 
 @frozen
 class Command:
-    """A program to become."""
+    """The program that replaces this process."""
 
     command: tuple[str, ...]
     environ: Mapping[str, str]
 
 
 def choose_launcher(facts: LaunchFacts, launch: LaunchSettings) -> Launcher:
-    """Return the launcher that was selected, else the first that applies.
+    """Return the selected launcher, else the first that applies.
 
     Raises:
-        SettingsError: The selected launcher does not exist, or cannot start what was requested.
+        SettingsError: The selected launcher does not exist, or cannot start the requested job.
     """
     rows = LAUNCHERS.available()
     fitting = next(row for row in rows.values() if row.applies(facts, launch))
@@ -126,10 +126,10 @@ def choose_launcher(facts: LaunchFacts, launch: LaunchSettings) -> Launcher:
 
 
 def selected_launcher(merged: Merged) -> Launcher | None:
-    """Return the launcher that settings select; None for any that applies.
+    """Return the launcher selected by the settings; None if none is selected.
 
     Raises:
-        SettingsError: There is none of that name.
+        SettingsError: The launcher does not exist.
     """
     name = merged.settings.launch.launcher
     if name in {None, "auto"}:
@@ -138,12 +138,12 @@ def selected_launcher(merged: Merged) -> Launcher | None:
 
 
 def command_of_plan(plan: LaunchPlan) -> Command:
-    """Make the program that a plan becomes."""
+    """Return the program of a plan."""
     return LAUNCHERS.resolve(plan.launcher.name, plan.launcher.job)(plan)
 
 
 def dry_run(plan: LaunchPlan) -> str:
-    """Return what a plan would submit, or else run."""
+    """Return the job that a plan would submit, or the command line that it would run."""
     row = plan.launcher
     if row.dry_run is None:
         return shlex.join(command_of_plan(plan).command)
@@ -151,7 +151,7 @@ def dry_run(plan: LaunchPlan) -> str:
 
 
 def alias_path(plan: LaunchPlan) -> dict[str, str]:
-    """Return the path by which `import accelerate` is ours, if that was asked for."""
+    """Return the PYTHONPATH by which `import accelerate` imports accel, if requested."""
     if not plan.merged.settings.process.as_accelerate or plan.machine.alias is None:
         return {}
     paths = [plan.machine.alias, *plan.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -159,7 +159,7 @@ def alias_path(plan: LaunchPlan) -> dict[str, str]:
 
 
 def simple_command(plan: LaunchPlan) -> Command:
-    """Return the script itself as the program to become."""
+    """Return the script itself as the program."""
     if plan.launch.no_python:
         return Command(command=(find_program(plan), *plan.script_arguments), environ=plan.environ)
     module = ["-m"] if plan.launch.module else []
@@ -179,7 +179,7 @@ def require_script(plan: LaunchPlan) -> None:
     """Check that the script exists.
 
     Raises:
-        SettingsError: It does not, or it imports accel and only the command is installed.
+        SettingsError: The script does not exist, or imports accel while only the command is installed.
     """
     if not (plan.launch.module or plan.launch.no_python or Path(plan.script).exists()):
         raise SettingsError(f"the script {plan.script!r} does not exist.")
@@ -196,7 +196,7 @@ def require_script(plan: LaunchPlan) -> None:
 
 
 def _has_accel_import(script: Path) -> bool:
-    """Return whether a script imports the library at its top level; Python reports what it cannot parse."""
+    """Return whether a script imports the library at its top level; False if it cannot be parsed."""
     try:
         statements = ast.parse(script.read_bytes()).body
     except (OSError, SyntaxError, ValueError):
@@ -232,11 +232,11 @@ def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None =
     for name in _PASSED_ON:
         if plan.merged.source_of(f"launch.{name}").value is not None:
             arguments[name] = getattr(launch, name)
-    # Users look for a traceback in a log file, and with --quiet there is no summary that shows it.
+    # Users expect tracebacks in a log file, and with --quiet there is no summary that shows them.
     aloud = launch.quiet or launch.tee != defaults.tee or launch.log_dir is not None
     return [
         *(f"--{name}={value}" for name, value in arguments.items()),
-        # After the dashes argparse takes no word of the script for an option of torch.distributed.run.
+        # After the dashes argparse takes no argument of the script for an option of torch.distributed.run.
         *("--module", "--", WORKER),
         *(["--program"] if launch.no_python else []),
         *worker_line(plan, aloud=aloud),
@@ -244,11 +244,11 @@ def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None =
 
 
 _PASSED_ON = ("max_restarts", "monitor_interval", "tee", "log_dir", "role")
-"""Settings that are passed on if they are set; torchrun reads its own variables (PET_*) for the others."""
+"""Settings that are passed on if they are set; torchrun reads its variables (PET_*) for the others."""
 
 
 def requested_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is_port_in_use) -> int | None:
-    """Return the requested port on which rank 0 listens; None for any."""
+    """Return the requested port of rank 0; None for any port."""
     port = launch.main_process_port
     if port and launch.machine_rank == 0 and is_in_use(port):
         raise SettingsError(
@@ -264,10 +264,10 @@ def choose_port(launch: LaunchSettings) -> int:
 
 
 def local_address(launch: LaunchSettings) -> str | None:
-    """Return the address under which the other nodes reach this one; None if unknown.
+    """Return the address at which other nodes reach this one; None if unknown.
 
-    torch would use the host's name, which need not resolve to it in a container or behind a second network
-    card.
+    torch would use the host name, which may not resolve to this address in a container or with several
+    network cards.
     """
     host = launch.main_process_ip
     if launch.num_machines == 1 or host is None or launch.machine_rank == 0:
@@ -275,7 +275,7 @@ def local_address(launch: LaunchSettings) -> str | None:
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)  # This sends no packet: it only chooses the route.
+            probe.connect(target)  # This sends no packet, it only selects a route.
             return str(probe.getsockname()[0])
     except OSError:
         return None
@@ -290,8 +290,8 @@ def torchrun_rendezvous(launch: LaunchSettings, port: int | None, local: str | N
     # A static rendezvous needs a port; on a single machine c10d is otherwise the same.
     backend = "c10d" if launch.rdzv_backend == "static" else launch.rdzv_backend
     if backend == "c10d" and "is_host" not in (launch.rdzv_conf or ""):
-        # By default torch takes a machine for the host if its name resolves to the address, which it need
-        # not in a container or behind a second network card.
+        # By default torch checks whether the machine's name resolves to the address, which may fail in a
+        # container or with several network cards.
         is_host = f"is_host={int(launch.machine_rank == 0)}"
         conf = {"rdzv_conf": f"{launch.rdzv_conf},{is_host}" if launch.rdzv_conf else is_host}
     local = local or (address if launch.num_machines == 1 else None)
@@ -305,7 +305,7 @@ def torchrun_rendezvous(launch: LaunchSettings, port: int | None, local: str | N
 
 
 def worker_line(plan: LaunchPlan, *, aloud: bool) -> list[str]:
-    """Return the command line of a rank, which prints its own traceback if `aloud`."""
+    """Return the command line of a rank, which prints its traceback if `aloud`."""
     if plan.launch.no_python:
         return [find_program(plan), *plan.script_arguments]
     switches = [*(["--aloud"] if aloud else []), *(["-m"] if plan.launch.module else [])]
@@ -316,7 +316,7 @@ WORKER = "accel_cli.launch.worker"
 """The module that every rank runs."""
 
 PER_CHIP, PER_HOST = "each", "one"
-"""A process for every TPU chip, or a single process for all chips of the host."""
+"""One process per TPU chip, or one process for all chips of the host."""
 
 
 def xla_command(plan: LaunchPlan, processes: str = PER_CHIP) -> Command:
@@ -365,7 +365,7 @@ def mpi_arguments(plan: LaunchPlan, vendor: MpiVendor, environ: Mapping[str, str
 
 
 _MPI_VARIABLES = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
-"""Variables that processes on other machines need besides those of the settings."""
+"""Variables that processes on other machines need in addition to the settings."""
 
 
 @frozen
@@ -373,10 +373,10 @@ class MpiVendor:
     """The vendor of an `mpirun`, and its flags; the defaults are those of the Hydra process manager.
 
     Args:
-        sign: A part of the output of its `--version`.
-        hostfile: The flag for the file that lists the machines.
-        per_machine: The arguments for the number of processes per machine, as a format of it.
-        variable: The arguments for a variable, as a format of `name` and `value`.
+        sign: A substring of the output of its `--version`.
+        hostfile: The flag for the hostfile.
+        per_machine: The arguments for the number of processes per node, as a format string.
+        variable: The arguments for a variable, as a format string of `name` and `value`.
     """
 
     name: str
@@ -398,7 +398,7 @@ MPI_VENDORS: tuple[MpiVendor, ...] = (
     MpiVendor(name="MVAPICH", sign="MVAPICH"),
     MpiVendor(name="MPICH", sign="HYDRA"),
 )
-"""The known vendors, in the order in which their signs are tried."""
+"""The known vendors, in the order of detection."""
 
 
 def find_mpi_vendor(version: str) -> MpiVendor:
@@ -432,12 +432,12 @@ def deepspeed_arguments(plan: LaunchPlan, port: int) -> list[str]:
     worker = ["--module", WORKER, *worker_line(plan, aloud=True)]
     if launch.no_python:
         worker = ["--no_python", plan.script, *plan.script_arguments]
-    elif hosts.launcher == "slurm":  # DeepSpeed starts no modules with srun.
+    elif hosts.launcher == "slurm":  # DeepSpeed cannot start modules with srun.
         worker = [*(["--module"] if launch.module else []), plan.script, *plan.script_arguments]
     return [
         f"--export={','.join(exported)}",
         "--no_local_rank",
-        # DeepSpeed takes a missing hostfile for that of a single machine.
+        # DeepSpeed treats a missing hostfile as a single machine.
         *("--hostfile", str(Path(hosts.hostfile or "").expanduser())),
         *(
             ["--no_ssh", "--node_rank", str(launch.machine_rank)]
@@ -461,7 +461,7 @@ def deepspeed_rendezvous(plan: LaunchPlan, port: int) -> dict[str, str]:
 
 
 def pod_command(plan: LaunchPlan) -> Command:
-    """Return `gcloud`, which runs this command on all machines of the pod, as the program."""
+    """Return `gcloud`, which runs `accel launch` on all machines of the pod, as the program."""
     gcloud = shutil.which("gcloud", path=plan.environ.get("PATH"))
     if gcloud is None:
         raise MissingDependencyError("a TPU pod needs gcloud, which is not on the PATH: install it.")
@@ -478,7 +478,7 @@ def ssh_arguments(name: str | None, zone: str | None, command: str, worker: str 
     """Return the arguments of `gcloud` that run a command on machines of a pod.
 
     Raises:
-        SettingsError: `gcloud` could take the name for an option.
+        SettingsError: `gcloud` could parse the name as an option.
     """
     if name is not None and name.startswith("-"):
         raise SettingsError(
@@ -489,7 +489,7 @@ def ssh_arguments(name: str | None, zone: str | None, command: str, worker: str 
 
 
 def remote_command(plan: LaunchPlan) -> str:
-    """Return the command of each machine's shell: those of the configuration, then the script."""
+    """Return the shell command of each machine: the configured commands, then the script."""
     tpu, launch = plan.merged.settings.tpu, plan.launch
     variables = [*(f"{name}={value}" for name, value in to_environ(plan.merged.settings).items()), *tpu.env]
     line = [
@@ -523,18 +523,18 @@ def _needs_torchrun(facts: LaunchFacts, launch: LaunchSettings) -> bool:
 
 
 _NEEDS_TORCHRUN = ("rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_dir", "role", "min_machines")
-"""Settings that need torch.distributed.run, also for a single process."""
+"""Settings that need torch.distributed.run even for a single process."""
 
 
 def _starts_replica_groups(facts: LaunchFacts, launch: LaunchSettings) -> bool:
-    """Whether this command starts groups, and is not one that starts a single group."""
+    """Return whether this command starts replica groups, rather than the processes of one group."""
     del launch
     is_of_group = facts.source_of("replicas.group").value is not None
     return facts.settings.replicas.groups > 1 and not is_of_group and not facts.is_worker
 
 
 def _own_group_variables(plan: LaunchPlan) -> Mapping[str, str]:
-    """Return the rendezvous of a process that starts its own group."""
+    """Return the rendezvous variables of a single-process group."""
     ip, port = plan.launch.main_process_ip, plan.launch.main_process_port
     return ({} if ip is None else {"MASTER_ADDR": ip}) | ({"MASTER_PORT": str(port)} if port else {})
 
@@ -556,13 +556,13 @@ def _require_library(name: str, module: str, title: str, _: LaunchPlan) -> None:
 
 
 def _shutdown_variables(plan: LaunchPlan) -> Mapping[str, str]:
-    """Return the variable for what only newer versions of torch.distributed.run have an argument for."""
+    """Return a variable that replaces an argument of newer versions of torch.distributed.run."""
     seconds = plan.launch.shutdown_timeout
     return {} if seconds is None else {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(seconds)}
 
 
 def xla_formats(mixed_precision: str | None, *, downcast: bool) -> dict[str, str]:
-    """Return the variables that make torch_xla store floating numbers as bfloat16.
+    """Return the variables that make torch_xla store floating-point numbers as bfloat16.
 
     Example:
         >>> xla_formats("bf16", downcast=False), xla_formats("no", downcast=True)
@@ -670,7 +670,7 @@ BUILT_IN: Mapping[str, Launcher] = {
         ),
     )
 }
-"""The launchers that come with accel, in order: the first that applies is used."""
+"""The built-in launchers, in order: the first that applies is used."""
 
 LAUNCHERS = Registry(group="accel.launchers", kind=Launcher, noun="launcher", built_in=BUILT_IN)
-"""All launchers, those of installed distributions first."""
+"""All launchers, with those of installed distributions first."""

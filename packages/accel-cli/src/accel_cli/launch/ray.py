@@ -1,7 +1,7 @@
-"""Run a job on a cluster of Ray: an actor for each rank, in a placement group with a bundle for each node.
+"""Run a job on a Ray cluster: an actor per rank, in a placement group with a bundle per node.
 
-This is the only importer of Ray in the command. The actors start the script in processes of their own, whose
-output they hand to the launcher. It prints that, passes signals on, and starts all ranks again if one fails.
+This is the only importer of Ray in the command. Each actor starts the script in a child process and sends its
+output to the launcher. The launcher prints it, forwards signals, and restarts all ranks if one fails.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def dry_run(plan: LaunchPlan) -> str:
 
 
 def job_of(plan: LaunchPlan) -> dict[str, Any]:
-    """Return what the launcher of Ray needs to know of a plan.
+    """Return the job of a plan as data for the Ray launcher.
 
     Raises:
-        SettingsError: Arguments are about other launchers.
+        SettingsError: Arguments are for other launchers.
     """
     sourced = [plan.merged.source_of(f"launch.{name}") for name in _OF_OTHERS]
     if names := [source.origin for source in sourced if source.value is not None]:
@@ -84,25 +84,25 @@ def job_of(plan: LaunchPlan) -> dict[str, Any]:
 
 
 _GRACE = 30
-"""Seconds that processes have to end after a signal, as under torch.distributed.run."""
+"""Grace time in seconds of processes after a signal, as under torch.distributed.run."""
 
 _OF_OTHERS = (
     "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "min_machines",
     "gpu_ids", "monitor_interval", "tee", "log_dir", "role",
 )  # fmt: skip
-"""Settings of the launch that mean something to torch.distributed.run alone."""
+"""Launch settings that apply to torch.distributed.run only."""
 
 
 @frozen
 class Location:
-    """Where an actor runs.
+    """The node and devices of an actor.
 
     Args:
         node: The id of its node.
         address: The IP address of its node.
-        port: A free TCP port there.
-        cores: How many CPU cores it may use.
-        gpus: The GPUs that Ray gave it.
+        port: A free TCP port of its node.
+        cores: Number of usable CPU cores.
+        gpus: The GPUs that Ray assigned.
     """
 
     node: str
@@ -113,7 +113,7 @@ class Location:
 
 
 def order_ranks(locations: Sequence[Location]) -> list[int]:
-    """Return the order of actors by rank: the ranks of a node follow each other.
+    """Return the order of actors by rank, with consecutive ranks on each node.
 
     Example:
         >>> order_ranks([Location(node=node, address="", port=0, cores=1) for node in "aba"])
@@ -127,8 +127,8 @@ def rank_environs(locations: Sequence[Location], attempt: int) -> list[dict[str,
     """Return the variables of each rank, as torch.distributed.run sets them.
 
     Args:
-        locations: The locations of the actors in the order of their ranks.
-        attempt: How often the ranks were started before.
+        locations: The locations of the actors in rank order.
+        attempt: Number of earlier starts of the ranks.
 
     Example:
         >>> first, second = [Location(node=name, address="10.0.0.1", port=29400, cores=8) for name in "ab"]
@@ -153,7 +153,7 @@ def rank_environs(locations: Sequence[Location], attempt: int) -> list[dict[str,
                 "MASTER_PORT": str(locations[0].port),
                 "TORCHELASTIC_RESTART_COUNT": str(attempt),
                 "OMP_NUM_THREADS": str(max(1, location.cores // len(local))),
-                # The local rank is the number of a device: a rank sees those of its neighbours, too.
+                # The local rank is a device index: a rank sees the devices of all ranks of its node.
                 **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
             }
         )
@@ -161,14 +161,14 @@ def rank_environs(locations: Sequence[Location], attempt: int) -> list[dict[str,
 
 
 class Rank:
-    """An actor of Ray that runs the script in a process of its own, which ends with it."""
+    """A Ray actor that runs the script in a child process, which ends with the actor."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._output: queue.Queue[tuple[int, bytes] | int] = queue.Queue(maxsize=1000)
 
     def where(self) -> Location:
-        """Return where this actor runs."""
+        """Return the location of this actor."""
         ray: Any = import_module("ray")
         context = ray.get_runtime_context()
         with socket.socket() as probe:
@@ -187,17 +187,17 @@ class Rank:
 
         Args:
             command: The module that every rank runs, and its arguments.
-            environ: Variables besides those of this process.
-            folder: Where to run it; None for where this process runs.
+            environ: Variables in addition to those of this process.
+            folder: The working directory; None for that of this process.
         """
         ready = threading.Event()
-        # On Linux a process ends with the thread that has started it: not with one of Ray's.
+        # On Linux the child ends with the thread that started it, which must not be one of Ray's.
         arguments = (command, {**read(), **environ}, folder, ready)
         threading.Thread(target=self._run, args=arguments, daemon=True).start()
         ready.wait()
 
     def read(self) -> tuple[list[tuple[int, bytes]], int | None]:
-        """Wait for output, or the end.
+        """Wait for output, or the end of the script.
 
         Returns:
             Lines with the number of their stream, 1 or 2; and the exit code, None while the script runs.
@@ -213,7 +213,7 @@ class Rank:
         return lines, item
 
     def signal(self, number: int) -> None:
-        """Send a signal to the script and its own processes."""
+        """Send a signal to the script and its children."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
@@ -222,7 +222,7 @@ class Rank:
         self, command: Sequence[str], environ: dict[str, str], folder: str | None, ready: threading.Event
     ) -> None:
         module, *words = command
-        if hasattr(signal, "pthread_sigmask"):  # Ray blocks it, and a process inherits that from its thread.
+        if hasattr(signal, "pthread_sigmask"):  # Ray blocks it, and a child inherits the mask of its thread.
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         line = [sys.executable, "-m", module, f"--launcher={os.getpid()}", *words]
         try:
@@ -241,12 +241,12 @@ class Rank:
         for reader in readers:
             reader.start()
         code = process.wait()
-        for reader in readers:  # A program that the script has left behind may keep them open.
+        for reader in readers:  # A remaining child of the script may keep them open.
             reader.join(_LAST_OUTPUT)
         self._output.put(code)
 
     def _pass_on(self, number: int, stream: IO[bytes]) -> None:
-        """Put what a stream has, by whole lines."""
+        """Queue the output of a stream line by line."""
         unfinished = b""
         with stream:
             while text := os.read(stream.fileno(), 1 << 16):
@@ -262,15 +262,15 @@ _LAST_OUTPUT = 2.0
 """Seconds to wait for the end of the streams after the end of the process."""
 
 LOST = 128 + 9
-"""The exit code of a rank whose actor or node has died: that of a shell whose command SIGKILL has ended."""
+"""The exit code of a rank whose actor or node has died, as of a shell after SIGKILL."""
 
 
 class Job:
     """A job, from its placement group to its exit code.
 
     Args:
-        job: What `job_of` returns.
-        ray: The module, which is connected to a cluster.
+        job: The result of `job_of`.
+        ray: The module `ray`, connected to a cluster.
     """
 
     def __init__(self, job: Mapping[str, Any], ray: Any) -> None:
@@ -280,7 +280,7 @@ class Job:
         self._ended_by = 0
 
     def run(self) -> int:
-        """Return the exit code: 0, that of the rank that failed first, or 128 plus the signal's number."""
+        """Run the job; return 0, the exit code of the rank that failed first, or 128 plus the signal."""
         names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
         with handle_signals(names, lambda number, _: self._signals.put(number)):
             group, code, restarts = self._reserve(), 0, self._job["max_restarts"]
@@ -295,7 +295,7 @@ class Job:
             return 128 + self._ended_by if self._ended_by else code
 
     def _reserve(self) -> Any:
-        """Return the placement group once it is there; None after a signal."""
+        """Return the placement group once it is ready; None after a signal."""
         strategy, bundles = self._job["strategy"], self._job["bundles"]
         group = self._ray.util.placement_group(bundles, strategy=strategy)
         since, is_reported = time.monotonic(), False
@@ -309,10 +309,10 @@ class Job:
         return group
 
     def _attempt(self, group: Any, attempt: int) -> int:
-        """Start all ranks and follow them to their end; return the first exit code that is not 0."""
+        """Start all ranks and follow them to their end; return the first non-zero exit code, or 0."""
         ray, size = self._ray, self._job["ranks_per_bundle"]
         strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        # The class of the module, not of the program: nodes import it.
+        # The class of the imported module, not of `__main__`: nodes import it.
         actor = ray.remote(import_module("accel_cli.launch.ray").Rank)
         gpus = min(1, self._job["bundles"][0].get("GPU", 0) // size)
         actors = [
@@ -341,9 +341,9 @@ class Job:
 
     def _start(self, actors: Sequence[Any], locations: Sequence[Location], attempt: int) -> None:
         context = self._ray.get_runtime_context()
-        # Ray runs the actors of a job that has a working directory in their node's copy of it.
+        # If the job has a working directory, Ray runs its actors in their node's copy of it.
         folder = None if context.runtime_env.get("working_dir") else str(Path.cwd())
-        # What describes a node or its Ray must not come from another.
+        # Variables that describe a node or its Ray must not be copied to another node.
         of_node = {"HOSTNAME", *VISIBLE_DEVICES.values()}
         ours = {
             name: value
@@ -362,7 +362,7 @@ class Job:
         )
 
     def _until(self, references: Sequence[Any]) -> list[Any] | None:
-        """Return the results when all are there; None after a signal that ends the job."""
+        """Return the results when all are ready; None after a termination signal."""
         while len(self._ray.wait(references, num_returns=len(references), timeout=_PAUSE)[0]) < len(
             references
         ):
@@ -371,7 +371,7 @@ class Job:
         return self._ray.get(references)
 
     def _follow(self, ranks: Sequence[tuple[Any, int]]) -> int:
-        """Print what the ranks write until all have ended; end the others when one has failed."""
+        """Print the output of the ranks until all have ended; end the others if one fails."""
         ray, is_several = self._ray, len(ranks) > 1
         first, deadline = 0, float("inf")
         waiting = {actor.read.remote(): rank for rank, (actor, _) in enumerate(ranks)}
@@ -403,7 +403,7 @@ class Job:
         return first
 
     def _end(self, ranks: Sequence[tuple[Any, int]], running: Iterable[int], number: int) -> float:
-        """Send a signal that ends ranks; return the time until which they are waited for."""
+        """Send a termination signal to ranks; return the deadline of their grace time."""
         self._send(ranks, running, number)
         return time.monotonic() + self._job["grace"]
 
@@ -412,7 +412,7 @@ class Job:
             ranks[rank][0].signal.remote(int(number))
 
     def _received(self) -> list[int]:
-        """Return the signals that came; the first that ends the job is noted."""
+        """Return the received signals; record the first termination signal."""
         numbers: list[int] = []
         with suppress(queue.Empty):
             while True:
@@ -423,22 +423,22 @@ class Job:
         return numbers
 
     def _take_signal(self) -> bool:
-        """Return whether a signal has ended the job before it began."""
+        """Return whether a termination signal has arrived before the start."""
         self._received()
         return bool(self._ended_by)
 
 
 _PAUSE = 0.2
-"""Seconds between two looks at the signals that came."""
+"""Seconds between two checks for signals."""
 
 _NOTICE_TIMEOUT = 10.0
-"""Seconds after which the launcher says what it waits for."""
+"""Seconds after which the launcher prints what it is waiting for."""
 
 _SHOWN = ("CPU", "GPU")
 
 
 def _write(lines: Iterable[tuple[int, bytes]], prefix: str) -> None:
-    """Write output of a rank to the same stream of this process, each line after a prefix."""
+    """Write the output of a rank to the same stream of this process, with a prefix on each line."""
     for number, text in lines:
         with os.fdopen(number, "wb", closefd=False) as stream:
             stream.write(b"".join(prefix.encode() + line for line in text.splitlines(keepends=True)))
@@ -455,7 +455,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     job = json.loads(arguments[0])
     ray: Any = import_module("ray")
-    sys.stdout = sys.stderr  # What Ray says, such as that a worker has died, is no output of the script.
+    sys.stdout = sys.stderr  # Messages of Ray, such as that a worker has died, are not output of the script.
     try:
         host, colon, port = job["address"].removeprefix("ray://").rpartition(":")
         if colon and port.isdecimal():  # Ray would end this process if nothing listens there.

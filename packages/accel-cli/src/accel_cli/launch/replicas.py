@@ -1,4 +1,4 @@
-"""Run replica groups on this machine: torchft's lighthouse, and an elastic agent for each group.
+"""Run replica groups on this machine: torchft's lighthouse, and an elastic agent per group.
 
 A failed group is restarted while the others continue. The launcher logs these events.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accel_cli.launch.command import LaunchPlan
 
 DEFAULT_RESTARTS = 3
-"""How often a group is started again, without --max_restarts."""
+"""Default number of restarts of a group, without --max_restarts."""
 
 
 def replicas_command(plan: LaunchPlan) -> Command:
@@ -62,7 +62,7 @@ def replicas_command(plan: LaunchPlan) -> Command:
             "command once for each group with REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and --lighthouse."
         )
     launch_of_group = replace(launch, num_processes=per_group, main_process_port=None)
-    # The launcher starts groups again: an agent that did would keep the store of the processes that died.
+    # The launcher restarts groups: if the agent did, it would keep the store of the dead processes.
     line = [
         word
         for word in torchrun_arguments(replace(plan, launch=launch_of_group), None, "127.0.0.1")
@@ -90,7 +90,7 @@ def replicas_command(plan: LaunchPlan) -> Command:
 
 
 def _devices(plan: LaunchPlan, per_group: int) -> list[dict[str, str]]:
-    """Return for each group the variable of its devices; empty on the CPU."""
+    """Return the variable for the visible devices of each group; empty on the CPU."""
     groups, settings = plan.merged.settings.replicas.groups, plan.merged.settings
     ids = plan.launch.device_ids or tuple(map(str, range(plan.machine.gpus)))
     if settings.process.use_cpu or len(ids) < groups * per_group:
@@ -103,7 +103,7 @@ class ReplicaJob:
     """The groups of a job, until all have ended.
 
     Args:
-        job: As `replicas_command` makes it.
+        job: The job data of `replicas_command`.
         lighthouse: The address of the lighthouse.
     """
 
@@ -117,7 +117,7 @@ class ReplicaJob:
         self._has_stopped = False
 
     def run(self) -> int:
-        """Return 0 if groups have finished, else the code of the group with which too few were left."""
+        """Run the groups; return 0 if groups finished, else the exit code of the group that left too few."""
         with handle_signals(("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"), self._pass_on):
             try:
                 for group in self._restarts:
@@ -135,11 +135,11 @@ class ReplicaJob:
             "ACCELERATE_REPLICA_RESTARTS": str(self._restarts[group]),
             "TORCHFT_LIGHTHOUSE": self._lighthouse,
         }
-        # A session of its own: Ctrl-C comes from here alone.
+        # In a new session: only this process forwards Ctrl-C.
         self._running[group] = subprocess.Popen(self.line, env=environ, start_new_session=True)
 
     def _follow(self) -> int:
-        """Start failed groups again until a group has finished, and wait for the others."""
+        """Restart failed groups until a group has finished, and wait for the others."""
         has_finished, code = False, 0
         while self._running:
             time.sleep(_PAUSE)
@@ -167,7 +167,7 @@ class ReplicaJob:
         return 128 + self._signal if self._signal in STOP_SIGNALS else code
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Send a signal to all groups; one that ends them is the last that starts any again."""
+        """Send a signal to all groups; after a termination signal no group is restarted."""
         del frame
         if number in STOP_SIGNALS:
             self._has_stopped, self._signal = True, self._signal or number
@@ -176,7 +176,7 @@ class ReplicaJob:
                 process.send_signal(number)
 
     def _end(self, number: int) -> None:
-        """End the groups that run, after the grace time by force."""
+        """End the running groups, by force after the grace time."""
         self._has_stopped = True
         for process in self._running.values():
             process.send_signal(number)
@@ -189,11 +189,11 @@ class ReplicaJob:
 
 
 _PAUSE = 0.1
-"""Seconds between two looks at the groups."""
+"""Seconds between two polls of the groups."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Start the lighthouse, unless there is one, and run the groups.
+    """Start the lighthouse, unless one is running, and run the groups.
 
     Args:
         arguments: The job as JSON.

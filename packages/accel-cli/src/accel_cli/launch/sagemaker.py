@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def sagemaker_command(plan: LaunchPlan) -> Command:
     """Return this module, with its request as JSON, as the program.
 
-    The keys are in the variables that AWS reads; arguments are visible to other users of the host.
+    The keys are passed in the variables that AWS reads: arguments are visible to other users of the host.
     """
     if not Path(plan.script).is_file() or plan.launch.module or plan.launch.no_python:
         raise SettingsError(
@@ -77,10 +77,10 @@ _DISTRIBUTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of a script as SageMaker requires them: a value for every flag.
+    """Return the arguments of a script in SageMaker's form: a value for every flag.
 
     Raises:
-        SettingsError: A word belongs to no flag, or a flag has no value.
+        SettingsError: An argument belongs to no flag, or a flag has no value.
 
     Example:
         >>> hyperparameters(["--lr", "0.1", "--epochs=3", "--name", "run 1"])
@@ -136,7 +136,7 @@ def _read_rows(file: str | None, first: str) -> list[tuple[str, str]]:
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
-    """Run the job of the request that `sagemaker_command` wrote as JSON."""
+    """Run the job that `sagemaker_command` wrote as JSON."""
     request = json.loads(arguments[0])
     try:
         estimators = load("sagemaker.huggingface")

@@ -1,4 +1,4 @@
-"""Run a job of Slurm: write its batch script, submit it, follow its output, return its exit code."""
+"""Run a Slurm job: write its batch script, submit it, follow its output, return its exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def slurm_command(plan: LaunchPlan) -> Command:
 
 
 def batch_script(plan: LaunchPlan) -> str:
-    """Return the batch script: on each node of the job, this very command starts the node's processes."""
+    """Return the batch script, which runs `accel launch` on each node of the job."""
     launch, nodes = plan.launch, plan.launch.num_machines
     step = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
     label = ["--label"] if nodes > 1 else []
@@ -59,7 +59,7 @@ if [ "$code" -ne 0 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {restarts} ]; then
 fi"""
 
 _GRACE = 120
-"""Seconds before the time limit at which a job that is started again gets SIGTERM, so that it saves."""
+"""Seconds before the time limit at which a job to be requeued gets SIGTERM, so that it saves."""
 
 
 def _sbatch_options(plan: LaunchPlan) -> Iterator[list[str]]:
@@ -80,7 +80,7 @@ def _sbatch_options(plan: LaunchPlan) -> Iterator[list[str]]:
     else:
         yield ["--no-requeue"]
     origin = plan.merged.source_of("cluster.sbatch_args").origin
-    for text in cluster.sbatch_args:  # Later options win.
+    for text in cluster.sbatch_args:  # Later options take precedence.
         yield _split_options(text, origin)
 
 
@@ -88,7 +88,7 @@ def _split_options(text: str, origin: str) -> list[str]:
     """Split options as a shell does.
 
     Raises:
-        SettingsError: They are not options, or do not fit on a line of the script.
+        SettingsError: The text is not a list of options, or does not fit on a line of the script.
     """
     try:
         words = shlex.split(text)
@@ -100,7 +100,7 @@ def _split_options(text: str, origin: str) -> list[str]:
 
 
 def _node_command(plan: LaunchPlan) -> list[str]:
-    """Return the command of each node: that of the user, less what is about the job."""
+    """Return the command of each node: the user's, without flags for the job."""
     words = pass_on_flags(plan, _OF_JOB)
     if plan.launch.shutdown_timeout is None and plan.launch.max_restarts:
         words.append(f"--shutdown_timeout={_GRACE - 10}")
@@ -113,7 +113,7 @@ _OF_JOB = ("launch.launcher", "launch.num_machines", "launch.num_processes", "la
 
 
 def pass_on_flags(plan: LaunchPlan, others: Collection[str]) -> list[str]:
-    """Return the config file and the arguments of the user as flags, but for paths that are about the job."""
+    """Return the config file and the user's arguments as flags, except settings of the job."""
     words = [] if plan.config_file is None else ["--config_file", str(Path(plan.config_file).absolute())]
     for path, source in plan.merged.sourced.items():
         if source.layer is Layer.ARGUMENT and path not in others and not path.startswith("cluster."):
@@ -122,7 +122,7 @@ def pass_on_flags(plan: LaunchPlan, others: Collection[str]) -> list[str]:
 
 
 def _flags(path: str, value: object) -> list[str]:
-    """Return the flags that give a setting a value."""
+    """Return the flags that set a setting to a value."""
     names = {name: flag for name, flag in FLAGS.items() if flag.option.path == path}
     constants = {flag.const: name for name, flag in names.items()}
     if (text := as_text(value)) in constants:
@@ -139,8 +139,8 @@ def main(arguments: Sequence[str]) -> int:
         arguments: The batch script.
 
     Returns:
-        The exit code of the job, 1 if it ended otherwise, as at its time limit; 128 plus the number of the
-        signal that cancelled it; or 2 if it was not accepted.
+        The exit code of the job; 1 if it has none, as at its time limit; 128 plus the number of the signal
+        that cancelled it; or 2 if it was not accepted.
     """
     (script,) = arguments
     done = subprocess.run(["sbatch", "--parsable"], input=script, capture_output=True, text=True, check=False)
@@ -154,16 +154,16 @@ def main(arguments: Sequence[str]) -> int:
 
 _ENDED = frozenset({"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"})
 _QUEUED_AGAIN = frozenset({"NODE_FAIL", "PREEMPTED"})
-"""States of a job that Slurm itself queues again if that was asked for."""
+"""States after which Slurm requeues a job, if requested."""
 
 _PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
-"""Seconds between two requests to the scheduler, which many share: more while there is nothing new."""
+"""Seconds between two requests to the scheduler, which is shared: longer while nothing changes."""
 
 _SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 
 
 class JobFollower:
-    """Show the output of a job until it ends; pass signals on to it.
+    """Show the output of a job until it ends; forward signals to it.
 
     Args:
         job: The number of the job.
@@ -174,8 +174,8 @@ class JobFollower:
         self._shown: dict[str, int] = {}  # Bytes of each file of output.
 
     def follow(self) -> int:
-        """Return the exit code of the job when it has ended."""
-        # Signals are waited for in place of a pause; the programs that this one starts never get them.
+        """Follow the job to its end; return its exit code."""
+        # Waiting for signals replaces the pause; child processes never get them.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         cancelled, pause, records = 0, _PAUSE_S, list[dict[str, str]]()
         while True:
@@ -203,13 +203,13 @@ class JobFollower:
         return number if is_end else 0
 
     def _show(self, record: Mapping[str, str]) -> bool:
-        """Write what is new in a job's file of output; return whether there was any."""
+        """Write new output of a job from its output file; return whether there was any."""
         path = record.get("StdOut", "")
         try:
             with Path(path).open("rb") as file:
                 file.seek(self._shown.get(path, 0))
                 text = file.read()
-        except OSError:  # The job has not begun, or it writes where only its nodes see it.
+        except OSError:  # The job has not started, or its output file is only visible on its nodes.
             return False
         self._shown[path] = self._shown.get(path, 0) + len(text)
         sys.stdout.buffer.write(text)
@@ -221,7 +221,7 @@ def show_job(job: str) -> list[dict[str, str]] | None:
     """Return Slurm's status of a job: a record for each task of an array.
 
     Returns:
-        None if the scheduler does not answer now; empty if it no longer knows the job.
+        None if the scheduler does not respond; empty if it no longer knows the job.
     """
     done = subprocess.run(
         ["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=False
@@ -253,7 +253,7 @@ def has_ended(record: Mapping[str, str]) -> bool:
 
 
 def exit_code(record: Mapping[str, str]) -> int:
-    """Return the exit code of a job that has ended, as a shell counts.
+    """Return the exit code of a job that has ended, in a shell's convention.
 
     Example:
         >>> exit_code({"JobState": "FAILED", "ExitCode": "3:0"})

@@ -1,7 +1,7 @@
-"""Become the user's script in a rank: run it as `__main__`, write its error file, end with the launcher.
+"""Run the user's script in a rank: as `__main__`, with an error file, ending with the launcher.
 
-torch.distributed.run starts this module for every rank. It runs as the module `__main__`, and the script's
-names replace its own.
+torch.distributed.run starts this module in every rank. It runs as the module `__main__`, whose names the
+script replaces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from accel_train.worker_errors import (
 
 
 def run(arguments: list[str]) -> None:
-    """Become the script.
+    """Run the script in this process.
 
     Args:
         arguments: Optionally `--launcher=<pid>`, the parent with which this process ends. Then either
@@ -50,7 +50,7 @@ def run(arguments: list[str]) -> None:
     if words[0].startswith("--launcher="):
         die_with_parent(int(words.pop(0).partition("=")[2]))
     if words[0] == "--program":
-        os.execv(words[1], words[1:])  # noqa: S606 - no shell is wanted
+        os.execv(words[1], words[1:])  # noqa: S606 - without a shell
     aloud = words[:1] == ["--aloud"] and bool(words.pop(0))
     is_module = words[:1] == ["-m"] and bool(words.pop(0))
     error_file = None if aloud else read().get(ERROR_FILE)
@@ -88,7 +88,7 @@ def _run_file(script: str, names: dict[str, Any]) -> None:
 def _rank() -> int:
     try:
         return detect(read()).rank
-    except SettingsError:  # The script will raise it.
+    except SettingsError:  # The script will raise this error.
         return 0
 
 
@@ -99,10 +99,10 @@ def _write_error_file(
     trace: TracebackType | None,
 ) -> None:
     """Write the error file that torch.distributed.run reads, or print the traceback at once."""
-    # 1. Leave the first frames out, which are of this module and of runpy.
+    # 1. Skip the first frames, which are of this module and of runpy.
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
-    # 2. Format it. Before an interrupt, the error is mostly that of a collective with an interrupted rank.
+    # 2. Format it. The context of an interrupt is usually the error of a collective with an interrupted rank.
     chain = not issubclass(kind, KeyboardInterrupt)
     text = "".join(traceback.format_exception(kind, error, trace, chain=chain))
     record = worker_error(kind.__name__, str(error), text, _rank(), time.time())
@@ -114,9 +114,9 @@ def _write_error_file(
 
 
 def _write_stack_file(file: Path) -> None:
-    """Make Ctrl-C write the current stack to a file, which a normal end of the process deletes.
+    """Make Ctrl-C write the current stack to a file, which is deleted at a normal exit.
 
-    A process that waits for other ranks in C++ never raises `KeyboardInterrupt`, and has no traceback.
+    A process that waits for other ranks in C++ never raises `KeyboardInterrupt`, so that it has no traceback.
     """
     if sys.platform == "win32" or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return

@@ -16,7 +16,7 @@ from accel_state.errors import MissingDependencyError, SettingsError
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
-    """Import the script, and run its function: in processes that torch_xla starts, or in this one.
+    """Import the script, and run its function, in processes that torch_xla starts or in this one.
 
     Args:
         arguments: `PER_CHIP` or `PER_HOST`, the name of the function, optionally `-m`, the script or module,
@@ -64,7 +64,7 @@ def _call_without_index(function: Callable[[], object], index: int) -> None:
 
 
 def _explain_import_error() -> MissingDependencyError:
-    """Return the error for a torch_xla that is absent, or was built for another torch."""
+    """Create the error for a torch_xla that is absent, or was built for another torch."""
     try:
         versions = version("torch"), version("torch_xla")
         import_module("accel_state.xla_devices").check_versions(*versions)  # imports torch

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 KINDS = ("parameters", "gradients", "optimizer", "communication", "working")
-"""The kinds of memory that estimates have."""
+"""The kinds of memory in an estimate."""
 
 
 def run(options: Namespace) -> int:
@@ -64,7 +64,7 @@ def run(options: Namespace) -> int:
         names = tuple(STRATEGIES)[1:]
         if setup.devices == 1:
             names = ("one device", "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
-        if setup.optimizer != "adam":  # which those of DeepSpeed are
+        if setup.optimizer != "adam":  # as DeepSpeed's estimates are
             names = tuple(name for name in names if not name.startswith("ZeRO"))
         estimates = [estimate(name, shown) for name in names + (MEGATRON if setup.on_rank else ())]
         if shown.share is not None:
@@ -95,7 +95,7 @@ def run(options: Namespace) -> int:
 
 
 def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetup, TrainingSetup]:
-    """Return the run as it is, and with activation checkpointing."""
+    """Return the run without and with activation checkpointing."""
     width = 4 if options.mixed_precision == "no" else 2
     sizes = sizes_of(model)
     devices = options.num_devices or 1
@@ -142,7 +142,7 @@ def _training_setups(model: nn.Module, options: Namespace) -> tuple[TrainingSetu
 
 
 def _axes_of(sizes: Mapping[str, Any], devices: int, dp_shard: int | None) -> ParallelismConfig:
-    """Return the axes; FSDP2 shards over what the other axes leave, unless `dp_shard` says it."""
+    """Return the axes; FSDP2 shards over the remaining devices, unless `dp_shard` is set."""
     options: dict[str, Any] = {**sizes, "dp_shard_size": dp_shard or 1, "ep_size": 1}
     along = ParallelismConfig(**options).total_size
     if dp_shard is None and devices % along == 0:
@@ -153,11 +153,11 @@ def _axes_of(sizes: Mapping[str, Any], devices: int, dp_shard: int | None) -> Pa
 
 
 _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
-"""The methods of transformers' models that enable activation checkpointing, the present name first."""
+"""The methods of transformers models that enable activation checkpointing, current name first."""
 
 
 def _trace(model: Any, options: Namespace, *, checkpointing: bool = False) -> tuple[MemoryPeak, ...]:
-    """Return the moments of the passes; none if the model does not support activation checkpointing."""
+    """Return the memory peaks of the passes; none if the model does not support activation checkpointing."""
     if not hasattr(model, "config"):
         raise UnsupportedError(
             f"argument --batch_size: {options.model_name!r} has no transformers configuration, which "
@@ -196,7 +196,7 @@ INPUTS: Mapping[str, Callable[[Any, int, int], Tensor]] = {
     "input_values": lambda _, batch, length: torch.ones(batch, length),
     "input_features": lambda config, batch, length: torch.ones(batch, config.num_mel_bins, length),
 }
-"""The inputs to make, by the name of a model's main input."""
+"""The inputs to create, by the name of a model's main input."""
 
 _LABELS = {
     "ForCausalLM": True,
@@ -208,11 +208,11 @@ _LABELS = {
     "ForSequenceClassification": False,
     "ForImageClassification": False,
 }
-"""Whether there is a label for each token, not for each sample, by the end of the name of a model's class."""
+"""Whether there is a label per token rather than per sample, by suffix of a model's class name."""
 
 
 def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any, ...]]:
-    """Make the function that runs a model on a batch.
+    """Create a function that runs a model on a batch.
 
     Args:
         batch: Batch size.
@@ -220,7 +220,7 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
 
     Returns:
         A function for `moments_of`; like most scripts, it keeps all outputs of the model alive. It raises
-        `UnsupportedError` for a model with inputs of another kind.
+        `UnsupportedError` for a model with unknown inputs.
     """
 
     def run(model: Any) -> tuple[Any, ...]:
@@ -263,8 +263,8 @@ def _weights_table(name: str, weights: dict[str, Weights], setup: TrainingSetup)
 
 
 _TRAINED_BYTES = {"float32": 16, "float16": 18, "int8": 0, "int4": 0}
-"""Bytes of an element in training: weights, gradients and Adam's moments. Under mixed precision weights and
-gradients are also float32, and there is a copy in half precision."""
+"""Bytes per element in training: weights, gradients and Adam's moments. Under mixed precision weights and
+gradients are float32, too, with a copy in half precision."""
 
 
 def _training_table(
@@ -306,7 +306,7 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def _picture(file: str) -> Path:
-    """Return the path of a picture that can be written."""
+    """Return the path of the picture; raise if it cannot be written."""
     require("matplotlib", "--plot", install="accel-cli[plot]")
     path = Path(file)
     if path.suffix not in _PICTURES:
@@ -369,7 +369,7 @@ def draw(
     memory: int | None,
     placement: Explanation | None,
 ) -> None:
-    """Draw memory by strategy; over the passes, if they are known; and the device map, if any."""
+    """Draw memory by strategy, memory over the passes if they are known, and the device map if any."""
     from matplotlib.figure import Figure
 
     heights = [0.8 + 0.35 * len(estimates)]

@@ -1,4 +1,4 @@
-"""Estimate a model by its name in each of several dtypes, for programs that call these functions."""
+"""Estimate a model by its name in several dtypes, for programs that call these functions."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from accel_state.libraries import is_timm_available, is_transformers_available, 
 
 
 def gather_data(args: Namespace) -> list[list[Any]] | None:
-    """Make a model without memory, and compute the bytes that it takes in each dtype.
+    """Create a meta model, and compute its size in each dtype.
 
     Args:
         args: With `model_name`, `library_name`, `trust_remote_code`, and `dtypes`, names of dtypes.
 
     Returns:
-        For each dtype its name, the bytes of the largest layer, those of all weights and buffers, and those
-        of `estimate_training_usage`.
+        For each dtype its name, the bytes of the largest layer, the bytes of all weights and buffers, and the
+        result of `estimate_training_usage`.
 
     Raises:
         SettingsError: The model does not exist, or there is no library for it.
@@ -42,7 +42,7 @@ def gather_data(args: Namespace) -> list[list[Any]] | None:
 
 
 _PARTS = {"float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
-"""By how much smaller than float32 a dtype is."""
+"""The factor by which a dtype is smaller than float32."""
 
 
 def create_empty_model(
@@ -51,7 +51,7 @@ def create_empty_model(
     trust_remote_code: bool = False,
     access_token: str | None = None,
 ) -> nn.Module:
-    """Make the meta model of a name, without a head for a task.
+    """Create the meta model with the given name, without a task head.
 
     Args:
         model_name: The id of a model on the hub, or a folder with its configuration.
@@ -60,7 +60,7 @@ def create_empty_model(
         access_token: The token for the hub.
 
     Raises:
-        SettingsError: The hub does not name the library of the model, or it is another one.
+        SettingsError: The hub does not list the model's library, or it is another one.
         MissingDependencyError: The library is not installed.
         OSError: The model does not exist, or it is gated.
     """
@@ -153,7 +153,7 @@ def create_ascii_table(headers: Sequence[str], rows: Sequence[Sequence[object]],
 
 
 def _centered(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Return a line of a table; of an odd space the larger part is at the left."""
+    """Return a line of a table with centred cells; an odd space is larger at the left."""
     padded = (
         cell.rjust(len(cell) + (width - len(cell) + 1) // 2).ljust(width)
         for cell, width in zip(row, widths, strict=True)
@@ -170,11 +170,11 @@ def estimate_training_usage(
 
     Args:
         bytes: The size of the weights in float32.
-        mixed_precision: `"float32"`, or `"float16"` or `"bfloat16"`; of others all is -1, for unknown.
-        msamp_config: Refused: MS-AMP is not estimated.
+        mixed_precision: `"float32"`, `"float16"` or `"bfloat16"`; for others all values are -1, for unknown.
+        msamp_config: Not supported: MS-AMP is not estimated.
 
     Raises:
-        UnsupportedError: A configuration of MS-AMP was given.
+        UnsupportedError: `msamp_config` was passed.
     """
     if msamp_config is not None:
         raise UnsupportedError("MS-AMP is not estimated: remove msamp_config.")
@@ -186,7 +186,7 @@ def estimate_training_usage(
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """Return the name by which timm finds a model on the Hub; other names as they are.
+    """Return the name by which timm finds a model on the Hub; return other names unchanged.
 
     Example:
         >>> add_timm_hub_prefix("timm/resnet50.a1_in1k"), add_timm_hub_prefix("resnet50")

@@ -1,11 +1,10 @@
-"""Memory of training by strategy, in closed form; suggest the fastest configuration that fits.
+"""Estimate training memory by strategy, in closed form; suggest the fastest configuration that fits.
 
-Training is with Adam, whose two moments are float32, as are its master weights; or with an optimizer of
-`accel.optimizers`, under strategies whose optimizer is the script's. Each strategy names the source of its
-numbers; the tests measure the memory of one process, DDP, FSDP2 and ZeRO, also offloaded, on
-the CPU, where device and host are one memory. What only accelerators have is not measured: pinned memory,
-which drivers round up, and shards that are on the device temporarily before they are gathered or copied to
-the host.
+The optimizer is Adam, with two moments and master weights in float32; or an optimizer of `accel.optimizers`,
+under strategies that use the script's optimizer. Each strategy cites the source of its numbers; the tests
+measure the memory of one process, DDP, FSDP2 and ZeRO, including offload, on the CPU, where device and host
+share memory. Memory that exists only with accelerators is not measured: pinned memory, which drivers round
+up, and shards that are on the device temporarily before they are gathered or copied to the host.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 from accel_state.frozen import frozen
 
 MASTER = 4
-"""Bytes of an element of the master weights, and of their gradients."""
+"""Bytes per element of the master weights, and of their gradients."""
 
 ADAM = 8
 """Bytes of Adam's two moments per element."""
@@ -37,9 +36,9 @@ class Buckets:
     See https://www.deepspeed.ai/docs/config-json.
 
     Args:
-        reduce: `reduce_bucket_size`, for gradients being reduced. All of it is allocated, whatever the model.
-        live: `stage3_max_live_parameters`, gathered at a time; those that are needed again soon stay.
-        prefetch: `stage3_prefetch_bucket_size`, gathered ahead at a time, as one flat tensor.
+        reduce: `reduce_bucket_size`, for gradients being reduced. It is allocated in full for any model.
+        live: `stage3_max_live_parameters`, gathered at a time; parameters that are reused soon stay.
+        prefetch: `stage3_prefetch_bucket_size`, prefetched at a time, as one flat tensor.
     """
 
     reduce: int = 500_000_000
@@ -52,13 +51,13 @@ class ModelSizes:
     """The size of a model, in elements.
 
     Args:
-        parameters: Elements of all parameters, a tied one once.
+        parameters: Elements of all parameters; a tied parameter counts once.
         trainable: Elements with gradients.
-        blocks: Elements of each block that FSDP gathers on its own.
+        blocks: Elements of each block that FSDP gathers separately.
         largest: Elements of the largest parameter with a gradient.
         buffers: Bytes of the buffers.
-        matrices: Elements of the trainable parameters that Muon does not leave to AdamW.
-        matrix: Elements of the largest matrix among those.
+        matrices: Elements of the trainable parameters that Muon (not AdamW) updates.
+        matrix: Elements of the largest of these matrices.
     """
 
     parameters: int
@@ -82,7 +81,7 @@ class ModelSizes:
 
 @frozen
 class MemoryPeak:
-    """The live memory at one moment of a forward and backward pass, without the weights.
+    """The live memory at one point of a forward and backward pass, without the weights.
 
     Args:
         activations: Bytes of inputs, outputs and tensors that are saved for the backward pass.
@@ -97,14 +96,14 @@ class MemoryPeak:
 
 @frozen
 class DeviceShare:
-    """The share of one device in a run along several axes, before FSDP2 shards it.
+    """The shard of one device in a run along several axes, before FSDP2 shards it.
 
     Args:
         name: Name of the row.
         sizes: Its pipeline stage, its part of tensor-parallel layers, and its experts.
         shards: Number of devices over which FSDP2 shards.
-        experts: Elements of the experts of other devices among those: they are sharded, and never gathered
-            here.
+        experts: Elements among `sizes` of experts of other devices: sharded, but never gathered on this
+            device.
         sequence: Number of shards of each sequence.
     """
 
@@ -121,12 +120,12 @@ class TrainingSetup:
 
     Args:
         width: Bytes of an element in the computation: 2 under mixed precision, else 4.
-        moments: The passes of one micro-batch; by default their end alone, with gradients only.
+        moments: The memory peaks of one micro-batch; by default only its end, with gradients only.
         at_once: Whether the optimizer uses its foreach implementation, whose temporaries are as large as the
             weights. PyTorch does so on accelerators.
-        on_rank: Elements of parameters on the rank of Megatron that has most; 0 for an even part.
-        share: What a device has along the axes of a `ParallelismConfig`, if they were asked for.
-        optimizer: One of `OPTIMIZERS`; DeepSpeed and Megatron have Adam.
+        on_rank: Elements of parameters on the largest Megatron rank; 0 for an even split.
+        share: The shard of a device along the axes of a `ParallelismConfig`, if requested.
+        optimizer: One of `OPTIMIZERS`; DeepSpeed and Megatron use Adam.
     """
 
     sizes: ModelSizes
@@ -144,17 +143,17 @@ class TrainingSetup:
 
     @property
     def passes(self) -> tuple[MemoryPeak, ...]:
-        """The moments, at least one."""
+        """The memory peaks, at least one."""
         return self.moments or (MemoryPeak(gradients=self.sizes.trainable),)
 
     def state(self, shards: int = 1, experts: int = 0) -> tuple[int, int]:
         """Return the bytes of the optimizer's state of a shard, on the device and on the host.
 
-        HostAdamW has master weights and moments there, and a page-locked buffer for each gradient.
+        HostAdamW keeps master weights and moments on the host, with a pinned buffer for each gradient.
 
         Args:
             shards: Number of shards.
-            experts: Elements of experts of other devices among those that are sharded.
+            experts: Elements of experts of other devices among the sharded ones.
         """
         trained, matrices = self.sizes.trainable + experts, self.sizes.matrices + experts
         if self.optimizer == "host_adamw":
@@ -167,8 +166,8 @@ class TrainingSetup:
         """Return the bytes of temporaries of an optimizer step.
 
         Adam divides by the root of its second moment: one copy of all weights (`torch.optim.adamw`, foreach)
-        or two of the largest. Muon does so for what it leaves to AdamW, and then has five copies of a whole
-        matrix in bfloat16.
+        or two of the largest weight. Muon does so for parameters that AdamW updates, and then has five copies
+        of a full matrix in bfloat16.
         """
         if self.optimizer == "host_adamw":
             return 0
@@ -216,7 +215,7 @@ Parts = tuple[dict[str, int], int]
 
 
 def _replicated(setup: TrainingSetup, *, buckets: int) -> Parts:
-    """Everything is replicated. DDP's reducer holds the gradients once more, in its buckets."""
+    """Replicated training. DDP's reducer has a second copy of the gradients, in its buckets."""
     sizes = setup.sizes
     top = max(setup.passes, key=lambda moment: moment.activations + moment.casts + MASTER * moment.gradients)
     in_passes = top.activations + top.casts + MASTER * top.gradients
@@ -237,11 +236,11 @@ def _replicated(setup: TrainingSetup, *, buckets: int) -> Parts:
 
 
 def estimate_axes(setup: TrainingSetup, share: DeviceShare) -> Estimate:
-    """Estimate the memory of the device that has most, along several axes.
+    """Estimate the memory of the device with the largest peak, along several axes.
 
-    The activations are those of one micro-batch, divided by the shards of a sequence. Tensor parallelism
-    divides those inside of layers only, which is not counted. Under 1F1B the first of N pipeline stages holds
-    N micro-batches of its own layers, as many activations as one device with all layers.
+    Activations are those of one micro-batch, divided by the shards of a sequence. Tensor parallelism shards
+    only activations inside of layers, which is not counted. Under 1F1B the first of N pipeline stages holds
+    N micro-batches of its layers, as many activations as one device with all layers.
     """
     ratio = share.sizes.trainable / setup.sizes.trainable if setup.sizes.trainable else 0
     moments = tuple(
@@ -261,11 +260,11 @@ def estimate_axes(setup: TrainingSetup, share: DeviceShare) -> Estimate:
 
 
 def _fsdp2(setup: TrainingSetup, *, keep: bool, offload: bool, experts: int = 0) -> Parts:
-    """A shard of everything, and the gathered parameters.
+    """FSDP2: a shard of the state, and the gathered parameters.
 
     The parameters outside of blocks stay gathered for both passes, and their gradients are reduced at the
-    end. Of the blocks, one is in use and the next one is prefetched; the backward pass adds the gradients of
-    the block and those that are still being reduced (`torch.distributed.fsdp`, FSDPParamGroup).
+    end. One block is in use and the next one is prefetched; the backward pass adds the gradients of the
+    block and the gradients that are still being reduced (`torch.distributed.fsdp`, FSDPParamGroup).
     """
     sizes, width = setup.sizes, setup.width
     shard = _ceil(sizes.trainable + experts, setup.devices)
@@ -298,7 +297,7 @@ def _fsdp2(setup: TrainingSetup, *, keep: bool, offload: bool, experts: int = 0)
 
 
 def _reducing(blocks: tuple[int, ...], finished: int) -> int:
-    """Return the elements of gradients of blocks that are not reduced to a shard yet.
+    """Return the elements of gradients of blocks that are not yet reduced to a shard.
 
     Complete gradients of a block are copied to the input of its reduce-scatter, which stays alive while the
     gradients of the block before it are computed.
@@ -319,14 +318,14 @@ def _zero(
 ) -> Parts:
     """DeepSpeed: weights in the precision of the computation, and float32 master weights of a shard.
 
-    The passes add the reduce bucket. Stages 1 and 2 hold the gradients of the shard twice, as they were
-    computed and as a flat tensor; stage 1 also all other gradients. Stage 3 holds those of the shard, the
+    The passes add the reduce bucket. Stages 1 and 2 hold the gradients of the shard twice, as computed and
+    as a flat tensor; stage 1 also all other gradients. Stage 3 holds the gradients of the shard, the
     gathered parameters, and another bucket, in which gradients are reordered or weights are gathered. The
     step copies gradients to float32 (`deepspeed.runtime.zero`, stage_1_and_2.py and stage3.py).
 
     An offloaded optimizer has the master weights, the moments and float32 gradients on the host, with a
     buffer for updated weights or, in stage 3, for gradients in the precision of the computation. DeepSpeed's
-    own Adam needs no temporaries.
+    Adam needs no temporaries.
     """
     sizes, width, buckets = setup.sizes, setup.width, setup.buckets
     shard = _ceil(sizes.trainable, setup.devices)
@@ -368,14 +367,14 @@ def _zero(
 
 
 def _megatron(setup: TrainingSetup, *, distributed: bool) -> Parts:
-    """Megatron: every rank has a part of each layer of its stage.
+    """Megatron: every rank has a tensor-parallel shard of each layer of its stage.
 
     Gradients are in one float32 buffer, which stays allocated (`megatron.core.distributed`,
-    param_and_grad_buffer.py); master weights exist in mixed precision. The distributed optimizer has one
-    part of masters and moments per replica, and no temporaries beside. Activations between layers are split
-    only with sequence parallelism: this is the least. The first of several stages holds the activations of as
-    many micro-batches as there are stages, each of its own layers. Ranks that share sequences have the same
-    weights, each the activations of its tokens; the distributed optimizer counts them among the replicas.
+    param_and_grad_buffer.py); master weights exist in mixed precision. The distributed optimizer shards
+    masters and moments over the replicas, without temporaries. Activations between layers are sharded only
+    with sequence parallelism: this is a lower bound. The first of several stages holds the activations of as
+    many micro-batches as there are stages, for its layers. Context-parallel ranks have the same weights,
+    and the activations of their tokens; the distributed optimizer counts these ranks as replicas.
     """
     shares = setup.tensor * setup.pipeline
     weights = setup.on_rank or _ceil(setup.sizes.parameters, shares)
@@ -411,7 +410,7 @@ STRATEGIES: Mapping[str, Callable[[TrainingSetup], Parts]] = {
 """The strategies, from fast to slow and from much to little device memory."""
 
 MEGATRON = ("Megatron", "Megatron, distributed optimizer")
-"""The variants of Megatron, which have as many rows."""
+"""The variants of Megatron, one row each."""
 
 VARIANTS: Mapping[str, Callable[[TrainingSetup], Parts]] = {
     "DDP, gradients in buckets": partial(_replicated, buckets=0),
@@ -420,10 +419,10 @@ VARIANTS: Mapping[str, Callable[[TrainingSetup], Parts]] = {
     "ZeRO-3, optimizer offloaded": partial(_zero, stage=3, optimizer_offloaded=True),
     "ZeRO-3, weights offloaded": partial(_zero, stage=3, weights_offloaded=True),
 }
-"""Further strategies, which a script may ask for."""
+"""Further strategies, on request."""
 
 HEADROOM = 0.9
-"""The usable share of a device's memory; the driver, kernels and fragmentation take the other tenth."""
+"""The usable fraction of a device's memory; driver, kernels and fragmentation take the other tenth."""
 
 _MOST_DEVICES = 65536
 
@@ -495,7 +494,7 @@ def suggest(
 
 
 def devices_needed(checkpointed: TrainingSetup, memory: int) -> int | None:
-    """Return the smallest power of two of devices that fits fully sharded training; None if there is none."""
+    """Return the smallest power of two of devices on which fully sharded training fits; None if none."""
     devices = 1
     while devices <= _MOST_DEVICES:
         if fits(estimate("FSDP2", replace(checkpointed, devices=devices)), memory):
@@ -505,7 +504,7 @@ def devices_needed(checkpointed: TrainingSetup, memory: int) -> int | None:
 
 
 def config_of(strategy: str, setup: TrainingSetup, *, checkpointing: bool) -> dict[str, Any]:
-    """Return the keys and values for a config file.
+    """Return the config file entries of a strategy.
 
     Example:
         >>> setup = TrainingSetup(sizes=ModelSizes(parameters=1, trainable=1), devices=2)

@@ -1,4 +1,4 @@
-"""Make meta models from configurations or weight files, and compute their sizes."""
+"""Create meta models from configurations or weight files, and compute their sizes."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ CONFIG = "config.json"
 
 
 def meta_model(name: str, *, library: str | None = None, trust_remote_code: bool = False) -> nn.Module:
-    """Make the meta model, or modules with the same tensors if there are only weight files.
+    """Create a meta model, or modules with the same tensors if there are only weight files.
 
     Args:
         name: A configuration file, a folder or file with weights (or its fsspec URL), or the id of a model on
             the hub.
-        library: `"transformers"` or `"timm"`; None to find out.
+        library: `"transformers"` or `"timm"`; None to detect it.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
-        SettingsError: There is no such model, or neither a configuration nor weight files.
+        SettingsError: The model does not exist, or has neither a configuration nor weight files.
         MissingDependencyError: The library that defines it is not installed.
     """
     path = any_path(name, "model")
@@ -91,10 +91,10 @@ def _has_weights(path: Path) -> bool:
 
 
 def meta_model_of_weights(path: str | Path) -> nn.Module:
-    """Make modules on the meta device with the names and shapes of the tensors of weight files.
+    """Create modules on the meta device with the names and shapes of the tensors of weight files.
 
     Args:
-        path: A file, a folder of files, or its fsspec URL. Of safetensors only names and shapes are read.
+        path: A file, a folder of files, or its fsspec URL. For safetensors only the header is read.
 
     Example:
         >>> model = _tree({"layers.0.weight": ((2, 3), torch.float32)})
@@ -146,7 +146,7 @@ def _config_on_hub(name: str) -> Path:
         if not hub.constants.HF_HUB_OFFLINE:
             _check_reachable(hub.constants.ENDPOINT)
         return Path(hub.hf_hub_download(name, CONFIG))
-    except (OSError, ValueError) as error:  # The hub's errors are these: not found, gated, no network, no id.
+    except (OSError, ValueError) as error:  # The hub's errors: not found, gated, no network, invalid id.
         text = str(error).strip()
         reason = text.splitlines()[0] if text else type(error).__name__
         raise ModelNotFoundError(
@@ -156,7 +156,7 @@ def _config_on_hub(name: str) -> Path:
 
 
 class ModelNotFoundError(SettingsError, OSError):
-    """A model is neither local nor on the hub, or the hub cannot be reached. An OSError like the hub's."""
+    """A model is neither local nor on the hub, or the hub is unreachable. An OSError like the hub's."""
 
 
 _PORTS: Mapping[str, int] = {"http": 80, "https": 443}
@@ -164,14 +164,14 @@ _CONNECT_TIMEOUT = 5.0  # Seconds.
 
 
 def _check_reachable(endpoint: str) -> None:
-    """Fail at once where the hub's library would try for a minute.
+    """Fail immediately if the hub is unreachable; its library would retry for a minute.
 
     Raises:
         OSError: There is no connection to the hub.
     """
     address = urlsplit(endpoint)
     host = address.hostname or ""
-    if getproxies() and not proxy_bypass(host):  # The proxy may reach the hub where this machine does not.
+    if getproxies() and not proxy_bypass(host):  # The proxy may reach the hub even if this machine cannot.
         return
     with socket.create_connection((host, address.port or _PORTS[address.scheme]), _CONNECT_TIMEOUT):
         pass
@@ -290,13 +290,13 @@ def _sizes(
         largest=max((count([parameter]) for parameter in trainable), default=0),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         matrices=count(matrices),
-        # Of a stack of matrices, each counts by itself.
+        # In a stack of matrices, each counts separately.
         matrix=max((parameter.shape[-2] * parameter.shape[-1] for parameter in matrices), default=0),
     )
 
 
 def _matrices_of(model: nn.Module) -> list[Tensor]:
-    """Return the parameters that Muon does not leave to AdamW."""
+    """Return the parameters that Muon (not AdamW) updates."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return []
     groups = Muon(model).param_groups
@@ -307,7 +307,7 @@ def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
     """Count the elements on a device of each pipeline stage along the axes of a configuration.
 
     Raises:
-        SettingsError: The model cannot be divided in this way.
+        SettingsError: The model cannot be sharded in this way.
     """
     sizes = config.sizes
     name = ", ".join(
@@ -329,7 +329,7 @@ def shares_of(model: nn.Module, config: ParallelismConfig) -> list[DeviceShare]:
         ]
 
     def count(parameters: Iterable[Tensor]) -> int:
-        """Count the elements that a device computes with: of experts, those of its own."""
+        """Count the elements that a device computes with, without experts of other devices."""
         return sum(own[id(p)] // (config.ep_size or 1 if id(p) in of_experts else 1) for p in parameters)
 
     shares: list[DeviceShare] = []
@@ -365,9 +365,9 @@ def _tensor_parallel_elements(
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Find the blocks that FSDP gathers one by one.
+    """Return the blocks that FSDP gathers separately.
 
-    They are the modules of `_no_split_modules` if the model has that; else the items of its lists.
+    Blocks are the modules of `_no_split_modules` if the model defines it, else the items of its lists.
     """
     unsplit = class_names(getattr(model, "_no_split_modules", None))
     named = [module for module in model.modules() if type(module).__name__ in unsplit]
@@ -386,6 +386,6 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules that are inside no other one."""
+    """Return the modules that are not inside another one of them."""
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in inner]

@@ -37,7 +37,7 @@ _CAST = torch.ops.aten._to_copy.default
 
 @dataclass(slots=True)
 class LiveStorage:
-    """A storage that is alive.
+    """A live storage.
 
     Args:
         elements: Elements of the parameter, if the storage is its complete gradient.
@@ -50,17 +50,17 @@ class LiveStorage:
 
 
 class LiveStorageTracker(TorchDispatchMode):
-    """Tracks the live storages that are created within it by kind, and the peaks of passes.
+    """Tracks live storages that are created within it by kind, and the memory peaks of passes.
 
-    Operations on tensors that have others inside, such as `DTensor`, are seen as those on their shards.
+    Operations on wrapper tensors, such as `DTensor`, are tracked as operations on their shards.
 
     Args:
-        fakes: The mode of the tensors to track; None to track real ones. DTensor may have another mode, which
-            allocates nothing.
+        fakes: The mode of the tensors to track; None to track real tensors. DTensor may use another mode,
+            which does not allocate.
 
     Attributes:
         is_paused: Whether new tensors are ignored.
-        host: Peak of host bytes: of tensors that were moved there, and of all computed from them.
+        host: Peak of host bytes: of tensors that were moved to the host, and of tensors computed from them.
     """
 
     def __init__(self, fakes: FakeTensorMode | None) -> None:
@@ -86,16 +86,16 @@ class LiveStorageTracker(TorchDispatchMode):
 
     @property
     def moments(self) -> tuple[MemoryPeak, ...]:
-        """The moments of peak memory for every number of complete gradients, with casts and without."""
+        """The memory peaks for every number of complete gradients, with and without casts."""
         return tuple(dict.fromkeys(moment for pair in self._peaks.values() for moment in pair))
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that are alive on the device at present."""
+        """Bytes that are currently live on the device."""
         return sum(self._bytes[kind] for kind in _DEVICE_KINDS)
 
     def add(self, model: nn.Module) -> None:
-        """Track the parameters and buffers of a model, and its gradients from now on."""
+        """Start to track the parameters, buffers and gradients of a model."""
         for tensor in [*model.parameters(), *model.buffers()]:
             self._mark(tensor, "parameters")
         for parameter in model.parameters():
@@ -103,7 +103,7 @@ class LiveStorageTracker(TorchDispatchMode):
                 parameter.register_post_accumulate_grad_hook(self._complete_gradient)
 
     def has_on_host(self, value: object) -> bool:
-        """Return whether a value is a tensor that was moved to the host, or computed from one there."""
+        """Return whether a value is a tensor that was moved to the host, or computed from such tensors."""
         return isinstance(value, Tensor) and self._kind_of(value) == _HOST
 
     def moving(self, *, to_host: bool) -> AbstractContextManager[None]:
@@ -144,7 +144,7 @@ class LiveStorageTracker(TorchDispatchMode):
         self.host = max(self.host, self._bytes[_HOST])
 
     def _mark(self, tensor: Tensor, kind: str) -> LiveStorage | None:
-        """Attribute the storage of a tensor, of a sharded one that of its shard, to a kind."""
+        """Attribute the storage of a tensor (for a sharded tensor, of its shard) to a kind."""
         shard = plain_tensor(local_part(tensor))
         self._see(shard, kind)
         entry = self._alive.get(storage_key(shard))
@@ -184,12 +184,12 @@ def moments_of(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[MemoryPeak, ...]:
-    """Find the moments of peak memory during a forward and backward pass of a model.
+    """Find the memory peaks during a forward and backward pass of a model.
 
     Args:
-        model: A model on any device, also meta. Its weights do not change.
-        passes: Makes the inputs, runs the model that it is passed, and returns a scalar, the loss; or a tuple
-            of it and all that a script holds on to during the backward pass.
+        model: A model on any device, including meta. Its weights do not change.
+        passes: Creates the inputs, runs the model that it is passed, and returns the scalar loss; or a tuple
+            of the loss and all tensors that a script keeps alive during the backward pass.
         dtype: The autocast dtype; None without autocast.
 
     Example:
@@ -235,12 +235,12 @@ def _fake_parameters(model: nn.Module) -> Generator[None]:
 
 
 def storage_key(tensor: Any) -> int:
-    """Return a key of a tensor's storage, also of fake tensors, which have no address."""
+    """Return a key of a tensor's storage, even for fake tensors, which have no address."""
     return storage_address(tensor.untyped_storage())
 
 
 def wraps_tensors(kind: type) -> bool:
-    """Return whether tensors of a type have others inside: those of `DTensor`, or of a library.
+    """Return whether tensors of a type wrap other tensors, as `DTensor` and types of libraries do.
 
     Example:
         >>> wraps_tensors(torch.nn.Parameter)
