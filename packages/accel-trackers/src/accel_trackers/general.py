@@ -23,7 +23,7 @@ _DECORATED: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyD
 
 
 def on_main_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a method of a tracker that only the main process runs; elsewhere it returns `None`.
+    """Decorate a tracker's method so that only the main process runs it; other ranks return `None`.
 
     A tracker whose `main_process_only` is False runs it on every rank. The rank is looked up when the method
     is called; nothing is started for it.
@@ -71,19 +71,19 @@ def without_rank_check(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class GeneralTracker:
-    """An experiment tracker. Subclass it for one of your own.
+    """Base class of experiment trackers; subclass it for a custom tracker.
 
     A subclass has the class attributes `name` and `requires_logging_directory`, and `tracker`, the library's
-    own object. Methods decorated with `on_main_process` may be called on every rank. A class that is used by
+    object. Methods decorated with `on_main_process` may be called on every rank. A class that is selected by
     its name is constructed with the name of the project, the logging directory if it requires one, and its
-    part of `init_kwargs`.
+    entry of `init_kwargs`.
 
     Args:
         _blank: Whether to skip the check of required attributes.
 
     Attributes:
-        name: By which `log_with`, `init_kwargs` and `get_tracker` know it.
-        requires_logging_directory: Whether it is constructed with one.
+        name: Its name in `log_with`, `init_kwargs` and `get_tracker`.
+        requires_logging_directory: Whether it is constructed with a logging directory.
         main_process_only: Whether only the main process logs.
 
     Raises:
@@ -118,14 +118,14 @@ class GeneralTracker:
 
         @property
         def tracker(self) -> Any:
-            """The library's own object."""
+            """The library's object."""
 
     def __init__(self, _blank: bool = False) -> None:
         if not _blank:
             check_attributes(self)
 
     def start(self) -> None:
-        """Begin the run. Called once, by `Accelerator.init_trackers`."""
+        """Start the run. Called once, by `Accelerator.init_trackers`."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store hyperparameters.
@@ -139,18 +139,18 @@ class GeneralTracker:
         """Log values.
 
         Args:
-            values: Numbers and texts by name, dictionaries of them, and whatever else `Accelerator.log` got.
-                Tensors with one element have become numbers, others are copies on the host.
-            step: At which step.
-            **kwargs: The tracker's part of `log_kwargs`.
+            values: Numbers and texts by name, dictionaries of them, and other arguments of `Accelerator.log`.
+                Tensors with one element are converted to numbers, others copied to the host.
+            step: The step.
+            **kwargs: The tracker's entry of `log_kwargs`.
         """
 
     def log_captured(self) -> Callable[..., object]:
-        """Return the function that logs what `Accelerator.log` has captured: `log`, on ranks that log.
+        """Return the function that logs the values captured by `Accelerator.log`: `log`, on ranks that log.
 
-        It is asked for when the run has begun. A subclass may return something faster than `log`, since these
-        values are a dictionary of their own, with texts for names and numbers for tensors and arrays. Values
-        with larger ones go to `log`.
+        It is called when the run has started. A subclass may return a faster function than `log`, since these
+        values are a separate dictionary, with text keys and with numbers for tensors and arrays. Values with
+        larger tensors are passed to `log`.
         """
         return without_rank_check(self.log)
 
@@ -199,7 +199,7 @@ class GeneralTracker:
 
     @on_main_process
     def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log how values are distributed.
+        """Log histograms of values.
 
         Args:
             values: Tensors, arrays or sequences of numbers by name, of any shape.
@@ -228,7 +228,7 @@ class GeneralTracker:
 
         Args:
             local_path: The file.
-            artifact_path: Where the run keeps it: a folder for MLflow, else a name; the file's name if
+            artifact_path: Its path in the run: a folder for MLflow, else a name; the file's name if
                 `None`.
             **kwargs: Options of the library.
 
@@ -251,12 +251,12 @@ class GeneralTracker:
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        """Return the arguments of the class that resume a run."""
+        """Return the constructor arguments that resume a run."""
         del run_id
         return {}
 
     def _log_vectors(self, vectors: Mapping[str, Any], step: int | None) -> None:
-        """Log tensors as histograms; warn about what cannot be."""
+        """Log tensors as histograms; warn about tensors that cannot be logged."""
         finite = self._finite_elements(vectors)
         try:
             if finite:
@@ -282,7 +282,7 @@ class GeneralTracker:
 
 
 def check_attributes(tracker: type[GeneralTracker] | GeneralTracker) -> None:
-    """Check that a tracker has the attributes that every tracker needs."""
+    """Check that a tracker has the required attributes."""
     present = dir(tracker)
     absent = [name for name in ("name", "requires_logging_directory", "tracker") if name not in present]
     if absent:
@@ -346,7 +346,7 @@ class NullTracker(GeneralTracker):
 
 
 VENDORS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
-"""The names of the trackers, which are those of the libraries in `accel_state.libraries.LIBRARIES`."""
+"""The names of the trackers, which are keys of `accel_state.libraries.LIBRARIES`."""
 
 
 def require_vendor(name: str, what: str) -> None:
@@ -355,6 +355,6 @@ def require_vendor(name: str, what: str) -> None:
 
 
 def import_vendor(name: str, module: str | None = None) -> Any:
-    """Import a module of a tracker's library, by default the one that has the tracker's name."""
+    """Import a module of a tracker's library, by default the module with the tracker's name."""
     require_vendor(name, f"The tracker {name!r}")
     return import_module(module or name)

@@ -38,7 +38,7 @@ class ProjectRunTracker(GeneralTracker):
     opens_with: ClassVar[tuple[str, str]] = ("init", "project")
     """The library's function that opens a run, and its parameter for the project."""
     resumes_with: ClassVar[tuple[str, Mapping[str, Any]]] = ("id", {"resume": "allow"})
-    """That function's parameter for the id of a run to go on with, and what else it needs then."""
+    """That function's parameter for the id of a run to resume, and further arguments for resuming."""
 
     @on_main_process
     def __init__(self, run_name: str, **kwargs: Any) -> None:
@@ -75,11 +75,11 @@ class ProjectRunTracker(GeneralTracker):
         self.run.log({**scalars, **histograms}, step=step, **kwargs)
 
     def log_captured(self) -> Callable[..., object]:
-        """Return the run's own method, unless a subclass logs otherwise: nothing is left to convert."""
+        """Return the run's method, unless a subclass overrides `log`: no values need conversion."""
         return self.run.log if type(self).log is ProjectRunTracker.log else super().log_captured()
 
     def _histograms(self, values: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
-        """Make histograms of the library."""
+        """Create histograms of the library."""
         return {name: self._library.Histogram(to_numbers(value), **kwargs) for name, value in values.items()}
 
     @on_main_process
@@ -90,14 +90,14 @@ class ProjectRunTracker(GeneralTracker):
 class WandBTracker(ProjectRunTracker):
     """Log to a run of Weights & Biases; `kwargs` are more arguments of `wandb.init`.
 
-    A process of its own writes what is logged within about ten seconds, a step when a later one is logged.
+    A separate process writes logged values within about ten seconds, a step once a later one is logged.
     """
 
     name = "wandb"
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store hyperparameters in the run's config; those of a resumed run may have changed."""
+        """Store hyperparameters in the run's config; they may differ from those of a resumed run."""
         self.run.config.update(to_plain(values), allow_val_change=True)
 
     @on_main_process
@@ -147,7 +147,7 @@ class WandBTracker(ProjectRunTracker):
 class CometMLTracker(ProjectRunTracker):
     """Log to an experiment of Comet; `kwargs` are more arguments of `comet_ml.start`.
 
-    Comet's thread writes what is logged as soon as it gets to it.
+    Comet's thread writes logged values asynchronously.
     """
 
     name = "comet_ml"

@@ -1,4 +1,4 @@
-"""The table of trackers: nine libraries, registered classes, and those of installed distributions."""
+"""The table of trackers: nine libraries, registered classes, classes of installed distributions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
         TrackioTracker,
     )
 }
-"""The class of every tracker that `log_with` knows by name, those of entry points excepted."""
+"""The class of every tracker that `log_with` accepts by name, except classes of entry points."""
 
 _TRACKERS = Registry(
     group=ENTRY_POINT_GROUP,
@@ -52,17 +52,17 @@ _T = TypeVar("_T", bound=type[GeneralTracker])
 
 
 def register_tracker_class(tracker_class: _T) -> _T:
-    """Let `log_with` know a class by its name. Do it before an `Accelerator` is constructed with it.
+    """Register a class for `log_with` by its name, before an `Accelerator` is constructed with it.
 
     The class is constructed by `init_trackers` with the project's name, the logging directory if it requires
-    one, and its part of `init_kwargs`.
+    one, and its entry of `init_kwargs`.
 
     Raises:
         SettingsError: It is not such a class, its name is empty or `"all"`, or it does not declare whether it
             requires a directory.
 
     Warns:
-        UserWarning: Another class had that name, which may be one of the libraries; this one replaces it.
+        UserWarning: The class replaces another one with the same name, which may be a library's.
 
     Example:
         >>> @register_tracker_class
@@ -98,7 +98,7 @@ def get_available_trackers() -> list[LoggerType | str]:
     Returns:
         Members of `LoggerType` for the libraries, names for the others.
     """
-    # Programs replace these functions, such as by one that says no to wandb.
+    # Programs patch these functions, for example to disable wandb.
     available = [name for name in VENDORS if getattr(libraries, f"is_{name}_available")()]
     registered = [name for name in _known_names() if name not in VENDORS]
     return [*(LoggerType(name) for name in available), *registered]
@@ -111,7 +111,7 @@ def filter_trackers(
 
     Args:
         log_with: A name, a `LoggerType`, a `GeneralTracker`, or a list of these; `None` for none.
-        logging_dir: Where trackers that write files write them.
+        logging_dir: The folder of trackers that write files.
 
     Raises:
         SettingsError: A name is unknown, or a tracker requires a `logging_dir` and there is none.
@@ -137,14 +137,14 @@ def filter_trackers(
 
 
 def tracker_class(name: str) -> type[GeneralTracker]:
-    """Find the class of a tracker.
+    """Return the class of a tracker.
 
     Raises:
-        SettingsError: There is none; or the entry point of that name gives something else, or takes the name
-            of one of accel's own or of another distribution's.
+        SettingsError: There is none; or the entry point of that name is not a tracker class, or has the name
+            of a built-in tracker or of another distribution's.
     """
     known = LOGGER_TYPE_TO_CLASS.get(name)
-    # A program may replace a built-in class by another, a distribution that happens to be installed may not.
+    # A program may replace a built-in class, an installed distribution may not.
     if known is None or known is _TRACKERS.built_in.get(name):
         points = entry_points_of(ENTRY_POINT_GROUP).select(name=name)
         known = _TRACKERS.available(points)[name] if points else known
@@ -165,8 +165,8 @@ def warn_unknown_names(argument: str, options: Iterable[str], names: Iterable[st
     """Warn about options for unknown trackers, with the nearest name.
 
     Args:
-        argument: Whose keys they are.
-        options: The keys. Those of trackers that are not in use are none to warn about.
+        argument: The argument with these keys.
+        options: The keys. There is no warning about known trackers that are not in use.
         names: The trackers in use.
     """
     known = [*_known_names(), *names]

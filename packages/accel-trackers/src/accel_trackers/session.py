@@ -29,12 +29,12 @@ Trackers: TypeAlias = str | LoggerType | GeneralTracker | Sequence[str | LoggerT
 """The values of `Accelerator(log_with=…)`."""
 
 FLUSH_SECONDS = 10.0
-"""`log` lets the libraries flush once so much time has passed since the last flush."""
+"""Seconds between two flushes of the libraries by `log`."""
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 _MOST_WAITING = 256
-"""So many calls of `log` may wait for the device; the next waits for the oldest."""
+"""The number of calls of `log` that may be pending on the device; the next call waits for the oldest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Call:
 
 
 class TrackerSession:
-    """The trackers that one `Accelerator` logs with.
+    """The trackers of one `Accelerator`.
 
     All methods may be called on every rank. Only the main process logs, except to trackers whose
     `main_process_only` is False.
@@ -82,7 +82,7 @@ class TrackerSession:
         self._start_arguments: tuple[str, Any, Mapping[str, Any]] | None = None
         self._failures: dict[str, int] = {}
         self._active: list[GeneralTracker] = []
-        # Of `_active`, while they run: tracker, its attributes, what logs to it, whether it is the last.
+        # For `_active`, while they run: tracker, its attributes, its log function, whether it is the last.
         self._logs: list[tuple[GeneralTracker, dict[str, Any], Callable[..., object], bool]] = []
         self._next_flush = 0.0
         self._checked_options: set[Any] = set()
@@ -94,7 +94,7 @@ class TrackerSession:
         self.log_with: list[str | GeneralTracker] = known
 
     def use(self, trackers: list[GeneralTracker]) -> None:
-        """Log to these trackers, which the caller has started, instead of those of `start`; none if empty."""
+        """Replace the trackers of `start` by trackers that the caller has started; none if empty."""
         self._submit_ready(wait=True)
         self.trackers = trackers
         self._stage = "running"
@@ -148,7 +148,7 @@ class TrackerSession:
         """Log values to every tracker, as `Accelerator.log`.
 
         Tensors on a device are read when their copies are ready: at the next call, in order, or when `write`
-        is called. Every ten seconds a call lets the libraries flush.
+        is called. Every ten seconds a call flushes the libraries.
         """
         if not self._logs or (type(values) is not dict and not isinstance(values, Mapping)):
             self._check_log(values)
@@ -180,7 +180,7 @@ class TrackerSession:
         return wanted.tracker if unwrap else wanted
 
     def write(self) -> None:
-        """Wait for all logged values, pass them to the trackers, and make them flush."""
+        """Wait for all logged values, pass them to the trackers, and flush the trackers."""
         self._submit_ready(wait=True)
         self._flush()
 
@@ -201,7 +201,7 @@ class TrackerSession:
         for step in (self.write, *(partial(self._call, tracker, "finish") for tracker in latest)):
             try:
                 step()
-            except Exception as error:  # noqa: BLE001 - the other trackers are finished all the same
+            except Exception as error:  # noqa: BLE001 - the other trackers must be finished, too
                 errors.append(error)
         self._logs = []
         for name, count in self._failures.items():
@@ -210,14 +210,14 @@ class TrackerSession:
             raise errors[0]
 
     def run_ids(self) -> dict[str, str]:
-        """Return the ids with which the runs of this process can be resumed, by the tracker's name."""
+        """Return the ids for resuming the runs of this process, by the tracker's name."""
         ids = {tracker.name: tracker.run_id for tracker in self._active}
         return {name: run_id for name, run_id in ids.items() if run_id is not None}
 
     def resume(self, run_ids: Mapping[str, str]) -> None:
-        """Resume earlier runs: finish those that are running, and open the earlier ones.
+        """Resume earlier runs: finish the current runs, and open the earlier ones.
 
-        Before `start`, the runs are opened by it. Trackers that were given as objects stay as they are.
+        If `start` has not been called yet, it opens them. Trackers passed as objects do not change.
         """
         self._resumed = dict(run_ids)
         if self._stage != "running" or self._start_arguments is None:
@@ -250,7 +250,7 @@ class TrackerSession:
                 resuming = {} if known is None else kind.resume_arguments(known)
                 tracker = kind(project_name, *where, **{**resuming, **options.get(kind.name, {})})
             tracker.start()
-        except Exception as error:  # noqa: BLE001 - raised, or said in one line
+        except Exception as error:  # noqa: BLE001 - raised, or logged in one line
             self._failed(kind.name, "start", error)
             return NullTracker(kind.name)
         return tracker
@@ -264,7 +264,7 @@ class TrackerSession:
         return runtime.current_topology().is_main or not all(kind.main_process_only for kind in kinds)
 
     def _set_active(self) -> None:
-        """Keep the trackers that log on this rank with their bound methods.
+        """Cache the trackers that log on this rank with their bound methods.
 
         Looking `log` up and checking the rank in each call would cost more than the call of some libraries.
         """
@@ -275,7 +275,7 @@ class TrackerSession:
         ]
 
     def _check_options(self, argument: str, options: Mapping[Any, Any]) -> None:
-        """Warn, on the main process, about options that are for no tracker."""
+        """Warn, on the main process, about options of unknown trackers."""
         if self.log_with and runtime.current_topology().is_main:
             names = [chosen if isinstance(chosen, str) else chosen.name for chosen in self.log_with]
             accel_trackers.warn_unknown_names(argument, options, names)
@@ -315,10 +315,10 @@ class TrackerSession:
         *,
         has_vectors: bool = False,
     ) -> None:
-        """Let every tracker log values, each a dictionary of its own."""
+        """Log values to every tracker, each with a separate dictionary."""
         for tracker, attributes, log_captured, is_last in self._logs:
             own = values if is_last else dict(values)
-            # A program may have assigned another `log` to a running tracker, as it may with Accelerate.
+            # A program may have patched `log` of a running tracker, as with Accelerate.
             log = tracker.log if has_vectors or "log" in attributes else log_captured
             try:
                 if options:
@@ -347,13 +347,13 @@ class TrackerSession:
             logger.warning("The tracker %r failed in %s(), and training continues: %r", name, method, error)
 
     def _flush(self) -> None:
-        """Let every tracker flush."""
+        """Flush every tracker."""
         for tracker in self._active:
             self._call(tracker, "flush")
         self._next_flush = monotonic() + FLUSH_SECONDS
 
     def leave_to_parent(self) -> None:
-        """Forget the runs in a forked child: neither a call nor the garbage collector may write to them."""
+        """Drop the runs in a forked child: neither a call nor the garbage collector may write to them."""
         _inherited.append((self.trackers, self._active, self._logs, self._waiting))
         self.trackers = [NullTracker(tracker.name) for tracker in self.trackers]
         self._active, self._logs, self._waiting = [], [], deque()
@@ -364,7 +364,7 @@ _running: WeakSet[TrackerSession] = WeakSet()
 """Sessions whose trackers are started."""
 
 _inherited: list[Any] = []
-"""In a forked child, the parent's trackers: collecting them would write what their buffers hold."""
+"""In a forked child, the parent's trackers, kept alive: collecting them would flush their buffers."""
 
 
 def _after_fork() -> None:
