@@ -15,7 +15,7 @@ _QUANT_TYPES = ("fp4", "nf4")
 
 @dataclass
 class BnbQuantizationConfig:
-    """How bitsandbytes quantises a model.
+    """The options with which bitsandbytes quantises a model.
 
     Args:
         load_in_8bit: Linear weights become 8-bit integers with a scale per row.
@@ -23,16 +23,16 @@ class BnbQuantizationConfig:
         load_in_4bit: Linear weights become 4-bit numbers with a scale per block of 64.
         bnb_4bit_quant_type: `"fp4"` or `"nf4"`, the latter for normally distributed weights.
         bnb_4bit_use_double_quant: Quantise the scales too.
-        bnb_4bit_compute_dtype: The type of 4-bit arithmetic: `"fp32"`, `"fp16"`, `"bf16"` or a torch type.
+        bnb_4bit_compute_dtype: The dtype of 4-bit arithmetic: `"fp32"`, `"fp16"`, `"bf16"` or a torch dtype.
         torch_dtype: The dtype of tensors that are not quantised, `torch.float16` by default.
         skip_modules: Modules that are not quantised; by default the output head and tied modules.
         keep_in_fp32_modules: Modules that are not quantised and stay in float32.
 
     Attributes:
-        target_dtype: The type of quantised weights, for size estimates.
+        target_dtype: The dtype of quantised weights, for size estimates.
 
     Raises:
-        SettingsError: A field has a value that it cannot have, or not exactly one width was chosen.
+        SettingsError: A field has an invalid value, or not exactly one of 8 bits and 4 bits is selected.
 
     Example:
         >>> BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4").torch_dtype

@@ -1,12 +1,12 @@
-"""Layers with weights of bitsandbytes: replace them, validate and save their state, offload them.
+"""bitsandbytes layers: replace linear layers, validate and save their state, offload them.
 
-The kernels of bitsandbytes take addresses, a shape and a block size, and check nothing: a scale too few, or a
-shape too large, is a read outside of the tensor.
+The kernels of bitsandbytes take addresses, a shape and a block size, and check nothing: a missing scale, or a
+shape that is too large, causes reads outside of the tensor.
 
 On a processor with AVX512-BF16, bitsandbytes repacks a 4-bit layer at its first forward without gradients. It
 permutes the weights, which it undoes on saving. It also rounds their scales to bfloat16 and transposes them,
-which it does not undo: what is saved or run after that has wrong scales. The packed form has no backward, and
-takes only some shapes.
+which it does not undo: a layer saved or run after that has wrong scales. The packed form has no backward, and
+supports only some shapes.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ STATE_8BIT = "SCB"
 _QUANT_TYPES = ("fp4", "nf4")
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _DTYPES = ("float16", "bfloat16", "float32")
-_CODE, _NESTED_CODE = 16, 256  # values of 4 bits, and of the 8 bits of scales that are quantised themselves
+_CODE, _NESTED_CODE = 16, 256  # values of 4 bits, and of 8 bits for double-quantised scales
 _STATE_BYTES = 4096
 _FIELDS = {"quant_type", "blocksize", "dtype", "shape"}
 _NESTED_FIELDS = {"nested_blocksize", "nested_dtype", "nested_offset"}
 
 
 def check_4bit(where: str, weight: Tensor, statistics: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
-    """Refuse a saved 4-bit weight that does not fit its layer.
+    """Raise if a saved 4-bit weight does not match its layer.
 
     Raises:
-        CheckpointError: A part is missing, unknown, or of another type or size.
+        CheckpointError: A tensor is missing, unknown, or has another dtype or size.
     """
     parts = dict(statistics)
     state = _pop_quant_state(where, parts)
@@ -92,7 +92,7 @@ def check_shape(where: str, weight: Tensor, shape: tuple[int, int]) -> None:
 
 
 def _pop_quant_state(where: str, parts: dict[str, Tensor]) -> dict[str, Any]:
-    """Take the part out of a state that is JSON, and read it."""
+    """Remove the JSON tensor from a state, and parse it."""
     names = [name for name in parts if name.startswith(STATE_4BIT)]
     if len(names) != 1 or names[0].removeprefix(STATE_4BIT) not in _QUANT_TYPES:
         raise CheckpointError(
@@ -155,7 +155,7 @@ def _shown(value: object) -> str:
 
 
 _ROWS, _COLUMNS = 32, 64
-"""The packed form wants multiples of these: rows per panel of its kernel, weights per scale."""
+"""The packed form needs multiples of these: rows per panel of its kernel, weights per scale."""
 _SCALES = ("absmax", "offset", "state2", "nested", "dtype")
 
 
@@ -261,15 +261,15 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Put layers of bitsandbytes where linear layers are, with their weights, which are not quantised yet.
+    """Replace linear layers by bitsandbytes layers with the same weights, which are not quantised yet.
 
     bitsandbytes quantises a weight when its layer is moved to a device.
 
     Args:
         model: Changed in place.
-        bnb_quantization_config: What to quantise, and how.
-        modules_to_not_convert: Names of modules to keep, with all that is in them.
-        current_key_name: Where the model is in another, as a list of names that its own are appended to.
+        bnb_quantization_config: The modules to quantise, and the options.
+        modules_to_not_convert: Names of modules to keep, with their submodules.
+        current_key_name: The name of the model in a larger model, as a list of the parts of its dotted name.
 
     Returns:
         The model.
@@ -283,7 +283,7 @@ def replace_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> tuple[nn.Module, bool]:
-    """Replace layers as `replace_with_bnb_layers` does; return also whether there was any."""
+    """Replace layers as `replace_with_bnb_layers` does; also return whether any layer was replaced."""
     quantizer = Quantizer(config=bnb_quantization_config, bnb=bitsandbytes())
     prefix = "".join(f"{name}." for name in current_key_name or ())
     keep = [name.removeprefix(prefix) for name in modules_to_not_convert or ()]
@@ -307,7 +307,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def default_skipped(model: nn.Module) -> list[str]:
-    """Name the modules to keep unquantised: the output head, and modules with tied weights.
+    """Return the names of modules to keep unquantised: the output head, and modules with tied weights.
 
     Example:
         >>> default_skipped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
@@ -318,7 +318,7 @@ def default_skipped(model: nn.Module) -> list[str]:
 
 
 def is_listed(name: str, listed: Iterable[str]) -> bool:
-    """Return whether a module is in a list of names, itself, below, or by a part of its dotted name.
+    """Return whether a list of names contains a module, an ancestor, or a part of its dotted name.
 
     Example:
         >>> is_listed("model.layers.0.mlp", ["layers.0"]), is_listed("layers.01", ["layers.0"])
@@ -329,16 +329,16 @@ def is_listed(name: str, listed: Iterable[str]) -> bool:
 
 @frozen
 class Quantizer:
-    """Makes quantised layers and weights by a configuration."""
+    """Creates quantised layers and weights from a configuration."""
 
     config: BnbQuantizationConfig
     bnb: Any
 
     def replace_linears(self, model: nn.Module, keep: Iterable[str]) -> dict[str, nn.Linear]:
-        """Put quantised layers, still without weights, where linear layers are; return those by name."""
+        """Replace linear layers by quantised layers on the meta device; return the linear layers by name."""
         excluded = list(keep)
         replaced: dict[str, nn.Linear] = {}
-        made: dict[nn.Linear, nn.Module] = {}  # a layer under several names stays one
+        made: dict[nn.Linear, nn.Module] = {}  # a shared layer stays shared
         for name, module in list(model.named_modules()):
             prefix = f"{name}." if name else ""
             for leaf, child in list(child_table(module).items()):
@@ -350,11 +350,11 @@ class Quantizer:
         return replaced
 
     def quantize(self, weight: Tensor, device: torch.device, layer: nn.Module) -> nn.Parameter:
-        """Quantise a weight on a device, wherever it is."""
+        """Quantise a weight, from any device, on a device."""
         config = self.config
         value = weight.detach()
         if config.load_in_8bit:
-            # `Int8Params.to` quantises what is on the CPU alone. The kernels take float16 alone.
+            # `Int8Params.to` only quantises CPU tensors. The kernels only support float16.
             value = value.to(device, torch.float16).contiguous()
             data, scales, _ = self.bnb.functional.int8_vectorwise_quant(value)
             return self.bnb.nn.Int8Params(
@@ -371,7 +371,7 @@ class Quantizer:
         return made
 
     def unquantized(self, weight: Tensor, layer: nn.Module) -> nn.Parameter:
-        """Make a parameter of a weight that bitsandbytes quantises when it is moved to a device."""
+        """Create a parameter from a weight that bitsandbytes quantises when it is moved to a device."""
         value = weight.detach()
         if self.config.load_in_8bit:
             return self.bnb.nn.Int8Params(value, requires_grad=False, has_fp16_weights=False)
@@ -394,9 +394,9 @@ class Quantizer:
         *,
         where: str,
     ) -> nn.Parameter:
-        """Restore a weight of packed numbers; messages say `where` it is from.
+        """Restore a weight from packed numbers; `where` is its origin, for messages.
 
-        The statistics are what was saved beside it: `SCB` for 8 bits, the parts of the state for 4.
+        The statistics are the tensors saved with it: `SCB` for 8 bits, the parts of the state for 4 bits.
         """
         check = check_8bit if self.config.load_in_8bit else check_4bit
         check(where, weight, statistics, (layer.out_features, layer.in_features))
@@ -418,8 +418,8 @@ class Quantizer:
     def _packed_on_cpu(self, value: Tensor) -> tuple[Tensor, Any]:
         """Quantise in chunks: the CPU kernel's temporaries take sixteen times its input.
 
-        The blocks of 64 are independent of each other, and double quantisation works on all scales at the
-        end, so that the result is that of one call, bit for bit.
+        The blocks of 64 are independent of each other, and double quantisation uses all scales at the end,
+        so that the result is bitwise equal to that of one call.
         """
         config, functional = self.config, self.bnb.functional
         packed: list[Tensor] = []
@@ -505,11 +505,11 @@ class QuantizedSlot:
         self._meta: Any = self._class(tensor.data.to("meta"), requires_grad=False, **self._attributes)
 
     def enter(self, value: Tensor) -> None:
-        """Hold the weight made of its numbers and its scales."""
+        """Set the weight from its numbers and its scales."""
         self._table[self._leaf] = self._class(value, requires_grad=False, **self._statistics(value))
 
     def leave(self) -> None:
-        """Hold a meta tensor with the scales, which state dicts name beside the weight."""
+        """Set the weight to a meta tensor with the scales, which state dicts contain as well."""
         self._table[self._leaf] = self._meta
 
     def _statistics(self, value: Tensor) -> dict[str, Any]:
@@ -519,7 +519,7 @@ class QuantizedSlot:
 
 
 class Int8Slot(QuantizedSlot):
-    """The slot of an 8-bit weight, whose layer keeps numbers and scales in a state of its own."""
+    """The slot of an 8-bit weight, whose layer keeps numbers and scales in a separate state."""
 
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         super().__init__(module, name, tensor)
@@ -529,7 +529,7 @@ class Int8Slot(QuantizedSlot):
         self._meta.CB, self._meta.SCB = None, self._scales
 
     def leave(self) -> None:
-        """Hold a meta tensor, and let the layer forget the numbers."""
+        """Set the weight to a meta tensor, and drop the numbers from the layer's state."""
         owner: Any = self._owner
         owner.state.CB = owner.state.SCB = None
         super().leave()
@@ -540,7 +540,7 @@ class Int8Slot(QuantizedSlot):
 
 
 def _4bit_slot(tensor: Tensor, module: nn.Module, name: str) -> QuantizedSlot:
-    # Weights come unpacked each time.
+    # Weights are unpacked at each load.
     never_pack(owner_of(module, name)[0])
     return QuantizedSlot(module, name, tensor)
 

@@ -51,24 +51,24 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Quantise the linear layers of a model, from its own weights or from a checkpoint.
+    """Quantise the linear layers of a model, from its weights or from a checkpoint.
 
-    Each weight is quantised as it is read and its float form dropped: memory holds the quantised model and
-    one tensor. A checkpoint of a quantised model is loaded as it is. Offloaded layers keep only the scales
-    of their weights on the device.
+    Each weight is quantised when it is read and its float form dropped: memory holds the quantised model and
+    one tensor. A quantised checkpoint is loaded without changes. Offloaded layers keep only the scales of
+    their weights on the device.
 
     Args:
         model: A loaded model, or a meta model, which needs `weights_location`.
-        bnb_quantization_config: What to quantise, and how.
+        bnb_quantization_config: The modules to quantise, and the options.
         weights_location: A weight file, an index file, a folder with one of them, or the id of a model on
             the hub.
-        device_map: Module or tensor name to device, or how to make a map (`"auto"` …); by default all on the
-            accelerator, or on the CPU if there is none.
-        no_split_module_classes: Classes whose modules stay whole when a map is made.
-        max_memory: The limit of each device for a new map.
-        offload_folder: Where weights for the disk are written.
-        offload_state_dict: Nothing to do here: weights are never in memory together. `True` is accepted for a
-            meta model, and refused for a loaded model, whose weights are in memory already.
+        device_map: Module or tensor name to device, or a kind of map to infer (`"auto"` …); by default the
+            accelerator, or the CPU if there is none.
+        no_split_module_classes: Classes whose modules an inferred map does not split.
+        max_memory: The limit of each device for an inferred map.
+        offload_folder: The folder of weights for the disk.
+        offload_state_dict: No effect: weights are never in memory together. `True` is accepted for a meta
+            model, but not for a loaded model, whose weights are in memory already.
 
     Returns:
         The model, changed in place.
@@ -78,7 +78,7 @@ def load_and_quantize_model(
         MissingDependencyError: bitsandbytes is not installed.
         SettingsError: There are no weights, or weights for the disk have no folder.
     """
-    # 1. Put quantised layers where linear layers are.
+    # 1. Replace linear layers by quantised layers.
     config = bnb_quantization_config
     _refuse(model, weights_location, offload_state_dict=offload_state_dict)
     quantizer = Quantizer(config=config, bnb=bitsandbytes())
@@ -89,7 +89,7 @@ def load_and_quantize_model(
     replaced = quantizer.replace_linears(model, [*skipped, *unquantized])
     if not replaced:
         _log.warning("No linear layer was quantised: all are in skip_modules or keep_in_fp32_modules.")
-    # 2. Choose the types of the other tensors, and the devices.
+    # 2. Choose the dtypes of the other tensors, and the devices.
     layers = frozenset(replaced)
     types = _types(model, replaced, unquantized, config)
     plan = quantized_device_map(
@@ -101,7 +101,7 @@ def load_and_quantize_model(
         max_memory=max_memory,
         no_split=no_split_module_classes,
     )
-    # 3. Quantise the model's own weights, or those of a checkpoint as it is read.
+    # 3. Quantise the model's weights, or the weights of a checkpoint as they are read.
     if weights_location is None:
         sources = [_OwnWeights(model, replaced)]
     else:
@@ -114,7 +114,7 @@ def load_and_quantize_model(
         quantizer=QuantizedWeights(model=model, quantizer=quantizer, layers=layers),
     )
     index = load_weights(model, sources, assignment)
-    # 4. Tie weights again, and let the model run across its devices.
+    # 4. Tie weights again, and dispatch the model to its devices.
     retie_parameters(model, tied)
     return dispatch_model(
         model,
@@ -156,7 +156,7 @@ class QuantizedWeights:
         value = parts[weight]
         if value.is_floating_point():
             check_shape(f"{where}: the weight {weight!r}", value, (layer.out_features, layer.in_features))
-            # Quantising leaves freed blocks between those that stay: return them now and then.
+            # Quantising fragments memory: release freed blocks now and then.
             self._passed += value.nbytes
             if self._passed > _TRIM_AFTER:
                 self._passed = 0
@@ -180,7 +180,7 @@ class QuantizedWeights:
 
 
 class _OwnWeights(Source):
-    """The weights of a loaded model, with those of replaced layers, each dropped when it was given."""
+    """The weights of a loaded model, including replaced layers; each weight is dropped once it is read."""
 
     path = Path("the model")
     mapped = True
@@ -201,7 +201,7 @@ class _OwnWeights(Source):
 def _types(
     model: nn.Module, layers: Collection[str], unquantized: Sequence[str], config: BnbQuantizationConfig
 ) -> dict[str, torch.dtype]:
-    """Return the dtypes of all floating tensors that are not quantised."""
+    """Return the dtypes of all floating-point tensors that are not quantised."""
     types: dict[str, torch.dtype] = {}
     default: Any = config.torch_dtype
     for name, site in sites_of(model).items():
@@ -220,12 +220,12 @@ def get_quantized_model_device_map(
     max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: str | Sequence[str] | None = None,
 ) -> dict[str, Device]:
-    """Make the device map of a model that already has bitsandbytes layers.
+    """Infer the device map of a model that already has bitsandbytes layers.
 
-    Arguments are as for `load_and_quantize_model`.
+    Arguments are as in `load_and_quantize_model`.
 
     Raises:
-        SettingsError: `device_map` is a text that means nothing.
+        SettingsError: `device_map` is an unknown kind of map.
     """
     config, bnb = bnb_quantization_config, bitsandbytes()
     kinds = (bnb.nn.Linear8bitLt, bnb.nn.Linear4bit)
@@ -251,12 +251,12 @@ def quantized_device_map(
     max_memory: Mapping[int | str, float | str] | None,
     no_split: str | Sequence[str] | None,
 ) -> dict[str, Device]:
-    """Make a device map that counts quantised weights at their size.
+    """Infer a device map that counts quantised weights at their quantised size.
 
-    A mapping is taken as it is; without a map all is on the accelerator, or on the CPU if there is none.
+    A mapping is returned unchanged; the default is the accelerator, or the CPU if there is none.
 
     Raises:
-        SettingsError: `device_map` is a text that means nothing.
+        SettingsError: `device_map` is an unknown kind of map.
     """
     if device_map is None:
         return {"": default_device()}
