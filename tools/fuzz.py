@@ -2,7 +2,7 @@
 
 A reader gives the true content or ends in a sentence that names the file: never another error, a hang, a
 crash, or a value that is not in the file. `--seconds`, `--seed` and `--kind` choose what runs; a failure
-prints the case that brings it back.
+prints the case that reproduces it.
 """
 
 from __future__ import annotations

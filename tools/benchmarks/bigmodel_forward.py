@@ -3,7 +3,7 @@
     uv run python tools/benchmarks/bigmodel_forward.py [--reference-python PATH]
 
 The limit is the same model wholly in memory, measured alternately in the same process. Claim: at most 1.1 of
-that. `cold` is a forward after the kernel was asked to drop the file from its cache; what is mapped may stay.
+that. `cold` is a forward after the kernel was asked to drop the file from its cache; mapped pages may stay.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ of its own, alternately; the best of each counts. The reference takes part if it
 
 Claims: with blocks of 436 MB on the CPU, bytes moved per forward over its time reach 85 % of the bandwidth
 of a plain pinned copy, and half the reference's time; from the disk 70 % of the smaller of read and copy;
-loading to the GPU the same. All limits are measured in the same process. Printed, too: the peak of the
-device's memory in blocks (two are held, and what the forward itself takes). `--small`: small blocks, on the
+loading to the GPU the same. All limits are measured in the same process. Also printed: the peak of the
+device's memory in blocks (two blocks, and the activations of the forward). `--small`: small blocks, on the
 CPU.
 """
 

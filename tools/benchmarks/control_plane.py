@@ -3,12 +3,12 @@
     uv run python tools/benchmarks/control_plane.py [--ranks 16 64 ...] [--baseline-up-to 64] [--seconds 8]
 
 Ranks are threads of eight processes, each with a connection of its own, a real hang monitor and a real
-agreement. `slow writer`: all ranks agree about a checkpoint, and one comes after `--seconds`; requests are
+agreement. `slow writer`: all ranks agree on a checkpoint, and one arrives `--seconds` late; requests are
 counted in between. `stall`: all ranks give up on a collective at the same time, and the requests until each
-has its message are counted. The baseline waits as earlier versions did, in about twenty lines below: every
-rank looks for its key 20 times a second, and every half second for the status of every rank in two requests;
-and a rank that gives up does the latter twice. Beyond `--baseline-up-to` ranks that is more than two cores
-answer. For each connection torch asks the machine's resolver for a name: where that takes long, run this
+has its message are counted. The baseline polls as earlier versions did, in about twenty lines below: every
+rank polls its key 20 times a second, and every half second the status of every rank in two requests; a rank
+that gives up does the latter twice. Beyond `--baseline-up-to` ranks these are more requests than two cores
+can answer. For each connection torch asks the machine's resolver for a name: where that takes long, run this
 where there is none (`unshare --net`, with the loopback interface up).
 
 Claim: requests per rank do not grow with the number of ranks.

@@ -2,7 +2,7 @@
 
     uv run torchrun --nproc_per_node 2 tools/benchmarks/experts.py [--rounds 12]
 
-Both train the same layers of experts in float32 on gloo, the experts of each shared by all ranks: by
+Both train the same layers of experts in float32 on gloo, the experts sharded across all ranks: by
 `ParallelismConfig(ep_size=...)`, and by `distribute_tensor`, `fully_shard` and an all-to-all. They alternate
 within one process, and their losses are compared. Printed is the ratio of their times, the median over pairs
 of rounds. Claim: at most 1.05.

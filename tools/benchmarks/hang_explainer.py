@@ -4,8 +4,8 @@
 
 Two processes, gloo, on the CPU. A region is timed alone, in the best of many short loops, since a microsecond
 drowns in the spread of what it is compared with: one all_reduce of 1 KB, and one DDP step (4 layers of 256,
-batch 32; two regions a step: the backward pass and a gather of the loss), both in torch alone. The processor
-time of the thread on the side is read from its own clock. Claim: all that is under 1 % of the step.
+batch 32; two regions a step: the backward pass and a gather of the loss), both in torch alone. The CPU
+time of the monitor thread is read from its own clock. Claim: both together are under 1 % of the step.
 """
 
 from __future__ import annotations

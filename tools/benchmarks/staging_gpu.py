@@ -4,8 +4,8 @@
 
 A model of that size with the state of AdamW, three times as much in all. `save_state(blocking=False)`
 copies it to the host and returns; a thread then writes it. Claim: it returns in at most 1 / 0.6 of the time
-in which a plain pinned copy moves as much (its first time apart, which takes the memory that later saves
-use again), and a save that waits writes the same bytes. `--small`: a small model, on the CPU.
+in which a plain pinned copy moves as much (except the first save, which allocates the buffers that later
+saves reuse), and a blocking save writes the same bytes. `--small`: a small model, on the CPU.
 """
 
 from __future__ import annotations

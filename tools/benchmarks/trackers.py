@@ -5,7 +5,7 @@
 Each library runs offline in a process of its own, in a new folder. Ours and the library's own call log the
 same loss, a tensor that the direct call reads with `item()`, learning rate and epoch to the same run, and
 alternate within one process, in rounds of as many calls each, at least one and some 20 ms. Before each round
-the library's own threads have time for what the last one left to them. Ratios are of the medians over pairs
+the library's own threads have time to finish the work of the last one. Ratios are of the medians over pairs
 of neighbouring rounds, and of the fastest rounds, which other work on the machine disturbs less; the claim
 is about the former. `none` is `Accelerator.log` without trackers. With `--gpu`, a training step on the
 device that logs its loss alternates with the same step that logs nothing, and with one where the library is
