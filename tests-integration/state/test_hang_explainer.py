@@ -14,11 +14,11 @@ from datetime import timedelta
 import torch
 from accel_state import PartialState, StalledCollectiveError
 from accel_state.hang_monitor import collective_scope
-state = PartialState(cpu=True, timeout=timedelta(seconds=4))
+state = PartialState(cpu=True)
 collectives = state.runtime.collectives
 gather = functools.partial(collectives.all_gather_into, torch.empty(state.num_processes), torch.ones(1))
 backward = functools.partial(collectives.all_reduce, torch.ones(3))
-gather()
+gather(); PartialState(cpu=True, timeout=timedelta(seconds=4))  # once all have started
 """
 PROGRAMS = {
     "elsewhere": (
@@ -121,7 +121,6 @@ print("gathered")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
     """How the ranks of each program ended."""
     programs = {name: Program(BEGIN + source, world_size) for name, (world_size, source) in PROGRAMS.items()}
-    # Imported before any rank's four seconds begin.
     imports = ("accel_train.accelerator.build", "accel_plugins.ddp", "torch._dynamo")
     return run_programs(programs, tmp_path_factory.mktemp("programs"), imports)
 
