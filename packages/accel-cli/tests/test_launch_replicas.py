@@ -86,7 +86,7 @@ def test_a_failed_group_starts_again_with_its_number(tmp_path, monkeypatch, capf
 import os, sys
 group, life = os.environ["REPLICA_GROUP_ID"], int(os.environ["ACCELERATE_REPLICA_RESTARTS"])
 assert os.environ["NUM_REPLICA_GROUPS"] == "2" and os.environ["TORCHFT_LIGHTHOUSE"]
-os.write(1, f"group {group} life {life}\n".encode())  # at once, beside the other group
+os.write(1, f"group {group} life {life}\\n".encode())  # at once, beside the other group
 import time; time.sleep(0.5 if group == "0" or life else 0)
 sys.exit(9 if group == "1" and not life else 0)
 """
