@@ -210,10 +210,9 @@ class ShardedWrapper:
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
         sharded = shard(model)
-        if not self.remap.has(sharded):
-            named = sharded.named_parameters(remove_duplicate=False)
-            now = {strip_wrapper_prefixes(name): parameter for name, parameter in named}
-            self.remap.add(sharded, before.items(), now)
+        named = sharded.named_parameters(remove_duplicate=False)
+        now = {strip_wrapper_prefixes(name): parameter for name, parameter in named}
+        self.remap.add(sharded, before.items(), now)
         return sharded
 
     def _wrap(self, model: nn.Module, bundle: Bundle, load: Callable[..., Any] | None) -> None:
