@@ -398,7 +398,6 @@ USUAL = (
     "shards of tensor-parallel layers",
     "experts",
     "stages",
-    "AdamW on the host",
     "full sequences",
     "chunks and tiles",
     "tensor-parallel layers",
@@ -581,6 +580,7 @@ def test_the_state_of_an_optimizer_is_sharded_like_the_parameters(checks, case, 
     assert rank["parts"]["optimizer"] == pytest.approx(4 * elements / shards, abs=64), "and numbers of steps"
 
 
+@pytest.mark.thorough
 def test_adamw_on_the_host_has_12_bytes_of_each_element_there(checks):
     result, elements = checks["AdamW on the host"], (MATRICES + VECTORS) / 4
     assert result["problems"] == []
