@@ -342,7 +342,7 @@ def alone_among_8():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("keep", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("rows", [8, 256])
 def test_the_estimate_of_sharded_training_is_within_a_tenth_of_what_is_measured(alone_among_8, rows, keep):
     def train():

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from clients import train_sharded_llama
+from harness import cases
 from harness.programs import TORCHRUN, Ended, Program, run_programs
 
 CASES = {
@@ -29,14 +30,22 @@ train_sharded_llama.main(".", {{ranks}}, **{{sizes}})
 
 
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Ended]]]:
-    """The folder of the cases, and how their ranks ended; all train at once."""
+def ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, list[Ended]]]:
+    """The folder of the cases that were chosen, and how their ranks ended; all train at once."""
+    chosen = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function)
+    ]
     programs = {
         case: Program(
             SOURCE.format(ranks=ranks, sizes=sizes),
             variables=TORCHRUN | (CHUNKS if "chunks" in case else {}),
         )
         for case, (ranks, sizes) in CASES.items()
+        if case in chosen
     }
     base = tmp_path_factory.mktemp("trained")
     imports = ("transformers.trainer", "transformers.models.llama.modeling_llama", "torch.distributed.fsdp")
@@ -68,7 +77,7 @@ def plain_loop(*, experts: bool, constant: bool):
     return losses, norms, model.state_dict()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, always={"fsdp", "tp", "fsdp, in chunks"}))
 def test_trainer_of_a_sharded_model_equals_a_plain_loop(
     case: str, ends: tuple[Path, dict[str, list[Ended]]]
 ) -> None:

@@ -155,7 +155,9 @@ def test_two_ranks_train_as_one_process(case, tmp_path):
     check_equal_to_one_process(*CASES[2][case], tmp_path)
 
 
-@pytest.mark.parametrize("case", range(len(CASES[4])))
+@pytest.mark.parametrize(
+    "case", [pytest.param(0, marks=pytest.mark.thorough), 1, 2, pytest.param(3, marks=pytest.mark.thorough)]
+)
 @distributed(world_size=4)
 def test_four_ranks_train_as_one_process(case, tmp_path):
     check_equal_to_one_process(*CASES[4][case], tmp_path)
