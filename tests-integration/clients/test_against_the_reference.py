@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from clients.running import differences, run_client
+from harness import chosen_params
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,9 +72,8 @@ def found(
     """What the cases that were chosen find, by library and number of ranks; all of them run at once."""
     folder = tmp_path_factory.mktemp("found")
     chosen: dict[int, list[str]] = {}
-    for item in request.session.items:
-        if item.path == request.path and hasattr(item, "callspec"):
-            chosen.setdefault(item.callspec.params["ranks"], []).append(item.callspec.params["case"])
+    for params in chosen_params(request):
+        chosen.setdefault(params["ranks"], []).append(params["case"])
     found: dict[str, Any] = {}
     for ranks, cases in chosen.items():
         run = partial(_outcome, python, clients_environ, folder, cases, ranks)

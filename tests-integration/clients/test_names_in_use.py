@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from clients.running import run_client
+from harness import chosen_params
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,11 +40,7 @@ def replayed(
 ) -> dict[tuple[int, str], dict[str, Any]]:
     """What happened, by number of ranks and library."""
     folder = tmp_path_factory.mktemp("replayed")
-    chosen = {
-        item.callspec.params["ranks"]
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
-    }
+    chosen = {params["ranks"] for params in chosen_params(request)}
     happened = {}
     for ranks in sorted(chosen):
         for on_accel in (False, True):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from clients import train_sharded_llama
-from harness import cases
+from harness import cases, chosen_params
 from harness.programs import TORCHRUN, Ended, Program, run_programs
 
 CASES = {
@@ -34,11 +34,7 @@ def ends(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, list[Ended]]]:
     """The folder of the cases that were chosen, and how their ranks ended; all train at once."""
-    chosen = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.path == request.path and isinstance(item, pytest.Function)
-    ]
+    chosen = {params["case"] for params in chosen_params(request)}
     programs = {
         case: Program(
             SOURCE.format(ranks=ranks, sizes=sizes),

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from clients import small_bert
+from harness import chosen_params
 from harness.programs import TORCHRUN, Ended, Program, run_programs
 
 TRAIN_SIZE = 48
@@ -33,11 +34,7 @@ def ends(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, list[Ended]]]:
     """The folder of the cases that were chosen, and how their ranks ended; all train at once."""
-    chosen = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.path == request.path and isinstance(item, pytest.Function)
-    ]
+    chosen = {params["case"] for params in chosen_params(request)}
     programs = {
         case: Program(
             SOURCE.format(eval_size=eval_size, stage=stage),

@@ -11,7 +11,7 @@ from harness.pool import close_all, distributed, trim_pools
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["cases", "close_all", "distributed", "trim_pools"]
+__all__ = ["cases", "chosen_params", "close_all", "distributed", "trim_pools"]
 
 
 def cases(names: Iterable[str], *, always: set[str]) -> list[Any]:
@@ -19,3 +19,12 @@ def cases(names: Iterable[str], *, always: set[str]) -> list[Any]:
     found = [*names]
     assert always <= {*found}, f"unknown: {always - {*found}}"
     return [pytest.param(name, marks=[] if name in always else [pytest.mark.thorough]) for name in found]
+
+
+def chosen_params(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """The parameters of the chosen tests of a file, for a fixture that runs all of them."""
+    return [
+        item.callspec.params
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function) and hasattr(item, "callspec")
+    ]

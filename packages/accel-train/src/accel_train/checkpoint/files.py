@@ -372,7 +372,7 @@ def sizes_in(folder: AnyPath) -> dict[str, int]:
     }
 
 
-_REQUESTS = 8  # at the same time
+REQUESTS = 8  # to an object store at the same time
 
 
 def sizes_of(folder: AnyPath, names: Collection[str]) -> dict[str, int]:
@@ -385,7 +385,7 @@ def sizes_of(folder: AnyPath, names: Collection[str]) -> dict[str, int]:
         except FileNotFoundError:
             return None
 
-    with ThreadPoolExecutor(_REQUESTS, "accel-sizes") as threads:
+    with ThreadPoolExecutor(REQUESTS, "accel-sizes") as threads:
         sizes = zip(names, threads.map(size_of, names), strict=True)
     return {name: size for name, size in sizes if size is not None}
 

@@ -19,11 +19,10 @@ from typing import Any
 from accel_state.errors import CheckpointError
 from accel_state.remote import RemotePath
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.files import HashingSink, make_folder, sizes_of, write_file
+from accel_train.checkpoint.files import REQUESTS, HashingSink, make_folder, sizes_of, write_file
 from accel_train.checkpoint.layout import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
-_REQUESTS = 8  # at the same time
 
 
 def make_staging(target: RemotePath) -> RemotePath:
@@ -170,7 +169,7 @@ def _delete_files(folder: RemotePath, names: Iterable[str]) -> None:
 
 
 def _for_each(action: Callable[[str], None], names: Iterable[str]) -> None:
-    with ThreadPoolExecutor(_REQUESTS, "accel-store") as threads:
+    with ThreadPoolExecutor(REQUESTS, "accel-store") as threads:
         for _ in threads.map(action, names):
             pass
 

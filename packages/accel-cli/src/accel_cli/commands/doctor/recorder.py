@@ -95,6 +95,7 @@ class TrainingRecorder:
     _random: str = ""
 
     def __post_init__(self) -> None:
+        self._script = Path(self.task.script).absolute()  # before it changes the directory
         self.record = RunRecord(run=self.task.run, rank=self.task.rank, world=self.task.world)
 
     @property
@@ -386,11 +387,7 @@ class TrainingRecorder:
 
     def record_wait(self, code: CodeType) -> None:
         """Record that the host waits for a value of the device, if the script asks for it in training."""
-        if (
-            self.record.backwards
-            and torch.is_grad_enabled()
-            and Path(code.co_filename) == Path(self.task.script).absolute()
-        ):
+        if self.record.backwards and torch.is_grad_enabled() and Path(code.co_filename) == self._script:
             where = source_line()
             self.record.waits[where] = self.record.waits.get(where, 0) + 1
 
