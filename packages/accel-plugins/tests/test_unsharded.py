@@ -34,6 +34,15 @@ def test_a_meta_model_is_refused_by_the_name_of_its_parameter(module: Any):
         make(module).wrapper.check(Bundle(models=[empty]))
 
 
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_a_model_that_a_device_map_spreads_is_not_moved(evaluation: bool):
+    other = torch.device("meta")
+    models = [nn.Sequential(nn.Linear(1, 1)) for _ in range(2)]
+    vars(models[0][0])["hf_device_map"] = {"a": 0, "b": 1}
+    moved = unsharded.SingleWrapper(device=other).wrap(Bundle(models=models), evaluation=evaluation).models
+    assert [model[0].weight.device for model in moved] == [CPU, other]
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_a_lazy_model_is_refused_until_it_has_seen_a_batch():
     lazy = nn.LazyLinear(1)

@@ -31,7 +31,7 @@ from accel_plugins.strategy import (
     StateDict,
     Strategy,
 )
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -74,15 +74,71 @@ class SingleWrapper:
 
 
 def check_materialised(bundle: Bundle) -> None:
-    """Refuse models with parameters that are not materialised."""
+    """Refuse models with parameters that are not materialised, unless a hook loads them for each forward."""
     for model in bundle.models:
         check_not_lazy(model)
         for name, parameter in model.named_parameters():
-            if parameter.is_meta:
+            if parameter.is_meta and not _is_offloaded(model, name):
                 raise SettingsError(
                     f"{type(model).__name__}: the parameter {name!r} is on the meta device. Load the "
                     "weights before prepare()."
                 )
+
+
+def has_device_map(model: nn.Module) -> bool:
+    """Return whether a device map spreads a model, or a part of it, over several devices."""
+    return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
+
+
+def has_offloaded_parameters(model: nn.Module) -> bool:
+    """Return whether hooks load parameters of a model from the host or the disk for each forward."""
+    return any(
+        parameter.is_meta and _is_offloaded(model, name) for name, parameter in model.named_parameters()
+    )
+
+
+def with_offloaded_weights(state: StateDict, model: nn.Module) -> StateDict:
+    """Replace the meta tensors of a state dict by the offloaded weights, in place, and return it.
+
+    Raises:
+        CheckpointError: A tensor is on the meta device, and no hook stores its values.
+    """
+    core = _core(model)
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.is_meta:
+            state[name] = _offloaded_weight(core, name)
+    return state
+
+
+def _offloaded_weight(model: nn.Module, name: str) -> Tensor:
+    """Return a weight from the hook that offloads it."""
+    for weights, path in _offloading_hooks(model, name):
+        try:
+            return weights[path].detach()
+        except KeyError:
+            continue
+    raise CheckpointError(
+        f"{name!r} of {type(model).__name__} is on the meta device, and no hook stores its values. "
+        "Load weights before saving the model."
+    )
+
+
+def _is_offloaded(model: nn.Module, name: str) -> bool:
+    return any(True for _ in _offloading_hooks(model, name))
+
+
+def _offloading_hooks(model: nn.Module, name: str) -> Iterator[tuple[Mapping[str, Tensor], str]]:
+    """Yield the weights of each hook that offloads a module around a parameter, and its name there."""
+    module, path = model, name
+    while path:
+        hook: Any = vars(module).get("_hf_hook")  # the name that all libraries use
+        for link in getattr(hook, "hooks", (hook,)):
+            weights = getattr(link, "weights_map", None)
+            if weights is not None:
+                yield weights, path
+        child, _, path = path.partition(".")
+        if path:
+            module = module.get_submodule(child)
 
 
 def check_not_lazy(model: nn.Module) -> None:
@@ -96,12 +152,16 @@ def check_not_lazy(model: nn.Module) -> None:
 
 
 def move_to_device(bundle: Bundle, device: torch.device) -> list[nn.Module]:
-    """Move models to the device, in order, except those whose placement the caller has forbidden.
+    """Move models to the device, in order, except those that hooks run across devices.
 
-    Parameters stay the same objects, so that optimizers keep pointing at them.
+    A model whose placement the caller has forbidden is not moved either. Parameters stay the same objects, so
+    that optimizers keep pointing at them.
     """
     return [
-        model.to(device) if bundle.may_move(index) else model for index, model in enumerate(bundle.models)
+        model.to(device)
+        if bundle.may_move(index) and not (has_device_map(model) or has_offloaded_parameters(model))
+        else model
+        for index, model in enumerate(bundle.models)
     ]
 
 
@@ -112,7 +172,7 @@ class ReplicatedPersister:
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         del keep
-        return _core(model).state_dict()
+        return with_offloaded_weights(_core(model).state_dict(), model)
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         yield self.full_state_dict(model, keep=keep)
@@ -122,6 +182,7 @@ class ReplicatedPersister:
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         core = _core(model)
+        state = _check_offloaded_values(core, state)
         with _releasing(core, state):
             return core.load_state_dict(state, **options)
 
@@ -136,6 +197,24 @@ class ReplicatedPersister:
     ) -> None:
         del models
         load_in_place(optimizer, state)
+
+
+def _check_offloaded_values(core: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out offloaded weights, which loading cannot change; raise if their values differ."""
+    offloaded = {
+        name: tensor
+        for name, tensor in core.state_dict().items()
+        if isinstance(tensor, Tensor) and tensor.is_meta and name in state and _is_offloaded(core, name)
+    }
+    for name in offloaded:
+        weight = _offloaded_weight(core, name)
+        if not torch.equal(weight.cpu(), state[name].to("cpu", weight.dtype)):
+            raise CheckpointError(
+                f"{name!r} of {type(core).__name__} is offloaded, and the state to load has other values "
+                "for it. Load these weights by load_checkpoint_and_dispatch, which offloads them."
+            )
+        release(state[name])
+    return {**state, **offloaded} if offloaded else state
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from accel_plugins.kwargs import DataLoaderConfiguration, TilingKwargs, TorchDyn
 from accel_plugins.megatron.data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer, without_wrapper
 from accel_plugins.strategy import Bundle, Feature
+from accel_plugins.unsharded import has_device_map, has_offloaded_parameters
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.labels import DynamoBackend, RNGType
@@ -521,9 +522,9 @@ def _check(bundle: Bundle, request: PrepareRequest) -> Bundle:
     if request.parts.process.use_distributed and not request.evaluation:
         adopt_sharded(bundle.models, request.accelerator)
         for model in bundle.models:
-            if has_device_map(model):
+            if has_device_map(model) or has_offloaded_parameters(model):
                 raise UnsupportedError(
-                    f"{type(model).__qualname__} is spread over several devices by a device map and "
+                    f"{type(model).__qualname__} is spread over several devices, the host or the disk, and "
                     "cannot be trained by several processes. Load it without device_map, or start one "
                     "process."
                 )
@@ -552,11 +553,6 @@ def _check_quantised(model: nn.Module, device: torch.device) -> None:
                 "trained. Load "
                 "it with all parts on one device, or prepare it with evaluation_mode=True."
             )
-
-
-def has_device_map(model: nn.Module) -> bool:
-    """Return whether a device map spreads a model, or a part of it, over several devices."""
-    return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
 
 def _recipe(bundle: Bundle, request: PrepareRequest) -> Bundle:

@@ -17,6 +17,7 @@ from accel_ops import weights
 from accel_ops.weights.layout import DEFAULT_SHARD_SIZE
 from accel_plugins.full_parameters import FullParameters
 from accel_plugins.sharding.adapters import iter_merged
+from accel_plugins.unsharded import with_offloaded_weights
 from accel_state.errors import SettingsError
 from accel_state.files import any_path
 from accel_train import checkpoint
@@ -278,7 +279,7 @@ class StateIoFacet(Facet):
         try:
             if commits:
                 weights.write.save_state_parts(
-                    (checkpoint.single_files.with_offloaded_weights(part, model) for part in tensors),
+                    (with_offloaded_weights(part, model) for part in tensors),
                     folder,
                     max_shard_size=max_shard_size,
                     safe_serialization=safe_serialization,
@@ -375,7 +376,7 @@ class StateIoFacet(Facet):
         if not unwrap:
             return model.state_dict()
         state = self._parts.strategy.persister.full_state_dict(model, keep=self._parts.checkpoints.commits)
-        return checkpoint.single_files.with_offloaded_weights(state, model)
+        return with_offloaded_weights(state, model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on the main process; on one of every host with `save_on_each_node`.

@@ -28,6 +28,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.optimizer import without_wrapper
 from accel_plugins.sharding.folder import LocalFiles, TensorMetadata
 from accel_plugins.sharding.state import ShardedStates, StateForm, is_sharded_folder, strip_wrapper_prefixes
+from accel_plugins.unsharded import with_offloaded_weights
 from accel_state import runtime
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.files import any_path, local_path
@@ -556,7 +557,7 @@ def _weight_name(entry: TensorMetadata) -> str | None:
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model, offloaded weights included; those on the disk are mapped.
+    """Return the state dict of a model on the CPU, offloaded weights included; those on the disk are mapped.
 
     Args:
         model: A model with the hooks of `cpu_offload`, `disk_offload` or `dispatch_model`, or without any.
@@ -564,7 +565,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     Raises:
         CheckpointError: A tensor is on the meta device, and no hook keeps its values.
     """
-    return with_offloaded_weights(model.state_dict(), model)
+    state = with_offloaded_weights(model.state_dict(), model)
+    return {name: value.to("cpu") if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def get_state_dict_from_offload(
@@ -591,15 +593,6 @@ def get_state_dict_from_offload(
     return state_dict
 
 
-def with_offloaded_weights(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Replace the meta tensors of a state dict by the offloaded weights."""
-    core = extract_model_from_parallel(model, keep_torch_compile=False)
-    return {
-        name: _offloaded_weight(core, name) if isinstance(value, Tensor) and value.is_meta else value
-        for name, value in state.items()
-    }
-
-
 def iter_with_offloaded_weights(
     tensors: Iterator[tuple[str, Tensor]], model: nn.Module
 ) -> Iterator[tuple[str, Tensor]]:
@@ -608,32 +601,6 @@ def iter_with_offloaded_weights(
         is_offloaded = tensor.is_meta
         weight = with_offloaded_weights({name: tensor}, model)[name] if is_offloaded else tensor
         yield name, weight.to(tensor.dtype)
-
-
-def _offloaded_weight(model: nn.Module, name: str) -> Tensor:
-    """Return a weight from the hook that offloads it, at its module or one that contains it."""
-    module, path = model, name
-    while True:
-        for weights in _weights_of(module):
-            try:
-                return weights[path].detach()
-            except KeyError:
-                continue
-        child, _, path = path.partition(".")
-        if not path:
-            raise CheckpointError(
-                f"{name!r} of {type(model).__name__} is on the meta device, and no hook stores its "
-                "values. Load weights before saving the model."
-            )
-        module = module.get_submodule(child)
-
-
-def _weights_of(module: nn.Module) -> Iterator[Mapping[str, Tensor]]:
-    hook: Any = vars(module).get("_hf_hook")  # the name that all libraries use
-    for part in getattr(hook, "hooks", (hook,)):
-        weights = getattr(part, "weights_map", None)
-        if weights is not None:
-            yield weights
 
 
 def state_dict_options(fsdp_plugin: FullyShardedDataParallelPlugin) -> StateDictOptions | None:
