@@ -173,6 +173,50 @@ def test_cpu_weights_are_mapped(toy, toy_class, tmp_path):
     )
 
 
+@pytest.mark.parametrize("kind", ["all cpu", "mixed", "no map"])
+@pytest.mark.parametrize("how", ["spilled", "in memory"])
+def test_a_bin_file_may_be_overwritten_once_it_is_loaded(toy, toy_class, tokens, tmp_path, kind, how):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(toy.state_dict(), path)
+    model = skeleton(toy_class)
+    load_checkpoint_in_model(
+        model,
+        path,
+        device_map=MAPS.get(kind),
+        offload_folder=tmp_path / "offload",
+        offload_state_dict=how == "spilled",
+    )
+    path.write_bytes(bytes(path.stat().st_size))  # as cp does, which keeps the file and its mappings
+    for name, tensor in model.state_dict().items():
+        assert tensor.is_meta or torch.equal(tensor, toy.state_dict()[name])
+    if kind == "mixed":
+        model = dispatch_model(model, MAPS[kind], offload_dir=tmp_path / "offload")
+        assert torch.allclose(model(tokens), toy(tokens), atol=1e-6)
+        return
+    model.gain.data.add_(1)
+    torch.save(model.state_dict(), path)
+    assert torch.equal(torch.load(path)["gain"], toy.gain + 1)
+
+
+def test_entries_of_a_bin_file_that_are_no_tensors_are_named_and_skipped(tmp_path, caplog):
+    source = nn.Linear(2, 2)
+    torch.save(
+        {**source.state_dict(), "epoch": 3, "_extra_state": None, "args": {"lr": 1}}, tmp_path / "c.bin"
+    )
+    model = nn.Linear(2, 2)
+    load_checkpoint_in_model(model, tmp_path / "c.bin")
+    assert torch.equal(model.weight, source.weight)
+    assert "epoch, _extra_state, args" in caplog.text
+    assert "c.bin" in caplog.text
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict", "module"])
+def test_a_bin_file_whose_weights_are_in_a_table_names_the_table(tmp_path, key):
+    torch.save({key: nn.Linear(2, 2).state_dict(), "epoch": 3}, tmp_path / "c.bin")
+    with pytest.raises(CheckpointError, match=rf"c\.bin' .* under {key!r}"):
+        load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "c.bin")
+
+
 def test_a_load_reports_each_file(toy, toy_class, tmp_path, caplog):
     save_state_dict(toy.state_dict(), tmp_path, max_shard_size=900)
     plan = {"embed": "cpu", "gain": "cpu", "blocks": "disk", "head": "cpu"}

@@ -164,6 +164,12 @@ def test_every_type_view_and_tie_is_read(path):
     assert found["tied"].data_ptr() == found["a"].data_ptr()
 
 
+def test_a_bin_file_may_be_overwritten_once_it_is_read(path):
+    found = load_state_dict(path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert torch.equal(found["a"], STATE["a"])
+
+
 def test_an_archive_that_was_packed_anew_is_read(path):
     rewrite(path, lambda name, content: [(name, content)])
     assert torch.equal(load_state_dict(path)["a"], STATE["a"])

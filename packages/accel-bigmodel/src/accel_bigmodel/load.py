@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -167,34 +168,33 @@ def assign(
     """
     quantizer, waiting = assignment.quantizer, Counter(step.weight for step in steps)
     strategies: dict[str, int] = {}
-    spilled = None
+    spilled = ""
     uploaded: dict[str, Tensor] = {}
     batches = _upload_batches(source, steps)
-    for step in steps:
-        if step.name in batches:
-            names, device = batches[step.name]
-            uploaded.update(source.upload(names, device))
-        strategies[step.how] = strategies.get(step.how, 0) + step.nbytes
-        if quantizer is not None and step.weight:
-            parts.setdefault(step.weight, {})[step.name] = source.get(step.name)
-            waiting[step.weight] -= 1
-            if not waiting[step.weight] and _is_complete(step.weight, parts[step.weight]):
-                _put_quantized(quantizer, source, step, parts.pop(step.weight), assignment, index)
+    with contextlib.ExitStack() as folders:  # mapped files stay readable when their folder is removed
+        for step in steps:
+            if step.name in batches:
+                names, device = batches[step.name]
+                uploaded.update(source.upload(names, device))
+            strategies[step.how] = strategies.get(step.how, 0) + step.nbytes
+            if quantizer is not None and step.weight:
+                parts.setdefault(step.weight, {})[step.name] = source.get(step.name)
+                waiting[step.weight] -= 1
+                if not waiting[step.weight] and _is_complete(step.weight, parts[step.weight]):
+                    _put_quantized(quantizer, source, step, parts.pop(step.weight), assignment, index)
+                    sample()
+                continue
+            if step.device == "disk":
+                _to_disk(source, step, assignment, index)
+                continue
+            value = uploaded.pop(step.name) if step.name in uploaded else source.get(step.name)
+            if assignment.spill and _takes_memory(step):
+                spilled = spilled or folders.enter_context(tempfile.TemporaryDirectory(prefix="accel-spill-"))
+                row = offload_weight(value.to(step.dtype), step.name, spilled)[step.name]
+                value = load_offloaded_weight(Path(spilled) / f"{step.name}.dat", row)
+            _put(model, step, value, assignment)
+            if step.how != "map":
                 sample()
-            continue
-        if step.device == "disk":
-            _to_disk(source, step, assignment, index)
-            continue
-        value = uploaded.pop(step.name) if step.name in uploaded else source.get(step.name)
-        if assignment.spill and _takes_memory(step):
-            spilled = spilled or tempfile.TemporaryDirectory(prefix="accel-spill-")
-            row = offload_weight(value.to(step.dtype), step.name, spilled.name)[step.name]
-            value = load_offloaded_weight(Path(spilled.name) / f"{step.name}.dat", row)
-        _put(model, step, value, assignment)
-        if step.how != "map":
-            sample()
-    if spilled is not None:
-        spilled.cleanup()  # mapped files stay readable
     return strategies
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Sequence
 from importlib import import_module
@@ -21,14 +22,15 @@ from accel_ops.weights.layout import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
-from accel_ops.weights.read import find_checkpoint_files, load_state_dict
+from accel_ops.weights.read import find_checkpoint_files, load_bin
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state import runtime
-from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError
+from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError, some_of
 from accel_state.files import any_path
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import device_streams
 
+_log = logging.getLogger(__name__)
 _PATTERNS = (
     (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, f"*{SAFETENSORS_SUFFIX}"),
     (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, "*.bin"),
@@ -119,17 +121,31 @@ class SafetensorsSource(Source):
 
 
 class BinSource(Source):
-    """A file of `torch.save`; the zip format is mapped, the legacy format is read in full."""
-
-    mapped = True
+    """A file of `torch.save`; the zip format is mapped until its tensors are loaded, others are read."""
 
     def __init__(self, path: AnyPath) -> None:
         self.path = path
-        self._state = load_state_dict(path)
+        state: dict[str, Any] = dict(load_bin(path, mapped=True))
+        self._state = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        others = [name for name in state if name not in self._state]
+        table = next((name for name in others if _has_tensors(state[name])), None)
+        if table is not None and not self._state:
+            raise CheckpointError(
+                f"{str(path)!r} has its weights under {table!r}: save that entry as a file of its own, best "
+                "as safetensors"
+            )
+        if others:
+            _log.warning(
+                "Entries of %r that are not tensors were not loaded: %s.", str(path), some_of(others)
+            )
         self.tensors = {name: (tuple(value.shape), value.dtype) for name, value in self._state.items()}
 
     def get(self, name: str) -> Tensor:
-        return self._state[name]
+        return self._state[name].clone()  # the model's own, since its user may save to this path
+
+
+def _has_tensors(table: Any) -> bool:
+    return isinstance(table, dict) and any(isinstance(value, Tensor) for value in table.values())
 
 
 def is_network(path: Path) -> bool:

@@ -76,8 +76,8 @@ def load_state_dict(
 ) -> dict[str, Tensor]:
     """Read one weight file.
 
-    safetensors and zip-format `.bin` files are mapped: tensors on the CPU take no memory until they are used.
-    Files of an object store are read.
+    safetensors files are mapped: tensors on the CPU take no memory until they are used. Other files, and
+    files of an object store, are read: `torch.save` may overwrite a `.bin` file while its tensors are in use.
 
     Args:
         checkpoint_file: A `.safetensors` file, or a file of `torch.save`; or an fsspec URL.
@@ -97,7 +97,9 @@ def load_state_dict(
         return tensors
     devices = {name: device_of(name, device_map) for name in tensors}
     return {
-        name: tensor if devices[name] in (None, "disk", "cpu") else tensor.to(devices[name])
+        name: tensor.to(devices[name])
+        if isinstance(tensor, Tensor) and devices[name] not in (None, "disk", "cpu")
+        else tensor
         for name, tensor in tensors.items()
     }
 
@@ -187,8 +189,13 @@ def _only_index(folder: AnyPath) -> CheckpointFiles:
     raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {present}")
 
 
-def load_bin(path: AnyPath) -> dict[str, Tensor]:
-    """Read a state dict; the zip format is mapped, the format of torch before 1.6 is read.
+def load_bin(path: AnyPath, *, mapped: bool = False) -> dict[str, Tensor]:
+    """Read a state dict.
+
+    Args:
+        path: A file of `torch.save`.
+        mapped: Map the tensors of a zip-format file. Whoever keeps them must copy them: `torch.save` to the
+            same path would overwrite their memory.
 
     Raises:
         CheckpointError: The file is damaged, or holds more than plain tensors.
@@ -202,7 +209,7 @@ def load_bin(path: AnyPath) -> dict[str, Tensor]:
                 file.seek(0)
                 state_dict = torch.load(file, map_location="cpu", weights_only=True)
             else:
-                state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+                state_dict = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip and mapped)
     except (OSError, CheckpointError):
         raise
     except Exception as error:
