@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import GradientAccumulationPlugin, GradScalerKwargs
 from accel_state.errors import UnsupportedError
 from accel_train import Accelerator
@@ -77,8 +79,10 @@ def prepare(accelerator, dtype=torch.float64):
     return *accelerator.prepare(model, optimizer), [*map(make_micro_batch, own)]
 
 
-def assert_same(model, right, tolerance=1e-12):
-    for found, wanted in zip(model.parameters(), right.parameters(), strict=True):
+def assert_same(accelerator, model, right, tolerance=1e-12):
+    state = accelerator.get_state_dict(model)
+    for name, wanted in right.named_parameters() if state else ():  # rank 0 has it, where it is sharded
+        found = state[name]
         assert torch.allclose(found.detach(), wanted.detach(), rtol=tolerance, atol=tolerance)
 
 
@@ -97,28 +101,31 @@ def train_by_hand(accelerator, model, optimizer, batches, max_norm=None):
     return torch.stack(norms)
 
 
-def train_in_windows(accelerator, model, optimizer, batches, max_norm=None):
+def train_in_windows(accelerator, model, optimizer, batches, max_norm=None, *, clear_first=False):
     norms = []
     for index, batch in enumerate(batches):
         if index + 1 == len(batches):  # as the end of a prepared loader does
             accelerator.gradient_accumulation_steps = 1
         with accelerator.accumulate(model):
+            if clear_first:
+                optimizer.zero_grad()
             loss, items = summed_loss(model, batch)
             accelerator.backward(loss, num_items=items)
             if accelerator.sync_gradients:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm or float("inf")))
             optimizer.step()
-            optimizer.zero_grad()
+            if not clear_first:
+                optimizer.zero_grad()
     return torch.stack(norms)
 
 
-def check(max_norm, train, **options):
+def check(max_norm, train, dtype=torch.float64, tolerance=1e-12, **options):
     accelerator = Accelerator(cpu=True, **options)
-    model, optimizer, batches = prepare(accelerator)
+    model, optimizer, batches = prepare(accelerator, dtype)
     norms = train(accelerator, model, optimizer, batches, max_norm)
-    right, right_norms = solve(max_norm)
-    assert_same(model, right)
-    assert torch.allclose(norms, right_norms, rtol=1e-12)
+    right, right_norms = solve(max_norm, dtype)
+    assert_same(accelerator, model, right, tolerance)
+    assert torch.allclose(norms, right_norms, rtol=tolerance)
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.02])
@@ -131,6 +138,22 @@ def test_one_process_equals_one_big_batch(max_norm):
 @distributed(world_size=2)
 def test_two_processes_equal_one_big_batch(max_norm):
     check(max_norm, train_in_windows, gradient_accumulation_steps=STEPS)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("train", ["by hand", "in windows", "clearing first"])
+@distributed(world_size=2)
+def test_sharded_processes_equal_one_big_batch(version, train):
+    """FSDP keeps gradients that are not synchronised yet out of sight."""
+    function = {
+        "by hand": train_by_hand,
+        "in windows": train_in_windows,
+        "clearing first": partial(train_in_windows, clear_first=True),
+    }[train]
+    # FSDP1 computes norms in float32.
+    dtype, tolerance = (torch.float32, 1e-5) if version == 1 else (torch.float64, 1e-12)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=True)
+    check(0.02, function, dtype, tolerance, gradient_accumulation_steps=STEPS, fsdp_plugin=plugin)
 
 
 @distributed(world_size=4)
@@ -176,7 +199,7 @@ def test_the_last_incomplete_window_of_a_loader_counts_its_own_items():
             accelerator.backward(loss, num_items=items)
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(model, solve()[0])
+    assert_same(accelerator, model, solve()[0])
 
 
 @distributed(world_size=2)
@@ -206,7 +229,7 @@ def test_a_scaled_loss_is_divided_as_well():
     norms = train_in_windows(accelerator, model, optimizer, batches, 0.05)
     right, right_norms = solve(0.05, torch.float32)
     assert not accelerator.optimizer_step_was_skipped
-    assert_same(model, right, tolerance=5e-3)
+    assert_same(accelerator, model, right, tolerance=5e-3)
     assert torch.allclose(norms, right_norms, rtol=5e-3)
 
 

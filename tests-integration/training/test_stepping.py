@@ -89,6 +89,36 @@ def test_several_models_accumulate_together():
 
 
 @distributed(world_size=2)
+def test_models_of_different_optimizers_have_their_own_windows():
+    """Two networks that are trained alternately step equally often, with the gradients of both ranks."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    models = [make_model() for _ in range(2)]
+    pairs = [accelerator.prepare(m, torch.optim.SGD(m.parameters(), lr=1.0)) for m in models]
+    steps = [0, 0]
+    for index in range(6):
+        for turn, (model, optimizer) in enumerate(pairs):
+            with accelerator.accumulate(model):
+                accelerator.backward(model((index + turn) * make_input()).sum())
+                if accelerator.sync_gradients:
+                    steps[turn] += 1
+                    assert gradients_agree(models[turn])
+                    assert models[turn].weight.grad[0, 0].item() == 1.5 * (2 * index - 1 + 2 * turn) / 2
+                optimizer.step()
+                optimizer.zero_grad()
+    assert steps == [3, 3]
+
+
+@distributed(world_size=2)
+def test_a_plain_model_is_evaluated_within_join_uneven_inputs():
+    """As an average of weights beside the trained model: it cannot join, and does not need to."""
+    accelerator = Accelerator(cpu=True)
+    average = accelerator.prepare_model(make_model(), evaluation_mode=True)
+    with accelerator.join_uneven_inputs([average], even_batches=False), torch.no_grad():
+        outputs = [average(make_input()).item() for _ in range(2 - dist.get_rank())]
+    assert len(outputs) == 2 - dist.get_rank()
+
+
+@distributed(world_size=2)
 def test_gradients_can_be_synchronised_in_every_micro_batch():
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)

@@ -24,6 +24,7 @@ def test_only_a_process_that_was_started_again_needs_a_store_of_its_own():
 def test_a_group_after_another_one_has_a_life_of_its_own(monkeypatch):
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
     again = agent | {"TORCHELASTIC_RESTART_COUNT": "2"}
+    monkeypatch.setattr(process_group, "groups_joined", lambda: 0)  # tests before may have joined some
     assert (runtime._restart_prefix(agent), runtime._restart_prefix(again)) == ("", "2")
     monkeypatch.setattr(process_group, "groups_joined", lambda: 1)
     assert (runtime._restart_prefix(agent), runtime._restart_prefix(again)) == ("0.1", "2.1")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_plugins.kwargs import GradientAccumulationPlugin
+from accel_state.accelerator_state import GradientState
 from accel_state.runtime import Runtime
 from accel_train import Accelerator
 from accel_train.step import Accumulation, ItemWindow, Synchronizer, next_micro_batch
@@ -134,12 +135,7 @@ def test_counting_needs_something_prepared():
 
 
 def make_state(**changes):
-    state = SimpleNamespace(
-        sync_gradients=True, sync_with_dataloader=True, end_of_dataloader=False, num_steps=2, plugin_kwargs={}
-    )
-    for name, value in changes.items():
-        setattr(state, name, value)
-    return state
+    return GradientState(GradientAccumulationPlugin(**{"num_steps": 2, **changes}))
 
 
 @given(num_steps=st.integers(1, 7), ends=st.lists(st.booleans(), max_size=60))
@@ -184,16 +180,24 @@ def test_gradients_of_all_models_stay_local_until_the_window_is_complete():
     assert seen == [["generator", "critic"], []] * 2
 
 
+class SimpleLoader:
+    """A loader after its last batch."""
+
+    end_of_dataloader, remainder = True, 0
+
+
 def test_the_end_of_a_loader_completes_a_window_unless_told_otherwise():
+    loader = SimpleLoader()
     for sync_with_dataloader in (True, False):
-        state = make_state(end_of_dataloader=True, sync_with_dataloader=sync_with_dataloader)
+        state = make_state(sync_with_dataloader=sync_with_dataloader)
+        state.dataloader_references = [None, loader]
         with Accumulation(Synchronizer(state, None), []):
             assert state.sync_gradients is sync_with_dataloader
 
 
 def test_sync_each_batch_synchronises_gradients_but_not_optimizers():
     recorder = Recorder()
-    state = make_state(plugin_kwargs={"sync_each_batch": True})
+    state = make_state(sync_each_batch=True)
     with Accumulation(Synchronizer(state, recorder.no_sync), ["model"]):
         assert recorder.inside == []
         assert state.sync_gradients is False
@@ -225,7 +229,172 @@ def test_a_context_that_cannot_be_entered_leaves_those_before_it():
         finally:
             inside.remove(model)
 
+    local = Synchronizer(make_state(), no_sync).local(["first", "second"])
+    assert inside == [], "nothing is entered before the block"
     with pytest.raises(ValueError, match="second") as caught:  # keeps the frames alive, and what is in them
-        Synchronizer(make_state(), no_sync).local(["first", "second"])
+        local.__enter__()
     assert inside == []
     assert caught.tb is not None
+
+
+def make_pair(accelerator):
+    model = torch.nn.Linear(1, 1, bias=False)
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+
+
+def micro_batch(accelerator, model, optimizer, value=1.0):
+    """Run one micro-batch; return the gradient with which the optimizer steps, `None` if it does not."""
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.full((1, 1), value)).sum())
+        optimizer.step()
+        gradient = accelerator.unwrap_model(model).weight.grad.item() if accelerator.sync_gradients else None
+        optimizer.zero_grad()
+    return gradient
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize("place", ["first", "before backward", "both"])
+@pytest.mark.parametrize("counted", [False, True])
+def test_gradients_may_be_cleared_at_the_beginning_of_the_loop(steps, place, counted):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    (model, optimizer), (_, other) = make_pair(accelerator), make_pair(accelerator)
+    gradients = []
+    for value in range(1, 9):
+        with accelerator.accumulate(model):
+            if place != "before backward":
+                optimizer.zero_grad()
+                other.zero_grad()
+            loss = model(torch.full((1, 1), float(value))).sum()
+            if place == "before backward":
+                optimizer.zero_grad()
+            accelerator.backward(loss, num_items=1 if counted else None)
+            if accelerator.sync_gradients:
+                gradients.append(model.weight.grad.item())
+            optimizer.step()
+            other.step()
+            if place == "both":
+                optimizer.zero_grad()
+    assert gradients == [sum(range(i, i + steps)) / steps for i in range(1, 9, steps)]
+
+
+def test_gradients_that_are_not_finite_can_be_thrown_away_after_the_backward_pass():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = make_pair(accelerator)
+    gradients = []
+    for index in range(6):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), float("nan") if index == 1 else 1.0)).sum())
+            if accelerator.sync_gradients:
+                if not model.weight.grad.isfinite():
+                    optimizer.zero_grad()
+                    continue
+                gradients.append(model.weight.grad.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert gradients == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("clear_first", [False, True])
+def test_a_window_whose_last_micro_batch_is_left_out_ends_with_the_next(clear_first):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model, optimizer = make_pair(accelerator)
+    gradients = []
+    for index in range(9):
+        with accelerator.accumulate(model):
+            if clear_first:
+                optimizer.zero_grad()
+            if index in {2, 3}:
+                continue
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            if accelerator.sync_gradients:
+                gradients.append(round(model.weight.grad.item(), 5))
+            optimizer.step()
+            if not clear_first:
+                optimizer.zero_grad()
+    assert gradients == [1.0, 1.0], "two micro-batches, the next that ran, and a window of three"
+
+
+def test_a_window_that_ended_without_a_step_is_not_repeated():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, _ = make_pair(accelerator)
+    ends = []
+    for _ in range(6):  # a script that looks at gradients alone
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            ends.append(accelerator.sync_gradients)
+    assert ends == [False, True] * 3
+
+
+def test_each_accelerator_has_its_own_window():
+    def make(**plugin):
+        accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(**plugin), cpu=True)
+        return accelerator, *make_pair(accelerator)
+
+    first, second = make(num_steps=3, sync_with_dataloader=False), make(num_steps=2)
+    third = make(num_steps=1)
+    gradients = [[micro_batch(*run) for run in (first, second, third)] for _ in range(6)]
+    assert [[gradient is not None for gradient in row] for row in zip(*gradients, strict=True)] == [
+        [False, False, True] * 2,
+        [False, True] * 3,
+        [True] * 6,
+    ]
+    assert {gradient for row in gradients for gradient in row} == {None, 1.0}
+    assert [run[0].gradient_accumulation_steps for run in (first, second, third)] == [3, 2, 1]
+    first[0].gradient_accumulation_steps = 4
+    assert [run[0].gradient_accumulation_steps for run in (first, second, third)] == [4, 2, 1]
+    assert not first[0].gradient_state.sync_with_dataloader
+
+
+def test_an_optimizer_outside_of_any_window_steps_beside_one_within():
+    inside, outside = Accelerator(cpu=True, gradient_accumulation_steps=4), Accelerator(cpu=True)
+    accumulated, stepped = make_pair(inside), make_pair(outside)
+    before = stepped[0].weight.item()
+    assert micro_batch(inside, *accumulated) is None
+    outside.backward(stepped[0](torch.ones(1, 1)).sum())
+    stepped[1].step()
+    assert stepped[0].weight.item() == pytest.approx(before - 1)
+    assert outside.sync_gradients
+    assert not inside.sync_gradients
+
+
+def test_models_of_different_optimizers_have_their_own_windows():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    generator, critic = make_pair(accelerator), make_pair(accelerator)
+    steps = [[micro_batch(accelerator, *pair) for pair in (generator, critic)] for _ in range(4)]
+    assert steps == [[None, None], [1.0, 1.0]] * 2
+    assert accelerator.step == 0
+    ends = []
+    for _ in range(4):
+        with accelerator.accumulate(generator[0]), accelerator.accumulate(critic[0]):
+            ends.append(accelerator.sync_gradients)
+    assert ends == [False, True] * 2
+
+
+def test_blocks_of_two_models_of_one_optimizer_share_the_window():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    models = [accelerator.prepare(torch.nn.Linear(1, 1)) for _ in range(2)]
+    accelerator.prepare(torch.optim.SGD([p for model in models for p in model.parameters()], lr=1.0))
+    accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
+    ends = []
+    for model in models * 3:
+        with accelerator.accumulate(model):
+            ends.append(accelerator.sync_gradients)
+    assert ends == [False, True] * 3
+
+
+def test_no_sync_acts_when_it_is_entered():
+    log = []
+
+    @contextmanager
+    def no_sync(model):
+        log.append("enter")
+        yield
+        log.append("exit")
+
+    accelerator = Accelerator(cpu=True)
+    accelerator._parts.synchronizer.no_sync = no_sync
+    block = accelerator.no_sync(torch.nn.Linear(1, 1))
+    assert log == []
+    with block:
+        assert log == ["enter"]
+    assert log == ["enter", "exit"]

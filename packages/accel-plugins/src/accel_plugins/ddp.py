@@ -215,11 +215,12 @@ def _join(joinables: Sequence[Any], divide_by_initial_world_size: bool) -> Abstr
     inside = [without_compiler(joinable) for joinable in joinables]
     members: list[Joinable] = [joinable for joinable in inside if isinstance(joinable, Joinable)]
     if not members:
-        kinds = [type(joinable).__name__ for joinable in joinables]
-        raise SettingsError(
-            f"join_uneven_inputs({kinds}): none of these can join. Pass prepared models with trainable "
-            "parameters."
+        logger.warning(
+            "join_uneven_inputs(%s) has no effect: none of these takes part in collectives. Prepare the "
+            "models that are trained.",
+            [type(joinable).__name__ for joinable in joinables],
         )
+        return nullcontext()
     return Join(members, divide_by_initial_world_size=divide_by_initial_world_size)  # pyright: ignore[reportReturnType] - a context manager without annotations
 
 

@@ -59,6 +59,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         step: Steps the optimizer, as a strategy's `Stepper.step`; returns False for a skipped step. By
             default, the optimizer's own step, through `scaler` if there is one.
         window: Counter of the items since the last step, which ends the accumulation window.
+        accumulation: The state of accumulation to follow; that of the last `Accelerator` if `None`.
 
     Attributes:
         num_steps (int): Number of `step` calls with synchronised gradients.
@@ -80,17 +81,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         *,
         step: Callable[..., bool | torch.Tensor] | None = None,
         window: ItemCounter | None = None,
+        accumulation: dict[str, Any] | None = None,
     ) -> None:
         # Optimizer.__init__ would create a second set of groups and state; both are the wrapped optimizer's.
         self.optimizer = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
         self.gradient_state = GradientState()
+        self._accumulation = self.gradient_state.accumulation if accumulation is None else accumulation
         if step is None and scaler is not None:
             step = LossScaling(scaler).step
         self._step = None if step is step_unscaled else step  # None: the optimizer's own
         self._window = window
         self._stepped: bool | torch.Tensor = True
+        self._is_to_clear = False  # whether it has stepped with gradients that were not cleared yet
         self.num_steps = 0
         if device_placement and any(
             isinstance(value, torch.Tensor) and value.dim() > 0 and value.device != parameter.device
@@ -123,8 +127,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         Returns:
             The first result of `closure`; `None` without a closure, or if nothing was done.
         """
-        if not self.gradient_state.sync_gradients:
+        state = self.gradient_state
+        if state.accumulation is not self._accumulation:
+            state.activate(self._accumulation)
+        if not state.sync_gradients:
             return None
+        state.window.has_gradients, self._is_to_clear = False, True
         self.num_steps += 1
         window = self._window
         if window is not None and window.is_open:
@@ -148,11 +156,22 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Clear the gradients if they are synchronised now.
 
+        Gradients of earlier micro-batches remain until `step`, or until a backward pass of the micro-batch
+        that completes them: a loop may clear gradients at its beginning, too.
+
         Args:
             set_to_none: Passed to the wrapped optimizer unless `None`.
         """
-        if not self.gradient_state.sync_gradients:
+        state = self.gradient_state
+        if state.accumulation is not self._accumulation:
+            state.activate(self._accumulation)
+        earlier = state.window
+        if state.sync_gradients:
+            if earlier.has_gradients and not earlier.ran_backward:
+                return
+        elif earlier.ran_backward or not self._is_to_clear:
             return
+        self._is_to_clear = False
         window = self._window
         if window is not None and window.is_open:
             window.close()
@@ -214,10 +233,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state.pop("step", None)  # schedulers of torch put a counter around the method
+        del state["_accumulation"]  # that of the process which unpickles it
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._accumulation = self.gradient_state.accumulation
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, get_args
 
 from accel_state import environ
@@ -307,10 +308,26 @@ class Loader(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class AccumulationWindow:
+    """The micro-batches since an optimizer step.
+
+    Attributes:
+        step: Their number; 0 where the last one was to end with an optimizer step.
+        has_gradients: Whether earlier micro-batches ran backward passes, and no optimizer has stepped since.
+        ran_backward: Whether the present micro-batch has run a backward pass.
+    """
+
+    step: int = 0
+    has_gradients: bool = False
+    ran_backward: bool = False
+
+
 class GradientState:
     """Whether gradients are synchronised in this step, and the active loader. All instances share state.
 
-    Values that are read in every step are plain attributes.
+    Values that are read in every step are plain attributes. Those of accumulation are the values of the
+    `Accelerator` that was used last.
 
     Args:
         gradient_accumulation_plugin: How gradients accumulate; `None` leaves it as it is.
@@ -321,6 +338,8 @@ class GradientState:
         adjust_scheduler (bool): The value passed to the plugin; has no effect.
         sync_with_dataloader (bool): Whether the end of a loader ends the accumulation too.
         plugin_kwargs (dict): The arguments of the plugin.
+        window (AccumulationWindow): The micro-batches since the last optimizer step.
+        accumulation (dict): Identifies the `Accelerator` that was used last.
         is_xla_gradients_synced (bool): Whether gradients were reduced manually on XLA devices.
 
     Example:
@@ -337,26 +356,25 @@ class GradientState:
     sync_with_dataloader: bool = True
     is_xla_gradients_synced: bool = False
     plugin_kwargs: Mapping[str, Any] = {}
+    window: AccumulationWindow
+    accumulation: dict[str, Any]
     _loaders: list[weakref.ref[Any]]
 
     def __init__(self, gradient_accumulation_plugin: AccumulationPlugin | None = None) -> None:
         self.__dict__ = self._shared_state
         if not self.initialized:
-            self.__dict__.update(
-                sync_gradients=True,
-                num_steps=1,
-                adjust_scheduler=False,
-                sync_with_dataloader=True,
-                is_xla_gradients_synced=False,
-                plugin_kwargs={},
-                _loaders=[],
-            )
+            self.__dict__.update(is_xla_gradients_synced=False, _loaders=[], accumulation={})
+            self.activate(_accumulation())
         plugin = gradient_accumulation_plugin
         if plugin is not None:
-            self.plugin_kwargs = plugin.to_kwargs()
-            self.num_steps = 1 if plugin.num_steps is None else plugin.num_steps
-            self.adjust_scheduler = plugin.adjust_scheduler
-            self.sync_with_dataloader = plugin.sync_with_dataloader
+            self.activate(
+                _accumulation(
+                    num_steps=1 if plugin.num_steps is None else plugin.num_steps,
+                    adjust_scheduler=plugin.adjust_scheduler,
+                    sync_with_dataloader=plugin.sync_with_dataloader,
+                    plugin_kwargs=plugin.to_kwargs(),
+                )
+            )
 
     def __repr__(self) -> str:
         if not self._shared_state:
@@ -375,6 +393,13 @@ class GradientState:
     def _reset_state(cls) -> None:
         """Reset the shared state, for tests."""
         cls._shared_state.clear()
+
+    def activate(self, accumulation: dict[str, Any]) -> None:
+        """Show the values of another `Accelerator`; those of the last one are kept for it."""
+        if accumulation is not self.accumulation:
+            self.accumulation.update((name, getattr(self, name)) for name in self.accumulation)
+            self.accumulation = accumulation
+            self.__dict__.update(accumulation)
 
     @property
     def initialized(self) -> bool:
@@ -447,3 +472,8 @@ class GradientState:
     def _remove(self, reference: weakref.ref[Any]) -> None:
         loaders = self.__dict__.get("_loaders", [])
         loaders[:] = [other for other in loaders if other is not reference]
+
+
+def _accumulation(**values: Any) -> dict[str, Any]:
+    defaults = {"num_steps": 1, "adjust_scheduler": False, "sync_with_dataloader": True, "plugin_kwargs": {}}
+    return {"sync_gradients": True, "window": AccumulationWindow(), **defaults, **values}

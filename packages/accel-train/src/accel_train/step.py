@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, final
 
@@ -15,6 +15,7 @@ from accel_ops import collectives
 from accel_ops.modules import replace_forward
 from accel_ops.tree import by_device, recursively_apply
 from accel_plugins.strategy import Feature, Strategy
+from accel_state.accelerator_state import AccumulationWindow, GradientState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
 from accel_state.runtime import Runtime
@@ -22,7 +23,6 @@ from accel_state.torch_private import foreach_copy_, foreach_div_, foreach_mul_
 
 if TYPE_CHECKING:
     from accel_plugins.optimizer import AcceleratedOptimizer
-    from accel_state.accelerator_state import GradientState
     from accel_train.accelerator import Accelerator
     from accel_train.profiling import StepMeter
 
@@ -30,48 +30,99 @@ if TYPE_CHECKING:
 class Synchronizer:
     """Count micro-batches, and keep gradients local until an accumulation window is complete.
 
-    It is the context manager of windows of one micro-batch; longer windows use `Accumulation`.
+    It is the context manager of windows of one micro-batch; longer windows use `Accumulation`. Models that
+    different optimizers train have windows of their own.
+
+    Args:
+        state: Shows the window of the last micro-batch.
+        no_sync: Keeps the gradients of a model local; `None` where there is one process.
+        optimizers: The prepared optimizers.
     """
 
-    __slots__ = ("_no_sync", "_state", "step")
+    __slots__ = ("_optimizers", "_state", "_windows", "accumulation", "no_sync")
 
     def __init__(
         self,
         state: GradientState,
         no_sync: Callable[[nn.Module], AbstractContextManager[None]] | None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
         self._state = state
-        self._no_sync = no_sync
-        self.step = 0
-        state.sync_gradients = True  # an earlier `Accelerator` may have been interrupted within a window
+        self.no_sync = no_sync
+        self._optimizers = optimizers
+        self.accumulation = state.accumulation
+        self._windows: list[tuple[set[int], AccumulationWindow]] = []
 
     def __enter__(self) -> None:
         """Begin a window of one micro-batch."""
-        self.step, self._state.sync_gradients = 0, True
+        state = self._state
+        if state.accumulation is not self.accumulation:
+            state.activate(self.accumulation)
+        window = state.window
+        window.step, window.has_gradients, state.sync_gradients = 0, False, True
 
     def __exit__(self, *_: object) -> None:
         """Do nothing."""
 
-    def advance(self) -> bool:
-        """Count one micro-batch; return whether its gradients complete a window."""
-        state = self._state
-        at_end = state.sync_with_dataloader and state.end_of_dataloader
-        self.step, sync = next_micro_batch(self.step, num_steps=state.num_steps, at_end=at_end)
+    @property
+    def state(self) -> GradientState:
+        """The shared state, with the values of this `Accelerator`."""
+        self._state.activate(self.accumulation)
+        return self._state
+
+    @property
+    def step(self) -> int:
+        """Micro-batches since the last optimizer step."""
+        return self.state.window.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.state.window = AccumulationWindow(step)
+        self._windows.clear()
+
+    def advance(self, models: Sequence[nn.Module] = ()) -> bool:
+        """Count one micro-batch; return whether its gradients complete the window of these models."""
+        state = self.state
+        if len(self._optimizers) > 1 and models:
+            state.window = self._window_of(models)
+        window = state.window
+        # The micro-batch that was to complete the window ran no backward pass: the next one completes it.
+        is_late = window.step == 0 and window.has_gradients and not window.ran_backward
+        window.has_gradients = is_late or (window.step > 0 and (window.has_gradients or window.ran_backward))
+        window.ran_backward = False
+        at_end = is_late or (state.sync_with_dataloader and state.end_of_dataloader)
+        window.step, sync = next_micro_batch(window.step, num_steps=state.num_steps, at_end=at_end)
         state.sync_gradients = sync
         return sync
 
-    def local(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context manager in which the gradients of these models stay local."""
-        if self._no_sync is None:
-            return nullcontext()
-        with ExitStack() as stack:  # the stack closes the contexts if a later one raises
-            for model in models:
-                stack.enter_context(self._no_sync(model))
-            return stack.pop_all()
+    def _window_of(self, models: Sequence[nn.Module]) -> AccumulationWindow:
+        """Return the window that the optimizers of these models share."""
+        trained = {id(parameter) for model in models for parameter in model.parameters()}
+        indices = {
+            index
+            for index, optimizer in enumerate(self._optimizers)
+            if any(id(tensor) in trained for group in optimizer.param_groups for tensor in group["params"])
+        }
+        for others, window in self._windows:
+            if others & indices or others == indices:
+                others.update(indices)
+                return window
+        first = self._state.window if not self._windows else AccumulationWindow()
+        self._windows.append((indices, first))
+        return first
+
+    @contextmanager
+    def local(self, models: Sequence[nn.Module]) -> Generator[None]:
+        """Keep the gradients of these models local within the block."""
+        with ExitStack() as stack:
+            if self.no_sync is not None:
+                for model in models:
+                    stack.enter_context(self.no_sync(model))
+            yield
 
     def skips_sync(self) -> bool:
         """Return whether micro-batches inside a window leave their gradients local."""
-        return self._no_sync is not None and not self._state.plugin_kwargs.get("sync_each_batch", False)
+        return self.no_sync is not None and not self._state.plugin_kwargs.get("sync_each_batch", False)
 
 
 class Accumulation:
@@ -90,8 +141,9 @@ class Accumulation:
     def __enter__(self) -> None:
         """Count the micro-batch."""
         synchronizer = self._synchronizer
-        if not synchronizer.advance() and synchronizer.skips_sync():
+        if not synchronizer.advance(self._models) and synchronizer.skips_sync():
             self._local = synchronizer.local(self._models)
+            self._local.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -249,10 +301,11 @@ class ItemWindow:
                 "window needs every process, but a process without batches would not take part."
             )
         count = self._tensor(num_items)
-        gradients = self._gradients()
-        if self._count is not None and gradients:
+        # Gradients that are not synchronised yet may be out of sight, as with FSDP2. Later, `zero_grad` of a
+        # model may have thrown them away.
+        if self._count is not None and (self._divisor is None or self._gradients()):
             if self._divisor is not None:
-                _scale(foreach_mul_, gradients, self._divisor)
+                _scale(foreach_mul_, self._gradients(), self._divisor)
             count = self._count + count
         self._count, self._divisor, self.is_open = count, None, True
 
@@ -310,7 +363,8 @@ class ItemWindow:
     def _tensor(self, num_items: ItemCount) -> torch.Tensor:
         device = self._runtime.device
         # The same dtype on all ranks, whatever the type of their counts; float64 is exact below 2**53.
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        # MPS and some of Intel's GPUs lack it; float32 is exact below 2**24.
+        dtype = torch.float32 if device.type in {"mps", "xpu"} else torch.float64
         if isinstance(num_items, torch.Tensor):
             if num_items.numel() != 1:
                 raise ValueError(

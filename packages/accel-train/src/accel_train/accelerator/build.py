@@ -250,7 +250,7 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
     gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), PreparedObjects()
     meter = StepMeter(gradient_state, prepared, runtime) if config.log_system_metrics else None
     no_sync = None if runtime.topology.world_size == 1 else strategy.stepper.no_sync
-    synchronizer = Synchronizer(gradient_state, no_sync)
+    synchronizer = Synchronizer(gradient_state, no_sync, prepared.optimizers)
     engine = None if strategy.train_step is None else EngineCalls(strategy, gradient_state)
     checkpoints = CheckpointContext(runtime, project, prepared, synchronizer, strategy, precision, recipe)
     preemption = _start_preemption(checkpoints, accelerator, variables)

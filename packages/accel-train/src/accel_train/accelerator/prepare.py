@@ -666,7 +666,14 @@ def _optimizers(bundle: Bundle, request: PrepareRequest) -> Bundle:
 
         return replace(bundle, optimizers=tuple(wrap(optimizer, engine) for optimizer in bundle.optimizers))
     wrapped = tuple(
-        AcceleratedOptimizer(optimizer, move, parts.precision.scaler, step=parts.step, window=parts.items)
+        AcceleratedOptimizer(
+            optimizer,
+            move,
+            parts.precision.scaler,
+            step=parts.step,
+            window=parts.items,
+            accumulation=parts.synchronizer.accumulation,
+        )
         for optimizer, move in zip(bundle.optimizers, request.placements["optimizers"], strict=True)
     )
     return replace(bundle, optimizers=wrapped)

@@ -14,7 +14,7 @@ from accel_plugins.kwargs import AutocastKwargs, GradScalerKwargs
 from accel_plugins.precision import build_precision
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train.accelerator.run import Facet
-from accel_train.step import Synchronizer, bind_backward, bind_step
+from accel_train.step import bind_backward, bind_step
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,7 +59,7 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
     )
     strategy = fsdp.presharded.build(sharded[0], runtime, precision, handlers)
     parts.state.device_mesh = strategy.mesh
-    synchronizer = Synchronizer(parts.gradient_state, strategy.stepper.no_sync)
+    parts.synchronizer.no_sync = strategy.stepper.no_sync
     after_step = (parts.preemption and parts.preemption.count_optimizer_step,)
     accelerator._parts = replace(  # pyright: ignore[reportPrivateUsage] - a stage of prepare
         parts,
@@ -68,10 +68,7 @@ def adopt_sharded(models: Sequence[nn.Module], accelerator: Facet) -> None:
         backward=bind_backward(strategy, None, None),
         step=bind_step(strategy.stepper.step, after_step),
         after_step=after_step,
-        synchronizer=synchronizer,
-        checkpoints=replace(
-            parts.checkpoints, strategy=strategy, precision=precision, synchronizer=synchronizer
-        ),
+        checkpoints=replace(parts.checkpoints, strategy=strategy, precision=precision),
     )
 
 

@@ -376,7 +376,7 @@ class ObserveFacet(Facet):
             "num_processes": process.num_processes,
             "distributed_type": state.distributed_type.value,
             "mixed_precision": state.mixed_precision,
-            "gradient_accumulation_steps": self._parts.gradient_state.num_steps,
+            "gradient_accumulation_steps": self._parts.synchronizer.state.num_steps,
         }
 
     @property

@@ -69,7 +69,10 @@ class SteppingFacet(Facet):
             tensor([3.])
         """
         parts = self._parts
-        state = parts.gradient_state
+        state, accumulation = parts.gradient_state, parts.synchronizer.accumulation
+        if state.accumulation is not accumulation:
+            state.activate(accumulation)
+        state.window.ran_backward = True
         if parts.meter is not None:
             parts.meter.count_batch()
         if not isinstance(loss, Tensor):
@@ -166,7 +169,10 @@ class SteppingFacet(Facet):
         """
         parts = self._parts
         synchronizer = parts.synchronizer
-        return synchronizer if parts.gradient_state.num_steps == 1 else Accumulation(synchronizer, models)
+        state = parts.gradient_state
+        if state.accumulation is not synchronizer.accumulation:
+            state.activate(synchronizer.accumulation)
+        return synchronizer if state.num_steps == 1 else Accumulation(synchronizer, models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Keep the gradients of a model local in backward passes within the block.
@@ -385,7 +391,7 @@ class SteppingFacet(Facet):
     @property
     def gradient_state(self) -> GradientState:
         """Whether gradients are synchronised, and which loader is active."""
-        return self._parts.gradient_state
+        return self._parts.synchronizer.state
 
     @gradient_state.setter
     def gradient_state(self, gradient_state: GradientState) -> None:
@@ -394,20 +400,20 @@ class SteppingFacet(Facet):
     @property
     def sync_gradients(self) -> bool:
         """Whether gradients are synchronised now, so that optimizers step."""
-        return self._parts.gradient_state.sync_gradients
+        return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
     def sync_gradients(self, sync_gradients: bool) -> None:
-        self._parts.gradient_state.sync_gradients = sync_gradients
+        self.gradient_state.sync_gradients = sync_gradients
 
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches that make one optimizer step."""
-        return self._parts.gradient_state.num_steps
+        return self.gradient_state.num_steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        state = self._parts.gradient_state
+        state = self.gradient_state
         plugin = GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)  # rejects invalid counts
         state.plugin_kwargs = {**state.plugin_kwargs, **plugin.to_kwargs()}
         state.num_steps = gradient_accumulation_steps
