@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
+import multiprocessing
+import os
+import threading
 
 import pytest
 import torch
@@ -218,3 +222,99 @@ def test_skipped_arguments_are_not_moved(toy):
     cache = {"key": torch.ones(1)}
     model = dispatch_model(Taking(), {"": "cpu"}, force_hooks=True, skip_keys="cache")
     assert model(torch.ones(1, 2), cache=cache)[1]["key"] is cache["key"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform cannot fork")
+@pytest.mark.filterwarnings("ignore:.*use of fork")
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_forked_child_runs_a_model_that_its_parent_has_run(toy, tokens, tmp_path, offload, busy):
+    expected = toy(tokens)
+    if offload == "cpu":
+        cpu_offload(toy, execution_device="cpu")
+    else:
+        disk_offload(toy, tmp_path, execution_device="cpu")
+    toy(tokens)
+    inside, leave = threading.Event(), threading.Event()
+
+    def wait_in_forward(*_):
+        if threading.current_thread() is thread:
+            inside.set()
+            leave.wait()
+
+    toy.blocks[1].register_forward_hook(wait_in_forward)
+    thread = threading.Thread(target=toy, args=(tokens,))
+    if busy:
+        thread.start()
+        inside.wait()
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    child = context.Process(target=lambda: results.put(toy(tokens).tolist()))
+    child.start()
+    try:
+        assert results.get(timeout=120) == expected.tolist()  # a child that hangs would end the test never
+        child.join()
+    finally:
+        child.kill()
+        leave.set()
+        if busy:
+            thread.join()
+    assert torch.equal(toy(tokens), expected)
+
+
+@dataclasses.dataclass
+class Counts:
+    """What layers count in."""
+
+    calls: int = 0
+    parts: list[torch.Tensor] = dataclasses.field(default_factory=list)
+
+
+class Counting(nn.Module):
+    """Reads what the layers before it have written, and writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        if isinstance(cache, Counts):
+            cache.calls += 1
+            cache.parts.append(x)
+            return self.layer(x) * cache.calls + sum(cache.parts)
+        if isinstance(cache, dict):
+            cache["calls"] = cache.get("calls", 0) + 1
+            return self.layer(x) * cache["calls"]
+        cache.append(x)
+        return self.layer(x) + sum(cache)
+
+
+class Shared(nn.Module):
+    """Layers that share a cache."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Counting() for _ in range(3)])
+
+    def forward(self, x, cache):
+        for layer in self.layers:
+            x = layer(x, cache=cache)
+        return x, cache
+
+
+@pytest.mark.parametrize("make", [dict, list, Counts])
+@pytest.mark.parametrize("offload", ["cpu", "disk", "map"])
+def test_layers_share_the_containers_that_they_write_into(make, offload, tmp_path):
+    model, x = Shared(), torch.randn(1, 4)
+    expected, _ = model(x, make())
+    if offload == "cpu":
+        cpu_offload(model, "cpu")
+    elif offload == "disk":
+        disk_offload(model, tmp_path, "cpu")
+    else:
+        plan = {"layers.0": "cpu", "layers.1": "disk", "layers.2": "disk"}
+        dispatch_model(model, plan, offload_dir=tmp_path)
+    cache = make()
+    output, written = model(x, cache)
+    torch.testing.assert_close(output, expected)
+    assert written is cache

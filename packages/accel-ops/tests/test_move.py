@@ -66,6 +66,26 @@ def test_a_tensor_that_is_there_is_not_copied() -> None:
     assert send_to_device(tensor, "cpu") is tensor
 
 
+@dataclasses.dataclass
+class State:
+    parts: list[torch.Tensor]
+    count: int
+
+
+def test_containers_without_anything_to_move_are_reused_on_request():
+    kept, moving = [torch.ones(1, device="meta")], State([torch.ones(1)], 3)
+    data = {"kept": kept, "moving": moving, "listed": [torch.ones(1)], "none": []}
+    found = send_to_device(data, META, reuse_containers=True)
+    assert found is not data
+    assert found["kept"] is kept
+    assert found["none"] is data["none"]
+    assert found["listed"][0].is_meta
+    assert not data["listed"][0].is_meta
+    assert found["moving"] is moving
+    assert moving.parts[0].is_meta
+    assert send_to_device(kept, META) is not kept
+
+
 @pytest.mark.parametrize("non_blocking", [True, False])
 def test_objects_move_themselves_and_get_told_not_to_wait_if_they_understand(non_blocking: bool) -> None:
     picky = Picky()

@@ -189,8 +189,10 @@ class AlignDevicesHook(ModelHook):
             self.input_device = find_device([args, kwargs])
         if self.execution_device is not None:
             try:
-                args = send_to_device(args, self.execution_device)
-                kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+                args = send_to_device(args, self.execution_device, reuse_containers=True)
+                kwargs = send_to_device(
+                    kwargs, self.execution_device, skip_keys=self.skip_keys, reuse_containers=True
+                )
             except NotImplementedError as error:
                 raise NotImplementedError(
                     f"an input of {type(module).__name__} does not move to {self.execution_device}: {error} "
@@ -208,7 +210,9 @@ class AlignDevicesHook(ModelHook):
         """Release the weights, and move the output to the device of the input."""
         self._release()
         if self.io_same_device and self.input_device is not None:
-            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+            output = send_to_device(
+                output, self.input_device, skip_keys=self.skip_keys, reuse_containers=True
+            )
         return output
 
     def forward_failed(self, module: nn.Module) -> None:  # noqa: ARG002 - the seam's signature

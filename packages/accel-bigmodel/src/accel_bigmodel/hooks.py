@@ -204,7 +204,7 @@ class CpuOffload(ModelHook):
             if torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
         module.to(self.execution_device)
-        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+        return send_to_device((args, kwargs), self.execution_device, reuse_containers=True)
 
 
 class UserCpuOffloadHook:

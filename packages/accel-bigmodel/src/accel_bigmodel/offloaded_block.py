@@ -12,7 +12,9 @@ issued the last use.
 from __future__ import annotations
 
 import copy
+import os
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -288,10 +290,8 @@ class MappedBlocks:
         self._weights = weights
         self._device = device
         self._limit = limit
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="accel-read-ahead")
-        self._lock = threading.RLock()
+        self.start_thread()
         self._holds: dict[str, int] = {}
-        self._pending: dict[str, Future[dict[str, Tensor]]] = {}
         self._mapped: dict[str, list[str]] = {}
         self._cast: dict[str, list[str]] = {}
         self._resident: dict[str, int] = {}
@@ -315,6 +315,12 @@ class MappedBlocks:
     def __deepcopy__(self, memo: dict[int, Any]) -> MappedBlocks:
         blocks = {block: [*names, *self._cast[block]] for block, names in self._mapped.items()}
         return MappedBlocks(copy.deepcopy(self._weights, memo), blocks, self._device, self._limit)
+
+    def start_thread(self) -> None:
+        """Create the thread that prefetches; again in a forked child, which inherits no thread."""
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="accel-read-ahead")
+        self._lock = threading.RLock()
+        self._pending: dict[str, Future[dict[str, Tensor]]] = {}
 
     def acquire(self, block: str) -> Mapping[str, Tensor]:
         """Return the mapped and the cast tensors of a block."""
@@ -404,12 +410,26 @@ class OffloadedBlock:
         self._lock = threading.RLock()
         self._holds: dict[int, int] = {}
         self._members: list[tuple[AlignDevicesHook, Mapping[str, Any], str, list[OffloadedTensor]]] = []
+        _blocks.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_lock": None, "_holds": {}}  # a copy of the model is not running
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.RLock())
+        _blocks.add(self)
+
+    def reset_in_child(self) -> None:
+        """Replace threads and locks, and end the forwards of other threads, which a forked child lacks."""
+        self._lock = threading.RLock()
+        weights = self._order.weights
+        if isinstance(weights, MappedBlocks):  # a device cannot be used in a forked child
+            weights.start_thread()
+            for thread in self._holds.keys() - {threading.get_ident()}:
+                del self._holds[thread]
+                weights.release(self.name)
+            if not self._holds:
+                self._leave()
 
     @property
     def is_held(self) -> bool:
@@ -474,6 +494,18 @@ class OffloadedBlock:
         for _, _, _, slots in self._members:
             for slot in slots:
                 slot.leave()
+
+
+_blocks: weakref.WeakSet[OffloadedBlock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for block in [*_blocks]:
+        block.reset_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class BlockOrder:

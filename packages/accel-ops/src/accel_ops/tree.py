@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -347,6 +348,8 @@ def send_to_device(
     device: str | int | torch.device,
     non_blocking: bool = False,
     skip_keys: str | Collection[str] | None = None,
+    *,
+    reuse_containers: bool = False,
 ) -> T:
     """Move all objects with a `to` method in nested data to a device; other leaves stay unchanged.
 
@@ -356,6 +359,8 @@ def send_to_device(
         device: The target device.
         non_blocking: Do not wait for copies from pinned memory.
         skip_keys: Keys of mappings (and fields of dataclasses) whose values are not moved.
+        reuse_containers: Return a container itself, instead of a copy, if nothing in it has moved; replace
+            the fields of a dataclass in place. What several layers write into a container is then kept.
 
     Returns:
         The same structure on the device. A tensor that is already there is not copied.
@@ -367,7 +372,7 @@ def send_to_device(
     skipped = () if skip_keys is None else (skip_keys,) if isinstance(skip_keys, str) else skip_keys
     # Not every `to` method accepts `npu` and `xpu` without an index: they mean the first device.
     where = f"{device}:0" if device in {"npu", "xpu"} else device
-    return _send(tensor, where, non_blocking, skipped)
+    return _send(tensor, where, non_blocking, skipped, reuse_containers)
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
@@ -401,25 +406,29 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     return copy
 
 
-def _send(data: Any, device: str | int | torch.device, non_blocking: bool, skipped: Collection[str]) -> Any:
+def _send(
+    data: Any, device: str | int | torch.device, non_blocking: bool, skipped: Collection[str], reuse: bool
+) -> Any:
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
-    if type(data) is dict:
-        return {
-            key: value if key in skipped else _send(value, device, non_blocking, skipped)
-            for key, value in data.items()
-        }
-    if callable(to := getattr(data, "to", None)) and not isinstance(data, type):
-        return _call_to(to, device, non_blocking)
-    if isinstance(data, (list, tuple)):
-        return rebuild(data, [_send(value, device, non_blocking, skipped) for value in data])
-    if isinstance(data, Mapping) or is_dataclass_instance(data):
-        values = [
-            value if key in skipped else _send(value, device, non_blocking, skipped)
-            for key, value in children(data) or ()
-        ]
-        return rebuild(data, values)
-    return data
+    if type(data) is not dict and not isinstance(data, (list, tuple)):
+        if callable(to := getattr(data, "to", None)) and not isinstance(data, type):
+            return _call_to(to, device, non_blocking)
+        if not isinstance(data, Mapping) and not is_dataclass_instance(data):
+            return data
+    inside = children(data) or ()
+    values = [
+        value if key in skipped else _send(value, device, non_blocking, skipped, reuse)
+        for key, value in inside
+    ]
+    if reuse and all(new is old for new, (_, old) in zip(values, inside, strict=True)):
+        return data
+    if reuse and is_dataclass_instance(data):
+        with contextlib.suppress(dataclasses.FrozenInstanceError):
+            for value, (name, _) in zip(values, inside, strict=True):
+                setattr(data, name, value)
+            return data
+    return rebuild(data, values)
 
 
 def _call_to(to: Any, device: str | int | torch.device, non_blocking: bool) -> Any:
