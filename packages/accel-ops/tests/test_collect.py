@@ -455,6 +455,17 @@ def test_complex_numbers_have_no_maximum(world) -> None:
         assert "view_as_real" in str(error)
 
 
+@pytest.mark.parametrize("operation", [gather, reduce, broadcast])
+def test_sparse_and_nested_tensors_are_refused_by_their_path(world, operation) -> None:
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,))
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    for tensor, remedy in ((sparse, "to_dense"), (nested, "to_padded_tensor")):
+        for error in world(2).run(lambda rank, tensor=tensor: operation({"a": [tensor]})):
+            assert isinstance(error, TypeError)
+            assert "data['a'][0]" in str(error)
+            assert remedy in str(error)
+
+
 def test_none_is_another_name_for_the_sum(world) -> None:
     assert [found.item() for found in world(2).run(lambda rank: reduce(torch.tensor(rank + 1), "none"))] == [
         3,

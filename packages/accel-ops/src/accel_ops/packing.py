@@ -290,6 +290,13 @@ def flatten(data: Any, operation: str) -> Flat:
         spec = _flatten_leaves(data, leaves)
     except _StrayLeafError:
         raise tree.stray_leaf(data, operation) from None
+    if any(leaf.is_nested or leaf.layout is not torch.strided for leaf in leaves):
+        path, leaf = next((p, t) for p, t in tree.walk(data) if t.is_nested or t.layout is not torch.strided)
+        remedy = "to_padded_tensor()" if leaf.is_nested else "to_dense()"
+        raise TypeError(
+            f"{operation}(): data{path} is a sparse or nested tensor, and collectives take dense ones. Pass its "
+            f"{remedy}."
+        )
     key = (spec, tuple(map(_shape_of, leaves)), tuple(map(_dtype_of, leaves)))
     known = _plans.get(key)
     if known is None:

@@ -192,7 +192,8 @@ class SteppingFacet(Facet):
         """Allow ranks to have different numbers of batches: a rank without batches still joins collectives.
 
         Args:
-            joinables: The prepared models, and optimizers that are `torch.distributed` joinables.
+            joinables: The prepared models, and optimizers that are `torch.distributed` joinables. Several
+                models each need a backward pass of their own, in this order.
             even_batches: Replaces the accelerator's `even_batches` within the context, for prepared loaders
                 of map-style datasets.
 
