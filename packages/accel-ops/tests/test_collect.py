@@ -457,7 +457,7 @@ def test_complex_numbers_have_no_maximum(world) -> None:
 
 @pytest.mark.parametrize("operation", [gather, reduce, broadcast])
 def test_sparse_and_nested_tensors_are_refused_by_their_path(world, operation) -> None:
-    sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,))
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)
     nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
     for tensor, remedy in ((sparse, "to_dense"), (nested, "to_padded_tensor")):
         for error in world(2).run(lambda rank, tensor=tensor: operation({"a": [tensor]})):

@@ -294,8 +294,8 @@ def flatten(data: Any, operation: str) -> Flat:
         path, leaf = next((p, t) for p, t in tree.walk(data) if t.is_nested or t.layout is not torch.strided)
         remedy = "to_padded_tensor()" if leaf.is_nested else "to_dense()"
         raise TypeError(
-            f"{operation}(): data{path} is a sparse or nested tensor, and collectives take dense ones. Pass its "
-            f"{remedy}."
+            f"{operation}(): data{path} is a sparse or nested tensor, but collectives take dense ones. "
+            f"Pass its {remedy}."
         )
     key = (spec, tuple(map(_shape_of, leaves)), tuple(map(_dtype_of, leaves)))
     known = _plans.get(key)
