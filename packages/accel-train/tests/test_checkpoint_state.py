@@ -830,6 +830,37 @@ def test_a_merged_file_is_not_deleted_with_the_shards(tmp_path):
     assert listing(tmp_path) == ["shards2"]
 
 
+@pytest.mark.parametrize("table", ["optimizer", None])
+@pytest.mark.parametrize("is_safe", [True, False])
+def test_the_shards_of_an_optimizer_are_not_merged_into_a_model(tmp_path, table, is_safe):
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
+        dcp.save({table: state} if table else state, checkpoint_id=tmp_path / "optimizer_0", no_dist=True)
+    before = listing(tmp_path)
+    with pytest.raises(CheckpointError, match=r"optimizer_0' holds the state of an optimizer"):
+        merge_fsdp_weights(tmp_path / "optimizer_0", tmp_path / "merged", is_safe, remove_checkpoint_dir=True)
+    assert listing(tmp_path) == before
+
+
+def test_a_merge_of_shards_that_hold_more_than_a_model_takes_the_model_and_deletes_nothing(tmp_path):
+    weights = {"a": torch.ones(2)}
+    content = {"model": weights, "optimizer": {"state": {"a": torch.zeros(2)}, "param_groups": [{"lr": 1.0}]}}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
+        dcp.save(content, checkpoint_id=tmp_path / "shards", no_dist=True)
+    before = listing(tmp_path)
+    with pytest.raises(SettingsError, match=r"remove_checkpoint_dir=True would also delete 'optimizer'"):
+        merge_fsdp_weights(tmp_path / "shards", tmp_path / "merged", remove_checkpoint_dir=True)
+    assert listing(tmp_path) == before
+    merge_fsdp_weights(tmp_path / "shards", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert merged.keys() == {"a"}
+    assert torch.equal(merged["a"], weights["a"])
+
+
 def test_the_weights_of_an_offloaded_module_replace_those_in_a_state_dict():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     weight = model[0].weight.detach().clone()

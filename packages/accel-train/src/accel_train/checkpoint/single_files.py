@@ -30,7 +30,7 @@ from accel_plugins.sharding.folder import LocalFiles, TensorMetadata
 from accel_plugins.sharding.state import ShardedStates, StateForm, is_sharded_folder, strip_wrapper_prefixes
 from accel_plugins.unsharded import with_offloaded_weights
 from accel_state import runtime
-from accel_state.errors import CheckpointError, SettingsError
+from accel_state.errors import CheckpointError, SettingsError, some_of
 from accel_state.files import any_path, local_path
 from accel_state.partial_state import PartialState
 from accel_state.remote import AnyPath, RemotePath
@@ -448,8 +448,9 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: Whether to delete the shards when the file is complete.
 
     Raises:
-        CheckpointError: There are no shards, or shards of several models, or they are damaged.
-        SettingsError: The file would be in the folder that is deleted.
+        CheckpointError: There are no shards, or shards of several models or of an optimizer, or they are
+            damaged.
+        SettingsError: The file would be in the folder that is deleted, or its shards hold more than weights.
         OSError: There is no space for the file.
     """
     state = PartialState() if torch.distributed.is_initialized() else None
@@ -459,6 +460,7 @@ def merge_fsdp_weights(
             folder = _folder_of_model(any_path(checkpoint_dir, "checkpoint_dir"))
             if remove_checkpoint_dir:
                 _check_outside(folder, any_path(output_path, "output_path"))
+                _check_weights_alone(folder)
             merge_folder(checkpoint_dir, output_path, safe_serialization)
             if remove_checkpoint_dir:
                 folder.remove_tree() if isinstance(folder, RemotePath) else remove(folder)
@@ -476,6 +478,17 @@ def _check_outside(folder: AnyPath, path: AnyPath) -> None:
         raise SettingsError(
             f"output_path={str(path)!r} is inside of the folder that remove_checkpoint_dir=True deletes: "
             "pass another one."
+        )
+
+
+def _check_weights_alone(folder: AnyPath) -> None:
+    entries = sharding.folder.entries(sharding.folder.read_index(folder))
+    tables = {str(entry.path[0]) for entry in entries if len(entry.path) > 1}
+    if MODEL_KEY in tables and len(tables) > 1:
+        lost = some_of(sorted(map(repr, tables - {MODEL_KEY})))
+        raise SettingsError(
+            f"remove_checkpoint_dir=True would also delete {lost} in {str(folder)!r}, which the merged file "
+            "does not hold: leave it out, and delete the folder yourself."
         )
 
 
@@ -501,11 +514,7 @@ def merge_folder(
 
 
 def _merge(folder: AnyPath, target: Path, *, safe: bool) -> None:
-    tensors = {
-        name: entry
-        for entry in sharding.folder.entries(sharding.folder.read_index(folder))
-        if (name := _weight_name(entry)) is not None
-    }
+    tensors = _weights_of(folder)
     make_folder(target.parent)
     nonce = secrets.token_hex(4)
     temporary, merged = (target.with_name(f".{target.name}.{nonce}.{end}") for end in ("tmp", "bin"))
@@ -548,12 +557,17 @@ def _folder_of_model(source: AnyPath) -> AnyPath:
     )
 
 
-def _weight_name(entry: TensorMetadata) -> str | None:
-    """Return the name of a weight; `None` for other entries."""
-    if entry.shape is None:
-        return None
-    path = entry.path if entry.path[0] != "model" or len(entry.path) == 1 else entry.path[1:]
-    return ".".join(map(str, path))
+def _weights_of(folder: AnyPath) -> dict[str, TensorMetadata]:
+    """Return the weights in a folder of shards by name: those under "model", if there is such a table."""
+    entries = [*sharding.folder.entries(sharding.folder.read_index(folder))]
+    below = [entry for entry in entries if entry.path[0] == MODEL_KEY and len(entry.path) > 1]
+    if not below and any("param_groups" in entry.path[:2] for entry in entries):
+        raise CheckpointError(
+            f"{str(folder)!r} holds the state of an optimizer, which load_state() reads as it is. Pass the "
+            f"folder of the model, such as {layout.sharded_model_name(0)!r}."
+        )
+    names = ((entry.path[1:] if below else entry.path, entry) for entry in below or entries)
+    return {".".join(map(str, path)): entry for path, entry in names if entry.shape is not None}
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
