@@ -37,7 +37,7 @@ from accel_bigmodel.sizes import (
     get_module_size_with_ties,
     read_layers,
 )
-from accel_bigmodel.sources import stored_dtypes
+from accel_bigmodel.sources import open_checkpoint, stored_dtypes
 from accel_ops.weights.read import device_of
 from accel_ops.weights.write import save_state_dict
 from accel_state.errors import SettingsError
@@ -332,7 +332,7 @@ def test_the_room_that_a_map_keeps_is_enough_to_stream_two_blocks(tmp_path, sche
 
 def test_a_block_that_is_cast_takes_room_in_both_types(tmp_path):
     save_state_dict(Tower().half().state_dict(), tmp_path)
-    in_file = stored_dtypes(tmp_path)
+    in_file = stored_dtypes(open_checkpoint(tmp_path))
     assert set(in_file.values()) == {torch.float16}
     for stored, resident in ((in_file, 1), (None, 3)):  # two blocks take 2 x 18 KiB, or 2 x 12
         plan = automatic_device_map("auto", Tower(), {0: 40 << 10}, "Residual", stored_dtypes=stored)

@@ -109,6 +109,49 @@ def test_every_form_of_a_checkpoint_is_found(toy, toy_class, tmp_path, form):
     assert all(torch.equal(state[name], tensor) for name, tensor in toy.state_dict().items())
 
 
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("names", [("a", "z"), ("z", "a")])
+@pytest.mark.parametrize("plan", [None, {"": "cpu"}, {"": "disk"}])
+@pytest.mark.parametrize("stale", [torch.full((2, 2), -9.0), torch.full((3,), -9.0)])
+def test_the_index_decides_which_file_a_tensor_comes_from(tmp_path, suffix, names, plan, stale):
+    def write(tensors, path):
+        save_file(tensors, path) if suffix == "safetensors" else torch.save(tensors, path)
+
+    first, overlay = (f"{name}.{suffix}" for name in names)
+    write({"0.weight": torch.full((2, 2), 1.0), "1.weight": stale}, tmp_path / first)
+    write({"1.weight": torch.full((2, 2), 2.0)}, tmp_path / overlay)
+    table = {"0.weight": first, "1.weight": overlay}
+    (tmp_path / f"m.{suffix}.index.json").write_text(json.dumps({"weight_map": table}))
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model = load_checkpoint_and_dispatch(model, tmp_path, plan, offload_folder=tmp_path / "off", strict=True)
+    assert torch.equal(model(torch.ones(1, 2)), torch.full((1, 2), 8.0))
+
+
+def test_the_index_decides_which_dtype_an_inferred_map_counts(tmp_path):
+    wide = {f"{i}.weight": torch.ones(64, 64) for i in range(4)}
+    save_file({name: tensor.half() for name, tensor in wide.items()}, tmp_path / "a.safetensors")
+    save_file(wide, tmp_path / "b.safetensors")
+    save_file({"x": torch.ones(1)}, tmp_path / "c.safetensors")
+    table = {**dict.fromkeys(wide, "a.safetensors"), "x": "c.safetensors", "y": "b.safetensors"}
+    (tmp_path / "m.index.json").write_text(json.dumps({"weight_map": table}))
+    with init_empty_weights():
+        model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
+    model = load_checkpoint_and_dispatch(model, tmp_path, "auto", {"cpu": 28 << 10}, dtype=torch.half)
+    # A layer takes 8 KiB on the CPU; one from the disk would take 24, in both dtypes, if it were cast.
+    assert [*model.hf_device_map.values()].count("cpu") == 2
+
+
+def test_a_tensor_that_the_index_misplaces_or_lacks_is_still_found(tmp_path):
+    source = nn.Linear(2, 2)
+    save_file({"weight": source.weight.detach()}, tmp_path / "a.safetensors")
+    save_file({"bias": source.bias.detach()}, tmp_path / "b.safetensors")
+    table = {"weight": "b.safetensors", "head": "a.safetensors"}
+    (tmp_path / "m.index.json").write_text(json.dumps({"weight_map": table}))
+    model = nn.Linear(2, 2)
+    load_checkpoint_in_model(model, tmp_path, strict=True)
+    assert all(torch.equal(value, source.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def test_a_load_in_two_steps_is_that_in_one(checkpoint, toy, toy_class, tokens, tmp_path):
     model, plan = skeleton(toy_class), MAPS["mixed"]
     load_checkpoint_in_model(model, checkpoint, device_map=plan, offload_folder=tmp_path / "off")
@@ -245,6 +288,26 @@ def test_weights_are_cast_except_those_kept(toy, toy_class, tmp_path, dtype):
     assert model.blocks[0].norm.weight.dtype == torch.float32
     assert model.blocks[0].norm.num_batches_tracked.dtype == torch.int64
     assert torch.equal(model.gain, toy.gain.to(wanted))
+
+
+def test_modules_are_kept_in_float32_by_whole_components_of_their_names(tmp_path):
+    model = nn.ModuleDict({name: nn.ModuleDict({"norm": nn.Linear(2, 2)}) for name in ("wo", "word", "two")})
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    for kept, expected in (
+        (["wo"], ["wo"]),
+        (["two.norm"], ["two"]),
+        (["norm"], ["two", "wo", "word"]),
+        (["wo.norm.weight", "wo.norm.bias"], ["wo"]),
+        (["o.norm", ""], []),
+    ):
+        empty = copy.deepcopy(model).to("meta")
+        load_checkpoint_in_model(
+            empty, tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16, keep_in_fp32_modules=kept
+        )
+        wide = {
+            name.partition(".")[0] for name, value in empty.named_parameters() if value.dtype.itemsize == 4
+        }
+        assert sorted(wide) == expected
 
 
 @pytest.mark.parametrize("plan", ["all disk", "mixed"])

@@ -103,6 +103,25 @@ def test_a_second_save_leaves_no_shard_of_the_first(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == [SAFE_WEIGHTS_NAME]
 
 
+@pytest.mark.parametrize("sizes", [("1KB", "1KB"), ("1KB", 32), (32, "1KB"), (32, 32)])
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_folder_holds_what_was_saved_last_in_whatever_format(tmp_path, sizes, safe):
+    for value, size, is_safe in zip((1, 2), sizes, (not safe, safe), strict=True):
+        state = {f"t{i}": torch.full((8,), value) for i in range(3)}
+        save_state_dict(state, tmp_path, max_shard_size=size, safe_serialization=is_safe)
+    found: dict[str, torch.Tensor] = {}
+    for file in find_checkpoint_files(tmp_path).files:
+        found.update(load_state_dict(file))
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_a_save_keeps_weights_of_another_format_that_are_not_read_in_its_place(tmp_path):
+    save_state_dict({"a": torch.zeros(8)}, tmp_path, safe_serialization=False)
+    save_state_dict({"a": torch.ones(8)}, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [SAFE_WEIGHTS_NAME, WEIGHTS_NAME]
+
+
 def test_a_save_keeps_files_that_are_no_shards(tmp_path):
     kept = ["model-best-of-three.safetensors", "model-1-of-2.safetensors"]
     for name in kept:

@@ -521,7 +521,8 @@ def load_checkpoint_in_model(
         offload_state_dict: Keep CPU tensors that cannot be mapped (cast weights, legacy `.bin` files) in
             temporary files rather than in memory.
         offload_buffers: Whether buffers of modules on the disk are offloaded too.
-        keep_in_fp32_modules: Modules whose weights are float32 for any `dtype`.
+        keep_in_fp32_modules: Names of modules whose weights are float32 for any `dtype`: components of the
+            full name, so that `"wo"` is `layers.0.wo`, but not `word`.
         offload_8bit_bnb: Not supported: use `accel_quant.load_and_quantize_model`, which keeps 8-bit weights
             with their statistics on any device of the map.
         strict: Raise on missing or unexpected tensors; by default they are logged.
@@ -550,7 +551,7 @@ def load_checkpoint_in_model(
         dtypes={
             name: torch.float32
             for name in sites_of(model)
-            if any(module in name for module in keep_in_fp32_modules or ())
+            if any(f".{module}." in f".{name}." for module in keep_in_fp32_modules or ())
         },
         strict=strict,
         shards=not full_state_dict,
@@ -618,6 +619,9 @@ def load_checkpoint_and_dispatch(
             problems.
         SettingsError: The map is invalid, or the load would exceed the memory limit.
     """
+    if device_map is not None and not isinstance(device_map, str):
+        check_device_map(model, device_map)
+    sources = broadcast_sources(checkpoint) if broadcast_from_rank0 else open_checkpoint(checkpoint)
     if isinstance(device_map, str):
         device_map = automatic_device_map(
             device_map,
@@ -625,12 +629,10 @@ def load_checkpoint_and_dispatch(
             max_memory,
             no_split_module_classes,
             offload_buffers,
-            stored_dtypes=None if broadcast_from_rank0 else stored_dtypes(checkpoint),
+            stored_dtypes=None if broadcast_from_rank0 else stored_dtypes(sources),
             dtype=dtype,
         )
     limit = None if memory_limit is None else convert_file_size_to_int(memory_limit)
-    if device_map is not None:
-        check_device_map(model, device_map)
     on_disk = device_map is not None and "disk" in device_map.values()
     assignment = Assignment(
         device_map=device_map,
@@ -642,7 +644,6 @@ def load_checkpoint_and_dispatch(
         shards=not full_state_dict,
         memory_limit=limit,
     )
-    sources = broadcast_sources(checkpoint) if broadcast_from_rank0 else open_checkpoint(checkpoint)
     index = load_weights(model, sources, assignment, measure=report)
     if device_map is None:
         return model

@@ -168,24 +168,27 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
         CheckpointError: A file is damaged, unsafe or absent.
         FileNotFoundError: The path does not exist, and it is not the id of a model.
     """
-    files = find_checkpoint_files(local_checkpoint(checkpoint)).files
+    files = find_checkpoint_files(local_checkpoint(checkpoint))
     pipelines = Pipelines()
-    return [
-        SafetensorsSource(path, pipelines) if path.suffix == SAFETENSORS_SUFFIX else BinSource(path)
-        for path in files
-    ]
+    sources = {
+        path: SafetensorsSource(path, pipelines) if path.suffix == SAFETENSORS_SUFFIX else BinSource(path)
+        for path in files.files
+    }
+    # A tensor that several files have comes from the one that the index names.
+    for name, path in (files.weight_map or {}).items():
+        if name in sources[path].tensors:
+            for source in sources.values():
+                if source is not sources[path]:
+                    source.tensors.pop(name, None)
+    return [*sources.values()]
 
 
-def stored_dtypes(checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
-    """Return the dtypes of the tensors that may stay in the files of a checkpoint, by name.
-
-    Raises:
-        CheckpointError: A file is damaged or absent.
-        FileNotFoundError: The path does not exist, and it is not the id of a model.
-    """
-    files = find_checkpoint_files(local_checkpoint(checkpoint)).files
-    tables = [SafetensorsFile(path).entries for path in files if path.suffix == SAFETENSORS_SUFFIX]
-    return {name: entry.dtype for entries in tables for name, entry in entries.items()}
+def stored_dtypes(sources: Sequence[Source]) -> dict[str, torch.dtype]:
+    """Return the dtypes of the tensors that may stay in the files of a checkpoint, by name."""
+    first = reversed(
+        [source for source in sources if source.in_place]
+    )  # the first file that has a name counts
+    return {name: dtype for source in first for name, (_, dtype) in source.tensors.items()}
 
 
 def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:

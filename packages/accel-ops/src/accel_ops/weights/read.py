@@ -40,8 +40,8 @@ class CheckpointFiles:
     weight_map: dict[str, AnyPath] | None = None
 
 
-_SINGLE_FILES = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
-_INDEXED = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+READ_ORDER = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+"""The files of a folder that are read: the first of these."""
 
 
 def find_checkpoint_files(checkpoint: str | os.PathLike[str] | RemotePath) -> CheckpointFiles:
@@ -61,12 +61,9 @@ def find_checkpoint_files(checkpoint: str | os.PathLike[str] | RemotePath) -> Ch
         return _indexed(path) if path.suffix == ".json" else CheckpointFiles(files=(path,))
     if not path.is_dir():
         raise FileNotFoundError(f"no checkpoint at {str(path)!r}: neither a file nor a folder")
-    for name in _SINGLE_FILES:
+    for name in READ_ORDER:
         if (path / name).is_file():
-            return CheckpointFiles(files=(path / name,))
-    for name in _INDEXED:
-        if (path / name).is_file():
-            return _indexed(path / name)
+            return find_checkpoint_files(path / name)
     return _only_index(path)
 
 
@@ -185,7 +182,7 @@ def _only_index(folder: AnyPath) -> CheckpointFiles:
     if len(single) == 1:
         return CheckpointFiles(files=(single[0],))
     present = some_of(path.name for path in indexes or single) or "none"
-    wanted = " or ".join((*_SINGLE_FILES, *_INDEXED))
+    wanted = " or ".join(READ_ORDER)
     raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {present}")
 
 

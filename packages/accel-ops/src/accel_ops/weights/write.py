@@ -20,7 +20,6 @@ from torch import Tensor
 from accel_ops.tree import recursively_apply, walk
 from accel_ops.weights.layout import (
     DEFAULT_SHARD_SIZE,
-    INDEX_SUFFIX,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_PATTERN_NAME,
     WEIGHTS_INDEX_NAME,
@@ -31,6 +30,7 @@ from accel_ops.weights.layout import (
     groups_of,
     numbered,
 )
+from accel_ops.weights.read import READ_ORDER
 from accel_ops.weights.safetensors_io import clean_state_dict_for_safetensors, write_safetensors
 from accel_ops.weights.tensors import tensor_memory
 from accel_state import runtime
@@ -83,7 +83,8 @@ def save_state_dict(
 ) -> WeightShards:
     """Write a state dict to a folder: one file, or shards and their index.
 
-    Stale shards of an earlier save are removed once the new save is complete.
+    Once the new save is complete, files of an earlier save are removed: those of the same format, and those
+    of the other format that would be read in place of the new ones.
 
     Args:
         state_dict: Name to tensor.
@@ -145,7 +146,7 @@ def save_state_parts(
     if plan.index is not None:
         text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
         _replace(target / index_name, lambda file: file.write_bytes(text.encode()))
-    # 3. Remove shards of an earlier save.
+    # 3. Remove files of an earlier save.
     _remove_previous(target, pattern, index_name, plan)
     return plan
 
@@ -177,14 +178,16 @@ def _lacks_storage(data: Any) -> bool:
 
 
 def _remove_previous(folder: AnyPath, pattern: str, index_name: str, plan: WeightShards) -> None:
+    """Remove files of an earlier save: of this format, and of the other one if it would be read instead."""
+    written = index_name if plan.index is not None else pattern.format(suffix="")
+    first = READ_ORDER[: READ_ORDER.index(written)]
+    patterns = [pattern, *([SAFE_WEIGHTS_PATTERN_NAME] if SAFE_WEIGHTS_INDEX_NAME in first else ())]
     number = "[0-9]" * 5
-    shards = folder.glob(pattern.format(suffix=f"-{number}-of-{number}"))
-    stale: set[AnyPath] = {*shards, folder / pattern.format(suffix="")}
-    if plan.index is None:
-        stale.add(folder / index_name)
+    stale = {folder / name for name in (*first, pattern.format(suffix=""), index_name)} - {folder / written}
+    for shards in patterns:
+        stale.update(folder.glob(shards.format(suffix=f"-{number}-of-{number}")))
     for path in stale - {folder / file for file in plan.files}:
-        if not path.name.endswith(INDEX_SUFFIX) or plan.index is None:
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def _save_file(tensors: Mapping[str, Tensor], path: AnyPath) -> None:
