@@ -35,6 +35,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from harness import simulated
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -67,6 +69,13 @@ PRELOADED = (
     "sklearn.datasets",
 )
 """What many bodies import: 7 s of computing, once for all ranks instead of once for each."""
+
+ON_DEVICE = tuple(
+    name
+    for name in PRELOADED
+    if not name.startswith(("deepspeed", "megatron", "accel_plugins.deep", "accel_plugins.mega"))
+)
+"""The same of bodies on a simulated device, less the engines that choose a device when they are imported."""
 
 bodies: dict[tuple[str, str], Callable[..., None]] = {}
 
@@ -103,9 +112,10 @@ class Nursery:
 
     Args:
         *preload: Modules that it imports, too, so that its ranks need not.
+        device: The name of the simulated accelerator that its ranks have (`harness.simulated`).
     """
 
-    def __init__(self, *preload: str) -> None:
+    def __init__(self, *preload: str, device: str | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="harness")
         self.folder = Path(self._folder.name)
         self.log = self.folder / "ranks.log"
@@ -120,7 +130,7 @@ class Nursery:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=worker_environment(),
+                env=worker_environment(device),
                 start_new_session=True,
             )
         self._control = self._accept()
@@ -226,11 +236,11 @@ class Pool:
         )
 
 
-def worker_environment() -> dict[str, str]:
+def worker_environment(device: str | None = None) -> dict[str, str]:
     """The environment of the nursery: this process's, on the CPU, with one thread a rank."""
     ours = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in (os.environ if device is None else simulated.environment(device)).items()
         if not name.startswith(("ACCELERATE_", "PYTEST_", "TORCHELASTIC_"))
         and name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     }
@@ -243,12 +253,12 @@ def worker_environment() -> dict[str, str]:
     }
 
 
-_nurseries: list[Nursery] = []
-_pools: dict[int, Pool] = {}
+_nurseries: dict[str | None, Nursery] = {}
+_pools: dict[tuple[str | None, int], Pool] = {}
 
 
 def distributed(
-    world_size: int = 2, *, timeout: float = TIMEOUT, restart: bool = False
+    world_size: int = 2, *, timeout: float = TIMEOUT, restart: bool = False, device: str | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Mark a test: its body runs once on each of `world_size` ranks; any rank's error fails it.
 
@@ -260,6 +270,8 @@ def distributed(
         world_size: How many ranks.
         timeout: Seconds after which silence is a hang.
         restart: The body spoils its process group (a stall, a rank that dies): use fresh ranks afterwards.
+        device: The name of a simulated accelerator, such as "npu": the ranks have two of them each, and the
+            process group serves it, too. The test is skipped where it cannot be compiled.
     """
 
     def mark(body: Callable[..., None]) -> Callable[..., None]:
@@ -271,7 +283,7 @@ def distributed(
 
         @functools.wraps(body)
         def test(**fixtures: Any) -> None:
-            pool = _pool(world_size)
+            pool = _pool(world_size, device)
             try:
                 pool.run(
                     Job(body.__module__, str(Path(file).resolve()), body.__qualname__, fixtures, restart),
@@ -290,27 +302,30 @@ def close_all() -> None:
     """End every pool of this process. Called at the end of the session; harmless when repeated."""
     _pools.clear()
     while _nurseries:
-        _nurseries.pop().close()
+        _nurseries.popitem()[1].close()
 
 
-def trim_pools(but: int | None = None) -> None:
-    """End the ranks that would wait with many groups, but for those of one world size."""
-    for world_size, pool in _pools.items():
-        if world_size != but:
+def trim_pools(but: tuple[str | None, int] | None = None) -> None:
+    """End the ranks that would wait with many groups, but for those of one pool."""
+    for key, pool in _pools.items():
+        if key != but:
             pool.kill_above(IDLE_GROUPS)
 
 
-def shared_nursery() -> Nursery:
-    """The nursery of this session's pools, started when it is first asked for."""
-    if not _nurseries:
-        _nurseries.append(Nursery(*PRELOADED))
-        atexit.register(close_all)
-    return _nurseries[0]
+def shared_nursery(device: str | None = None) -> Nursery:
+    """The nursery of this session's pools for a device, started when it is first asked for."""
+    if device not in _nurseries:
+        if not _nurseries:
+            atexit.register(close_all)
+        _nurseries[device] = Nursery(*(PRELOADED if device is None else ON_DEVICE), device=device)
+    return _nurseries[device]
 
 
-def _pool(world_size: int) -> Pool:
-    trim_pools(but=world_size)
-    pool = _pools.setdefault(world_size, Pool(shared_nursery()))
+def _pool(world_size: int, device: str | None) -> Pool:
+    if device is not None:
+        simulated.require()
+    trim_pools(but=(device, world_size))
+    pool = _pools.setdefault((device, world_size), Pool(shared_nursery(device)))
     if not pool.ranks:
         pool.ranks = pool.nursery.spawn(world_size)
     return pool

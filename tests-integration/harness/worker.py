@@ -16,7 +16,7 @@ import traceback
 import warnings
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 LOCALS = 300  # characters of each local variable shown with a failure
+SIMULATED: Any = (
+    torch.get_device_module(os.environ["SIMULATED_DEVICE"]) if "SIMULATED_DEVICE" in os.environ else None
+)
+"""The module of the simulated device that this process has; see `harness.simulated`."""
 
 
 def main(address: str, *preload: str) -> None:
@@ -109,7 +113,11 @@ def _join(rank: int, world_size: int, listener: socket.socket) -> None:
     else:
         os.close(fd)
         store = TCPStore(host, port, world_size, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    backend = "gloo"
+    if SIMULATED is not None:
+        SIMULATED.set_device(rank % SIMULATED.device_count())
+        backend = f"cpu:gloo,{SIMULATED.NAME}:{dist.get_default_backend_for_device(SIMULATED.NAME)}"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 
 def _serve(link: Connection) -> None:
@@ -135,6 +143,8 @@ def _answer(job: Job) -> Answer:
             # does not copy.
             gc.collect()
             gc.freeze()  # what lives on is imported or cached: to look at it each time takes 0.3 s
+            if SIMULATED is not None:
+                _reset_device()
         _check_left_behind(before, groups)
     except pytest.skip.Exception as skipped:
         return Answer(skipped=str(skipped))
@@ -171,6 +181,18 @@ def _reset() -> None:
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(mode=False)
     torch.set_grad_enabled(True)
+
+
+def _reset_device() -> None:
+    """Give a body a fresh device, and fail the one before if something was not waited for."""
+    for index in range(SIMULATED.device_count()):
+        SIMULATED.synchronize(index)
+        SIMULATED.reset_peak_memory_stats(index)
+    SIMULATED.set_device(dist.get_rank() % SIMULATED.device_count())
+    SIMULATED.empty_cache()
+    races = SIMULATED.take_races()
+    if races:
+        raise AssertionError("\n".join(("races on the simulated device:", *dict.fromkeys(races))))
 
 
 def _check_left_behind(before: dict[str, str], groups: int) -> None:
