@@ -4,14 +4,17 @@ import dataclasses
 import enum
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 import accel_ops
 from accel_ops import (
     TensorInformation,
     concatenate,
+    convert_to_fp32,
     find_batch_size,
     find_device,
     get_data_structure,
@@ -24,6 +27,7 @@ from accel_ops import (
     is_torch_tensor,
     listify,
     recursively_apply,
+    send_to_device,
     slice_tensors,
 )
 from accel_ops.tree import walk
@@ -64,6 +68,74 @@ def test_every_exported_name_resolves() -> None:
     assert dir(accel_ops) == sorted(accel_ops.__all__)
 
 
+class Named(dict[str, Any]):
+    def __init__(self, name: str, **items: Any) -> None:
+        super().__init__(**items)
+        self.name = name
+
+
+class Owned(list[Any]):
+    def __init__(self, owner: str, items: Any = ()) -> None:
+        super().__init__(items)
+        self.owner = owner
+
+
+class Pair(tuple[Any, ...]):
+    __slots__ = ()
+
+    def __new__(cls, first: Any, second: Any = None) -> Pair:
+        return super().__new__(cls, (first, second))
+
+
+class Strict(dict[str, Any]):
+    def __init__(self, *, size: int, **items: Any) -> None:
+        super().__init__(**items)
+        self.size = size
+
+
+class ItemsAsAttributes(dict[str, Any]):
+    __getattr__ = dict.__getitem__
+
+
+class ItemsAreAttributes(dict[str, Any]):
+    def __init__(self, *args: Any, **items: Any) -> None:
+        super().__init__(*args, **items)
+        self.__dict__ = self
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Named("n", x=x),
+        lambda x: Owned("o", [x, 1]),
+        lambda x: Pair(x, x),
+        lambda x: Strict(size=3, x=x),
+        lambda x: ItemsAsAttributes(x=x),
+        lambda x: ItemsAreAttributes(x=x),
+    ],
+    ids=lambda make: type(make(0)).__name__,
+)
+@pytest.mark.parametrize("move", [convert_to_fp32, lambda data: send_to_device(data, "meta")])
+def test_containers_whose_constructor_takes_no_items_keep_their_content(make, move) -> None:
+    given = make(torch.ones(1, dtype=torch.bfloat16))
+    found = move(given)
+    assert type(found) is type(given)
+    assert len(found) == len(given)
+    for (path, left), (other, right) in zip(walk(found), walk(given), strict=True):
+        assert path == other
+        if isinstance(right, torch.Tensor):
+            assert right.dtype is torch.bfloat16
+            assert not right.is_meta
+            assert left.is_meta or left.dtype is torch.float32
+        else:
+            assert left == right
+    for name in ("name", "owner", "size"):
+        if name in getattr(type(given).__init__, "__annotations__", {}):
+            assert getattr(found, name) == getattr(given, name)
+    if isinstance(found, ItemsAreAttributes):
+        assert found.x is found["x"]
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -88,6 +160,13 @@ def test_containers_keep_their_types_and_keys(make) -> None:
     for (path, left), (other, right) in zip(walk(found), walk(wanted), strict=True):
         assert path == other
         assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+
+
+def test_a_packed_sequence_keeps_its_lengths_on_the_cpu() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    found = send_to_device(packed, "meta")
+    assert found.data.is_meta
+    assert found.batch_sizes.tolist() == packed.batch_sizes.tolist()
 
 
 def test_a_rebuilt_dataclass_keeps_what_is_no_field_and_a_default_dict_its_factory() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import operator
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -107,16 +109,39 @@ def is_dataclass_instance(data: Any) -> bool:
 
 def rebuild(data: Any, values: Iterable[Any]) -> Any:
     """Return a container with the type and keys of `data` and new values, in the order of `children`."""
-    if type(data) is dict:
+    kind = type(data)
+    if kind is dict:
         return dict(zip(data, values, strict=True))
-    if isinstance(data, (list, tuple)):
-        return honor_type(data, values)
-    if isinstance(data, Mapping):
-        items = dict(zip(data, values, strict=True))
-        if isinstance(data, defaultdict):
-            return defaultdict(data.default_factory, items)
-        return honor_type(data, items)
+    if kind is list or kind is tuple:
+        return kind(values)
+    if isinstance(data, defaultdict):
+        return defaultdict(data.default_factory, zip(data, values, strict=True))
+    if isinstance(data, (list, tuple, Mapping)):
+        return _rebuild_subclass(data, list(values))
     return _rebuild_dataclass(data, values)
+
+
+def _rebuild_subclass(data: Any, values: list[Any]) -> Any:
+    """Rebuild by the constructor; if it takes other arguments than items, replace the items of a copy."""
+    content = dict(zip(data, values, strict=True)) if isinstance(data, Mapping) else values
+    has_fixed_items = not isinstance(data, tuple) and not hasattr(type(data), "__setitem__")
+    try:
+        rebuilt = honor_type(data, content)
+    except (TypeError, ValueError):
+        if has_fixed_items:
+            raise
+    else:
+        held = [value for _, value in children(rebuilt) or ()]
+        if has_fixed_items or (len(held) == len(values) and all(map(operator.is_, held, values))):
+            return rebuilt
+    if isinstance(data, tuple):
+        rebuilt = tuple.__new__(type(data), values)
+        getattr(rebuilt, "__dict__", {}).update(getattr(data, "__dict__", {}))
+        return rebuilt
+    replaced: Any = copy(data)
+    for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+        replaced[key] = value
+    return replaced
 
 
 def recursively_apply(
@@ -411,10 +436,12 @@ def _send(
 ) -> Any:
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
-    if type(data) is not dict and not isinstance(data, (list, tuple)):
-        if callable(to := getattr(data, "to", None)) and not isinstance(data, type):
-            return _call_to(to, device, non_blocking)
-        if not isinstance(data, Mapping) and not is_dataclass_instance(data):
+    if type(data) is not dict and type(data) is not list and type(data) is not tuple:
+        # A mapping may look up missing attributes among its items.
+        owner: Any = type(data) if isinstance(data, Mapping) else data
+        if callable(getattr(owner, "to", None)) and not isinstance(data, type):
+            return _call_to(cast("Any", data).to, device, non_blocking)
+        if children(data) is None:
             return data
     inside = children(data) or ()
     values = [
