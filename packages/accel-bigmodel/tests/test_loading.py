@@ -181,6 +181,57 @@ def test_a041_ties_hold_whichever_name_the_checkpoint_has(toy, toy_class, tokens
                 assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
 
 
+TIED_MAPS = [
+    {"embed": "disk", "gain": "cpu", "blocks": "cpu", "head": "cpu"},
+    {"embed": "cpu", "gain": "cpu", "blocks": "cpu", "head": "disk"},
+    {"embed": "disk", "gain": "cpu", "blocks": "cpu", "head": "disk"},
+    {"": "cpu", "head": "disk"},
+    {"": "disk", "head": "cpu"},
+]
+
+
+@pytest.mark.parametrize("plan", TIED_MAPS)
+@pytest.mark.parametrize("names", ["embed", "head", "both"])
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("start", ["empty", "random"])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_tied_weights_are_loaded_wherever_a_map_sends_their_names(
+    toy, toy_class, tokens, tmp_path, plan, names, suffix, start, dtype
+):
+    dropped = {"embed": "head.weight", "head": "embed.weight"}.get(names)
+    state = {name: value.clone() for name, value in toy.state_dict().items() if name != dropped}
+    path = tmp_path / f"model.{suffix}"
+    save_file(state, path) if suffix == "safetensors" else torch.save(state, path)
+    model = skeleton(toy_class) if start == "empty" else toy_class().eval()
+    model = load_checkpoint_and_dispatch(
+        model, path, plan, offload_folder=tmp_path / "off", dtype=dtype, strict=True
+    )
+    expected = toy.to(dtype)(tokens)
+    for _ in range(2):
+        assert torch.allclose(model(tokens), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("first", ["cpu", "disk"])
+@pytest.mark.parametrize("names", ["0", "2", "both"])
+@pytest.mark.parametrize("start", ["empty", "random"])
+def test_a_module_under_two_names_runs_wherever_a_map_sends_them(tmp_path, first, names, start):
+    def build():
+        shared = nn.BatchNorm1d(4)
+        return nn.Sequential(shared, nn.Linear(4, 4), shared).eval()
+
+    source, inputs = build(), torch.randn(2, 4)
+    source[0].running_mean.fill_(0.5)
+    dropped = {"0": "2.", "2": "0."}.get(names, "none")
+    state = {name: value for name, value in source.state_dict().items() if not name.startswith(dropped)}
+    save_file({name: value.clone() for name, value in state.items()}, tmp_path / "m.safetensors")
+    with init_empty_weights() if start == "empty" else contextlib.nullcontext():
+        model = build()
+    plan = {"0": first, "1": "cpu", "2": "disk" if first == "cpu" else "cpu"}
+    model = load_checkpoint_and_dispatch(model, tmp_path, plan, offload_folder=tmp_path / "off", strict=True)
+    for _ in range(2):
+        assert torch.allclose(model(inputs), source(inputs), atol=1e-6)
+
+
 def test_a041_a_weight_that_is_not_materialised_is_never_random(toy, toy_class, tmp_path, caplog):
     state = {name: value for name, value in toy.state_dict().items() if name != "head.weight"}
     save_state_dict(state, tmp_path)

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import field, replace
 from importlib import import_module
 from pathlib import Path
@@ -29,7 +29,6 @@ from accel_ops.weights.layout import convert_bytes, convert_file_size_to_int
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import (
     check_tied_parameters_in_config,
-    find_tied_parameters,
     non_persistent_buffers,
     retie_parameters,
 )
@@ -89,15 +88,15 @@ class Assignment:
 
 @frozen
 class AssignStep:
-    """The load plan of one tensor, which is cast to `dtype`, or is a part of a quantised `weight`."""
+    """The load plan of a tensor of the model, or of a part of it: `key` in the file, cast to `dtype`."""
 
     name: str
+    key: str
     device: Device | None
     dtype: torch.dtype
     nbytes: int
     how: How
     site: TensorOwner
-    weight: str = ""
 
 
 Plan = list[tuple["Source", list[AssignStep]]]
@@ -117,6 +116,7 @@ def plan_load(
     """
     wanted = {name: site for name, site in sites_of(model).items() if site.persistent}
     quantizer = assignment.quantizer
+    aliases = _aliases(tied, {name for source in sources for name in source.tensors}, assignment)
     seen: set[str] = set()
     plan: Plan = []
     misshaped: list[str] = []
@@ -129,7 +129,7 @@ def plan_load(
             if weight is not None and (site is None or name == weight):
                 seen.add(name)
                 step = _step(weight, shape, dtype, wanted[weight], source, assignment)
-                steps.append(replace(step, name=name, how="quantize", weight=weight))
+                steps.append(replace(step, key=name, how="quantize"))
                 continue
             if site is None:
                 unexpected.append(name)
@@ -144,13 +144,34 @@ def plan_load(
                     f"{name} ({list(shape)} in the checkpoint, {list(target.shape)} in the model)"
                 )
                 continue
-            steps.append(_step(name, shape, dtype, site, source, assignment))
+            for target in (name, *aliases.get(name, ())):
+                step = _step(target, shape, dtype, wanted[target], source, assignment)
+                steps.append(replace(step, key=name))
         plan.append((source, steps))
     served = {name for group in tied if seen.intersection(group) for name in group}
     missing = [name for name in wanted if name not in seen and name not in served]
     _warn_mismatches(misshaped, missing, unexpected, assignment)
     _check_limit(plan, assignment)
     return plan
+
+
+def _aliases(
+    tied: Sequence[Sequence[str]], stored: Container[str], assignment: Assignment
+) -> dict[str, list[str]]:
+    """Map tensors in files to tied ones that are in no file, but need a value beside theirs.
+
+    These are all of those for the disk; and one for a device, if those in files are for the disk.
+    """
+    aliases: dict[str, list[str]] = {}
+    for group in tied:
+        on_disk = {name for name in group if device_of(name, assignment.device_map or {}) == "disk"}
+        source = next((name for name in group if name in stored), None)
+        if source is None or not on_disk:
+            continue
+        aliases[source] = [name for name in group if name in on_disk and name not in stored]
+        if all(name in on_disk for name in group if name in stored):
+            aliases[source] += [name for name in group if name not in on_disk][:1]
+    return aliases
 
 
 def assign(
@@ -166,28 +187,28 @@ def assign(
 
     `parts` has the tensors of quantised weights that are still incomplete after the previous files.
     """
-    quantizer, waiting = assignment.quantizer, Counter(step.weight for step in steps)
+    quantizer, waiting = assignment.quantizer, Counter(step.name for step in steps if step.how == "quantize")
     strategies: dict[str, int] = {}
     spilled = ""
     uploaded: dict[str, Tensor] = {}
     batches = _upload_batches(source, steps)
     with contextlib.ExitStack() as folders:  # mapped files stay readable when their folder is removed
         for step in steps:
-            if step.name in batches:
-                names, device = batches[step.name]
+            if step.key in batches:
+                names, device = batches[step.key]
                 uploaded.update(source.upload(names, device))
             strategies[step.how] = strategies.get(step.how, 0) + step.nbytes
-            if quantizer is not None and step.weight:
-                parts.setdefault(step.weight, {})[step.name] = source.get(step.name)
-                waiting[step.weight] -= 1
-                if not waiting[step.weight] and _is_complete(step.weight, parts[step.weight]):
-                    _put_quantized(quantizer, source, step, parts.pop(step.weight), assignment, index)
+            if quantizer is not None and step.how == "quantize":
+                parts.setdefault(step.name, {})[step.key] = source.get(step.key)
+                waiting[step.name] -= 1
+                if not waiting[step.name] and _is_complete(step.name, parts[step.name]):
+                    _put_quantized(quantizer, source, step, parts.pop(step.name), assignment, index)
                     sample()
                 continue
             if step.device == "disk":
                 _to_disk(source, step, assignment, index)
                 continue
-            value = uploaded.pop(step.name) if step.name in uploaded else source.get(step.name)
+            value = uploaded.pop(step.key) if step.key in uploaded else source.get(step.key)
             if assignment.spill and _takes_memory(step):
                 spilled = spilled or folders.enter_context(tempfile.TemporaryDirectory(prefix="accel-spill-"))
                 row = offload_weight(value.to(step.dtype), step.name, spilled)[step.name]
@@ -221,6 +242,7 @@ def _step(
         dtype = target.dtype
     return AssignStep(
         name=name,
+        key=name,
         device=device,
         dtype=dtype,
         nbytes=math.prod(shape) * dtype.itemsize,
@@ -252,12 +274,12 @@ def _upload_batches(source: Source, steps: Sequence[AssignStep]) -> dict[str, tu
     for step in steps:
         if step.how != "pinned" or step.device is None:
             continue
-        shape, stored = source.tensors[step.name]
+        shape, stored = source.tensors[step.key]
         nbytes = math.prod(shape) * stored.itemsize
         if not current or step.device != device or size + nbytes > UPLOAD_BATCH:
             current, size, device = [], 0, step.device
-            batches[step.name] = current, torch.device(step.device)
-        current.append(step.name)
+            batches[step.key] = current, torch.device(step.device)
+        current.append(step.key)
         size += nbytes
     return batches
 
@@ -296,7 +318,7 @@ def _put_quantized(
     assignment: Assignment,
     index: Index,
 ) -> None:
-    name = step.weight
+    name = step.name
     device = torch.device("cpu" if step.device in (None, "disk") else step.device)
     parameter = quantizer.quantize_parts(name, parts, device, where=repr(str(source.path)))
     if step.device == "disk":
@@ -322,12 +344,12 @@ def _to_disk(source: Source, step: AssignStep, assignment: Assignment, index: In
     if source.in_place and isinstance(source.path, Path):
         index[step.name] = {
             "safetensors_file": str(source.path.absolute()),
-            "weight_name": step.name,
+            "weight_name": step.key,
             "dtype": str(step.dtype).removeprefix("torch."),
         }
         return
     folder = _offload_folder(step, source, assignment)
-    offload_weight(source.get(step.name).to(step.dtype), step.name, folder, index)
+    offload_weight(source.get(step.key).to(step.dtype), step.name, folder, index)
 
 
 def _offload_folder(step: AssignStep, source: Source, assignment: Assignment) -> Path:
@@ -663,14 +685,12 @@ def load_checkpoint_and_dispatch(
 
 def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) -> None:
     """Write tensors for the disk that are not in the checkpoint but have values in the model."""
-    loaded = {name for group in find_tied_parameters(model) if index.keys() & group for name in group}
     buffers = model.named_buffers() if assignment.offload_buffers else ()
     passing = non_persistent_buffers(model, recurse=True)
     unloaded = {
         name: tensor
-        for name, tensor in (*model.named_parameters(), *buffers)
+        for name, tensor in (*model.named_parameters(remove_duplicate=False), *buffers)
         if name not in index
-        and name not in loaded
         and name not in passing
         and not tensor.is_meta
         and device_of(name, assignment.device_map or {}) == "disk"
@@ -686,13 +706,22 @@ def _offload_unloaded(model: nn.Module, assignment: Assignment, index: Index) ->
         offload_weight(tensor.detach(), name, str(assignment.offload_folder), index)
 
 
+def _names_of_shared(model: nn.Module) -> list[list[str]]:
+    """Group the names of tensors that have several: of tied weights, and of modules with several names."""
+    names: dict[int, list[str]] = {}
+    for name, site in sites_of(model).items():
+        if site.persistent:
+            names.setdefault(id(site.table[site.leaf]), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
 def load_weights(
     model: nn.Module, sources: Sequence[Source], assignment: Assignment, *, measure: bool = False
 ) -> Index:
     """Load the files of a checkpoint by an assignment; return the index of the weights on the disk."""
     # 1. Plan the load, before anything is changed.
     start = time.perf_counter()
-    tied = find_tied_parameters(model)
+    tied = _names_of_shared(model)
     if not tied and check_tied_parameters_in_config(model):
         _log.warning(
             "The model's configuration ties its embeddings, the model does not: call tie_weights() first."
@@ -716,8 +745,11 @@ def load_weights(
         raise CheckpointMismatchError(
             f"the checkpoint does not match the model. Without their scales: {some_of(parts, most=20)}"
         )
-    # 3. Tie weights again, and report.
-    retie_parameters(model, tied)
+    # 3. Tie weights again, except those on the disk, and report.
+    devices = assignment.device_map or {}
+    retie_parameters(
+        model, [[name for name in group if device_of(name, devices) != "disk"] for group in tied]
+    )
     report = LoadReport(files=tuple(files), seconds=time.perf_counter() - start, peak=meter.peak)
     _log.info("%s", report)
     if measure:

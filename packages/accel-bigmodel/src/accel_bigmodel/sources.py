@@ -185,10 +185,13 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
 
 def stored_dtypes(sources: Sequence[Source]) -> dict[str, torch.dtype]:
     """Return the dtypes of the tensors that may stay in the files of a checkpoint, by name."""
-    first = reversed(
-        [source for source in sources if source.in_place]
-    )  # the first file that has a name counts
-    return {name: dtype for source in first for name, (_, dtype) in source.tensors.items()}
+    # In reverse, since of several files that have a tensor the first one is read.
+    return {
+        name: dtype
+        for source in reversed(sources)
+        if source.in_place
+        for name, (_, dtype) in source.tensors.items()
+    }
 
 
 def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:
