@@ -81,7 +81,11 @@ class DeviceKind:
 
 
 def _named(name: str) -> DeviceKind:
-    return BY_NAME[name]
+    return BY_NAME.get(name) or _unlisted_kind(name)
+
+
+def _always() -> bool:
+    return True
 
 
 def _asking(function: str, *args: Any) -> Callable[[], bool]:
@@ -125,7 +129,7 @@ KINDS: tuple[DeviceKind, ...] = (
     _row("hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES", "habana_frameworks.torch"),
     _row("neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES", "torch_neuronx"),
     _row("xla", "xla", DistributedType.XLA, "TPU_VISIBLE_CHIPS", "torch_xla", **_XLA),
-    _row("cpu", "gloo", DistributedType.MULTI_CPU, None, rng_key=None, probe=lambda: True),
+    _row("cpu", "gloo", DistributedType.MULTI_CPU, None, rng_key=None, probe=_always),
 )
 """All families in probe order; the CPU, which always works, is last."""
 
@@ -139,18 +143,43 @@ CPU = BY_NAME["cpu"]
 def available_kind() -> DeviceKind:
     """Return the first family of `KINDS` with a device that this process can use.
 
+    Where that is the CPU, an accelerator of a type that has no row, but that torch can use, comes first.
+
     Example:
         >>> available_kind().probe()
         True
     """
-    return next(kind for kind in KINDS if kind.probe())
+    kind = next(kind for kind in KINDS if kind.probe())
+    unlisted = _unlisted_type() if kind is CPU else None
+    return kind if unlisted is None else _unlisted_kind(unlisted)
+
+
+def _unlisted_type() -> str | None:
+    torch = import_module("torch")
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if device is None or any(device.type == kind.type for kind in KINDS) else device.type
+
+
+def _unlisted_kind(device_type: str) -> DeviceKind:
+    """Create the family of a device type that has no row. Clients of accel know no label of its own."""
+    dist = import_module("torch.distributed")
+    backends = dist.Backend.default_device_backend_map if dist.is_available() else {}
+    return DeviceKind(
+        name=device_type,
+        type=device_type,
+        backend=backends.get(device_type),
+        distributed_type=DistributedType.MULTI_GPU,
+        visible_devices_env=None,
+        rng_key=None,
+        probe=_always,
+    )
 
 
 def kind_of(device: torch.device) -> DeviceKind:
     """Return the family of a device.
 
     Raises:
-        ValueError: No family has devices of this type.
+        ValueError: No family has devices of this type, and it is not torch's accelerator.
 
     Example:
         >>> import torch
@@ -158,6 +187,8 @@ def kind_of(device: torch.device) -> DeviceKind:
         'gloo'
     """
     rows = [kind for kind in KINDS if kind.type == device.type]
+    if not rows and device.type == _unlisted_type():
+        return _unlisted_kind(device.type)
     if not rows:
         known = ", ".join(dict.fromkeys(kind.type for kind in KINDS))
         raise ValueError(f"There is no device family for {str(device)!r}: known types are {known}.")

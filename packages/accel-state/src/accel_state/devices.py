@@ -44,8 +44,6 @@ def choose_device(
         return CPU, torch.device("cpu")
     if name is None:
         kind = available_kind()
-        if kind is CPU:
-            _warn_of_unknown_device()
         _warn_of_old_torch(kind)
         return kind, default_device(kind, local_rank, local_world_size)
     for row in KINDS:
@@ -84,9 +82,10 @@ def default_device(kind: DeviceKind, local_rank: int, local_world_size: int) -> 
     if count <= 1:  # each process sees only its own device, as under Slurm with one GPU per task
         return torch.device(kind.type, 0)
     if local_rank >= count:
+        restriction = kind.visible_devices_env and f" ({kind.visible_devices_env} restricts which)"
         raise SettingsError(
             f"The process with local rank {local_rank} has no device: this machine shows {count} "
-            f"{kind.name} devices ({kind.visible_devices_env} restricts which). "
+            f"{kind.name} devices{restriction or ''}. "
             f"Start at most {count} processes per machine."
         )
     return torch.device(kind.type, local_rank)
@@ -107,18 +106,6 @@ def _warn_of_old_torch(kind: DeviceKind) -> None:
             "torch %s is installed, but accel needs torch %s or newer on %s devices. Training may work, but "
             "copies on streams of their own and groups of some of the ranks can fail: install 'torch>=%s'.",
             *(torch.__version__, kind.name, kind.least_torch, kind.least_torch),
-        )
-
-
-@functools.cache
-def _warn_of_unknown_device() -> None:
-    """Warn, once, that torch can use an accelerator that is in no device family."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is not None and all(device.type != kind.type for kind in KINDS):
-        logger.warning(
-            "PyTorch can use a device of type %r, which accel does not know: this process computes on the "
-            "CPU (cpu=True confirms this).",
-            device.type,
         )
 
 

@@ -7,7 +7,7 @@ device that does not, such as the CPU. Tests use the fake `late_device` of `acce
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -126,11 +126,10 @@ class _TorchStreams:
     one thread at a time may enter.
     """
 
-    def __init__(self, device: torch.device, event_options: Mapping[str, Any]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._module: Any = torch.get_device_module(device)
         if device.index is None:
             device = torch.device(device.type, self._module.current_device())
-        self._event_options = event_options
         self.device = device
 
     def set_current(self) -> None:
@@ -146,7 +145,7 @@ class _TorchStreams:
         return self._module.stream(stream)  # it also makes its device current
 
     def new_event(self) -> Any:
-        return self._module.Event(**self._event_options)
+        return self._module.Event(blocking=True)
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -167,9 +166,6 @@ class _TorchStreams:
         self._module.synchronize(self.device)
 
 
-_EVENT_OPTIONS: dict[str, Mapping[str, Any]] = {"cuda": {"blocking": True}, "xpu": {}}
-"""Device types whose copies overlap with computation, and the options by which events block, not spin."""
-
 replaced_streams: dict[str, Callable[[torch.device], DeviceStreams | None]] = {}
 """Streams by which tests replace those of a device type; empty otherwise."""
 
@@ -180,7 +176,10 @@ def device_streams(device: torch.device) -> DeviceStreams | None:
     override = replaced_streams.get(kind)
     if override is not None:
         return override(device)
-    return _TorchStreams(device, _EVENT_OPTIONS[kind]) if kind in _EVENT_OPTIONS else None
+    # torch.cpu has the same functions, without effect; torch.mps has streams, but no current device.
+    module = None if kind == "cpu" else getattr(torch, kind, None)
+    has_streams = all(hasattr(module, name) for name in ("Stream", "Event", "stream", "set_device"))
+    return _TorchStreams(device) if has_streams else None
 
 
 def pinned_if_possible(streams: DeviceStreams, nbytes: int) -> Tensor | None:

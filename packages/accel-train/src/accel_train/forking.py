@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState, GradientState
-from accel_state.device_kinds import KINDS
+from accel_state.device_kinds import KINDS, available_kind
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.files import read_json
 from accel_state.topology import detect
@@ -343,7 +343,7 @@ def _listen(port: int) -> socket.socket:
 
 def refuse_initialised_devices() -> None:
     """Refuse to fork if this process has initialised a device, which forked processes could not use."""
-    devices = [kind for kind in KINDS if kind.type != "cpu"]
+    devices = [kind for kind in (*KINDS, available_kind()) if kind.type != "cpu"]
     names = [kind.name for kind in devices if getattr(kind.module, "is_initialized", bool)()]
     if not names and _holds_cuda_driver():  # a library other than torch has opened it
         names = ["CUDA"]

@@ -26,7 +26,7 @@ from accel_plugins.sharding.state import (
     shard_file,
     state_by_index,
 )
-from accel_state.device_kinds import KINDS, DeviceKind
+from accel_state.device_kinds import KINDS, DeviceKind, available_kind
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
@@ -196,7 +196,8 @@ def seed_per_rank(states: Mapping[str, Any], rank: int) -> None:
 
 def _kinds_in_use(device: torch.device) -> list[DeviceKind]:
     """Return the kinds of devices in use: that of this process, and those that are initialised."""
-    by_type = {kind.type: kind for kind in reversed(KINDS) if kind.type != "cpu" and kind.probe()}
+    kinds = (*KINDS, available_kind())  # the last may have no row
+    by_type = {kind.type: kind for kind in reversed(kinds) if kind.type != "cpu" and kind.probe()}
     return [
         kind
         for kind in reversed(by_type.values())
