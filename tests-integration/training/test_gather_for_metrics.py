@@ -42,11 +42,24 @@ class Stream(IterableDataset):
 class Blocks(IterableDataset):
     """Whole batches of many sizes, which no sampler has planned."""
 
+    def __init__(self, sizes=(4, 1, 3, 2)):
+        self.sizes = sizes
+
     def __iter__(self):
-        first = 0
-        for size in (4, 1, 3, 2):
-            yield torch.arange(first, first + size)
-            first += size
+        return iter(torch.arange(sum(self.sizes)).split(self.sizes))
+
+
+class Uneven(BatchSampler):
+    """Batches of many sizes, and no `batch_size`."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def __len__(self):
+        return len(self.sizes)
+
+    def __iter__(self):
+        return iter([part.tolist() for part in torch.arange(sum(self.sizes)).split(self.sizes)])
 
 
 LOADERS = {
@@ -214,12 +227,25 @@ def test_the_innermost_loader_counts():
         assert sorted(found) == list(range(5))
 
 
+@pytest.mark.parametrize("sizes", [(4, 1, 3, 2), (4, 4, 4, 3), (2, 5, 3)], ids=str)
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("dispatched", [True, False])
 @distributed(world_size=2)
-def test_whole_batches_of_many_sizes_are_sharded_and_gathered_once():
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(Blocks(), batch_size=None))
-    ids = [one for batch in loader for one in accelerator.gather_for_metrics(batch).tolist()]
-    assert sorted(ids) == list(range(10))
+def test_whole_batches_of_many_sizes_are_sharded_and_gathered_once(dispatched, even, sizes):
+    config = DataLoaderConfiguration(dispatch_batches=dispatched, even_batches=even)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    # A rank with fewer batches gathers nothing for the others' last ones.
+    for loader in (
+        DataLoader(Blocks(sizes), batch_size=None),
+        DataLoader(range(sum(sizes)), batch_sampler=Uneven(sizes)),
+    ):
+        ids = []
+        batches = iter(accelerator.prepare(loader))
+        for _ in range(-(-len(sizes) // 2)):
+            batch = next(batches, torch.empty(0, dtype=torch.int64))
+            ids += accelerator.gather_for_metrics(batch).tolist()
+        assert next(batches, None) is None
+        assert sorted(ids) == list(range(sum(sizes)))
 
 
 def with_weights_of_classes(samples):

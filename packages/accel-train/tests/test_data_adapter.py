@@ -406,3 +406,110 @@ def test_after_a_whole_dispatched_pass_the_next_epoch_begins() -> None:
     second.load_state_dict(first.state_dict())
     assert second.iteration == 1
     assert [batch.tolist() for batch in second] == [[0, 1], [2, 3], [4, 5]]
+
+
+class DrawnStream(IterableDataset[int]):
+    """Shuffles with its own generator: at once, or while it is read."""
+
+    def __init__(self, lazily: bool) -> None:
+        self.generator = torch.Generator().manual_seed(42)
+        self.lazily = lazily
+
+    def __iter__(self) -> Iterator[int]:
+        numbers = list(range(12))
+        if not self.lazily:
+            return iter(torch.randperm(12, generator=self.generator).tolist())
+        return (
+            numbers.pop(int(torch.randint(len(numbers), (), generator=self.generator))) for _ in range(12)
+        )
+
+
+def drawn_loader(lazily: bool, workers: int = 0, **options: Any) -> Any:
+    plain = DataLoader(DrawnStream(lazily), batch_size=2, num_workers=workers)
+    return prepare_data_loader(plain, put_on_device=True, **options)
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"workers": 1},
+        {"dispatch_batches": True},
+        {"num_processes": 2, "process_index": 1, "dispatch_batches": False},
+    ],
+    ids=str,
+)
+def test_a_stream_that_shuffles_with_its_generator_is_resumed_and_skipped_in_its_order(
+    options: dict[str, Any], lazily: bool
+) -> None:
+    whole = drawn_loader(lazily, **options)
+    epochs = [[flat(batch) for batch in whole] for _ in range(3)]
+    skipped = skip_first_batches(drawn_loader(lazily, **options), 2)
+    assert [[flat(batch) for batch in skipped] for _ in range(2)] == [epochs[0][2:], epochs[1]]
+    for epoch in (0, 1):
+        broken_off = drawn_loader(lazily, **options)
+        for _ in range(epoch):
+            list(broken_off)
+        batches = iter(broken_off)
+        next(batches)
+        state = through_a_file(broken_off.state_dict())
+        resumed, restarted, skipping = (drawn_loader(lazily, **options) for _ in range(3))
+        resumed.load_state_dict(state)
+        assert [flat(batch) for batch in resumed] == epochs[epoch][1:]
+        assert [flat(batch) for batch in resumed] == epochs[epoch + 1]
+        restarted.load_epoch(state)
+        assert [flat(batch) for batch in restarted] == epochs[epoch]
+        skipping.load_state_dict(state)
+        rest = skip_first_batches(skipping, 2)
+        assert [flat(batch) for batch in rest] == epochs[epoch][2:]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_stream_that_shuffles_with_its_generator_is_resumed_by_another_number_of_ranks(
+    before: int, after: int
+) -> None:
+    def loaders(world: int) -> list[Any]:
+        ranks = [{"num_processes": world, "process_index": rank} for rank in range(world)]
+        return [drawn_loader(lazily=False, dispatch_batches=False, **rank) for rank in ranks]
+
+    first = loaders(before)
+    passes = [iter(loader) for loader in first]
+    seen = [number for batches in passes for number in flat(next(batches))]
+    for loader in (second := loaders(after)):
+        loader.load_state_dict(through_a_file(first[0].state_dict()))
+    seen += [
+        number for loader in second for batch in loader for number in flat(batch)[: loader.real_in_batch]
+    ]
+    assert sorted(seen) == list(range(12))
+
+
+class WorkerSeed(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        assert info is not None
+        return iter([info.seed] * 3)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_of_a_resumed_epoch_are_seeded_by_the_generator_and_draw_nothing_from_it(
+    persistent: bool,
+) -> None:
+    def loader() -> Any:
+        options: dict[str, Any] = {"num_workers": 1, "persistent_workers": persistent}
+        return prepare_data_loader(DataLoader(WorkerSeed(), batch_size=1, **options))
+
+    next(batches := iter(broken_off := loader()))
+    state = broken_off.state_dict()
+    batches.close()
+    seeds: set[int] = set()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        (resumed := loader()).load_state_dict(state)
+        before = torch.get_rng_state()
+        seeds |= {int(batch) for batch in resumed}
+        assert torch.equal(torch.get_rng_state(), before)
+        if persistent:
+            seeds |= {int(batch) for batch in resumed}
+            assert torch.equal(torch.get_rng_state(), before)
+    assert len(seeds) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import islice
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +57,56 @@ def test_only_torch_loaders_are_taken() -> None:
         prepare_data_loader([1, 2])  # pyright: ignore[reportArgumentType]
 
 
-def test_the_given_loader_is_not_changed() -> None:
+def test_a_seedable_sampler_does_not_change_the_given_loader() -> None:
     loader = DataLoader(list(range(8)), batch_size=2, shuffle=True)
     sampler = get_sampler(loader)
     pair(lambda: loader, use_seedable_sampler=True)
-    pair(lambda: loader)
     assert get_sampler(loader) is sampler
     assert sampler.generator is None
+
+
+class Limited(BatchSampler):
+    """Yields only the first batches, as a curriculum does."""
+
+    limit = 4
+
+    def __len__(self) -> int:
+        return self.limit
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return islice(super().__iter__(), self.limit)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_later_changes_of_a_sampler_count(world: int) -> None:
+    weighted = WeightedRandomSampler([1.0, 0, 0, 0], num_samples=8)
+    loader = prepare_data_loader(
+        DataLoader(range(4), batch_size=2, sampler=weighted), num_processes=world, process_index=0
+    )
+    weighted.weights = torch.tensor([0.0, 0, 0, 1])
+    assert {number for batch in loader for number in batch.tolist()} == {3}
+
+    subset = SubsetRandomSampler([0, 1, 2, 3])
+    loader = prepare_data_loader(
+        DataLoader(range(8), batch_size=2, sampler=subset), num_processes=world, process_index=0
+    )
+    subset.indices = [4, 5, 6, 7]
+    assert min(number for batch in loader for number in batch.tolist()) >= 4
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_later_changes_of_a_batch_sampler_count(world: int, seedable: bool) -> None:
+    limited = Limited(RandomSampler(range(16)), batch_size=2, drop_last=False)
+    loader = prepare_data_loader(
+        DataLoader(range(16), batch_sampler=limited),
+        num_processes=world,
+        process_index=0,
+        use_seedable_sampler=seedable,
+    )
+    assert len(list(loader)) == 4 // world
+    limited.limit = 8
+    assert len(list(loader)) == len(loader) == 8 // world
 
 
 def test_the_options_of_the_loader_are_kept() -> None:

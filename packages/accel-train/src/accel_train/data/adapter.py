@@ -196,7 +196,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
             "format": STATE_FORMAT,
             "epoch": self.iteration,
             "position": None if position is None else position.to_dict(),
-            "source": {} if self._indices is None else record_source(innermost_sampler(self._indices.shard)),
+            "source": record_source(self.order_source),
         }
         if not self.use_stateful_dataloader:
             return state
@@ -244,8 +244,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         self._resume_epoch = self.iteration = state_dict["epoch"]
         if self._resume is not None and state_dict.get("shards") == self._shards:
             self._resume = replace(self._resume, torchdata=as_state_dict(state_dict, finished=False) or None)
-        if self._indices is not None:
-            restore_source(innermost_sampler(self._indices.shard), state_dict.get("source", {}))
+        restore_source(self.order_source, state_dict.get("source", {}))
         self._has_drawn = position is not None or self.iteration > 0
 
     def load_epoch(self, state_dict: dict[str, Any]) -> None:
@@ -351,6 +350,14 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
 
     @property
+    def order_source(self) -> object:
+        """The object whose generator determines the order: the innermost sampler, or the iterable dataset."""
+        if self._indices is not None:
+            return innermost_sampler(self._indices.shard)
+        dataset: Any = self.dataset
+        return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+
+    @property
     def is_sharded(self) -> bool:
         """Whether this rank reads only a part of the data."""
         return self._shards > 1 or self.dataset_parts > 1
@@ -392,9 +399,9 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         else:
             starts = (0,) * self._readers if position is None else position.consumed
             worker = 0 if position is None else position.next_worker
-            begin = partial(
-                StreamReading, stride=self._inner_stride, starts=starts, next_worker=worker, unit=self._unit
-            )
+            order = self._stream_order(position)
+            begin = partial(StreamReading, stride=self._inner_stride, starts=starts, next_worker=worker)
+            begin = partial(begin, unit=self._unit, order=order)
         batches = self._torch_batches()
         if position is not None:  # torchdata counts twice the batches it reads to reach its position
             vars(batches)["_num_yielded"] = batches_yielded(position.torchdata or {})
@@ -413,8 +420,8 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     @contextmanager
     def _throwaway_generator(self) -> Generator[None]:
-        """Give torch's loader a throwaway generator for its worker seed."""
-        generator, self.generator = self.generator, torch.Generator()
+        """Give torch's loader a copy of its generator for its worker seed, so that nothing is drawn."""
+        generator, self.generator = self.generator, _copied(self.generator)
         try:
             yield
         finally:
@@ -430,7 +437,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
                 return self._read(position)
         options: dict[str, Any] = {**self._options, "persistent_workers": False}
         if resumed:  # the seed of the workers was drawn when the epoch began
-            options["generator"] = torch.Generator()
+            options["generator"] = _copied(self.generator)
         if self._indices is not None:
             (start,) = position.consumed
             options |= self._indices.options(start, position.order)
@@ -439,13 +446,32 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         options |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
         options["worker_init_fn"] = RotatedWorkerIds(self.worker_init_fn, position.next_worker)
         dataset, starts = cast("Any", self.dataset), position.consumed
+        order = self._stream_order(position)
         stream = (
             dataset.starting_at(starts)
             if isinstance(dataset, IterableDatasetShard)
             else IterableDatasetShard(dataset, self._inner_stride, starts=starts)
         )
         batches = iter(DataLoader(stream, **options))
-        return StreamReading(batches, self._inner_stride, starts, position.next_worker, unit=self._unit)
+        return StreamReading(
+            batches, self._inner_stride, starts, position.next_worker, unit=self._unit, order=order
+        )
+
+    def _stream_order(self, position: Position | None) -> OrderState:
+        """Return the state that replays a stream's order, after setting it if a position has one."""
+        if position is not None and position.order:
+            restore_source(self.order_source, position.order)
+            return position.order
+        dataset: Any = self.dataset
+        if isinstance(dataset, IterableDatasetShard):
+            dataset.seed_with_epoch()
+        return record_source(self.order_source)
+
+
+def _copied(generator: torch.Generator | None) -> torch.Generator:
+    """Copy a generator; torch's default one if `None`."""
+    state = torch.get_rng_state() if generator is None else generator.get_state()
+    return torch.Generator().set_state(state)
 
 
 def _with_meta_collate(dataset: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -602,8 +628,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         skipped.skip_batches = self.skip_batches + batches
         position, self._resume, skipped._resume = self._resume, None, None
         # Batches count from the beginning of the epoch, in the order of a loaded position.
-        if position is not None and self._indices is not None and self._base is None:
-            skipped._resume = replace(position, consumed=(0,), torchdata=None)
+        if position is not None and position.order is not None and self._base is None:
+            start = (0,) * len(position.consumed)
+            skipped._resume = replace(position, consumed=start, next_worker=0, torchdata=None)
         return skipped
 
     def _pass(
@@ -669,7 +696,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         if self.dataset_parts > 1:  # other ranks may have a different number of samples
             return
         if loaded is not None and loaded.real_in_step is not None:
-            self.remainder = loaded.real_in_step % self.stride
+            real = loaded.real_in_step
+            self.remainder = real % self.stride if self.counts_samples else real
         elif self.remainder < 0 and not self.is_sharded:
             rows = self.batch_size_seen if self.real_in_batch is None else self.real_in_batch
             self.remainder = -1 if rows is None else rows % self.stride

@@ -46,10 +46,11 @@ def prepare_data_loader(
 ) -> DataLoaderShard[T_co] | DataLoaderDispatcher[T_co]:
     """Build the loader of this rank from a torch loader over the full data.
 
-    The torch loader is not changed. A prepared loader is returned unchanged. Data that is already sharded
-    (see `already_sharded`) is not sharded again. An iterable dataset with a method `shard` whose `num_shards`
-    (or `n_shards`) is a multiple of the number of ranks shards itself; every rank reads other iterable
-    datasets in full.
+    The torch loader's samplers stay in use, so that later changes of them count; with several ranks, a
+    sampler of torch that has no generator gets one. A prepared loader is returned unchanged. Data that is
+    already sharded (see `already_sharded`) is not sharded again. An iterable dataset with a method `shard`
+    whose `num_shards` (or `n_shards`) is a multiple of the number of ranks shards itself; every rank reads
+    other iterable datasets in full.
 
     Args:
         dataloader: The loader, the same on all ranks.

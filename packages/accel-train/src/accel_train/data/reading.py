@@ -20,7 +20,6 @@ from accel_state.errors import MissingDependencyError
 from accel_state.frozen import frozen
 from accel_train.data.samplers import (
     OrderState,
-    innermost_sampler,
     is_plain_batch_sampler,
     record_source,
     restore_source,
@@ -187,6 +186,7 @@ class StreamReading(EpochPass):
     Args:
         stride: The number of samples of a worker's stream in one batch of every rank.
         starts: The number of samples that each worker had yielded before.
+        order: The state of the dataset's generator at the beginning of the epoch, if it has one.
     """
 
     def __init__(
@@ -197,12 +197,14 @@ class StreamReading(EpochPass):
         next_worker: int = 0,
         *,
         unit: str = "stream",
+        order: OrderState | None = None,
     ) -> None:
         self._unit = unit
         self.batches = batches
         self._stride = stride
         self._consumed = list(starts)
         self._next_worker = next_worker
+        self._order = order or None
 
     def advance(self, loaded: BatchWithMeta | None) -> None:
         worker = 0 if loaded is None or loaded.worker is None else loaded.worker
@@ -210,7 +212,12 @@ class StreamReading(EpochPass):
         self._next_worker = (worker + 1) % len(self._consumed)
 
     def position(self) -> Position:
-        return Position(unit=self._unit, consumed=tuple(self._consumed), next_worker=self._next_worker)
+        return Position(
+            unit=self._unit,
+            consumed=tuple(self._consumed),
+            next_worker=self._next_worker,
+            order=self._order,
+        )
 
 
 class RotatedWorkerIds:
@@ -514,7 +521,7 @@ def state_before_first_pass(
 
     torchdata begins an iteration for this, which is dropped: it would not see an epoch that is set later.
     """
-    sampler = innermost_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+    sampler = loader.order_source
     source = record_source(sampler)
     attributes: dict[str, Any] = getattr(sampler, "__dict__", {})
     before = dict(attributes)

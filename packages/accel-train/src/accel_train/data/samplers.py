@@ -291,7 +291,11 @@ def sync_shuffle(
     seedable: bool,
     seed: int | None,
 ) -> SharedOrder:
-    """Make the sample order the same on all ranks, without changing the samplers."""
+    """Make the sample order the same on all ranks.
+
+    Samplers stay the user's objects, whose later changes count; a sampler of torch that has no generator gets
+    one. Only a `RandomSampler` is replaced, by a seedable one, in a copy of torch's own batch sampler.
+    """
     types = [RNGType(kind) for kind in rng_types]
     original: Any = innermost_sampler(indices)
     sampler: Any = original
@@ -300,8 +304,7 @@ def sync_shuffle(
     elif (
         num_processes > 1 and isinstance(sampler, _RANDOM) and not isinstance(sampler, SeedableRandomSampler)
     ):
-        if original.generator is None and RNGType.TORCH not in types:
-            sampler = copy(original)
+        if sampler.generator is None and RNGType.TORCH not in types:
             # Torch's default generator draws the seed, which `set_seed` thereby determines.
             generator_seed = int(torch.empty((), dtype=torch.int64).random_().item())
             sampler.generator = torch.Generator().manual_seed(generator_seed)
@@ -340,7 +343,7 @@ def _replace_innermost(indices: Any, old: object, new: object) -> Any:
         return new
     if old is new:
         return indices
-    around = copy(indices)
+    around = copy(indices) if type(indices) is BatchSampler else indices
     below = "batch_sampler" if hasattr(indices, "batch_sampler") else "sampler"
     setattr(around, below, _replace_innermost(getattr(indices, below), old, new))
     return around

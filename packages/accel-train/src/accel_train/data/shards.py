@@ -532,13 +532,17 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def _follow_epoch(self, *, in_worker: bool) -> None:
         """In a worker, set the dataset's epoch, or seed its generator with the epoch."""
-        if getattr(self.dataset, "set_epoch", None) is not None:
-            if in_worker and self._epoch >= 0:
-                set_epoch_of(self.dataset, self.epoch)
-            return
+        if in_worker and self._epoch >= 0:
+            set_epoch_of(self.dataset, self.epoch)
+        if not self.starts:  # else the loader has set the generator
+            self.seed_with_epoch()
+
+    def seed_with_epoch(self) -> None:
+        """Seed the dataset's generator with the epoch, for the same order on all ranks."""
         generator = getattr(self.dataset, "generator", None)
         keeps_order = self.static_shapes and self.num_processes == 1
-        if isinstance(generator, torch.Generator) and not keeps_order:
+        has_set_epoch = getattr(self.dataset, "set_epoch", None) is not None
+        if isinstance(generator, torch.Generator) and not keeps_order and not has_set_epoch:
             generator.manual_seed(self.epoch)
 
 
@@ -611,7 +615,9 @@ class MetaCollate:
             batch = self.collate(samples)
             return batch if worker is None else BatchWithMeta(batch, worker=worker)
         if not self.batched:
-            return BatchWithMeta(self.collate(last.sample), 0 if last.is_padding else None, last.real, worker)
+            # The dataset's items are batches: their number of samples is not known.
+            real = 0 if last.is_padding else None
+            return BatchWithMeta(self.collate(last.sample), real, worker=worker)
         real = sum(not (type(sample) is PaddedSample and sample.is_padding) for sample in samples)
         plain = [sample.sample if type(sample) is PaddedSample else sample for sample in samples]
         return BatchWithMeta(self.collate(plain), real if real < len(plain) else None, last.real, worker)
