@@ -255,7 +255,7 @@ def test_workers_make_no_context_on_another_device(tmp_path, schedule):
                 assert (blocks.acquire(str(number))[f"{number}.w"] + 0).tolist() == [number] * 64
                 blocks.release(str(number))
         source = SafetensorsSource(tmp_path / "m.safetensors")
-        for name, value in source.upload(list(weights), own.device).items():
+        for name, value in source.upload(dict.fromkeys(weights, torch.float32), own.device).items():
             assert torch.equal(value + 0, weights[name])
         assert device.host.contexts == {1}
 
@@ -490,9 +490,11 @@ def test_an_offloaded_model_is_saved_into_the_folder_that_it_is_read_from(tmp_pa
 
 @both
 @pytest.mark.parametrize("slots", [1, 3])
-def test_a_file_is_uploaded_through_a_ring_of_pinned_buffers(tmp_path, schedule, slots):
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64, torch.float8_e4m3fn])
+def test_a_file_is_uploaded_through_a_ring_of_pinned_buffers(tmp_path, schedule, slots, wide):
     tensors = {
         "big": torch.arange(1000, dtype=torch.int32),
+        "wide": torch.randn(7, 50).to(wide),
         "half": torch.randn(3, 5).bfloat16(),
         "one": torch.tensor(4.0),
         "none": torch.empty(0, 3),
@@ -504,10 +506,12 @@ def test_a_file_is_uploaded_through_a_ring_of_pinned_buffers(tmp_path, schedule,
         for _ in range(2):
             used = device.empty(4096).fill_(1)  # memory that is freed while it is used
             del used
-            found = upload(file, list(tensors), pipeline)
+            wanted = {name: tensor.dtype for name, tensor in tensors.items()}
+            wanted |= {"wide": torch.bfloat16, "half": torch.float64}  # cast to fewer bytes and to more
+            found = upload(file, wanted, pipeline)
             for name, tensor in tensors.items():
-                assert found[name].dtype == tensor.dtype
-                assert torch.equal(found[name] + 0, tensor)
+                assert found[name].dtype == wanted[name]
+                assert torch.equal(found[name] + 0, tensor.to(wanted[name]))
             del found
 
 
@@ -525,7 +529,7 @@ def test_an_upload_that_fails_leaves_no_copy_behind(tmp_path, schedule):
     with late_device(schedule) as device:
         pipeline = HostToDevice(device, slot_bytes=512, slots=1)
         with pytest.raises(CheckpointError, match=r"m\.safetensors"):
-            upload(file, ["a", "b"], pipeline)
+            upload(file, dict.fromkeys("ab", torch.float32), pipeline)
         gc.collect()
         other = device.empty(2000).fill_(7)
         device.synchronize()
@@ -541,7 +545,7 @@ def test_an_upload_needs_no_pinned_memory(tmp_path, schedule, capacity, caplog):
     with late_device(schedule, pinned_capacity=capacity) as device:
         pipeline = HostToDevice(device, slot_bytes=256)
         for _ in range(2):
-            for name, value in upload(file, list(tensors), pipeline).items():
+            for name, value in upload(file, dict.fromkeys(tensors, torch.float32), pipeline).items():
                 assert torch.equal(value + 0, tensors[name])
         assert device.host.pinned_peak == capacity
     assert caplog.text.count("could not be pinned") == 1
@@ -564,7 +568,7 @@ def test_a_reader_that_fails_lets_the_others_finish_first(tmp_path, schedule):
     with late_device(schedule) as device:
         pipeline = HostToDevice(device, slot_bytes=256, slots=2)
         with pytest.raises(CheckpointError, match="a is damaged"):
-            upload(file, ["a", "b"], pipeline)
+            upload(file, dict.fromkeys("ab", torch.float32), pipeline)
         pipeline._readers.shutdown()  # only now, too late for the memory of b, if upload did not wait
         gc.collect()
         other = device.empty(256).fill_(7)  # the memory to which b was copied
@@ -581,14 +585,14 @@ def test_all_files_of_a_load_share_one_pipeline(tmp_path, schedule):
         assert len(sources) == 8
         threads = threading.active_count()
         for source in sources:
-            for name, value in source.upload(list(source.tensors), CPU).items():
+            for name, value in source.upload(dict.fromkeys(source.tensors, torch.float32), CPU).items():
                 assert torch.equal(value + 0, tensors[name])
         assert len(device.streams) == 2  # the default one and that of the pipeline
         assert device.host.pinned_peak == 1024  # one buffer, for one tensor per file
         assert threading.active_count() <= threads + SLOTS
 
 
-def test_uploads_are_bounded_in_the_types_of_the_file(tmp_path, monkeypatch):
+def test_uploads_are_bounded_in_the_types_of_the_model(tmp_path, monkeypatch):
     tensors = {f"p{i}": torch.randn(256) for i in range(8)}
     save_file(tensors, tmp_path / "model.safetensors")
     monkeypatch.setattr("accel_bigmodel.load.UPLOAD_BATCH", 2048)
@@ -607,7 +611,7 @@ def test_uploads_are_bounded_in_the_types_of_the_file(tmp_path, monkeypatch):
         model = load_checkpoint_and_dispatch(model, tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16)
         for name, tensor in tensors.items():
             assert torch.equal(model.get_parameter(name) + 0, tensor.bfloat16())
-    assert [len(names) for names in batches] == [2, 2, 2, 2]
+    assert [len(names) for names in batches] == [4, 4]
 
 
 @both

@@ -6,9 +6,10 @@ Files are read with large plain reads, not through mmap: a copy from a mapping i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,11 +33,15 @@ SLOTS = 4
 
 @frozen
 class Span:
-    """A range of bytes of a source from `begin` on, and its target: flat uint8 device memory."""
+    """A range of bytes of a source from `begin` on, and its target: flat device memory.
+
+    The target has dtype uint8, or a dtype to which the elements, of dtype `stored`, are cast on the host.
+    """
 
     source: SafetensorsFile | StoredTensor
     begin: int
     target: Tensor
+    stored: torch.dtype = torch.uint8
 
 
 class HostToDevice:
@@ -80,9 +85,13 @@ class HostToDevice:
             self.streams.copy_(target, source)
 
     def _split(self, span: Span) -> list[Span]:
-        step = self._slot_bytes
+        step = self._slot_bytes // max(span.stored.itemsize, span.target.itemsize)
         return [
-            Span(source=span.source, begin=span.begin + start, target=span.target[start : start + step])
+            replace(
+                span,
+                begin=span.begin + start * span.stored.itemsize,
+                target=span.target[start : start + step],
+            )
             for start in range(0, span.target.numel(), step)
         ]
 
@@ -101,12 +110,23 @@ class HostToDevice:
     def _stage(self, slot: _Slot, spans: Sequence[Span]) -> None:
         copy = self.streams.copy_ if slot.is_pinned else self.streams.copy_pageable_
         for span in spans:
-            host = slot.buffer[: span.target.numel()]
+            host = slot.buffer[: span.target.nbytes].view(span.target.dtype)
             slot.copied.synchronize()
-            span.source.read_into(host, span.begin)
+            _read(span, host)
             with self.streams.on(self.stream):
                 copy(span.target, host)
             slot.copied.record(self.stream)
+
+
+def _read(span: Span, host: Tensor) -> None:
+    """Fill host memory with a span's elements."""
+    if span.stored == host.dtype:
+        span.source.read_into(host, span.begin)
+        return
+    # Not on the device, which may have room for the cast elements only.
+    raw = torch.empty(host.numel() * span.stored.itemsize, dtype=torch.uint8, device="cpu")
+    span.source.read_into(raw, span.begin)
+    host.copy_(raw.view(span.stored))
 
 
 def power_of_two(nbytes: int) -> int:
@@ -123,16 +143,24 @@ class _Slot:
     copied: Event
 
 
-def upload(file: SafetensorsFile, names: Sequence[str], pipeline: HostToDevice) -> dict[str, Tensor]:
-    """Copy tensors of a file to a device. The current stream may use them without synchronisation."""
+def upload(
+    file: SafetensorsFile, dtypes: Mapping[str, torch.dtype], pipeline: HostToDevice
+) -> dict[str, Tensor]:
+    """Copy tensors of a file to a device, in the dtypes that `dtypes` maps their names to.
+
+    The current stream may use them without synchronisation.
+    """
     streams = pipeline.streams
     tensors: dict[str, Tensor] = {}
     spans: list[Span] = []
-    for name in sorted(names, key=lambda name: file.entries[name].begin):
-        entry = file.entries[name]
-        flat = streams.empty(max(entry.nbytes, entry.dtype.itemsize))[: entry.nbytes]
-        tensors[name] = flat.view(entry.dtype).view(entry.shape)
-        if entry.nbytes:
+    for name in sorted(dtypes, key=lambda name: file.entries[name].begin):
+        entry, dtype = file.entries[name], dtypes[name]
+        nbytes = math.prod(entry.shape) * dtype.itemsize
+        flat = streams.empty(max(nbytes, dtype.itemsize))[:nbytes]
+        tensors[name] = flat.view(dtype).view(entry.shape)
+        if nbytes and dtype != entry.dtype:
+            spans.append(Span(source=file, begin=entry.begin, target=flat.view(dtype), stored=entry.dtype))
+        elif nbytes:
             spans.append(Span(source=file, begin=entry.begin, target=flat))
     # The memory belongs to the current stream, whose earlier work may still use it.
     pipeline.stream.wait_stream(streams.current_stream())

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _HOST_TYPES = ("cpu", "meta")
 UPLOAD_BATCH = 512 << 20
-"""Bytes that are uploaded at a time, in the dtypes of the file."""
+"""Bytes that are uploaded at a time."""
 
 How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast", "quantize"]
 """How a tensor is loaded: mapped; read and cast; read; through pinned buffers; copied; left in its file;
@@ -191,12 +191,11 @@ def assign(
     strategies: dict[str, int] = {}
     spilled = ""
     uploaded: dict[str, Tensor] = {}
-    batches = _upload_batches(source, steps)
+    batches = _upload_batches(steps)
     with contextlib.ExitStack() as folders:  # mapped files stay readable when their folder is removed
         for step in steps:
             if step.key in batches:
-                names, device = batches[step.key]
-                uploaded.update(source.upload(names, device))
+                uploaded.update(source.upload(*batches[step.key]))
             strategies[step.how] = strategies.get(step.how, 0) + step.nbytes
             if quantizer is not None and step.how == "quantize":
                 parts.setdefault(step.name, {})[step.key] = source.get(step.key)
@@ -263,24 +262,21 @@ def _how(source: Source, device: Device | None, *, cast: bool) -> How:
     return "cast" if cast else "map"
 
 
-def _upload_batches(source: Source, steps: Sequence[AssignStep]) -> dict[str, tuple[list[str], torch.device]]:
-    """Group tensors into upload batches: the first tensor of a batch to all its tensors, and their device.
-
-    A batch is bounded in the dtypes of the file: it is on the device in addition to the cast tensors.
-    """
-    batches: dict[str, tuple[list[str], torch.device]] = {}
-    current: list[str] = []
+def _upload_batches(
+    steps: Sequence[AssignStep],
+) -> dict[str, tuple[dict[str, torch.dtype], torch.device]]:
+    """Group tensors into upload batches: the first tensor of a batch to all its tensors, and their device."""
+    batches: dict[str, tuple[dict[str, torch.dtype], torch.device]] = {}
+    current: dict[str, torch.dtype] = {}
     size, device = 0, None
     for step in steps:
         if step.how != "pinned" or step.device is None:
             continue
-        shape, stored = source.tensors[step.key]
-        nbytes = math.prod(shape) * stored.itemsize
-        if not current or step.device != device or size + nbytes > UPLOAD_BATCH:
-            current, size, device = [], 0, step.device
+        if not current or step.device != device or size + step.nbytes > UPLOAD_BATCH:
+            current, size, device = {}, 0, step.device
             batches[step.key] = current, torch.device(step.device)
-        current.append(step.key)
-        size += nbytes
+        current[step.key] = step.dtype
+        size += step.nbytes
     return batches
 
 

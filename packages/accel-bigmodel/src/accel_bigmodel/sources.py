@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
@@ -63,9 +63,9 @@ class Source(Protocol):
         """Return one tensor, on the CPU."""
         ...
 
-    def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Return tensors, copied to an accelerator."""
-        return {name: self.get(name).to(device) for name in names}
+    def upload(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
+        """Return tensors by name, cast to dtypes on the host and copied to an accelerator."""
+        return {name: self.get(name).to(dtype).to(device) for name, dtype in dtypes.items()}
 
     def check_unchanged(self) -> None:
         """Check that the file was not replaced since it was opened, if reads would not detect that.
@@ -79,7 +79,7 @@ class Pipelines:
     """The copy pipelines of one load: one per device, shared by all files."""
 
     def __init__(self) -> None:
-        self._largest = 1
+        self._largest = 16  # the largest element
         self._made: dict[torch.device, HostToDevice | None] = {}
 
     def fit(self, nbytes: int) -> None:
@@ -110,11 +110,11 @@ class SafetensorsSource(Source):
     def get(self, name: str) -> Tensor:
         return self.file.tensor(name) if self.mapped else self.file.read(name)
 
-    def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+    def upload(self, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
         pipeline = self._pipelines.to(device)
         if pipeline is None:
-            return {name: self.file.read(name).to(device) for name in names}
-        return upload(self.file, names, pipeline)
+            return {name: self.file.read(name).to(dtype).to(device) for name, dtype in dtypes.items()}
+        return upload(self.file, dtypes, pipeline)
 
     def check_unchanged(self) -> None:
         self.file.check_unchanged()
