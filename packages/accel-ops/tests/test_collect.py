@@ -14,9 +14,7 @@ from accel_ops import (
     broadcast_object_list,
     gather,
     gather_object,
-    packing,
     reduce,
-    uneven_gather,
 )
 
 Pair = namedtuple("Pair", "left right")
@@ -156,19 +154,6 @@ def test_any_sizes_of_dimension_0_come_out_in_rank_order(world, kinds, world_siz
             assert same(leaf, joined([tree[i] for tree in trees]))
 
 
-@pytest.mark.parametrize("pieces", ["index", "slices"])
-def test_both_ways_of_cutting_the_leaves_out_agree(world, monkeypatch, pieces: str) -> None:
-    monkeypatch.setattr(uneven_gather, "FEW", 0 if pieces == "index" else 10**9)
-    packing._plans.clear()
-
-    def data(rank: int) -> list[torch.Tensor]:
-        return [values((i % 4 + rank, 3), DTYPES[i], seed=i + 50 * rank) for i in range(len(DTYPES))]
-
-    for found in world(2).run(lambda rank: gather(data(rank))):
-        assert all(same(leaf, torch.cat([data(0)[i], data(1)[i]])) for i, leaf in enumerate(found))
-    packing._plans.clear()
-
-
 def test_large_leaves_gather_even_and_uneven_among_small_ones(world) -> None:
     def data(rank: int, more: int) -> list[torch.Tensor]:
         return [torch.arange(3.0) + rank, torch.full((300_000 + more * rank,), rank), torch.tensor(rank)]
@@ -222,15 +207,14 @@ def test_a_leaf_that_is_no_tensor_is_named(world) -> None:
         ({}, "data['x']: rank 0 has float32[2, 3], rank 1 has nothing"),
     ],
 )
-@pytest.mark.parametrize("chunk_bytes", [0, 1 << 17])
-def test_structures_that_differ_are_an_error_on_every_rank(world, others, found: str, chunk_bytes) -> None:
+def test_structures_that_differ_are_an_error_on_every_rank(world, others, found: str) -> None:
     def body(rank: int):
         with pytest.raises(DistributedOperationException) as error:
             gather(others if rank else {"x": torch.ones(2, 3)})
         assert gather(torch.tensor([rank])).tolist() == [0, 1]  # and afterwards all is well
         return str(error.value)
 
-    first, second = world(2, chunk_bytes=chunk_bytes).run(body)
+    first, second = world(2).run(body)
     assert first == second
     assert found in first
 
@@ -373,7 +357,7 @@ def test_reduce_has_one_message_per_type_and_takes_large_leaves(world) -> None:
         return reduce(tree, "mean")
 
     for found in ranks.run(body):
-        assert ranks.messages == ["all_reduce"] * 4  # the first compares the calls
+        assert ranks.messages == ["all_gather_object", *["all_reduce"] * 3]  # the first compares the calls
         assert found.pop(7).unique().tolist() == [0.5]
         assert [leaf.tolist() for leaf in found] == [[i + 0.5] * 4 for i in range(50)] + [[0.5] * 3]
 
@@ -383,8 +367,7 @@ def test_an_unknown_reduction_is_refused_with_the_known_ones() -> None:
         reduce(torch.ones(1), "median")
 
 
-@pytest.mark.parametrize("chunk_bytes", [0, 1 << 12, 1 << 17])
-def test_what_does_not_fit_together_is_refused_whether_or_not_it_is_sent_along(world, chunk_bytes) -> None:
+def test_calls_that_do_not_fit_together_are_refused(world) -> None:
     def body(rank):
         good = reduce({"a": torch.full((3,), float(rank)), "b": torch.tensor(rank)}, "mean")
         with pytest.raises(DistributedOperationException, match=r"rank 0 has float32\[3\], rank 1"):
@@ -394,26 +377,7 @@ def test_what_does_not_fit_together_is_refused_whether_or_not_it_is_sent_along(w
         large = broadcast([torch.full((2000,), float(rank)), torch.tensor(rank)], 1)
         return good["a"].tolist(), good["b"].item(), large[0].unique().tolist(), large[1].item()
 
-    assert world(2, chunk_bytes=chunk_bytes).run(body) == [([0.5] * 3, 0.5, [1.0], 1)] * 2
-
-
-def test_what_is_kept_for_later_calls_is_bounded(world) -> None:
-    def body(rank):
-        for rows in range(200):
-            gather([torch.ones(50_000 + rows)])
-
-    packing._plans.clear()
-    world(2).run(body)
-    kept = [
-        tensor
-        for known in packing._plans.values()
-        for value in known.extras.values()
-        for tensor in (value if isinstance(value, tuple) else (getattr(value, "content", None),))
-        if isinstance(tensor, torch.Tensor)
-    ]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
-    assert len(packing._plans) == 200
-    assert 0 < sum(storages.values()) <= packing.MAX_CACHED_BYTES + 200 * 1000  # and headers
+    assert world(2).run(body) == [([0.5] * 3, 0.5, [1.0], 1)] * 2
 
 
 OF_THREE = {"max": torch.amax, "min": torch.amin, "prod": torch.prod}
@@ -421,8 +385,7 @@ OF_THREE = {"max": torch.amax, "min": torch.amin, "prod": torch.prod}
 
 @pytest.mark.parametrize("scale", [1.0, 0.5, -2.0])
 @pytest.mark.parametrize("reduction", OF_THREE)
-@pytest.mark.parametrize("chunk_bytes", [0, 1 << 17])
-def test_maximum_minimum_and_product_over_three_ranks(world, chunk_bytes, reduction, scale) -> None:
+def test_maximum_minimum_and_product_over_three_ranks(world, reduction, scale) -> None:
     def data(rank):
         torch.manual_seed(rank)
         return {
@@ -431,11 +394,11 @@ def test_maximum_minimum_and_product_over_three_ranks(world, chunk_bytes, reduct
             "int": torch.randint(-9, 9, (6,)),
             "short": torch.randint(-9, 9, (2, 2), dtype=torch.int8),
             "bool": torch.rand(8) > 0.5,
-            **({} if chunk_bytes else {"large": torch.randn(1 << 18) + 1.0}),
+            "large": torch.randn(1 << 18) + 1.0,
         }
 
     everyone = [data(rank) for rank in range(3)]
-    for found in world(3, chunk_bytes=chunk_bytes).run(lambda rank: reduce(data(rank), reduction, scale)):
+    for found in world(3).run(lambda rank: reduce(data(rank), reduction, scale)):
         for name, tensor in found.items():
             stacked = torch.stack([one[name] for one in everyone])
             expected = OF_THREE[reduction](stacked.double(), 0) * scale
@@ -473,37 +436,31 @@ def test_none_is_another_name_for_the_sum(world) -> None:
     ]
 
 
-def test_broadcast_is_one_message_whatever_the_types(world) -> None:
+@pytest.mark.parametrize("rows", [(3, 3), (3, 5), (3, 900), (0, 0)])
+def test_every_operation_compares_the_calls_and_has_one_message_per_type(world, rows) -> None:
     ranks = world(2)
-    ranks.run(lambda rank: broadcast([values((3,), dtype) for dtype in DTYPES]))
-    assert ranks.messages == ["all_reduce", "broadcast"]  # the first compares the calls
-
-
-@pytest.mark.parametrize(
-    ("rows", "chunk_bytes", "messages"),
-    [
-        ((3, 3), 1 << 17, ["exchange_chunks"]),
-        ((3, 5), 1 << 17, ["exchange_chunks"]),
-        ((900, 900), 1 << 12, ["exchange_chunks", "all_gather_into"]),
-        ((3, 900), 1 << 12, ["exchange_chunks", "all_gather_into"]),
-        ((900, 900), 0, ["all_gather_into"] * 2),
-        ((3, 900), 0, ["all_gather_into"] * 2),
-        ((0, 0), 0, ["all_gather_into"] * 2),
-    ],
-)
-def test_a_gather_is_a_header_and_one_buffer_in_one_message_where_both_fit(
-    world, rows, chunk_bytes, messages
-) -> None:
-    ranks = world(2, chunk_bytes=chunk_bytes)
 
     def data(rank: int) -> list[torch.Tensor]:
-        return [torch.full((rows[rank], 2), float(rank)), torch.tensor([rank], dtype=torch.int16)]
+        small = [torch.full((rows[rank], 2), float(rank + i)) for i in range(3)]
+        return [*small, torch.tensor([rank], dtype=torch.int16)]
 
-    for _ in range(2):
-        ranks.messages.clear()
-        for found in ranks.run(lambda rank: gather(data(rank))):
-            assert all(same(leaf, torch.cat([data(0)[i], data(1)[i]])) for i, leaf in enumerate(found))
-        assert ranks.messages == messages
+    def body(rank: int):
+        found = gather(data(rank)), gather(data(0), same_shapes=True), broadcast(data(0)), reduce(data(0))
+        return found[0]
+
+    for found in ranks.run(body):
+        assert all(same(leaf, torch.cat([data(0)[i], data(1)[i]])) for i, leaf in enumerate(found))
+    gathers, broadcasts, sums = ([name] * 2 for name in ("all_gather_into", "broadcast", "all_reduce"))
+    compared = "all_gather_object"
+    assert ranks.messages == [compared, *gathers, *gathers, compared, *broadcasts, compared, *sums]
+
+
+def test_small_objects_are_sent_with_the_description_of_the_call(world) -> None:
+    ranks = world(2)
+    assert ranks.run(lambda rank: broadcast_object_list([rank, "a"], 1)) == [[1, "a"]] * 2
+    assert ranks.messages == ["all_gather_object"]
+    assert ranks.run(lambda rank: broadcast_object_list(["long" * 1000 * rank], 1)) == [["long" * 1000]] * 2
+    assert ranks.messages[1:] == ["all_gather_object", "broadcast_object_list"]
 
 
 @pytest.mark.gpu

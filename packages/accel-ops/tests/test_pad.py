@@ -22,7 +22,7 @@ from accel_ops import (
 def test_padding_equals_plain_torch(world, sizes, dim: int, first: bool) -> None:
     data = [torch.arange(1, 1 + rows * columns).view(rows, columns) for rows, columns in sizes]
     longest = max(part.shape[dim] for part in data)
-    ranks = world(len(sizes), chunk_bytes=4096)
+    ranks = world(len(sizes))
     found = ranks.run(
         lambda rank: pad_across_processes([data[rank]], dim=dim, pad_index=-7, pad_first=first)[0]
     )
@@ -36,7 +36,7 @@ def test_padding_equals_plain_torch(world, sizes, dim: int, first: bool) -> None
 
 
 def test_every_leaf_is_padded_to_its_own_size_in_one_message(world) -> None:
-    ranks = world(2, chunk_bytes=4096)
+    ranks = world(2)
 
     def body(rank: int):
         data = {
@@ -50,7 +50,7 @@ def test_every_leaf_is_padded_to_its_own_size_in_one_message(world) -> None:
         assert found["b"][0].dtype == torch.bool
         assert found["b"][0].tolist() == [[True] * 2, [True] * 2, [not rank] * 2]
         assert found["b"][1].item() == rank
-    assert ranks.messages == ["exchange_chunks"]
+    assert ranks.messages == ["all_gather_object"]
 
 
 def test_tensors_without_the_dimension_and_long_enough_ones_are_returned_as_they_are(world) -> None:

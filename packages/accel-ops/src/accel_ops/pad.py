@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
 
-from accel_ops import uneven_gather
-from accel_ops.collectives import HOST, is_recorded
-from accel_ops.packing import digest, flatten
+from accel_ops.collectives import agree, compare_in_debug_mode
 from accel_ops.tree import recursively_apply, stray_leaf, walk
-from accel_ops.uneven_gather import call_mismatch, compare_in_debug_mode
-from accel_state.errors import DistributedOperationException
-from accel_state.runtime import Runtime, current_or_single
+from accel_state.runtime import current_or_single
 
 T = TypeVar("T")
 
@@ -65,7 +61,12 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: float = 0, pad_firs
         )
     if collectives.world_size == 1 or not any(_has(leaf, dim) for _, leaf in leaves):
         return tensor
-    sizes = iter(_largest(runtime, leaves, dim))
+    in_order = sorted(leaves, key=itemgetter(0))
+    facts = {path: f"{leaf.dim()} dimensions of {leaf.dtype}" for path, leaf in in_order}
+    own = [leaf.shape[dim] if _has(leaf, dim) else -1 for _, leaf in in_order]
+    largest = map(max, zip(*agree(collectives, "pad_across_processes", facts, own), strict=True))
+    by_path = dict(zip(facts, largest, strict=True))
+    sizes = (by_path[path] for path, _ in leaves)
     return recursively_apply(lambda leaf: _lengthen(leaf, next(sizes), dim, pad_index, pad_first), tensor)
 
 
@@ -103,31 +104,6 @@ def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int =
         return torch.cat([leaf, *[last] * missing], dim=dim)
 
     return recursively_apply(repeat_last, tensor, error_on_other_type=True)
-
-
-def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: int) -> list[int]:
-    """Return the largest size of every leaf over all ranks; -1 for a leaf without the dimension."""
-    order = sorted(range(len(leaves)), key=lambda index: leaves[index][0])
-    facts = [(path, leaf.dim(), leaf.dtype) for path, leaf in (leaves[index] for index in order)]
-    device = HOST if is_recorded(runtime.device) else runtime.device
-    in_order = [leaves[index][1] for index in order]
-    own = torch.tensor([[leaf.shape[dim] if _has(leaf, dim) else -1 for leaf in in_order]], device=device)
-    try:
-        # The key is a hash of the structure: a gather raises if structures differ.
-        named = flatten({str(digest(repr(facts))): own}, "pad_across_processes")
-        sizes = uneven_gather.gather(runtime.collectives, named, device)
-    except DistributedOperationException:
-        own_leaves = {
-            path: ((leaf.dim(), leaf.dtype), f"{leaf.dim()} dimensions of {leaf.dtype}")
-            for path, leaf in leaves
-        }
-        raise call_mismatch("pad_across_processes", runtime.collectives, own_leaves) from None
-    ((table),) = sizes.values()
-    by_path: list[int] = table.amax(0).tolist() if leaves else []
-    largest = [0] * len(leaves)
-    for index, size in zip(order, by_path, strict=True):
-        largest[index] = size
-    return largest
 
 
 def _has(leaf: torch.Tensor, dim: int) -> bool:

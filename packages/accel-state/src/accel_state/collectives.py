@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,26 +35,6 @@ class Collectives(Protocol):
     @property
     def world_size(self) -> int:
         """Number of processes."""
-        ...
-
-    @property
-    def chunk_bytes(self) -> int:
-        """The size of the largest chunk that `exchange_chunks` takes, 0 where it cannot be used."""
-        ...
-
-    def exchange_chunks(self, chunk: Tensor) -> Tensor:
-        """All-gather byte chunks whose sizes may differ between ranks.
-
-        Ranks need not know each other's sizes in advance, and can check in the message itself that their
-        calls match.
-
-        Args:
-            chunk: Up to `chunk_bytes` of type uint8, one-dimensional, on the CPU.
-
-        Returns:
-            A tensor of shape `(world_size, chunk_bytes)` with the chunk of each rank at the beginning of its
-            row, followed by unspecified bytes. The next call overwrites it, and may return it again.
-        """
         ...
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
@@ -118,10 +99,6 @@ class SingleCollectives:
 
     rank: int = 0
     world_size: int = 1
-    chunk_bytes: int = 0
-
-    def exchange_chunks(self, chunk: Tensor) -> Tensor:
-        return chunk[None]
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         out.view(-1).copy_(tensor.view(-1))
@@ -181,41 +158,19 @@ _OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 _SIGN = -(1 << 63)
-# Up to this number of ranks, each sends its chunk to every other rank at once. gloo accepts a message that is
-# smaller than its receiver's buffer, so that all ranks can offer buffers of one size for chunks of any size.
-_CHUNK_BYTES = 1 << 17
-_CHUNK_RANKS = 16
+_FIRST_BYTES = 1 << 10  # of pickled objects that are sent with their size, in one message
 
 
 class TorchCollectives:
     """The collectives of the default process group; see `Collectives` for their contracts."""
 
-    __slots__ = ("_device", "_device_types", "_rows", "_sent", "chunk_bytes", "rank", "world_size")
+    __slots__ = ("_device", "_device_types", "rank", "world_size")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._device_types = torch_private.device_types(torch_private.get_default_group())
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
-        direct = self.world_size <= _CHUNK_RANKS and _is_gloo()
-        self.chunk_bytes: int = _CHUNK_BYTES if direct else 0
-        self._rows = self._sent = torch.empty(0, dtype=torch.uint8)
-
-    def exchange_chunks(self, chunk: Tensor) -> Tensor:
-        limit, ranks, own = self.chunk_bytes, self.world_size, self.rank
-        if not len(self._rows):
-            with torch.inference_mode(mode=False):  # Later calls outside of it write to this buffer.
-                self._rows = torch.empty(ranks, limit, dtype=torch.uint8)
-                self._sent = torch.empty(ranks * limit, dtype=torch.uint8)
-        nbytes = len(chunk)
-        sizes = [nbytes] * ranks
-        sizes[own] = limit  # gloo wants a full buffer from a rank to itself.
-        sent = self._sent[: sum(sizes)]
-        sent[: (own + 1) * nbytes].view(own + 1, nbytes).copy_(chunk)
-        sent[own * nbytes + limit :].view(ranks - own - 1, nbytes).copy_(chunk)
-        with collective_scope("exchange"):
-            dist.all_to_all_single(self._rows.view(-1), sent, [limit] * ranks, sizes)
-        return self._rows
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         if self._is_sent_unchanged(tensor):
@@ -278,10 +233,23 @@ class TorchCollectives:
                 buffer.copy_(total)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self.world_size
+        content = pickle.dumps(obj)
         with collective_scope("all_gather_object"):
-            dist.all_gather_object(gathered, obj)
-        return gathered
+            first = self._gather_bytes(len(content).to_bytes(8, "little") + content, _FIRST_BYTES)
+            sizes = [int.from_bytes(part[:8], "little") for part in first]
+            parts = [part[8 : 8 + size] for part, size in zip(first, sizes, strict=True)]
+            if max(sizes) > _FIRST_BYTES - 8:
+                parts = self._gather_bytes(content, max(sizes))
+        return [pickle.loads(part) for part in parts]  # noqa: S301 - from the ranks of this program
+
+    def _gather_bytes(self, content: bytes, size: int) -> list[bytes]:
+        """Gather the first `size` bytes of every rank, padded with zeros, over the host if possible."""
+        device = "cpu" if "cpu" in self._device_types else self._device
+        sent = torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8).to(device)
+        received = torch.empty(self.world_size * size, dtype=torch.uint8, device=device)
+        dist.all_gather_into_tensor(received, sent)
+        whole = received.cpu().numpy().tobytes()
+        return [whole[start : start + size] for start in range(0, len(whole), size)]
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
         with collective_scope("broadcast_object_list"):
@@ -332,14 +300,6 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None
     change(timeout, group)
 
 
-def _is_gloo() -> bool:
-    try:
-        backend = torch_private.backend_of(torch_private.get_default_group(), torch.device("cpu"))
-        return backend.name() == "gloo"
-    except RuntimeError:  # The group has no backend for the CPU.
-        return False
-
-
 def _as_sendable(tensor: Tensor) -> Tensor:
     """View a contiguous tensor in a dtype that every backend sends."""
     if tensor.dtype in _SENDABLE:
@@ -379,8 +339,6 @@ class RecordedCollectives:
         self._own = own
         self.rank: int = host.rank
         self.world_size: int = host.world_size
-        self.chunk_bytes: int = host.chunk_bytes
-        self.exchange_chunks = host.exchange_chunks
         self.start_scatter = host.start_scatter
         self.all_gather_object = host.all_gather_object
         self.broadcast_object_list = host.broadcast_object_list

@@ -27,7 +27,6 @@ class ThreadRanks:
     Args:
         size: Number of ranks.
         debug: Whether calls are checked, as by `ACCELERATE_DEBUG_MODE`.
-        chunk_bytes: As in `Collectives`.
         device: The device of all ranks.
         timeout: Seconds after which a collective fails if some ranks have not reached it.
 
@@ -45,7 +44,6 @@ class ThreadRanks:
 
     size: int
     debug: bool = False
-    chunk_bytes: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     timeout: float = 60.0
     messages: list[str] = field(default_factory=list[str], init=False)
@@ -110,23 +108,12 @@ class ThreadRanks:
 
 
 class ThreadCollectives:
-    """`Collectives` between the threads of `ThreadRanks`; each call waits for all ranks.
-
-    Bytes after a rank's chunk in the rows of `exchange_chunks` are 255.
-    """
+    """`Collectives` between the threads of `ThreadRanks`; each call waits for all ranks."""
 
     def __init__(self, rank: int, ranks: ThreadRanks) -> None:
         self.rank = rank
         self.world_size = ranks.size
-        self.chunk_bytes = ranks.chunk_bytes
         self._ranks = ranks
-
-    def exchange_chunks(self, chunk: Tensor) -> Tensor:
-        chunks = self._exchange("exchange_chunks", chunk.detach())
-        rows = torch.full((self.world_size, self.chunk_bytes), 255, dtype=torch.uint8)
-        for row, received in zip(rows, chunks, strict=True):
-            row[: len(received)] = received
-        return rows
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         tensors = self._alike("all_gather_into", tensor)

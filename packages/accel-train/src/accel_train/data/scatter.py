@@ -19,11 +19,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from accel_ops.packing import below_autograd
 from accel_ops.tree import children, is_dataclass_instance, rebuild, recursively_apply
 from accel_state.collectives import Collectives
 from accel_state.errors import AccelError
-from accel_state.torch_private import foreach_copy_
+from accel_state.torch_private import foreach_copy_, not_views
 from accel_train.data.shards import BatchWithMeta
 
 
@@ -280,7 +279,7 @@ def read(buffer: Tensor, spec: BatchSpec) -> Message:
     # 2. The tensors, and the objects among them.
     start, offset = _header_bytes(spec.dims), _FIXED
     leaves: list[Any] = []
-    with below_autograd():  # else views share a version counter, and an in-place change counts for all
+    with not_views()():  # else views share a version counter, and an in-place change counts for all
         for tensor_spec in spec.tensor_specs:
             if tensor_spec.dtype is None:
                 leaves.append(None)

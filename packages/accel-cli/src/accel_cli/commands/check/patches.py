@@ -245,11 +245,6 @@ class SingleRankCollectives:
     recorder: CollectiveRecorder
     rank: int
     world_size: int
-    chunk_bytes: int = 0
-
-    def exchange_chunks(self, chunk: Tensor) -> Tensor:
-        self.recorder.record("all_gather")
-        return chunk.expand(self.world_size, -1)
 
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
         del out, tensor
