@@ -248,8 +248,8 @@ class TorchCollectives:
         sent = torch.frombuffer(bytearray(content[:size].ljust(size, b"\0")), dtype=torch.uint8).to(device)
         received = torch.empty(self.world_size * size, dtype=torch.uint8, device=device)
         dist.all_gather_into_tensor(received, sent)
-        whole = received.cpu().numpy().tobytes()
-        return [whole[start : start + size] for start in range(0, len(whole), size)]
+        gathered = received.cpu().numpy().tobytes()
+        return [gathered[start : start + size] for start in range(0, len(gathered), size)]
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
         with collective_scope("broadcast_object_list"):
