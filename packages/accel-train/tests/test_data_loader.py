@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -151,14 +153,86 @@ def test_a_loader_is_not_active_after_its_loop_was_left(end: Any) -> None:
     assert not GradientState().in_dataloader
 
 
-def test_a_loader_within_itself_tells_of_the_batch_at_hand() -> None:
-    loader = DataLoaderShard(list(range(4)), batch_size=2)
-    for _ in loader:
-        for _ in loader:
-            pass
-        assert loader.end_of_dataloader
-    assert [loader.end_of_dataloader for _ in loader] == [False, True]
+FACTS = ("end_of_dataloader", "remainder", "real_in_batch", "batch_size_seen")
+OWN_DATA = {
+    "map-style": lambda: prepare_data_loader(
+        DataLoader(range(14), batch_size=3), num_processes=2, process_index=1
+    ),
+    "stream": lambda: prepare_data_loader(
+        DataLoader(Numbers(14), batch_size=3), num_processes=2, process_index=1
+    ),
+    "dispatched": lambda: prepare_data_loader(
+        DataLoader(Numbers(14), batch_size=3), dispatch_batches=True, put_on_device=True
+    ),
+}
+
+
+def facts_of(loader: Any) -> tuple[Any, ...]:
+    state = GradientState()
+    assert (state.end_of_dataloader, state.remainder) == (loader.end_of_dataloader, loader.remainder)
+    return (*(getattr(loader, name) for name in FACTS), loader.state_dict())
+
+
+@pytest.mark.parametrize("kind", OWN_DATA)
+def test_facts_and_position_are_those_of_the_iteration_at_hand_within_another_over_the_same_loader(
+    kind: str,
+) -> None:
+    torch.manual_seed(0)
+    (loader := OWN_DATA[kind]()).set_epoch(0)
+    expected = [(batch.tolist(), facts_of(loader)) for batch in loader]
+    (loader := OWN_DATA[kind]()).set_epoch(0)
+    found = []
+    for batch in loader:
+        before = facts_of(loader)
+        loader.set_epoch(0)
+        assert [(inner.tolist(), facts_of(loader)) for inner in loader] == expected
+        assert facts_of(loader) == before
+        found.append((batch.tolist(), before))
+    assert found == expected
     assert not GradientState().in_dataloader
+    both = []
+    loader.set_epoch(0)
+    first = iter(loader)
+    one = [(next(first).tolist(), facts_of(loader))]
+    loader.set_epoch(0)
+    for batch in loader:  # two iterations in turn
+        both.append((batch.tolist(), facts_of(loader)))
+        one += [(other.tolist(), facts_of(loader)) for other in itertools.islice(first, 1)]
+    assert both == expected
+    assert one == expected
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_an_iterator_that_is_left_open_does_not_stay_the_active_one(taken: int) -> None:
+    state = GradientState()
+    outer, inner = (DataLoaderShard(list(range(size)), batch_size=2) for size in (8, 4))
+    ends = []
+    for number, _ in enumerate(outer):
+        assert state.active_dataloader is outer
+        ends.append(state.end_of_dataloader)
+        if number == 1:
+            left = iter(inner)
+            for _ in range(taken):
+                next(left)
+            assert state.active_dataloader is inner
+    assert ends == [False, False, False, True]
+    assert state.active_dataloader is (inner if taken == 1 else None)
+    left.close()
+    assert not state.in_dataloader
+
+
+@pytest.mark.parametrize("options", ["", "use_stateful_dataloader=True"])
+def test_an_iterator_that_is_open_at_the_end_of_the_program_is_no_error(options: str) -> None:
+    if options:
+        pytest.importorskip("torchdata.stateful_dataloader")
+    program = (
+        "from torch.utils.data import DataLoader\n"
+        "from accel_train.data.prepare import prepare_data_loader\n"
+        f"left = iter(prepare_data_loader(DataLoader(range(8), batch_size=2), {options}))\n"
+        "next(left)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
 
 
 WITH_WORKERS = {(0, 1, 2), (13, 1, 2), (1, 2, 2), (13, 2, 2)}

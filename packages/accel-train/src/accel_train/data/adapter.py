@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, SupportsIndex, cast
@@ -68,10 +69,13 @@ STATE_FORMAT = 1
 
 @dataclass(slots=True)
 class LoaderProgress:
-    """The progress of a loader, shared with the loaders that `skipping` returns."""
+    """The progress of a loader, shared with the loaders that `skipping` returns.
+
+    `passes` are the open iterations; the last one has yielded last.
+    """
 
     epoch: int = 0
-    reading: EpochPass | None = None
+    passes: list[EpochPass] = field(default_factory=list["EpochPass"])
     finished: dict[str, Any] | None = None
 
 
@@ -194,7 +198,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         position = self._position()
         state: dict[str, Any] = {
             "format": STATE_FORMAT,
-            "epoch": self.iteration,
+            "epoch": passes[-1].epoch if (passes := self._progress.passes) else self.iteration,
             "position": None if position is None else position.to_dict(),
             "source": record_source(self.order_source),
         }
@@ -206,7 +210,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
         """Return torchdata's part of the state, for any `StatefulDataLoader`; empty if there is none."""
         position = self._position()
         if position is not None:
-            ended = self._progress.reading is not None and bool(getattr(self, "end_of_dataloader", False))
+            ended = bool(self._progress.passes) and bool(getattr(self, "end_of_dataloader", False))
             return as_state_dict(position.torchdata or {}, finished=ended)
         if self._progress.finished is not None:
             return as_state_dict(self._progress.finished, finished=True)
@@ -309,7 +313,8 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     def _position(self) -> Position | None:
         """Return the position of the current iteration, or the one at which the next resumes, if any."""
-        return self._resume if (reading := self._progress.reading) is None else reading.position()
+        passes = self._progress.passes
+        return passes[-1].position() if passes else self._resume
 
     @property
     def _readers(self) -> int:
@@ -369,8 +374,7 @@ class DataLoaderAdapter(TorchLoader[T_co]):
 
     def _open(self) -> EpochPass:
         """Begin the next iteration: at a loaded position, after `skip_batches`, or at the beginning."""
-        reading = self._progress.reading = self._begin_reading()
-        return reading
+        return self._begin_reading()
 
     def _begin_reading(self) -> EpochPass:
         position, self._resume = self._resume, None
@@ -652,11 +656,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
         epoch = self.iteration
         self.set_epoch(epoch)
         self.begin()
+        passes, state = self._progress.passes, self.gradient_state
+        facts = vars(self)  # torch's loaders have a slow `__setattr__`
         reading: EpochPass | None = None
         try:
             reading = self._open()
-            advance, padded = reading.advance, None
-            facts = vars(self)  # torch's loaders have a slow `__setattr__`
+            reading.loader, reading.epoch, reading.facts = self, epoch, {}
+            passes.append(reading)
+            advance, padded, remainder = reading.advance, None, -1
             start_copy = None if batch_transfer is None else batch_transfer.start_copy
             finish_copy = None if batch_transfer is None else batch_transfer.finish_copy
             if self.shard_sequences is not None:
@@ -665,31 +672,59 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
             for item, following in reading.pairs(start_copy):
                 if padded is None:  # the first batch has drawn the order
                     padded, remainder = reading.opened()
-                    self.remainder = remainder if self.dataset_parts == 1 else -1
+                    remainder = remainder if self.dataset_parts == 1 else -1
                 loaded = item if type(item) is BatchWithMeta else None
                 batch = item if loaded is None else loaded.batch
-                if padded:
-                    facts["real_in_batch"] = padded.get(reading.taken)
+                real = padded.get(reading.taken) if padded else None
                 reading.taken += 1
                 if advance is not None:
                     advance(loaded)
                     if not padded:
-                        facts["real_in_batch"] = None if loaded is None else loaded.real
+                        real = None if loaded is None else loaded.real
                 if finish_copy is not None:
                     batch = finish_copy(batch)
-                facts["_batch"] = batch
+                reading.facts = {
+                    "end_of_dataloader": following is END,
+                    "remainder": remainder,
+                    "real_in_batch": real,
+                    "_batch": batch,
+                }
+                facts.update(reading.facts)
                 if following is END:
-                    facts["end_of_dataloader"] = True
                     self._set_remainder(loaded)
+                    reading.facts["remainder"] = self.remainder
+                if passes[-1] is not reading or state.active_dataloader is not self:
+                    self._activate(reading)
                 yield batch
         finally:
             # 3. End the iteration, and the epoch unless the loop has set another one.
             self.end()
-            if reading is not None and self._progress.reading is reading:
-                self._progress.finished = reading.position().torchdata
-                self._progress.reading = None
+            if reading is not None:
+                self._close(reading)
             if self.iteration == epoch:
                 self.iteration = epoch + 1
+
+    def _close(self, reading: EpochPass, is_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Remove an iteration; an outer one over this loader has its facts again."""
+        passes = self._progress.passes
+        if reading in passes:
+            passes.remove(reading)
+            # At the interpreter's exit, the names that `position` uses are gone.
+            if self.use_stateful_dataloader and not passes and not is_exit():
+                self._progress.finished = reading.position().torchdata
+        for outer in passes:
+            if outer.loader is self:
+                vars(self).update(outer.facts)
+
+    def _activate(self, reading: EpochPass) -> None:
+        """Make an iteration the current one again; drop later ones that were left at their last batch."""
+        passes = self._progress.passes
+        passes.remove(reading)
+        passes.append(reading)
+        loaders = self.gradient_state.dataloader_references[1:]
+        below = max((index for index, loader in enumerate(loaders) if loader is self), default=0)
+        later = [loader for loader in loaders[below:] if loader is not self and not loader.end_of_dataloader]
+        self.gradient_state.dataloader_references = [*loaders[:below], *later, self]
 
     def _set_remainder(self, loaded: BatchWithMeta | None) -> None:
         """Set the number of samples in the last round, if not known before."""

@@ -163,17 +163,12 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
 
     def _open(self) -> EpochPass:
         if self._reads:
-            reading: EpochPass = MainReading(
-                self._begin_reading, self._row_split, self._collectives, self._shard_of
-            )
-        else:
-            if self._resume is None:
-                # The torch loader of the main process draws a seed; afterwards generators are equal again.
-                torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-            self._resume, self.skip_batches = None, 0
-            reading = RemoteReading(self._collectives)
-        self._progress.reading = reading
-        return reading
+            return MainReading(self._begin_reading, self._row_split, self._collectives, self._shard_of)
+        if self._resume is None:
+            # The torch loader of the main process draws a seed; afterwards generators are equal again.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        self._resume, self.skip_batches = None, 0
+        return RemoteReading(self._collectives)
 
 
 class MainReading(EpochPass):

@@ -87,11 +87,17 @@ class EpochPass(ABC):
         taken (int): The number of batches that the loader has yielded.
         advance (Callable | None): Counts a batch (`BatchWithMeta` or `None`) that is about to be yielded, if
             `taken` is not enough.
+        loader (object): The loader that is iterated over.
+        epoch (int): The epoch.
+        facts (dict): The facts about the last batch, by the loader's attributes.
     """
 
     batches: Iterator[Any] = iter(())
     taken: int = 0
     advance: Any = None
+    loader: object = None
+    epoch: int = 0
+    facts: dict[str, Any]
 
     def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
         """Yield each batch with the next item: `END` after the last batch, else anything.
