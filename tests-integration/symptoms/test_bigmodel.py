@@ -24,6 +24,7 @@ def test_row_3_memory_of_an_integrated_gpu_is_counted_once(monkeypatch, is_integ
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (FREE, 2 * FREE))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: torch.zeros(shape))
     memory = get_max_memory()
     assert memory[0] == FREE
     assert ("cpu" in memory) is (not is_integrated)

@@ -28,7 +28,7 @@ from accel_bigmodel.sizes import byte_count, class_names, read_layers, streamed_
 from accel_ops.weights.layout import convert_bytes, convert_file_size_to_int
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import named_module_tensors
-from accel_state.errors import SettingsError, some_of
+from accel_state.errors import SettingsError, first_line, some_of
 
 if TYPE_CHECKING:
     from accel_bigmodel.sizes import ElementType, Layers, Workload
@@ -49,9 +49,9 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
     Args:
         max_memory: Device to bytes, or to text like `"10GB"`, which is converted to bytes in the passed
             dictionary, too, as callers expect; missing devices get no memory. By default, the free memory
-            of every accelerator, and this rank's share of the free host memory within the limits of its
-            control group; host memory is omitted if an accelerator shares it (integrated GPUs, Apple
-            silicon).
+            of every accelerator that can be used, once its libraries have taken theirs, and this rank's
+            share of the free host memory within the limits of its control group; host memory is omitted if
+            an accelerator shares it (integrated GPUs, Apple silicon).
 
     Returns:
         Bytes by device: accelerators in order, then `"cpu"`, then `"disk"`.
@@ -64,7 +64,12 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
         {0: 2147483648, 'cpu': 1000000000}
     """
     if max_memory is None:
-        free: MemoryMap = {index: _free(index) for index in range(torch.accelerator.device_count())}
+        free: MemoryMap = {}
+        for index in range(torch.accelerator.device_count()):
+            try:
+                free[index] = _free(index)
+            except RuntimeError as error:
+                _log.warning("Device %d cannot be used, and gets no layers: %s", index, first_line(error))
         return free if any(map(_is_unified, free)) else {**free, "cpu": available_host_memory()}
     if not isinstance(max_memory, Mapping):
         raise SettingsError(
@@ -79,6 +84,15 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
     indexed = sorted(key for key in sizes if isinstance(key, int))
     named = [key for key in sizes if isinstance(key, str) and key not in _HOST]
     return {key: sizes[key] for key in (*indexed, *named, *(key for key in _HOST if key in sizes))}
+
+
+def _budgets(max_memory: Mapping[int | str, float | str] | None) -> MemoryMap:
+    """Return the memory for weights: of free memory, the main device keeps a tenth for activations."""
+    memory = get_max_memory(max_memory)
+    main = next((key for key in memory if key not in _HOST), None)
+    if max_memory is None and main is not None:
+        memory[main] -= memory[main] // 10
+    return memory
 
 
 def get_balanced_memory(
@@ -99,7 +113,7 @@ def get_balanced_memory(
 
     Args:
         model: The model, on any device, including the meta device.
-        max_memory: The limit of each device; by default its free memory.
+        max_memory: The limit of each device; by default its free memory, of the first accelerator 90 %.
         no_split_module_classes: Names of classes whose modules are not split across devices.
         dtype: The dtype of floating-point weights once loaded.
         special_dtypes: Dtypes of individual tensors, by name.
@@ -113,7 +127,7 @@ def get_balanced_memory(
         >>> get_balanced_memory(model, {0: 1000, 1: 1000})
         {0: 192, 1: 1000}
     """
-    memory = get_max_memory(max_memory)
+    memory = _budgets(max_memory)
     devices = [key for key, size in memory.items() if key not in _HOST and size > 0]
     if len(devices) < 2:
         return memory
@@ -179,9 +193,12 @@ def _device_key(key: int | str) -> int | str:
 
 def _free(index: int) -> int:
     module = _device_module()
-    if hasattr(module, "mem_get_info"):
-        return int(module.mem_get_info(index)[0])
-    return available_host_memory()
+    if not hasattr(module, "mem_get_info"):
+        return available_host_memory()
+    # The first product of matrices loads libraries and their workspaces, hundreds of MB of an NVIDIA GPU.
+    square = torch.ones(16, 16, device=index)
+    torch.mm(square, square)
+    return int(module.mem_get_info(index)[0])
 
 
 def _is_unified(index: int | str) -> bool:
@@ -224,7 +241,8 @@ def infer_auto_device_map(
 
     Args:
         model: The model, on any device, including the meta device.
-        max_memory: Device to bytes or text like `"10GB"`; by default free memory. The disk has no limit.
+        max_memory: Device to bytes or text like `"10GB"`; by default free memory, of the first accelerator
+            90 %. The disk has no limit.
         no_split_module_classes: Names of classes whose modules are not split, such as residual blocks.
         dtype: The dtype of floating-point weights once loaded.
         special_dtypes: Dtypes of individual tensors, by name; they take precedence over `dtype`.
@@ -254,7 +272,7 @@ def infer_auto_device_map(
         >>> infer_auto_device_map(model, {0: 200, "cpu": 1000})
         {'0': 0, '1': 'cpu', '2': 'cpu'}
     """
-    memory = get_max_memory(max_memory)
+    memory = _budgets(max_memory)
     devices = [key for key in memory if key != "disk"]
     unsplit, count = class_names(no_split_module_classes), byte_count(dtype, special_dtypes)
     layers = read_layers(model, unsplit, count)
