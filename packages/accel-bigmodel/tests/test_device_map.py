@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -425,6 +427,26 @@ def test_memory_is_read_in_order_and_refused_by_name():
         get_max_memory({0: -5})
     with pytest.raises(SettingsError, match="'lots' is not a size"):
         get_max_memory({0: "lots"})
+
+
+@pytest.mark.parametrize("cpu", ["cpu", torch.device("cpu")])
+@pytest.mark.parametrize("gpu", [0, "0", np.int64(0), torch.device("cuda", 0), "cuda:0"])
+@pytest.mark.parametrize("size", [200, 200.0, "200", np.int64(200), np.float32(200)])
+def test_every_form_of_a_budget_counts(cpu, gpu, size):
+    given = {gpu: size, cpu: 10**6}
+    key = "cuda:0" if gpu == "cuda:0" else 0
+    assert get_max_memory(given) == {key: 200, "cpu": 10**6}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # 160 bytes
+    assert infer_auto_device_map(model, given) == {"": key}
+    assert infer_auto_device_map(model, {gpu: 0, cpu: size}) == {"": "cpu"}
+
+
+@pytest.mark.parametrize("key", [0.0, (0,), None, True])
+def test_a_budget_for_what_is_no_device_is_refused(key):
+    with pytest.raises(
+        SettingsError, match=rf"{re.escape(repr(key))}.* is not a device: use 0, 'cpu' or 'disk'"
+    ):
+        get_max_memory({key: 1000, "cpu": 1})
 
 
 def test_balancing_leaves_the_first_accelerator_low_when_asked():

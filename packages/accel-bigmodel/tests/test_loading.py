@@ -28,6 +28,7 @@ from accel_state.errors import (
     AccelError,
     CheckpointError,
     CheckpointMismatchError,
+    CheckpointWriteError,
     SettingsError,
     UnsupportedError,
 )
@@ -411,6 +412,13 @@ def test_a_map_is_made_when_asked(toy, toy_class, tokens, tmp_path, kind):
         load_checkpoint_and_dispatch(skeleton(toy_class), tmp_path, device_map="automatic")
 
 
+def test_a_weight_whose_name_is_too_long_for_a_file_is_named(tmp_path):
+    model = nn.ModuleDict({"n" * 300: nn.Linear(2, 2, bias=False)})
+    with pytest.raises(CheckpointWriteError, match=r"could not write the weight 'nnn.*: File name too long"):
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_thousands_of_names_that_do_not_fit_make_no_endless_message(tmp_path):
     many = 3_000
     save_state_dict({f"of_file_{number}": torch.zeros(1) for number in range(many)}, tmp_path)
@@ -497,11 +505,12 @@ def test_a_broadcast_needs_a_process_group(toy_class, tmp_path):
         load_checkpoint_in_model(skeleton(toy_class), tmp_path, broadcast_from_rank0=True)
 
 
-def test_a_hub_id_is_found_in_the_local_cache(toy, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["model", "Model-0.5B", "opt-1.3b-instruct", "v1.safetensor"])
+def test_a_hub_id_is_found_in_the_local_cache(toy, tmp_path, monkeypatch, name):
     hub = pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     revision = "0" * 40
-    repo = tmp_path / "models--some--model"
+    repo = tmp_path / f"models--some--{name}"
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(revision)
     save_state_dict(toy.state_dict(), repo / "snapshots" / revision)
@@ -510,13 +519,22 @@ def test_a_hub_id_is_found_in_the_local_cache(toy, tmp_path, monkeypatch):
         "huggingface_hub.snapshot_download",
         lambda name, **kwargs: hub._snapshot_download.snapshot_download(name, cache_dir=tmp_path, **kwargs),
     )
-    found = local_checkpoint("some/model")
+    found = local_checkpoint(f"some/{name}")
     assert (found / "model.safetensors").is_file()
 
 
-def test_a_path_that_is_nothing_is_reported(tmp_path):
-    with pytest.raises(FileNotFoundError, match="neither a file nor a folder"):
-        load_checkpoint_in_model(nn.Linear(1, 1), tmp_path / "nowhere")
+@pytest.mark.parametrize("name", ["nowhere", "a.safetensors", "a.bin", "a.pt", "a.pth", "a.index.json"])
+def test_a_path_that_is_nothing_is_reported(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path / name, f"some/{name}" if "." in name else f"./{name}"):
+        with pytest.raises(FileNotFoundError, match="neither a file nor a folder"):
+            load_checkpoint_in_model(nn.Linear(1, 1), path)
+
+
+def test_weight_files_of_other_names_are_named_where_none_is_chosen(tmp_path):
+    torch.save(nn.Linear(2, 2).state_dict(), tmp_path / "mine.bin")
+    with pytest.raises(CheckpointError, match=r"found mine\.bin: pass the file itself"):
+        load_checkpoint_in_model(nn.Linear(2, 2), tmp_path)
 
 
 def test_a_checkpoint_with_an_unknown_scheme_is_refused(tmp_path, monkeypatch):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import operator
 import reprlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from operator import ne
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,17 +178,21 @@ def smallest_bound(units: PlacementUnits, capacities: Sequence[int]) -> int | No
     return low
 
 
-def _device_key(key: int | str) -> int | str:
-    if isinstance(key, str) and key.isdecimal():
-        return int(key)
-    if isinstance(key, str) and key != "disk":
-        try:
-            torch.device(key)
-        except RuntimeError as error:
-            raise SettingsError(
-                f"max_memory names {reprlib.repr(key)}, which is not a device: use 0, 'cpu' or 'disk'"
-            ) from error
-    return key
+def _device_key(key: Any) -> DeviceKey:
+    if isinstance(key, torch.device):
+        key = key.type if key.index is None or key.type == "cpu" else key.index
+    try:
+        if isinstance(key, str) and not key.isdecimal():
+            if key != "disk":
+                torch.device(key)
+            return key
+        if isinstance(key, bool):
+            raise TypeError
+        return int(key) if isinstance(key, str) else operator.index(key)
+    except (RuntimeError, TypeError) as error:
+        raise SettingsError(
+            f"max_memory names {reprlib.repr(key)}, which is not a device: use 0, 'cpu' or 'disk'"
+        ) from error
 
 
 def _free(index: int) -> int:
@@ -337,7 +341,7 @@ def merged(layers: Layers, where: Sequence[int]) -> list[tuple[str, int]]:
         >>> merged(layers, [0, 0]), merged(layers, [0, 1])
         ([('', 0)], [('0', 0), ('1', 1)])
     """
-    changes = list(accumulate(map(ne, where, where[1:]), initial=0))
+    changes = list(accumulate(map(operator.ne, where, where[1:]), initial=0))
     result: list[tuple[str, int]] = []
     modules = [*layers.modules, ("", -1, 0, 0)]
     layer = index = 0
@@ -444,7 +448,10 @@ def generate_device_map(
             f"{type(model).__name__} has {count} layers that are not split, fewer than the {num_processes} "
             "processes: start fewer, or name fewer no_split_module_classes."
         )
-    rooms = [_budget(max_memory, process) for process in range(num_processes)]
+    limits = (
+        dict.fromkeys(range(num_processes), _ENDLESS) if max_memory is None else get_max_memory(max_memory)
+    )
+    rooms = [limits.get(process, 0) for process in range(num_processes)]
     bound = smallest_bound(units, rooms)
     if bound is None:
         raise SettingsError(
@@ -467,12 +474,6 @@ def split_points_of(device_map: Mapping[str, int | str], num_processes: int) -> 
         next(name for name, process in device_map.items() if process == stage)
         for stage in range(1, num_processes)
     ]
-
-
-def _budget(max_memory: Mapping[int | str, float | str] | None, process: int) -> int:
-    if max_memory is None:
-        return _ENDLESS
-    return convert_file_size_to_int(max_memory.get(process, max_memory.get(str(process), 0)))
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -51,7 +52,8 @@ def _write(path: Path, content: Any, what: str) -> None:
             file.write(content)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # such as of a name that is too long
+            temporary.unlink(missing_ok=True)
         raise CheckpointWriteError(f"could not write {what} to {str(path)!r}: {error.strerror}") from error
 
 

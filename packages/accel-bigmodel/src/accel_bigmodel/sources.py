@@ -35,6 +35,7 @@ _PATTERNS = (
     (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, f"*{SAFETENSORS_SUFFIX}"),
     (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, "*.bin"),
 )
+_SUFFIXES = (SAFETENSORS_SUFFIX, ".bin", ".pt", ".pth", ".ckpt", ".json")  # others are those of a hub id
 _NETWORK = frozenset(
     {
         "9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs",
@@ -209,7 +210,7 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> AnyPath:
     if isinstance(path, RemotePath):
         return path
     name = os.fspath(checkpoint)
-    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix:
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix in _SUFFIXES:
         return path
     try:
         hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")

@@ -11,6 +11,7 @@ import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_ops.weights.tensors import id_tensor_storage, is_dense
@@ -95,7 +96,7 @@ def convert_file_size_to_int(size: float | str) -> int:
         >>> convert_file_size_to_int("1GB"), convert_file_size_to_int("1.5GiB")
         (1000000000, 1610612736)
     """
-    if isinstance(size, int | float):
+    if isinstance(size, Real):
         if not isfinite(size):
             raise SettingsError(f"{size!r} is not a size: write a number of bytes")
         return int(size)

@@ -181,9 +181,10 @@ def _only_index(folder: AnyPath) -> CheckpointFiles:
     single = sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}"), key=str) if not indexes else []
     if len(single) == 1:
         return CheckpointFiles(files=(single[0],))
-    present = some_of(path.name for path in indexes or single) or "none"
+    present = some_of(path.name for path in indexes or single or sorted(folder.glob("*.bin"), key=str))
+    advice = f"{present}: pass the file itself" if present else "none"
     wanted = " or ".join(READ_ORDER)
-    raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {present}")
+    raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {advice}")
 
 
 def load_bin(path: AnyPath, *, mapped: bool = False) -> dict[str, Tensor]:
