@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from accel_ops.tree import children, ignorant_find_batch_size, rebuild
+from accel_ops.tree import children, rebuild
 from accel_state.collectives import Collectives
 from accel_state.frozen import frozen
 from accel_state.partial_state import PartialState
@@ -131,6 +131,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
             drop_last=self._drop_last,
             slice_fn=self.slice_fn,
             multiple=self.micro_batches,
+            batch_size=self.batch_size if self._indices is None else self._indices.shard.batch_size,
         )
 
     @property
@@ -170,6 +171,11 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
         self._resume, self.skip_batches = None, 0
         return RemoteReading(self._collectives)
 
+    def _set_remainder(self, loaded: BatchWithMeta | None) -> None:
+        # This rank's rows do not tell how many the others have.
+        if self._collectives.world_size == 1 or (loaded is not None and loaded.real_in_step is not None):
+            super()._set_remainder(loaded)
+
 
 class MainReading(EpochPass):
     """An iteration of the main process, which reads for all ranks."""
@@ -195,13 +201,14 @@ class MainReading(EpochPass):
 
     def _parts(self) -> Iterator[list[BatchWithMeta | None]]:
         inner = self._inner = self._open_inner()  # an error in here reaches the other ranks
+        layout: RowLayout | None = None
         for step_batches in self._row_split.rounds(inner.batches):
             if not self._read and not self.taken:
                 inner.opened()
             self._read.append(step_batches)
-            parts = self._row_split.parts(
-                [item.batch if type(item) is BatchWithMeta else item for item in step_batches]
-            )
+            batches = [item.batch if type(item) is BatchWithMeta else item for item in step_batches]
+            layout = self._row_split.layout(batches) if layout is None else layout
+            parts = self._row_split.parts(batches, layout)
             yield [parts[shard] for shard in self._shard_of]
 
     def advance(self, loaded: BatchWithMeta | None) -> None:
@@ -272,6 +279,7 @@ class RowSplit:
     drop_last: bool = False
     slice_fn: SliceFn | None = None
     multiple: int = 1
+    batch_size: int | None = None
 
     @property
     def batches_per_step_all_ranks(self) -> int:
@@ -284,25 +292,41 @@ class RowSplit:
             if len(step_batches) == self.batches_per_step_all_ranks or not self.drop_last:
                 yield step_batches
 
-    def parts(self, batches: Sequence[Any]) -> list[BatchWithMeta | None]:
-        """Split a round: return the batch of every rank, `None` for ranks without one."""
+    def layout(self, batches: Sequence[Any]) -> RowLayout:
+        """Find where the first batch of an epoch has its rows; it is complete if another one follows."""
+        is_complete = self.split or len(batches) > 1
+        return row_layout(batches[0], self.batch_size if is_complete else None)
+
+    def parts(self, batches: Sequence[Any], layout: RowLayout | None = None) -> list[BatchWithMeta | None]:
+        """Split a round: return the batch of every rank, `None` for ranks without one.
+
+        Args:
+            batches: The batches of the round.
+            layout: The layout of the epoch's first batch.
+        """
         # 1. A complete round of equal batches is unchanged.
-        counts = [count_rows(batch) for batch in batches]
-        rows = None if None in counts else sum(count or 0 for count in counts)
+        counts = [None] if layout is None else [count_rows(batch, layout) for batch in batches]
+        if layout is None or None in counts:  # another structure than before
+            layout = row_layout(batches[0])
+            counts = [count_rows(batch, layout) for batch in batches]
+        can_cut = self.split or self.slice_fn is not None
+        rows = None if None in counts or not layout.is_sure else sum(count or 0 for count in counts)
         full = len(batches) == self.num_processes and len(set(counts)) == 1
         full = full and (not self.even or (counts[0] or 0) % self.multiple == 0)
-        if full and not self.split and self.slice_fn is None:
+        if full and not can_cut:
             return [BatchWithMeta(batch, None, rows) for batch in batches]
         # 2. Batches with rows are joined and cut.
+        if can_cut and rows is None and None not in counts:
+            rows = sum(count or 0 for count in counts)
         try:
-            joined = batches[0] if len(batches) == 1 else join_rows(batches)
             if not rows:
-                raise ValueError("no value of the batch has one row per sample")
+                raise ValueError("it is not known which of its values have one row per sample")
+            joined = batches[0] if len(batches) == 1 else join_rows(batches, layout.tree)
         except ValueError as error:
-            if self.split or self.slice_fn is not None:
+            if can_cut:
                 raise ValueError(f"The main process cannot split the batch that it read: {error}.") from error
             return self._full_batches(batches, rows)
-        return self._slices(joined, rows)
+        return self._slices(joined, layout.tree, rows)
 
     def _full_batches(self, batches: Sequence[Any], rows: int | None) -> list[BatchWithMeta | None]:
         """Return batches that cannot be joined; with `even`, the first one pads the round."""
@@ -310,14 +334,13 @@ class RowSplit:
         padding = BatchWithMeta(batches[0], 0, rows) if self.even else None
         return loaded_batches + [padding] * (self.num_processes - len(batches))
 
-    def _slices(self, batch: Any, rows: int) -> list[BatchWithMeta | None]:
+    def _slices(self, batch: Any, tree: Any, rows: int) -> list[BatchWithMeta | None]:
         """Cut a batch into equal slices, padded with the first rows; else of almost equal length."""
         size, larger = divmod(rows, self.num_processes)
         padded = self.even and rows % (self.num_processes * self.multiple) > 0
         if padded:
             size, larger = -(-rows // (self.num_processes * self.multiple)) * self.multiple, 0
-            batch = select_rows(batch, [i % rows for i in range(size * self.num_processes)], rows)
-        total = size * self.num_processes if padded else rows
+            batch = select_rows(batch, tree, [i % rows for i in range(size * self.num_processes)])
         loaded_batches: list[BatchWithMeta | None] = []
         first = 0
         for rank in range(self.num_processes):
@@ -325,80 +348,183 @@ class RowSplit:
             part = None
             if last > first:
                 real = min(max(rows - first, 0), last - first) if padded else None
-                part = BatchWithMeta(self._slice(batch, slice(first, last), rank, total), real, rows)
+                part = BatchWithMeta(self._slice(batch, tree, slice(first, last), rank), real, rows)
             loaded_batches.append(part)
             first = last
         return loaded_batches
 
-    def _slice(self, batch: Any, rows: slice, rank: int, total: int) -> Any:
+    def _slice(self, batch: Any, tree: Any, rows: slice, rank: int) -> Any:
         if self.slice_fn is None:
-            return select_rows(batch, rows, total)
+            return select_rows(batch, tree, rows)
         return self.slice_fn(batch, rows, process_index=rank, num_processes=self.num_processes)
 
 
-def count_rows(batch: Any) -> int | None:
-    """Return the number of samples in a batch; `None` if it has no tensors and no columns.
+@frozen
+class RowLayout:
+    """The values of a batch that have one row per sample.
 
-    Example:
-        >>> count_rows({"ids": torch.zeros(3, 2), "text": ["a", "b", "c"]}), count_rows(["a", "b"])
-        (3, 2)
+    Args:
+        tree: `True` for a tensor with one row per sample, or a list with one object per sample; `None` for a
+            value that belongs to the whole batch; else a list with the trees of a container's values.
+        is_sure: Whether no other reading of the batch is as likely.
     """
-    if type(batch) is dict and type(first := next(iter(batch.values()), None)) is Tensor and first.dim() > 0:
-        return first.shape[0]  # the most common case, at almost no cost
-    rows = ignorant_find_batch_size(batch)
-    if rows is None and _is_column(batch):
-        return len(batch)
-    if rows is None:
-        counts = (count_rows(value) for _, value in children(batch) or ())
-        return next((count for count in counts if count is not None), None)
-    return rows
+
+    tree: Any
+    is_sure: bool
 
 
-def select_rows(batch: Any, rows: Sequence[int] | slice, total: int) -> Any:
-    """Return some rows of a batch; a value without a row per sample is returned in full.
+def row_layout(batch: Any, batch_size: int | None = None) -> RowLayout:
+    """Find the values of a batch that have one row per sample.
+
+    A plain list or tuple is either a list of fields, each with one row per sample, or it has one object per
+    sample. Where both fit, it is a list of fields.
+
+    Args:
+        batch: The batch.
+        batch_size: The number of samples of the batch, if it is known.
 
     Example:
-        >>> select_rows({"ids": torch.arange(3), "text": ["a", "b", "c"]}, [2, 0], 3)
+        >>> row_layout({"images": [torch.zeros(5), torch.zeros(4)], "ids": torch.arange(2), "kind": "x"}).tree
+        [True, True, None]
+        >>> row_layout([torch.zeros(3, 8), torch.zeros(3)]).tree
+        [True, True]
+    """
+    unmatched: dict[int, int] = {}
+    ties: dict[int, int] = {}
+    for rows in _possible_rows(batch):
+        if rows not in unmatched:
+            labels = _layout_for(batch, rows)
+            unmatched[rows], ties[rows] = _count(labels, _UNMATCHED), _count(labels, _TIE)
+    fewest = min(unmatched.values(), default=0)
+    best = [rows for rows, count in unmatched.items() if count == fewest]
+    if not best:
+        return RowLayout(tree=None, is_sure=True)
+    rows = batch_size if batch_size in best else best[0]
+    return RowLayout(
+        tree=_tree(_layout_for(batch, rows)),
+        is_sure=not ties[rows] and (len(best) == 1 or batch_size in best),
+    )
+
+
+_ROWS, _CONSTANT, _UNMATCHED, _TIE = "rows", "constant", "unmatched", "tie"
+
+
+def _possible_rows(data: Any) -> Iterator[int]:
+    """Yield lengths of values in a batch, of which one is the number of samples, likely ones first."""
+    inside = children(data)
+    if isinstance(data, Tensor):
+        yield from data.shape[:1]
+    elif type(data) not in {list, tuple}:
+        for _, value in inside or ():
+            yield from _possible_rows(value)
+    elif all(children(item) is None and not isinstance(item, Tensor) for item in data):
+        yield len(data)
+    else:
+        own = [len(data)]
+        below = [rows for item in data for rows in _possible_rows(item)]
+        has_records = any(type(item) not in {list, tuple} and not isinstance(item, Tensor) for item in data)
+        yield from own + below if has_records else below + own
+
+
+def _layout_for(data: Any, rows: int) -> Any:
+    """Return the layout of a batch of this many samples: a label, or a list that begins with one."""
+    if isinstance(data, Tensor):
+        return _CONSTANT if data.dim() == 0 else _ROWS if len(data) == rows else _UNMATCHED
+    inside = children(data)
+    if inside is None:
+        return _CONSTANT
+    below = [_layout_for(value, rows) for _, value in inside]
+    if type(data) not in {list, tuple}:
+        return [None, *below]
+    are_fields = bool(below) and all(
+        _count(layout, _ROWS) and not _count(layout, _UNMATCHED) for layout in below
+    )
+    are_samples = len(data) == rows and len({_kind(item) for item in data if item is not None}) < 2
+    if are_samples and not are_fields:
+        return _ROWS
+    if all(children(item) is None and not isinstance(item, Tensor) for item in data):
+        return _UNMATCHED
+    return [_TIE if are_samples else None, *below]
+
+
+def _kind(item: Any) -> Any:
+    """Return what the objects of all samples have in common."""
+    if isinstance(item, Tensor):
+        return item.dtype, item.dim()
+    return None if children(item) is None else type(item)
+
+
+def _count(layout: Any, label: str) -> int:
+    return sum(_count(part, label) for part in layout) if isinstance(layout, list) else layout == label
+
+
+def _tree(layout: Any) -> Any:
+    return [_tree(part) for part in layout[1:]] if isinstance(layout, list) else layout == _ROWS or None
+
+
+def count_rows(batch: Any, layout: RowLayout) -> int | None:
+    """Return the number of samples in a batch; `None` if it does not fit the layout, or has none.
+
+    Example:
+        >>> batch = {"ids": torch.zeros(3, 2), "text": ["a", "b", "c"]}
+        >>> count_rows(batch, row_layout(batch))
+        3
+    """
+    lengths = _lengths(batch, layout.tree)
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _lengths(data: Any, tree: Any) -> set[int | None]:
+    if tree is None:
+        return set()
+    inside = children(data)
+    if tree is True:
+        is_list = type(data) in {list, tuple}
+        return {len(data) if is_list or (isinstance(data, Tensor) and data.dim() > 0) else None}
+    if inside is None or len(inside) != len(tree):
+        return {None}
+    return set().union(*(_lengths(value, below) for (_, value), below in zip(inside, tree, strict=True)))
+
+
+def select_rows(batch: Any, tree: Any, rows: Sequence[int] | slice) -> Any:
+    """Return some rows of a batch; values that belong to the whole batch are returned in full.
+
+    Example:
+        >>> batch = {"ids": torch.arange(3), "text": ["a", "b", "c"]}
+        >>> select_rows(batch, row_layout(batch).tree, [2, 0])
         {'ids': tensor([2, 0]), 'text': ['c', 'a']}
     """
-    if isinstance(batch, Tensor):
-        fits = batch.dim() > 0 and batch.shape[0] == total
-        index = rows if isinstance(rows, slice) else torch.tensor(rows, device=batch.device)
-        return batch[index] if fits else batch
-    if _is_column(batch) and len(batch) == total:
-        return batch[rows] if isinstance(rows, slice) else type(batch)(batch[i] for i in rows)
-    inside = children(batch)
-    if inside is None:
+    if tree is None:
         return batch
-    return rebuild(batch, [select_rows(value, rows, total) for _, value in inside])
+    if tree is not True:
+        values = [value for _, value in children(batch) or ()]
+        return rebuild(
+            batch, [select_rows(value, below, rows) for value, below in zip(values, tree, strict=True)]
+        )
+    if isinstance(rows, slice):
+        return batch[rows]
+    if isinstance(batch, Tensor):
+        return batch[torch.tensor(rows, device=batch.device)]
+    return type(batch)([batch[i] for i in rows])
 
 
-def join_rows(batches: Sequence[Any]) -> Any:
-    """Concatenate batches of the same structure; values without rows are taken from the first batch.
+def join_rows(batches: Sequence[Any], tree: Any) -> Any:
+    """Concatenate batches of the same structure; other values are taken from the first batch.
 
     Example:
-        >>> join_rows([{"ids": torch.arange(2), "text": ["a", "b"]}, {"ids": torch.arange(1), "text": ["c"]}])
+        >>> batches = [{"ids": torch.arange(2), "text": ["a", "b"]}, {"ids": torch.arange(1), "text": ["c"]}]
+        >>> join_rows(batches, row_layout(batches[0]).tree)
         {'ids': tensor([0, 1, 0]), 'text': ['a', 'b', 'c']}
     """
     first = batches[0]
-    if isinstance(first, Tensor):
-        if first.dim() == 0:
-            return first
-        try:
-            return torch.cat(list(batches))
-        except RuntimeError as error:
-            raise ValueError(str(error)) from error
-    if _is_column(first):
-        return type(first)(item for batch in batches for item in batch)
-    inside = [children(batch) for batch in batches]
-    if inside[0] is None:
+    if tree is None:
         return first
-    columns = zip(*(level or () for level in inside), strict=True)
-    return rebuild(first, [join_rows([value for _, value in column]) for column in columns])
-
-
-def _is_column(data: Any) -> bool:
-    """Return whether data is a plain list (or tuple) of objects that are neither tensors nor containers."""
-    return type(data) in {list, tuple} and not any(
-        isinstance(item, Tensor | list | tuple | Mapping) for item in data
-    )
+    if tree is not True:
+        columns = zip(*([value for _, value in children(batch) or ()] for batch in batches), strict=True)
+        return rebuild(first, [join_rows(column, below) for column, below in zip(columns, tree, strict=True)])
+    if not isinstance(first, Tensor):
+        return type(first)([item for batch in batches for item in batch])
+    try:
+        return torch.cat(list(batches))
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(str(error)) from error

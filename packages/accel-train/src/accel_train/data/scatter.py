@@ -75,9 +75,14 @@ class Sender:
             if parts is None:
                 return None
             payloads = [flatten_batch(part, spec) for part, spec in zip(parts[1:], self._specs, strict=True)]
+            specs = [payload.spec for payload in payloads]
+            if any(spec is not before for spec, before in zip(specs, self._specs, strict=True)):
+                pickle.dumps(
+                    [spec.layout for spec in specs]
+                )  # an error in the broadcast would be rank 0's alone
         except Exception as error:  # noqa: BLE001 - whatever a dataset raises, all ranks need the error
             return error
-        self._specs = [payload.spec for payload in payloads]
+        self._specs = [*specs]
         return Round(parts, payloads, max([payload.nbytes for payload in payloads]))
 
     def _announce(self, upcoming: Round | Exception | None) -> None:
