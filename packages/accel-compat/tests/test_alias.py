@@ -256,6 +256,22 @@ print(subprocess.run([sys.executable, "-c", child], check=True, capture_output=T
     assert run(program) == "True True"
 
 
+@pytest.mark.parametrize("entry", [r"C:\env\startup", "C:/env/startup", "C:\\env\\startup\\"])
+def test_the_file_does_not_find_itself_on_windows(entry: str) -> None:
+    program = f"""
+import contextlib, importlib.machinery, ntpath, os, pathlib, sys
+file = pathlib.Path(importlib.machinery.PathFinder.find_spec("accel_compat").origin)
+code = (file.parent / "startup" / "sitecustomize.py").read_text()
+sys.modules["accel_compat"] = None
+searched = []
+importlib.machinery.PathFinder.find_spec = lambda name, path, target=None: searched.extend(path)
+os.path, sys.path = ntpath, [{entry!r}, "elsewhere"]
+exec(code, {{"__name__": "sitecustomize", "__file__": "C:/env/startup/sitecustomize.py"}})
+print(searched)
+"""
+    assert run(program) == "['elsewhere']"
+
+
 @pytest.mark.thorough
 def test_ranks_that_a_notebook_starts_inherit_the_alias() -> None:
     program = """

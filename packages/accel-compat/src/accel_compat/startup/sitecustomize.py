@@ -3,6 +3,7 @@
 The folder is on the PYTHONPATH of children alone, and may be seen by interpreters that have no accel.
 """
 
+import os
 import sys
 from contextlib import suppress
 from importlib.machinery import PathFinder
@@ -12,7 +13,8 @@ with suppress(ImportError):
 
     accel_compat.install()
 
-_other_paths = [path for path in sys.path if path.rstrip("/") != __file__.rpartition("/")[0]]
+_here = os.path.dirname(__file__)  # noqa: PTH120 - pathlib would take every child longer to import
+_other_paths = [path for path in sys.path if os.path.normpath(path) != os.path.normpath(_here)]
 _spec = PathFinder.find_spec("sitecustomize", _other_paths)
 if _spec is not None and _spec.loader is not None:
     _spec.loader.exec_module(sys.modules[__name__])
