@@ -208,7 +208,7 @@ def plan_universal(contents: CheckpointContents, max_shard_size: int) -> WritePl
     order = [str(name) for name in optimizer.order()]
     numbers = {name: number for number, name in enumerate(order)}
     others = {name: lazy for name, lazy in weights.items() if name not in numbers}
-    manifest = contents.manifest
+    step = next(iter(optimizer.states.values()))["step"].full()
     model_state = {
         "module": others,
         "buffer_names": [],
@@ -225,7 +225,7 @@ def plan_universal(contents: CheckpointContents, max_shard_size: int) -> WritePl
         "random_ltd": None,
         "sparse_tensor_module_names": [],
         "skipped_steps": 0,
-        "global_steps": 0 if manifest is None else manifest.step,
+        "global_steps": int(step),
         "global_samples": 0,
         "dp_world_size": 1,
         "mp_world_size": 1,
@@ -259,7 +259,6 @@ def plan_universal(contents: CheckpointContents, max_shard_size: int) -> WritePl
             [{**group, "params": []} for group in optimizer.groups],
             test_type=lambda leaf: isinstance(leaf, LazyTensor),
         )
-        step = next(iter(optimizer.states.values()))["step"].full()
         state = {
             "param_groups": groups,
             "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
