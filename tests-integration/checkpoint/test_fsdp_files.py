@@ -119,6 +119,19 @@ def test_shards_of_one_version_are_read_by_the_other(tmp_path):
         accelerator.state._reset_state()
 
 
+@distributed(world_size=2)
+def test_a_folder_of_shards_that_is_saved_to_again_keeps_its_other_files(tmp_path):
+    plugin, accelerator, model, optimizer = make(2, "SHARDED_STATE_DICT")
+    save_fsdp_model(plugin, accelerator, model, tmp_path)
+    (tmp_path / "pytorch_model_fsdp_0" / "notes.txt").write_text("mine")
+    right = step(accelerator, model, optimizer)
+    save_fsdp_model(plugin, accelerator, model, tmp_path)
+    step(accelerator, model, optimizer)
+    load_fsdp_model(plugin, accelerator, model, tmp_path)
+    torch.testing.assert_close(accelerator._parts.strategy.persister.full_state_dict(model), right)
+    assert (tmp_path / "pytorch_model_fsdp_0" / "notes.txt").read_text() == "mine"
+
+
 @pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
 @distributed(world_size=2)
 def test_what_is_not_there_or_does_not_fit_is_named_on_every_rank(form, tmp_path):

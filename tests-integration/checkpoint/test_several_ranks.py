@@ -139,6 +139,30 @@ def test_hooks_get_the_models_without_wrappers_and_what_they_leave_is_loaded(tmp
     assert [type(model) for model in prepared] == [type(prepared[0])] * 2 != [nn.Linear] * 2
 
 
+@pytest.mark.parametrize("hooked", [None, 1])
+@distributed(world_size=2)
+def test_what_hooks_of_slow_ranks_write_under_names_of_the_checkpoint_is_replaced(
+    tmp_path: Path, hooked: int | None
+) -> None:
+    accelerator, model, *_ = build(tmp_path)
+    rank = dist.get_rank()
+
+    def on_save(found, weights, folder):
+        if rank == 1:
+            time.sleep(0.5)  # long after rank 0 could have written its files
+        for name in ("model.safetensors", "random_states_0.pkl"):
+            (Path(folder) / name).write_text(f"of the hook of rank {rank}")
+
+    if hooked in {None, rank}:
+        accelerator.register_save_state_pre_hook(on_save)
+    before = weights(model).clone()
+    path = accelerator.save_state()
+    with torch.no_grad():
+        model.module.weight.fill_(7.0)
+    accelerator.load_state(path)
+    assert torch.equal(weights(model), before)
+
+
 @distributed(world_size=3)
 def test_a_rank_without_random_numbers_gets_its_own(tmp_path: Path) -> None:
     run = build(tmp_path)

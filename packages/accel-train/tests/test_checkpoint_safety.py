@@ -21,6 +21,8 @@ from accel_train import Accelerator
 from accel_train.checkpoint import files as locks
 from accel_train.checkpoint import folder, layout, load
 from accel_train.checkpoint.load import shortened
+from accel_train.checkpoint.single_files import save_custom_state
+from accel_train.convert.convert import convert_checkpoint
 
 
 class Value:
@@ -300,6 +302,56 @@ def test_another_job_in_the_folder_is_named_and_keeps_its_work(tmp_path, monkeyp
     run.accelerator.save_state(None if numbered else target)
     assert not other_staging.exists()
     assert not list(target.parent.rglob(".*"))
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """Plant how Windows treats files: text mode, no locks, no deletion and no flush of some open ones."""
+    fcntl = pytest.importorskip("fcntl")
+    binary = 0o100000  # Linux ignores it
+    opened, fsync, unlink, texts = os.open, os.fsync, os.unlink, []
+
+    def open_(path, flags, *arguments, **options):
+        if not flags & binary and flags & (os.O_WRONLY | os.O_RDWR):
+            texts.append(path)
+        return opened(path, flags, *arguments, **options)
+
+    def fsync_(descriptor):
+        is_folder = os.path.isdir(f"/proc/self/fd/{descriptor}")  # noqa: PTH112
+        if not is_folder and not fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(9, "Bad file descriptor")
+        fsync(descriptor)
+
+    def unlink_(path, *arguments, **options):
+        target = os.path.realpath(path)
+        if target in {os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()}:
+            raise PermissionError(13, "The file is used by another process", path)
+        unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "O_BINARY", binary, raising=False)
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "fsync", fsync_)
+    monkeypatch.setattr(os, "unlink", unlink_)
+    monkeypatch.setattr(locks, "fcntl", None)
+    return texts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and bits of Linux")
+def test_windows_files_are_binary_flushed_where_they_can_be_and_closed_before_they_go(tmp_path, windows):
+    def write_notes(models, weights, folder):
+        Path(folder, "notes.txt").write_bytes(b"of a hook")
+
+    run = Run()
+    run.accelerator.register_save_state_pre_hook(write_notes)
+    for value in (1.0, 2.0):
+        run.set(value)
+        run.accelerator.save_state(tmp_path / "c")
+    save_custom_state(run.object, tmp_path)
+    convert_checkpoint(tmp_path / "c", tmp_path / "to", to="torch")
+    run.set(9.0)
+    run.accelerator.load_state(tmp_path / "c")
+    assert run.values() == {2.0}
+    assert windows == []
 
 
 def test_a_save_that_is_interrupted_lets_the_next_one_go_on(tmp_path):

@@ -360,6 +360,29 @@ def test_a_folder_that_exists_keeps_its_other_files(tmp_path):
     assert torch.equal(run.weights(), after)
 
 
+def test_files_that_no_checkpoint_lists_stay_whatever_their_names(tmp_path):
+    run = Setup(tmp_path, numbered=False)
+    run.train(1)
+    out, other = tmp_path / "out", torch.nn.Linear(4, 4).state_dict()
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
+        dcp.save({"model": other}, checkpoint_id=out / "pytorch_model_fsdp_0", no_dist=True)
+    torch.save(other, out / "pytorch_model.bin")
+    for name in ("trackers.json", "optimizer_1.bin", "latest", "pytorch_model/config.json"):
+        (out / name).parent.mkdir(exist_ok=True)
+        (out / name).write_text("mine")
+    mine = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    before = run.weights().clone()
+    for _ in range(2):  # without an earlier manifest, and with one
+        run.accelerator.save_state(out)
+    run.train(1)
+    run.accelerator.load_state(out)  # and shards that are not of the checkpoint are not loaded with it
+    assert torch.equal(run.weights(), before)
+    assert {path: path.read_bytes() for path in mine} == mine
+    run.accelerator.save_state(out, safe_serialization=False)
+    assert torch.load(out / "pytorch_model.bin").keys() == run.model.state_dict().keys()
+    assert not (out / "model.safetensors").exists()
+
+
 def test_a_folder_inside_with_the_name_of_a_file_of_checkpoints_stays(tmp_path):
     run = Setup(tmp_path, numbered=False)
     for folder in (tmp_path, tmp_path / "latest", tmp_path):
@@ -419,6 +442,24 @@ def test_hooks_see_models_weights_and_folder_and_their_files_belong_to_the_check
     assert not (tmp_path / "c" / "unet" / "own.bin").exists()
 
 
+def test_what_a_hook_writes_under_a_name_of_the_checkpoint_is_replaced(tmp_path):
+    def on_save(models, weights, folder):
+        os.link(base, Path(folder, "model.safetensors"))  # what the link leads to must stay
+        Path(folder, "optimizer.bin").write_text("of a hook")
+
+    base = tmp_path / "base"
+    base.write_bytes(b"base weights")
+    run = Setup(tmp_path, numbered=False)
+    run.train(1)
+    before = run.weights().clone()
+    run.accelerator.register_save_state_pre_hook(on_save)
+    run.accelerator.save_state(tmp_path / "c")
+    run.train(1)
+    run.accelerator.load_state(tmp_path / "c")
+    assert torch.equal(run.weights(), before)
+    assert base.read_bytes() == b"base weights"
+
+
 def test_registered_objects_come_back(tmp_path):
     run, counter = Setup(tmp_path), Counter(5)
     run.accelerator.register_for_checkpointing(counter)
@@ -463,7 +504,7 @@ def test_fewer_or_more_shards_than_were_saved_are_named(tmp_path, told):
     assert "pytorch_model_fsdp_1 is in the checkpoint" in told.text
     assert "optimizer_1 is in the checkpoint" in told.text
     (tmp_path / "two" / "pytorch_model_fsdp_1").rename(tmp_path / "one" / "pytorch_model_fsdp_1")
-    with pytest.raises(CheckpointError, match=r"has no 'optimizer_1.bin'"):
+    with pytest.raises(CheckpointError, match=r"has no 'model_1.safetensors'"):
         two.accelerator.load_state(tmp_path / "one")
 
 

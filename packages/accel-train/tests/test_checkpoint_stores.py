@@ -239,6 +239,32 @@ def test_a_checkpoint_is_replaced_at_once_whatever_fails(store, monkeypatch, met
     assert "/bucket/run/tokenizer.json" in store
 
 
+def test_files_that_no_checkpoint_lists_stay_whatever_their_names(store):
+    names = ("pytorch_model.bin", "optimizer_1.bin", "trackers.json", "pytorch_model/config.json")
+    for name in names:
+        fsspec.filesystem("memory").pipe_file(f"/bucket/run/{name}", b"mine")
+    run = Setup()
+    for _ in range(2):  # without an earlier manifest, and with one
+        run.train()
+        run.accelerator.save_state("memory://bucket/run")
+        assert [store[f"/bucket/run/{name}"].getvalue() for name in names] == [b"mine"] * len(names)
+    other = Setup(seed=1)
+    other.accelerator.load_state("memory://bucket/run")
+    other.expect(run.tensors())
+
+
+def test_what_an_interrupted_upload_has_left_goes_and_files_of_others_stay(store, monkeypatch):
+    run = Setup()
+    with monkeypatch.context() as patch:
+        failing(patch, "write_bytes", "accel_manifest.json")
+        with pytest.raises(CheckpointWriteError):
+            run.accelerator.save_state("memory://bucket/run", safe_serialization=False)
+    fsspec.filesystem("memory").pipe_file("/bucket/run/optimizer_1.bin", b"mine")
+    run.accelerator.save_state("memory://bucket/run")
+    assert "/bucket/run/pytorch_model.bin" not in store
+    assert store["/bucket/run/optimizer_1.bin"].getvalue() == b"mine"
+
+
 def test_a_deletion_that_is_interrupted_leaves_no_checkpoint(store, monkeypatch):
     run = Setup("memory://bucket/run", limit=1)
     run.accelerator.save_state()
@@ -286,6 +312,7 @@ def test_hooks_write_and_read_folders_of_this_machine(store):
     def write(models, weights, folder):
         (Path(folder) / "unet").mkdir()
         (Path(folder) / "unet" / "config.json").write_text("7")
+        (Path(folder) / "model.safetensors").write_text("replaced")
 
     def read(models, folder):
         seen.append((Path(folder) / "unet" / "config.json").read_text())
@@ -296,6 +323,7 @@ def test_hooks_write_and_read_folders_of_this_machine(store):
     assert store["/bucket/run/unet/config.json"].getvalue() == b"7"
     run.accelerator.load_state("memory://bucket/run")
     assert seen == ["7"]
+    assert load(store["/bucket/run/model.safetensors"].getvalue()).keys() == run.model.state_dict().keys()
 
 
 def test_a_checkpoint_without_a_manifest_is_loaded_from_a_store(store, tmp_path):

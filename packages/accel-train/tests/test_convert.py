@@ -245,6 +245,9 @@ def test_a_universal_checkpoint_comes_back_as_it_was(state, tmp_path):
     convert_checkpoint(tmp_path / "universal", tmp_path / "sharded", to="sharded")
     first, last = open_checkpoint(state), open_checkpoint(tmp_path / "sharded")
     assert_same(*({name: lazy.full() for name, lazy in source.models[0].items()} for source in (first, last)))
+    tag = (tmp_path / "universal" / "latest_universal").read_text()
+    engine = torch.load(tmp_path / "universal" / tag / "mp_rank_00_model_states.pt", weights_only=False)
+    assert engine["global_steps"] == 1  # one step of the optimizer
     for name, values in first.optimizers[0].states.items():
         found = last.optimizers[0].states[name]
         assert_same(
@@ -280,6 +283,18 @@ def test_what_was_written_otherwise_is_noticed_and_nothing_stays(state, tmp_path
     with pytest.raises(CheckpointError, match=r"differs from the source: 0\.weight"):
         convert_checkpoint(folder, tmp_path / "to", to="safetensors")
     assert [path.name for path in tmp_path.iterdir()] == ["from"]
+
+
+def test_files_that_the_manifest_does_not_list_are_not_converted(state, tmp_path):
+    folder, weights = state
+    others = {name: torch.zeros_like(value) for name, value in weights.items()}
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is a single process
+        dcp.save({"model": others}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
+    save_file(others, folder / "model_1.safetensors")
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer_1.bin")
+    report = convert_checkpoint(folder, tmp_path / "to", to="full")
+    assert_same(read_with_torch(tmp_path / "to", "full"), weights)
+    assert {"model_1.safetensors", "optimizer_1.bin"}.isdisjoint(report.files)
 
 
 def test_a_dry_run_writes_nothing(state, tmp_path):

@@ -76,9 +76,9 @@ class StateIoFacet(Facet):
         warning, once it has detected that the other ranks do not participate.
 
         Args:
-            output_dir: The folder, or its fsspec URL, such as `"s3://bucket/run"`. Files of an existing
-                checkpoint are replaced, all at once; other files remain. Not used if checkpoints are numbered
-                (`ProjectConfiguration(automatic_checkpoint_naming=True)`).
+            output_dir: The folder, or its fsspec URL, such as `"s3://bucket/run"`. The files of a
+                checkpoint in it are replaced, all at once; other files remain. Not used if checkpoints are
+                numbered (`ProjectConfiguration(automatic_checkpoint_naming=True)`).
             safe_serialization: Write weights as safetensors; else as `torch.save` does.
             blocking: Return when the checkpoint is committed. Otherwise return as soon as everything is
                 copied to host memory, which is kept for the next time, and write in the background. The next
@@ -214,8 +214,8 @@ class StateIoFacet(Facet):
         Args:
             hook: Called as `hook(models, weights, output_dir)` on every process, with the prepared models
                 without their wrappers, their state dicts, and the staging folder in which the checkpoint is
-                written. Files that it writes there become part of the checkpoint. Weights that it removes
-                from `weights` are not saved.
+                written. Files that it writes there become part of the checkpoint, unless `save_state` writes
+                files of the same names. Weights that it removes from `weights` are not saved.
 
         Returns:
             A handle whose `remove()` undoes it.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from accel_plugins import sharding
 from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, read_folder
 from accel_plugins.sharding.state import (
+    INDEX_NAME,
     StateForm,
-    is_sharded_folder,
     local_metadata_file,
     parameter_names,
     shard_file,
@@ -116,15 +116,18 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[CheckpointFile]:
     return parts
 
 
-def rank_files(contents: Contents, *, rank: int, device: torch.device) -> list[CheckpointFile]:
-    """List the files that every rank writes: the positions of its loaders and its RNG states."""
+def rank_files(
+    contents: Contents, *, rank: int, device: torch.device, step: int | None = None
+) -> list[CheckpointFile]:
+    """List the files that every rank writes: positions of its loaders, and its RNG states with the step."""
 
     def read_positions() -> dict[str, Any]:
         return {"loaders": [loader.state_dict() for loader in contents.dataloaders]}
 
     def read_generators() -> dict[str, Any]:
         engine = None if contents.generators is None else contents.generators.state_dict()
-        return read_rng(device) | ({ENGINE_KEY: engine} if engine else {})
+        states = read_rng(device) | ({ENGINE_KEY: engine} if engine else {})
+        return states if step is None else states | {"step": step}
 
     positions = CheckpointFile(name=layout.position_name(rank), read=read_positions)
     generators = CheckpointFile(name=layout.rng_name(rank), read=read_generators)
@@ -319,8 +322,9 @@ def model_loader(
     run: CheckpointContext, source: CheckpointReader, index: int
 ) -> Callable[..., object] | None:
     """Return the function that loads a sharded model, with options for `load_state_dict`, or `None`."""
-    folder = source.folder / layout.sharded_model_name(index)
-    if is_sharded_folder(folder):
+    name = layout.sharded_model_name(index)
+    if source.has(f"{name}/{INDEX_NAME}"):
+        folder = source.folder / name
         sharding.folder.read_index(folder)
         return partial(restore_model_shards, run, folder)
     is_full = any(map(source.has, layout.full_weights_names(index)))
@@ -337,22 +341,29 @@ def model_loader(
             _native(run).load_model(model, local, index)
 
         return load_native
+    engine = _engine(source, index)
+    if engine is None:
+        return None
+    return lambda model, **options: run.strategy.persister.load_full_state_dict(
+        model, read_folder(engine).weights(), **options
+    )
+
+
+def _engine(source: CheckpointReader, index: int) -> Path | None:
+    """Return the folder of DeepSpeed's engine in a checkpoint, if it has one."""
     engine = engine_folder(source.folder, layout.engine_name(index), index)
-    if is_engine_folder(engine):
-        saved = _local(engine)
-        return lambda model, **options: run.strategy.persister.load_full_state_dict(
-            model, read_folder(saved).weights(), **options
-        )
-    return None
+    files = None if source.manifest is None else source.manifest.files
+    is_listed = files is None or any(name.startswith(f"{engine.name}/") for name in files)
+    return _local(engine) if is_listed and is_engine_folder(engine) else None
 
 
 def optimizer_loader(
     run: CheckpointContext, source: CheckpointReader, index: int
 ) -> Callable[[Optimizer], object] | None:
     """Return the function that loads a sharded optimizer, or `None` without shards."""
-    folder = source.folder / layout.sharded_optimizer_name(index)
-    models = run.prepared.models
-    if is_sharded_folder(folder):
+    name, models = layout.sharded_optimizer_name(index), run.prepared.models
+    if source.has(f"{name}/{INDEX_NAME}"):
+        folder = source.folder / name
         sharding.folder.read_index(folder)
         return partial(restore_optimizer_shards, run, folder)
     if form_of_run(run) is StateForm.NATIVE and not source.has(layout.optimizer_name(index)):
@@ -360,10 +371,8 @@ def optimizer_loader(
         return lambda optimizer: _native(run).load_optimizer(
             optimizer, owner_of(optimizer, models), local, index
         )
-    engine = engine_folder(source.folder, layout.engine_name(index), index)
-    if is_engine_folder(engine):
-        return partial(_restore_engine_optimizer, run, _local(engine))
-    return None
+    engine = _engine(source, index)
+    return None if engine is None else partial(_restore_engine_optimizer, run, engine)
 
 
 def _restore_engine_optimizer(run: CheckpointContext, engine: Path, optimizer: Optimizer) -> None:

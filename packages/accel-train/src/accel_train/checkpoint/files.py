@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing is locked
+except ImportError:  # Windows: only the threads of a process lock each other out
     fcntl = None
 
 logger = logging.getLogger(__name__)
 
 
 def write_file(path: AnyPath, write: Callable[[Any], object], *, to_disk: bool) -> FileRecord:
-    """Write a new file: `write` is called with the writer; return its size and checksum."""
+    """Write a file: `write` is called with the writer; return its size and checksum. It replaces one."""
     is_remote = isinstance(path, RemotePath)
     writer = HashingSink(RemoteWriter(path)) if is_remote else FileWriter(path, to_disk=to_disk)
     try:
@@ -77,7 +77,9 @@ class FileWriter:
     def __init__(self, path: Path, *, to_disk: bool) -> None:
         self._to_disk = to_disk
         self._begun = 0  # bytes that the system was asked to write out
-        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        path.unlink(missing_ok=True)  # not truncated: it may be a link, such as one that a hook has made
+        binary = getattr(os, "O_BINARY", 0)  # without it, Windows writes two bytes for a line feed
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | binary, 0o666)
         self._hash = xxhash.xxh3_64()
         self._pending = bytearray()
         self._size = 0
@@ -194,9 +196,15 @@ def record_of(path: AnyPath, *, to_disk: bool = False) -> FileRecord:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])
             size += count
-        if to_disk:
-            os.fsync(file.fileno())
+    if to_disk:
+        _flush_file(path)
     return FileRecord(size=size, checksum=digest.hexdigest())
+
+
+def _flush_file(path: Path) -> None:
+    mode = "rb" if fcntl is not None else "r+b"  # Windows flushes no file that is open only for reading
+    with path.open(mode, buffering=0) as file:
+        os.fsync(file.fileno())
 
 
 _MAPPED_CHUNK = 16 << 20  # bytes of a mapping that are in memory at once; a multiple of any page
@@ -460,6 +468,9 @@ def try_lock(path: Path) -> FolderLock | None:
     with _guard:
         if _held.get(_key(path)) == os.getpid():
             return None
+        if fcntl is None:
+            _held[_key(path)] = os.getpid()
+            return FolderLock(path, None)
         while True:
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -468,7 +479,7 @@ def try_lock(path: Path) -> FolderLock | None:
                     continue  # Linux may raise this while another process removes the file
                 raise
             try:
-                if not _is_locked(descriptor):
+                if not _is_locked(descriptor, fcntl):
                     os.close(descriptor)
                     return None
                 if _is_at(path, descriptor):
@@ -486,18 +497,20 @@ def try_lock(path: Path) -> FolderLock | None:
 class FolderLock:
     """A lock that this process holds."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int | None) -> None:
         self._path = path
-        self._descriptor: int | None = descriptor
+        self._descriptor = descriptor
+        self._is_released = False
 
     def release(self) -> None:
         """Release the lock; do nothing the second time."""
         with _guard:
-            if self._descriptor is None:
+            if self._is_released:
                 return
-            self._path.unlink(missing_ok=True)
-            os.close(self._descriptor)
-            self._descriptor = None
+            self._is_released = True
+            if self._descriptor is not None:
+                self._path.unlink(missing_ok=True)
+                os.close(self._descriptor)
             _held.pop(_key(self._path), None)
 
 
@@ -512,10 +525,8 @@ def holder(path: Path) -> str:
             return "another process"
 
 
-def _is_locked(descriptor: int) -> bool:
+def _is_locked(descriptor: int, fcntl: Any) -> bool:
     """Try to lock a file; on a file system without locks this always succeeds."""
-    if fcntl is None:
-        return True
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

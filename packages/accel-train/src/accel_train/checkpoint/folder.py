@@ -29,7 +29,6 @@ from accel_train.checkpoint.files import (
     make_folder,
     move,
     remove,
-    sizes_in,
     sizes_of,
     try_lock,
     write_file,
@@ -61,7 +60,7 @@ def make_staging(target: AnyPath) -> Staging:
 
     Args:
         target: The folder of the checkpoint. If it exists, the staging folder is inside of it, and the new
-            files replace the old ones when they are complete; other files in it stay.
+            files replace those that its manifest lists when they are complete; other files in it stay.
 
     Raises:
         CheckpointWriteError: Another job saves to this folder.
@@ -148,7 +147,8 @@ def commit(staging: AnyPath, target: AnyPath, manifest: Manifest, *, to_disk: bo
 def recover(target: Path) -> None:
     """Complete the replacement of an older checkpoint by a process that died during it.
 
-    Every step can be repeated. The manifest is moved last: mixed files are never taken for a checkpoint.
+    Every step can be repeated. The old manifest goes after the files that only it lists, and the new one
+    comes last: mixed files are never taken for a checkpoint.
     """
     source = target / layout.COMMIT_NAME
     marker = source / layout.MANIFEST_NAME
@@ -156,9 +156,8 @@ def recover(target: Path) -> None:
         remove(source)
         return
     manifest = Manifest.from_text(marker.read_bytes(), marker)
-    for name in _checkpoint_files(target):
-        if name not in manifest.files and name != layout.MANIFEST_NAME:
-            remove(target / name)
+    for name in _listed_files(target) - set(manifest.files):
+        remove(target / name)
     remove(target / layout.MANIFEST_NAME)
     for name in manifest.files:
         if (source / name).exists():
@@ -169,19 +168,13 @@ def recover(target: Path) -> None:
     remove(source)
 
 
-def _checkpoint_files(folder: Path) -> set[str]:
-    """Return the files of the checkpoint in a folder, by its manifest and by their names."""
-    names: set[str] = set()
-    for entry in folder.iterdir():
-        if not entry.is_dir():
-            names |= {entry.name} if layout.is_of_checkpoint(entry.name) else set()
-        elif layout.is_folder_of_checkpoint(entry.name):
-            names |= {f"{entry.name}/{name}" for name in sizes_in(entry)}
+def _listed_files(folder: Path) -> set[str]:
+    """Return the files that the manifest in a folder lists; other files may be anybody's."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError:
-        return names
-    return names if manifest is None else names | set(manifest.files)
+        manifest = None
+    return set() if manifest is None else set(manifest.files)
 
 
 _REPLACE_TIMEOUT = 60.0  # seconds that a load waits for a living process to replace a checkpoint

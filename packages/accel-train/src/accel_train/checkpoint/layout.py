@@ -128,7 +128,7 @@ def custom_name(index: int) -> str:
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Return whether a file of this name belongs to a checkpoint: the next one in its folder replaces it.
+    """Return whether a file has a name of a checkpoint's: others may have such files, too.
 
     Example:
         >>> is_of_checkpoint("optimizer_1.bin"), is_of_checkpoint("tokenizer.json")
@@ -138,7 +138,7 @@ def is_of_checkpoint(name: str) -> bool:
 
 
 def is_folder_of_checkpoint(name: str) -> bool:
-    """Return whether a folder of this name in a checkpoint belongs to it.
+    """Return whether a folder has a name of a checkpoint's: others may have such folders, too.
 
     Example:
         >>> is_folder_of_checkpoint("optimizer_0"), is_folder_of_checkpoint("logs")

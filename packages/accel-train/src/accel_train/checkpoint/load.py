@@ -34,7 +34,7 @@ from accel_plugins.strategy import Generators
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
 from accel_state.files import any_path
 from accel_state.frozen import frozen
-from accel_state.remote import AnyPath, RemotePath
+from accel_state.remote import AnyPath
 from accel_state.torch_private import is_traceable_wrapper_subclass, non_persistent_names
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout, stores
@@ -372,22 +372,20 @@ class CheckpointReader:
         return path
 
     def has(self, name: str) -> bool:
-        """Return whether the checkpoint has a file."""
-        if self.manifest is not None and isinstance(self.folder, RemotePath):  # without a request
-            return name in self.manifest.files
-        return (self.folder / name).is_file()
+        """Return whether the checkpoint has a file: other files in its folder may be anybody's."""
+        return (self.folder / name).is_file() if self.manifest is None else name in self.manifest.files
 
     def weights_name(self, index: int) -> str:
-        """Return the weights file of a model: one of the manifest, if it has any; else the usual name."""
+        """Return the weights file of a model; the usual name if the checkpoint has none."""
         names = layout.full_weights_names(index)
-        listed = () if self.manifest is None else self.manifest.files
-        return min(filter(self.has, names), key=lambda name: name not in listed, default=names[0])
+        return next(filter(self.has, names), names[0])
 
     def position_name(self) -> str:
         """Return the file with the positions of this rank's loaders, if there is one."""
         # Positions are global: with another world size that of any rank will do; rank 0 has one.
-        same_world = self.manifest is not None and self.manifest.world_size == self.world_size
-        return layout.position_name(self.rank if same_world else 0)
+        own = layout.position_name(self.rank)
+        same_world = self.manifest is None or self.manifest.world_size == self.world_size
+        return own if same_world and self.has(own) else layout.position_name(0)
 
     def rng_name(self) -> str | None:
         """Return the file with the RNG states that this rank reads, if there is one."""
@@ -775,8 +773,8 @@ def step_of(source: CheckpointReader) -> int:
     """Return the number of micro-batches after the last optimizer step at the time of saving."""
     if source.manifest is not None:
         return source.manifest.step
-    name = layout.rng_name(0)  # other libraries keep the number there
-    return int(source.read(name).get("step", 0)) if source.has(name) else 0
+    name = source.rng_name()  # other libraries keep the number there
+    return 0 if name is None else int(source.read(name).get("step", 0))
 
 
 _MOST_NAMES = 20

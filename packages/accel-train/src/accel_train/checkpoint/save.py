@@ -81,9 +81,9 @@ def save(
         blocking=blocking,
         to_disk=to_disk,
     )
-    agreement = run.background
+    main, agreement = run.main, run.background
     try:
-        path, staging = _agree(run, request, target, run.main)
+        path, staging, has_hooks = _agree(run, request, target, main)
     except AbsentRankError as error:
         if run.rank > 0 or run.strategy.shards is not None:
             raise
@@ -93,11 +93,11 @@ def save(
             " (%s)",
             error,
         )
-        agreement = SingleProcess()
-        path, staging = _agree(run, request, target, agreement)
+        main = agreement = SingleProcess()
+        path, staging, has_hooks = _agree(run, request, target, main)
     try:
         task = _write_task(run, request, target, path, staging, world_size=agreement.world_size)
-        return _save(run, request, task, agreement)
+        return _save(run, request, task, agreement, hooks_end=main if has_hooks else SingleProcess())
     except BaseException:
         if staging is not None:
             staging.discard()
@@ -124,12 +124,14 @@ class SaveProposal:
         staging: The staging folder, on ranks that commit.
         problem: Why there is no staging folder.
         exists: Whether the problem is that the numbered checkpoint exists already.
+        has_hooks: Whether this rank calls hooks before it writes.
     """
 
     request: SaveRequest
     staging: str = ""
     problem: str = ""
     exists: bool = False
+    has_hooks: bool = False
 
 
 def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None) -> AnyPath:
@@ -153,11 +155,16 @@ def target_of(run: CheckpointContext, output_dir: str | os.PathLike[str] | None)
 
 def _agree(
     run: CheckpointContext, request: SaveRequest, target: AnyPath, agreement: Agreement
-) -> tuple[AnyPath, Staging | None]:
-    """Agree with all ranks on the request; return the path to write to, and the staging folder made here."""
+) -> tuple[AnyPath, Staging | None, bool]:
+    """Agree with all ranks on the request.
+
+    Returns:
+        The path to write to, the staging folder made here, and whether any rank has hooks.
+    """
     staging, proposal = (
         _make_staging(request, target) if run.commits else (None, SaveProposal(request=request))
     )
+    proposal = replace(proposal, has_hooks=bool(run.save_hooks))
     if run.project.save_on_each_node:  # hosts that share no file system may have folders of other names
         proposal = replace(proposal, request=replace(request, folder=""))
     try:
@@ -176,7 +183,8 @@ def _agree(
         if staging is not None:
             staging.discard()
         raise
-    return any_path(proposals[run.committer].staging, "the staging folder"), staging
+    path = any_path(proposals[run.committer].staging, "the staging folder")
+    return path, staging, any(proposal.has_hooks for proposal in proposals)
 
 
 def _make_staging(request: SaveRequest, target: AnyPath) -> tuple[Staging | None, SaveProposal]:
@@ -236,8 +244,10 @@ def _write_task(
     )
 
 
-def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[CheckpointFile]:
-    """Run the hooks; return the files that this rank writes."""
+def _parts(
+    run: CheckpointContext, job: WriteTask, *, safe: bool, hooks_end: Agreement
+) -> list[CheckpointFile]:
+    """Run the hooks, and wait until those of all ranks have ended; return the files that this rank writes."""
     # 1. Get the full weights, if models are not sharded, and show them to the hooks.
     prepared, form = run.prepared, form_of_run(run)
     full = form is StateForm.FULL
@@ -250,6 +260,7 @@ def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[Checkp
             hook(run.bare_models, weights, str(job.hook_folder))
     except Exception as error:  # noqa: BLE001 - raised below: other ranks wait in the collectives that follow
         failure = error
+    hooks_end.exchange(WHAT, None)  # they may write files of the same names, which are then replaced
     # 2. Collect the state of all other objects.
     contents = Contents(
         weights=weights,
@@ -279,19 +290,29 @@ def _parts(run: CheckpointContext, job: WriteTask, *, safe: bool) -> list[Checkp
         if run.commits
     ]
     if job.hook_folder != job.staging:
+        own = {part.name for part in shared}
         shared += [
             CheckpointFile(
                 name=path.relative_to(job.hook_folder).as_posix(), read=partial(str, path), write=copy_file
             )
             for path in sorted(job.hook_folder.rglob("*"))
             if path.is_file()
+            and path.relative_to(job.hook_folder).as_posix() not in own
+            and (run.commits or not layout.is_of_checkpoint(path.name))
         ]
     if failure is not None:
         raise failure
     return [*shared, *rank_files(contents, rank=job.rank, device=run.runtime.device)]
 
 
-def _save(run: CheckpointContext, request: SaveRequest, job: WriteTask, agreement: Agreement) -> Saving:
+def _save(
+    run: CheckpointContext,
+    request: SaveRequest,
+    job: WriteTask,
+    agreement: Agreement,
+    *,
+    hooks_end: Agreement,
+) -> Saving:
     """Write the files of this rank, or start the writer thread."""
     if request.iteration is not None:
         run.project.iteration = request.iteration + 1
@@ -308,7 +329,7 @@ def _save(run: CheckpointContext, request: SaveRequest, job: WriteTask, agreemen
     saving = Saving(str(job.target), work)
     report, failure = WriteResult(job.committer), None
     try:
-        parts += _parts(run, job, safe=request.safe)
+        parts += _parts(run, job, safe=request.safe, hooks_end=hooks_end)
         if request.blocking:
             report = write_parts(job, parts)
         else:

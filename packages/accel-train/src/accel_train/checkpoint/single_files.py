@@ -27,7 +27,13 @@ from accel_plugins import sharding
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.optimizer import without_wrapper
 from accel_plugins.sharding.folder import LocalFiles, TensorMetadata
-from accel_plugins.sharding.state import ShardedStates, StateForm, is_sharded_folder, strip_wrapper_prefixes
+from accel_plugins.sharding.state import (
+    INDEX_NAME,
+    ShardedStates,
+    StateForm,
+    is_sharded_folder,
+    strip_wrapper_prefixes,
+)
 from accel_plugins.unsharded import with_offloaded_weights
 from accel_state import runtime
 from accel_state.errors import CheckpointError, SettingsError, some_of
@@ -50,7 +56,6 @@ from accel_train.checkpoint.contents import (
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import make_folder, move, remove, write_file
 from accel_train.checkpoint.folder import read_manifest
-from accel_train.checkpoint.layout import FileRecord, Manifest
 from accel_train.checkpoint.load import (
     CheckpointReader,
     restore_model,
@@ -82,8 +87,8 @@ def save_accelerator_state(
 ) -> Path:
     """Write this rank's files of a checkpoint.
 
-    The manifest lists the files of the main process. `Accelerator.save_state` does more: it commits the files
-    of all ranks at once.
+    There is no manifest, so that `load_state` verifies no checksums. `Accelerator.save_state` does more: it
+    commits the files of all ranks at once.
 
     Args:
         output_dir: The folder; created if absent.
@@ -110,14 +115,11 @@ def save_accelerator_state(
         scaler={} if scaler is None else scaler.state_dict(),
     )
     writes = current.topology.is_local_main if save_on_each_node else process_index == 0
-    shared = shared_parts(contents, safe=safe_serialization) if writes else []
-    records = {
-        part.name: _write(target / part.name, part.write_to)
-        for part in [*shared, *rank_files(contents, rank=process_index, device=current.device)]
-    }
     if writes:
-        manifest = Manifest(world_size=current.topology.world_size, step=step, files=records)
-        _write(target / layout.MANIFEST_NAME, lambda sink: sink.write(manifest.to_text().encode()))
+        remove(target / layout.MANIFEST_NAME)  # of a checkpoint whose files are replaced
+    shared = shared_parts(contents, safe=safe_serialization) if writes else []
+    for part in [*shared, *rank_files(contents, rank=process_index, device=current.device, step=step)]:
+        _write(target / part.name, part.write_to)
     return target
 
 
@@ -206,17 +208,15 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
     obj.load_state_dict(read_object(local_path(path, "path") / layout.custom_name(index)))
 
 
-def _write(path: Path, write: Callable[[Any], object]) -> FileRecord:
+def _write(path: Path, write: Callable[[Any], object]) -> None:
     """Write to a temporary file, then rename it."""
     temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
     try:
-        record = write_file(temporary, write, to_disk=True)
+        write_file(temporary, write, to_disk=True)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     move(temporary, path)
-    return record
 
 
 def save_fsdp_model(
@@ -387,8 +387,7 @@ def _write_folder(access: _Access, accelerator: Any, folder: Path, state: Mappin
     """Write the shards of this rank; when all ranks are done, the main process writes the index."""
     make_folder(folder)
     if accelerator.is_main_process:
-        for path in folder.iterdir():
-            remove(path)  # files of an earlier save, perhaps of more ranks
+        remove(folder / INDEX_NAME)  # an earlier save is no longer complete
     accelerator.wait_for_everyone()
     for part in parts_of_folder(access.run, folder.name, state):
         write_file(folder.parent / part.name, part.write_to, to_disk=True)

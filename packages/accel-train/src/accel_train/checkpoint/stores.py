@@ -76,14 +76,7 @@ class UploadJournal:
     def __init__(self, staging: RemotePath, rank: int) -> None:
         self._staging = staging
         self._path = staging / layout.UPLOAD_NAME / f"rank_{rank}.json"
-        self._records: dict[str, FileRecord] = {}
-        try:
-            rows: dict[str, Any] = json.loads(self._path.read_bytes())
-            self._records = {name: FileRecord(**row) for name, row in rows.items()}
-        except FileNotFoundError:
-            pass
-        except (ValueError, TypeError, AttributeError) as error:
-            logger.warning("%s is damaged (%s): uploading all files again.", self._path, error)
+        self._records = _read_journal(self._path)
 
     def write(self, name: str, write: Callable[[Any], object]) -> FileRecord:
         """Upload a file, unless an interrupted save has uploaded the same bytes."""
@@ -101,6 +94,17 @@ class UploadJournal:
         return record
 
 
+def _read_journal(path: RemotePath) -> dict[str, FileRecord]:
+    try:
+        rows: dict[str, Any] = json.loads(path.read_bytes())
+        return {name: FileRecord(**row) for name, row in rows.items()}
+    except FileNotFoundError:
+        pass
+    except (ValueError, TypeError, AttributeError) as error:
+        logger.warning("%s is damaged (%s): uploading all files again.", path, error)
+    return {}
+
+
 def commit(staging: RemotePath, target: RemotePath, manifest: Manifest) -> None:
     """Commit a checkpoint whose files are uploaded: afterwards it is in its folder.
 
@@ -112,7 +116,7 @@ def commit(staging: RemotePath, target: RemotePath, manifest: Manifest) -> None:
     if absent:
         raise CheckpointError(f"{str(staging)!r} lacks uploaded files: {', '.join(absent[:5])}")
     if staging == target:
-        _delete_files(target, _stale_files(target, manifest))
+        _delete_files(target, _uploaded_files(target) - set(manifest.files))
     (staging / layout.MANIFEST_NAME).write_bytes(manifest.to_text().encode())
     try:
         recover(target)
@@ -133,7 +137,7 @@ def recover(target: RemotePath) -> None:
     except FileNotFoundError:
         return
     manifest = Manifest.from_text(text, marker)
-    _delete_files(target, _stale_files(target, manifest))
+    _delete_files(target, _listed_files(target) - set(manifest.files))
     try:
         _for_each(lambda name: (source / name).copy_to(target / name), manifest.files)
     except FileNotFoundError:
@@ -145,23 +149,18 @@ def recover(target: RemotePath) -> None:
     source.remove_tree()
 
 
-def _stale_files(folder: RemotePath, manifest: Manifest) -> list[str]:
-    """Return the files of another checkpoint in a folder."""
+def _listed_files(folder: RemotePath) -> set[str]:
+    """Return the files that the manifest in a folder lists; other files may be anybody's."""
     try:
-        before = Manifest.from_text((folder / layout.MANIFEST_NAME).read_bytes(), folder).files
+        return set(Manifest.from_text((folder / layout.MANIFEST_NAME).read_bytes(), folder).files)
     except (FileNotFoundError, CheckpointError):
-        before = {}
-    return [
-        name
-        for name in folder.sizes()
-        if name not in manifest.files
-        and name != layout.MANIFEST_NAME
-        and (
-            name in before
-            or layout.is_of_checkpoint(name)
-            or ("/" in name and layout.is_folder_of_checkpoint(name.partition("/")[0]))
-        )
-    ]
+        return set()
+
+
+def _uploaded_files(folder: RemotePath) -> set[str]:
+    """Return the files that the journals of an upload, perhaps interrupted, list."""
+    journals = [path for path in (folder / layout.UPLOAD_NAME).iterdir() if path.name != _MARK]
+    return {name for path in journals for name in _read_journal(path)}
 
 
 def _delete_files(folder: RemotePath, names: Iterable[str]) -> None:

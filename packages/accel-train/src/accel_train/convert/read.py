@@ -18,7 +18,7 @@ from accel_ops.weights.layout import (
 from accel_ops.weights.lazy_tensors import LazyTensor, lazy_safetensors, lazy_torch_file
 from accel_ops.weights.read import find_checkpoint_files
 from accel_plugins.sharding.folder import read_index
-from accel_plugins.sharding.state import is_sharded_folder
+from accel_plugins.sharding.state import INDEX_NAME, is_sharded_folder
 from accel_plugins.sharding.stream import read_lazily
 from accel_state.errors import CheckpointError, SettingsError, some_of
 from accel_state.frozen import frozen
@@ -26,7 +26,7 @@ from accel_state.remote import AnyPath
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.contents import MODEL_KEY, OPTIMIZER_KEY
 from accel_train.checkpoint.files import sizes_in
-from accel_train.checkpoint.folder import check
+from accel_train.checkpoint.folder import check, read_manifest
 from accel_train.checkpoint.staging import SAFE
 from accel_train.convert.adapters import is_adapter, merge_adapter
 from accel_train.convert.contents import CheckpointContents, OptimizerContents, weights_in
@@ -78,8 +78,18 @@ class FormatReader:
 # States of `save_state`.
 
 
+def _has(folder: AnyPath, name: str) -> bool:
+    """Return whether a state has a file: one that its manifest lists, or any without a manifest."""
+    manifest = read_manifest(folder)
+    return (folder / name).is_file() if manifest is None else name in manifest.files
+
+
+def _has_shards(folder: AnyPath, name: str) -> bool:
+    return _has(folder, f"{name}/{INDEX_NAME}")
+
+
 def _is_sharded_state(folder: AnyPath) -> bool:
-    return is_sharded_folder(folder / layout.sharded_model_name(0))
+    return _has_shards(folder, layout.sharded_model_name(0))
 
 
 def _sharded_state(folder: AnyPath) -> CheckpointContents:
@@ -87,11 +97,11 @@ def _sharded_state(folder: AnyPath) -> CheckpointContents:
     dropped: list[str] = []
     models: list[dict[str, LazyTensor]] = []
     optimizers: list[OptimizerContents] = []
-    for index in _numbers(lambda index: is_sharded_folder(folder / layout.sharded_model_name(index))):
+    for index in _numbers(lambda index: _has_shards(folder, layout.sharded_model_name(index))):
         name = layout.sharded_model_name(index)
         state = _shards(folder / name, dropped)
         models.append(weights_in(state.get(MODEL_KEY, state), name, dropped))
-    for index in _numbers(lambda index: is_sharded_folder(folder / layout.sharded_optimizer_name(index))):
+    for index in _numbers(lambda index: _has_shards(folder, layout.sharded_optimizer_name(index))):
         state = _shards(folder / layout.sharded_optimizer_name(index), dropped)
         optimizers.append(named_optimizer(state.get(OPTIMIZER_KEY, state)))
     return of_state(folder, "sharded state", models, optimizers, dropped)
@@ -103,8 +113,8 @@ def _is_full_state(folder: AnyPath) -> bool:
 
 
 def _full_weights(folder: AnyPath, index: int) -> AnyPath | None:
-    paths = (folder / name for name in layout.full_weights_names(index))
-    return next((path for path in paths if path.is_file()), None)
+    names = (name for name in layout.full_weights_names(index) if _has(folder, name))
+    return next((folder / name for name in names), None)
 
 
 def _full_state(folder: AnyPath) -> CheckpointContents:
@@ -116,7 +126,7 @@ def _full_state(folder: AnyPath) -> CheckpointContents:
     ]
     is_ours = (folder / layout.MANIFEST_NAME).is_file()
     optimizers: list[OptimizerContents] = []
-    numbers = [*_numbers(lambda index: (folder / layout.optimizer_name(index)).is_file())]
+    numbers = [*_numbers(lambda index: _has(folder, layout.optimizer_name(index)))]
     for index in numbers:
         state = lazy_torch_file(folder / layout.optimizer_name(index), load=_load_object)
         if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
