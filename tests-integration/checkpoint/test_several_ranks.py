@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_plugins.kwargs import DataLoaderConfiguration, ProjectConfiguration
+from accel_plugins.kwargs import DataLoaderConfiguration, InitProcessGroupKwargs, ProjectConfiguration
+from accel_state import hang_monitor
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import CheckpointError, CheckpointWriteError, DistributedOperationException
 from accel_train import Accelerator
 from accel_train.checkpoint import files, save
@@ -236,17 +239,48 @@ def test_the_last_save_of_a_program_may_be_that_of_the_main_process(tmp_path: Pa
     assert accelerator.has_checkpoint
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, restart=True)
 def test_another_rank_alone_does_not_save(tmp_path: Path) -> None:
-    accelerator, model, _, _ = build(tmp_path)
-    if not accelerator.is_main_process:
-        with pytest.raises(
-            DistributedOperationException, match="must be called on every rank, but rank 0 waits"
-        ):
+    AcceleratorState._reset_state(True)
+    timeout = InitProcessGroupKwargs(timeout=timedelta(seconds=3))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[timeout])
+    lines = Path(__file__).read_text().splitlines()
+    first, second = (
+        next(number for number, line in enumerate(lines, 1) if line.strip() == text)
+        for text in ("accelerator.gather(torch.ones(1))", 'accelerator.save_state(tmp_path / "on one rank")')
+    )
+    with pytest.raises(DistributedOperationException) as raised:  # noqa: PT012 - of one of the calls
+        if accelerator.is_main_process:
+            accelerator.gather(torch.ones(1))
+        else:
+            accelerator.save_state(tmp_path / "on one rank")
+    for rank, line in enumerate((first, second)):
+        assert re.search(rf"rank {rank} (is|has left) [^;]*\.py:{line}\b", str(raised.value))
+    assert not (tmp_path / "on one rank").exists()
+
+
+@distributed(world_size=2)
+def test_a_rank_that_comes_after_rank_0_has_saved_alone_goes_on(tmp_path: Path) -> None:
+    run = build(tmp_path)
+    accelerator, rank = run[0], dist.get_rank()
+    for number in range(2):
+        if rank == 1:  # seems to wait for rank 0, and does something else for long
+            with hang_monitor.collective_scope("elsewhere"):
+                while not (tmp_path / f"checkpoints/checkpoint_{number}/accel_manifest.json").exists():
+                    time.sleep(0.01)
+        with mock.patch.object(save.logger, "warning") as warning:
             accelerator.save_state()
-        assert not (tmp_path / "checkpoints").exists()
-    accelerator.gather(weights(model))  # where rank 0 has been waiting
-    accelerator.save_state()
+        text = warning.call_args.args[0] % warning.call_args.args[1:]
+        assert ("was called only on rank 0" if rank == 0 else "saved without its random states") in text
+    train(*run, 1)
+    path = Path(accelerator.save_state())
+    assert path.name == "checkpoint_2"
+    dist.barrier()
+    assert {"random_states_0.pkl", "random_states_1.pkl"} <= {entry.name for entry in path.iterdir()}
+    before = weights(run[1]).clone()
+    train(*run, 1)
+    accelerator.load_state()
+    assert torch.equal(before, weights(run[1]))
 
 
 class Sum:

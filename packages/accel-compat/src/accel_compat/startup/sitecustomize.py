@@ -13,8 +13,8 @@ with suppress(ImportError):
 
     accel_compat.install()
 
-_here = os.path.dirname(__file__)  # noqa: PTH120 - pathlib would take every child longer to import
-_other_paths = [path for path in sys.path if os.path.normpath(path) != os.path.normpath(_here)]
+_folder = os.path.dirname(__file__)  # noqa: PTH120 - pathlib would take every child longer to import
+_other_paths = [path for path in sys.path if os.path.normpath(path) != os.path.normpath(_folder)]
 _spec = PathFinder.find_spec("sitecustomize", _other_paths)
 if _spec is not None and _spec.loader is not None:
     _spec.loader.exec_module(sys.modules[__name__])

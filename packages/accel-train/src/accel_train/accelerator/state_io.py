@@ -73,7 +73,7 @@ class StateIoFacet(Facet):
 
         The checkpoint is written to a staging folder, and committed when every rank has written its files: it
         is complete or absent. Call it on every rank. If nothing is sharded, rank 0 may save alone, with a
-        warning, once it has detected that the other ranks do not participate.
+        warning, once the others seem not to participate; one that comes later continues with a warning.
 
         Args:
             output_dir: The folder, or its fsspec URL, such as `"s3://bucket/run"`. The files of a

@@ -1,7 +1,6 @@
-"""All-gather JSON values over the process group's store, in any thread; detect ranks that will never join.
+"""All-gather JSON values over the process group's store, in any thread; let rank 0 go on alone.
 
-Collectives do not do that: they belong to the main thread, end in the process group's timeout, and do not
-name the rank that is absent.
+Collectives do not do that: they belong to the main thread, and do not name the rank that is absent.
 """
 
 from __future__ import annotations
@@ -54,14 +53,14 @@ class SingleProcess:
 
     world_size = 1
 
-    def exchange(self, operation: str, value: Any, *, last: bool = False) -> list[Any]:
+    def exchange(self, operation: str, value: Any, *, last: bool = False, alone: Any = None) -> list[Any]:
         """Return the value alone."""
-        del operation, last
+        del operation, last, alone
         return [value]
 
 
 class AbsentRankError(DistributedOperationException):
-    """A rank is in another operation, or has exited, and will not join."""
+    """Rank 0 goes on alone: on rank 0, why the other ranks will not join; on these, that they came late."""
 
 
 MIN_PAUSE_S = 0.001  # between two polls of the store, at first
@@ -99,27 +98,37 @@ class StoreAllGather:
         self.world_size = world_size
         self._monitor = monitor
         self._was_alone = False
+        self._answered: list[int] = []  # the rounds whose values rank 0 has stored
         # The store keeps the count: a second Accelerator of the process continues it.
         self._round = self._store.add(f"rounds/{rank}", 0)
 
-    def exchange(self, operation: str, value: Any, *, last: bool = False) -> list[Any]:
+    def exchange(self, operation: str, value: Any, *, last: bool = False, alone: Any = None) -> list[Any]:
         """All-gather a JSON value, in rank order.
 
         Args:
             operation: The name of the operation, for messages.
             value: This rank's value.
             last: Whether nothing is exchanged afterwards, so that the process that keeps the store may end.
+            alone: A JSON value that describes the operation, if rank 0 may do it alone.
 
         Raises:
-            AbsentRankError: A rank is in another collective, or has ended; and on rank 0, no other rank
-                has called this.
-            DistributedOperationException: The same where some ranks have; or a rank has died.
+            AbsentRankError: Rank 0 does it alone. The error is raised there, and on ranks that come later.
+            DistributedOperationException: A rank has ended or died.
         """
-        self._round = self._store.add(f"rounds/{self._rank}", 1)
-        round_name = f"{self._round}"
         try:
-            self._store.set(f"{round_name}/{self._rank}", json.dumps(value))
-            values = (self._receive if self._rank else self._collect)(operation, round_name)
+            while True:
+                self._round = self._store.add(f"rounds/{self._rank}", 1)
+                round_name = f"{self._round}"
+                self._store.set(f"{round_name}/{self._rank}", json.dumps(value))
+                if self._rank == 0:
+                    values = self._collect(operation, round_name, alone)
+                else:
+                    values = self._receive(operation, round_name)
+                if not isinstance(values, dict):
+                    break
+                self._uncount()  # rank 0 has done something alone in this round
+                if alone is not None and values["alone"] == alone:
+                    raise AbsentRankError(f"{operation} was called on rank 0 long before this rank")
             if last:
                 self._leave(operation, round_name)
         except DistributedOperationException:
@@ -132,16 +141,18 @@ class StoreAllGather:
             ) from error
         return values
 
-    def _collect(self, operation: str, round_name: str) -> list[Any]:
+    def _collect(self, operation: str, round_name: str, alone: Any) -> list[Any]:
         """On rank 0: collect the values of all ranks, and store them for the other ranks."""
         keys = [f"{round_name}/{rank}" for rank in range(self.world_size)]
         try:
-            self._wait(operation, keys)
+            self._wait(operation, keys, may_be_alone=alone is not None)
+        except AbsentRankError:
+            self._was_alone = True
+            self._store.set(f"{round_name}/all", json.dumps({"alone": alone}))
+            self._answered.append(self._round)
+            self._uncount()
+            raise
         except DistributedOperationException as error:
-            self._was_alone = len(absent_keys(self._store, keys)) == self.world_size - 1
-            if self._was_alone:
-                self._delete_round(round_name)
-                raise
             # The other ranks read the error, also those that are late.
             self._store.set(f"{round_name}/all", json.dumps(str(error)))
             raise DistributedOperationException(str(error)) from error
@@ -149,27 +160,23 @@ class StoreAllGather:
         values = [json.loads(text) for text in get_all(self._store, keys)]
         self._store.set(f"{round_name}/all", json.dumps(values))
         self._store.delete_key(f"{round_name}/0")
-        for part in ("all", "left"):  # every rank has finished the round before
-            self._store.delete_key(f"{self._round - 1}/{part}")
+        for finished in self._answered:  # every rank has read them
+            for part in ("all", "left"):
+                self._store.delete_key(f"{finished}/{part}")
+        self._answered = [self._round]
         return values
 
-    def _receive(self, operation: str, round_name: str) -> list[Any]:
-        """On the other ranks: wait for the values that rank 0 has collected."""
-        try:
-            self._wait(operation, [f"{round_name}/all"])
-        except DistributedOperationException:
-            self._delete_round(round_name)
-            raise
-        values: list[Any] | str = json.loads(self._store.get(f"{round_name}/all"))
+    def _receive(self, operation: str, round_name: str) -> list[Any] | dict[str, Any]:
+        """On the other ranks: wait for the values that rank 0 has collected, or what it does alone."""
+        self._wait(operation, [f"{round_name}/all"])
+        values: list[Any] | dict[str, Any] | str = json.loads(self._store.get(f"{round_name}/all"))
         self._store.delete_key(f"{round_name}/{self._rank}")  # rank 0 has read it
         if isinstance(values, str):
             raise DistributedOperationException(values)
         return values
 
-    def _delete_round(self, round_name: str) -> None:
-        """Undo a call that no rank has answered: ranks that continue after the error count alike."""
-        self._store.delete_key(f"{round_name}/{self._rank}")
-        self._store.add(f"rounds/{self._rank}", -1)
+    def _uncount(self) -> None:
+        """Undo the count of a collective that other ranks have not begun."""
         monitor = self._monitor()
         if self._in_main_thread and monitor is not None:
             monitor.uncount()
@@ -179,16 +186,18 @@ class StoreAllGather:
         if self._rank:
             self._store.add(f"{round_name}/left", 1)
             return
-        stragglers = self._stragglers(operation, compare_locations=False)
+        stragglers = self._stragglers(operation, in_main_thread=False)
         for _ in self._pauses():
             if self._store.add(f"{round_name}/left", 0) >= self.world_size - 1:
                 return
             if stragglers.is_due():
                 stragglers.poll(range(1, self.world_size))
 
-    def _wait(self, operation: str, keys: list[str]) -> None:
+    def _wait(self, operation: str, keys: list[str], *, may_be_alone: bool = False) -> None:
         """Wait for keys: on rank 0 those of all ranks, elsewhere the answer of rank 0."""
-        stragglers = self._stragglers(operation, compare_locations=self._in_main_thread)
+        stragglers = self._stragglers(
+            operation, in_main_thread=self._in_main_thread, may_be_alone=may_be_alone
+        )
         with hang_monitor.collective_scope(operation) if self._in_main_thread else nullcontext():
             for _ in self._pauses():
                 if self._store.check(keys):
@@ -198,16 +207,19 @@ class StoreAllGather:
                 if self._rank == 0:
                     absent = absent_keys(self._store, keys)
                     stragglers.poll([int(key.rpartition("/")[2]) for key in absent])
-                else:  # rank 0 may itself wait in this exchange, for others
-                    stragglers.poll([0], have_joined=self._store.check([f"{self._round}/0"]))
+                else:
+                    stragglers.poll([0])
 
-    def _stragglers(self, operation: str, *, compare_locations: bool) -> StragglerMonitor:
+    def _stragglers(
+        self, operation: str, *, in_main_thread: bool, may_be_alone: bool = False
+    ) -> StragglerMonitor:
         return StragglerMonitor(
             operation,
             self._monitor(),
             rank=self._rank,
             world_size=self.world_size,
-            compare_locations=compare_locations,
+            in_main_thread=in_main_thread,
+            may_be_alone=may_be_alone,
             is_usual=self._was_alone,
         )
 
@@ -221,8 +233,7 @@ class StoreAllGather:
 
 
 Agreement = SingleProcess | StoreAllGather
-STUCK_S = 3.0  # in another collective, after which a rank is taken never to join
-STUCK_ASYNC_S = 10.0  # the same where collectives return at once, and a rank waits for them anywhere
+STUCK_S = 3.0  # in another collective, after which rank 0 goes on alone if it may
 SILENT_S = 60.0  # without a heartbeat, after which a rank is taken to be dead
 WARN_AFTER_S = 30.0  # of waiting
 POLL_S = 0.5  # between two polls; more where so many ranks share the store that they post less often
@@ -230,17 +241,21 @@ RANKS_PER_S = 200  # that post their status in a second, as in the hang monitor
 
 
 _DEAD = "does not respond"
+_ENDED = "has ended"
 
 
 class StragglerMonitor:
-    """Detect ranks that will never join a collective, from their last status.
+    """Detect ranks that have ended or died, from their last status; and whether rank 0 is alone.
+
+    Where a rank is never proves that it will not come, so that rank 0 tells those that do come.
 
     Args:
         operation: The name of the operation, for messages.
         monitor: The hang monitor, with the statuses of all ranks; `None` where nothing is monitored.
         rank: This rank. Rank 0 reads the statuses of all ranks before it raises; the other ranks, of which
             there may be thousands, read those of rank 0 and themselves.
-        compare_locations: Whether a rank that is in another collective, or has ended, can no longer join.
+        in_main_thread: Whether a rank that has ended can no longer join.
+        may_be_alone: Whether rank 0 goes on alone where all others are in another collective, or have ended.
         is_usual: Whether no rank joined the last time: that a rank is in another collective is then enough.
     """
 
@@ -251,7 +266,8 @@ class StragglerMonitor:
         *,
         rank: int,
         world_size: int,
-        compare_locations: bool,
+        in_main_thread: bool,
+        may_be_alone: bool = False,
         is_usual: bool = False,
     ) -> None:
         self._operation = operation
@@ -259,7 +275,8 @@ class StragglerMonitor:
         self._is_usual = is_usual
         self._rank = rank
         self._shown: Sequence[int] = range(world_size) if rank == 0 else (0, rank)
-        self._compare_locations = compare_locations
+        self._in_main_thread = in_main_thread
+        self._may_be_alone = may_be_alone
         self._pause = max(POLL_S, world_size / RANKS_PER_S)
         self._began = self._polled = time.monotonic()
         self._warned = rank > 1  # rank 1 warns for all ranks that wait for rank 0
@@ -269,24 +286,28 @@ class StragglerMonitor:
         """Return whether it is time to poll again."""
         return self._monitor is not None and time.monotonic() - self._polled >= self._pause
 
-    def poll(self, missing: Sequence[int], *, have_joined: bool = False) -> None:
-        """Read the last statuses of the ranks that are waited for; raise if one of them will never join.
+    def poll(self, missing: Sequence[int]) -> None:
+        """Read the last statuses of the ranks that are waited for.
 
-        Args:
-            missing: The ranks.
-            have_joined: Whether they have joined, and wait in the same collective for other ranks.
+        Raises:
+            AbsentRankError: Rank 0 may be alone, and is.
+            DistributedOperationException: A rank has ended or died.
+            StalledCollectiveError: A collective has timed out on another rank.
         """
         if self._monitor is None:
             return
         now = self._polled = time.monotonic()
-        if self._compare_locations and self._monitor.diagnosis is not None:
+        if self._in_main_thread and self._monitor.diagnosis is not None:
             raise StalledCollectiveError(f"{self._operation}: {self._monitor.diagnosis}")
-        for rank, status in self._monitor.statuses(missing).items():
-            reason = (
-                None if status is None else self._judge(status, self._monitor, now, has_joined=have_joined)
-            )
-            if reason is not None:
-                kind = DistributedOperationException if reason == _DEAD else AbsentRankError
+        reasons = {
+            rank: None if status is None else self._judge(status, self._monitor, now)
+            for rank, status in self._monitor.statuses(missing).items()
+        }
+        may_be_alone = self._may_be_alone and len(missing) == len(self._shown) - 1
+        is_alone = may_be_alone and None not in reasons.values() and _DEAD not in reasons.values()
+        for rank, reason in reasons.items():
+            if is_alone or reason == _DEAD or (reason == _ENDED and not may_be_alone):
+                kind = AbsentRankError if is_alone else DistributedOperationException
                 raise kind(
                     f"{self._operation} must be called on every rank, but rank {rank} {reason}: "
                     f"{format_statuses(self._monitor.statuses(self._shown))}."
@@ -298,19 +319,18 @@ class StragglerMonitor:
                 "%s waits for %s: %s.", self._operation, format_ranks(missing), format_statuses(statuses)
             )
 
-    def _judge(self, status: RankStatus, monitor: HangMonitor, now: float, *, has_joined: bool) -> str | None:
-        """Return why a rank will never join, if that is certain."""
+    def _judge(self, status: RankStatus, monitor: HangMonitor, now: float) -> str | None:
+        """Return why a rank seems never to join, if it does."""
         # It must have been in another collective, which needs this rank, for a while: statuses may be late.
-        inside = status.inside or monitor.asynchronous
-        passed = status.collective >= monitor.count and inside and not has_joined
-        timeout = 0.0 if self._is_usual else STUCK_S if status.inside else STUCK_ASYNC_S
+        passed = status.collective >= monitor.count and (status.inside or monitor.asynchronous)
+        timeout = 0.0 if self._is_usual else STUCK_S
         location = (status.collective, status.location) if passed else None
         old_location, since, heartbeat, beat_at = self._seen.get(status.rank, (None, now, -1, now))
         since = since if location is not None and location == old_location else now
         beat_at = beat_at if status.heartbeat == heartbeat else now
         self._seen[status.rank] = (location, since, status.heartbeat, beat_at)
-        if self._compare_locations and status.exited:
-            return "has ended"
-        if self._compare_locations and location is not None and now - since >= timeout:
+        if self._in_main_thread and status.exited:
+            return _ENDED
+        if self._may_be_alone and location is not None and now - since >= timeout:
             return "waits elsewhere"
         return _DEAD if now - beat_at >= SILENT_S else None

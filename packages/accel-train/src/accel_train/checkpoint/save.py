@@ -69,9 +69,7 @@ def save(
     target = target_of(run, output_dir)
     if run.strategy.replicas is not None and not run.strategy.replicas.is_saver:
         run.project.iteration += run.is_automatic
-        saving = Saving(str(target), _save_nothing)
-        saving.start()
-        return saving
+        return _started(Saving(str(target), _save_nothing))
     if isinstance(target, RemotePath):
         check_remote(run, target)
     request = SaveRequest(
@@ -85,8 +83,10 @@ def save(
     try:
         path, staging, has_hooks = _agree(run, request, target, main)
     except AbsentRankError as error:
-        if run.rank > 0 or run.strategy.shards is not None:
-            raise
+        if run.rank > 0:
+            run.project.iteration += run.is_automatic
+            logger.warning("%s, which has saved without its random states.", error)
+            return _started(Saving(str(target), _save_nothing))
         logger.warning(
             "save_state() was called only on rank 0. It waits to detect this and saves only its own "
             "state: the random states of other ranks are not in the checkpoint. Call it on every rank."
@@ -167,8 +167,10 @@ def _agree(
     proposal = replace(proposal, has_hooks=bool(run.save_hooks))
     if run.project.save_on_each_node:  # hosts that share no file system may have folders of other names
         proposal = replace(proposal, request=replace(request, folder=""))
+    # Rank 0 may save alone what it has in full.
+    alone = asdict(proposal.request) if run.strategy.shards is None else None
     try:
-        rows = agreement.exchange(WHAT, asdict(proposal))
+        rows = agreement.exchange(WHAT, asdict(proposal), alone=alone)
         proposals = [SaveProposal(**(row | {"request": SaveRequest(**row["request"])})) for row in rows]
         if any(proposal.request != proposals[0].request for proposal in proposals):
             raise DistributedOperationException(
@@ -572,7 +574,12 @@ class Saving:
 
 
 def _save_nothing() -> None:
-    """Write nothing: another replica group has the same state, and saves it."""
+    """Write nothing: another replica group or rank 0 has the same state, and saves it."""
+
+
+def _started(saving: Saving) -> Saving:
+    saving.start()
+    return saving
 
 
 # The writer threads, and the store that they exchange values through: if nothing referred to it, its server
