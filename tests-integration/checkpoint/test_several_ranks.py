@@ -435,6 +435,24 @@ def test_every_host_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
 
 
 @distributed(world_size=2)
+def test_hosts_that_share_no_folder_keep_nothing_of_a_save_that_fails(tmp_path: Path) -> None:
+    accelerator, *_ = build(tmp_path / "project")
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    host = tmp_path / f"host{dist.get_rank()}"
+    host.mkdir()
+    before = Path.cwd()
+    os.chdir(host)
+    try:
+        with pytest.raises(
+            CheckpointWriteError, match=r"rank 0 cannot find .*hosts do not share this folder"
+        ):
+            accelerator.save_state("c")
+    finally:
+        os.chdir(before)
+    assert not [*host.iterdir()]
+
+
+@distributed(world_size=2)
 def test_the_folder_that_a_model_is_saved_in_is_there_on_every_rank(tmp_path: Path) -> None:
     accelerator, model, *_ = build(tmp_path)
     folder = tmp_path / "a" / "new one"

@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import threading
 import warnings
 from dataclasses import replace
@@ -215,6 +216,42 @@ def test_a_numbered_checkpoint_of_an_earlier_run_is_not_overwritten(tmp_path):
     with pytest.raises(SettingsError, match=r"checkpoint_0' already exists.*iteration=1"):
         run.accelerator.save_state()
     assert listing(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+def test_a_second_run_whose_numbers_are_smaller_is_refused(tmp_path):
+    first = Setup(tmp_path, limit=2)
+    for _ in range(4):
+        first.accelerator.save_state()
+    second = Setup(tmp_path, limit=2)
+    with pytest.raises(SettingsError, match=r"checkpoint_3' already exists from an earlier run.*iteration=4"):
+        second.accelerator.save_state()
+    assert listing(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
+    second.train(1)
+    second.accelerator.project_configuration.iteration = 4
+    second.accelerator.save_state()
+    assert listing(tmp_path / "checkpoints") == ["checkpoint_3", "checkpoint_4"]
+    third = Setup(tmp_path, limit=2)
+    third.accelerator.load_state()
+    assert same(third, second)
+    third.accelerator.load_state(
+        tmp_path / "checkpoints" / "checkpoint_3"
+    )  # and goes on with the next number
+    assert third.accelerator.save_state().endswith("checkpoint_5")
+
+
+@pytest.mark.parametrize("value", ["invalid", 1.5, ["cpu"]])
+def test_a_map_location_that_is_none_is_named(tmp_path, value):
+    run = Setup(tmp_path, numbered=False)
+    run.accelerator.save_state(tmp_path / "c")
+    objects = [run.model], [run.optimizer], [], []
+    for load in (
+        lambda: run.accelerator.load_state(tmp_path / "c", map_location=value),
+        lambda: load_accelerator_state(tmp_path / "c", *objects, 0, map_location=value),
+    ):
+        with pytest.raises(TypeError, match=rf"map_location={re.escape(repr(value))}\): pass .*'on_device'"):
+            load()
+    for value in (None, "cpu", "on_device", torch.device("cpu")):
+        run.accelerator.load_state(tmp_path / "c", map_location=value)
 
 
 def test_an_output_dir_beside_numbering_is_named(tmp_path, told):

@@ -126,7 +126,7 @@ def test_numbered_checkpoints_are_pruned_and_the_newest_is_loaded(store):
     other.expect(expected)
     assert other.accelerator.save_iteration == 4
     again = Setup("memory://bucket/run", iteration=2)
-    with pytest.raises(SettingsError, match=r"checkpoint_2' already exists.*iteration=4"):
+    with pytest.raises(SettingsError, match=r"checkpoint_3' already exists.*iteration=4"):
         again.accelerator.save_state()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -140,6 +141,17 @@ def test_a_forked_process_ends_by_sigterm_as_ever(preemptible):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     preemptible.exit_if_preempted()
+
+
+def test_data_workers_can_be_ended_where_no_thread_can_wait_for_the_sender(preemptible, monkeypatch):
+    monkeypatch.delattr(signal, "sigwaitinfo")  # as on macOS
+    data = torch.utils.data.DataLoader(range(4), batch_size=1, num_workers=1)
+    iterator = iter(preemptible.prepare(data))
+    next(iterator)
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()
+    worker.join(30)
+    assert worker.exitcode is not None
 
 
 def test_a_second_accelerator_takes_the_signals_over(preemptible, tmp_path):

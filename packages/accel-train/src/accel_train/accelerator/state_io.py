@@ -93,7 +93,7 @@ class StateIoFacet(Facet):
             The folder; if not `blocking`, a handle with `wait()`, `done` and `path`.
 
         Raises:
-            SettingsError: No folder is given, or the numbered folder already exists.
+            SettingsError: No folder is given, or a checkpoint with this number or a larger one already exists.
             CheckpointWriteError: A process could not write, for example because the disk is full. Older
                 checkpoints remain.
             DistributedOperationException: It was not called on every process (unless rank 0 may save alone),
@@ -143,6 +143,7 @@ class StateIoFacet(Facet):
 
         Raises:
             SettingsError: No folder is given, and checkpoints are not numbered.
+            TypeError: `map_location` is no device.
             CheckpointError: There is no complete checkpoint, or it does not match the prepared objects.
             DistributedOperationException: It was not called on every process, or not with the same arguments.
         """

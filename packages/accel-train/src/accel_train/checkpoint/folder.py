@@ -210,11 +210,6 @@ def wait_until_replaced(target: AnyPath, *, repair: bool = True, timeout: float 
             time.sleep(_POLL)
 
 
-def is_taken(target: AnyPath) -> bool:
-    """Return whether the folder of a new checkpoint is occupied; an interrupted upload is resumed."""
-    return stores.has_checkpoint(target) if isinstance(target, RemotePath) else target.exists()
-
-
 def is_being_replaced(target: AnyPath) -> bool:
     """Return whether the files of a new checkpoint are replacing those of an older one."""
     return (target / layout.COMMIT_NAME / layout.MANIFEST_NAME).is_file()
@@ -365,19 +360,17 @@ def complete_everywhere(nodes: Sequence[Iterable[int]]) -> list[int]:
     return sorted(set[int](nodes[0]).intersection(*nodes[1:])) if nodes else []
 
 
-def numbers(project: AnyPath) -> list[int]:
+def numbers(project: AnyPath, *, since: int = 0) -> list[int]:
     """Return the numbers of all checkpoints of a project, complete or not, without interrupted uploads."""
     if not project.is_dir():
         return []
-    if isinstance(project, RemotePath):
-        entries = ((layout.iteration_of(entry.name), entry) for entry in project.iterdir())
-        return sorted(
-            iteration
-            for iteration, entry in entries
-            if iteration is not None and not stores.is_interrupted(entry)
-        )
-    iterations = (layout.iteration_of(entry.name) for entry in project.iterdir() if entry.is_dir())
-    return sorted(iteration for iteration in iterations if iteration is not None)
+    return sorted(
+        iteration
+        for entry in project.iterdir()
+        if (iteration := layout.iteration_of(entry.name)) is not None
+        and iteration >= since
+        and not (stores.is_interrupted(entry) if isinstance(entry, RemotePath) else not entry.is_dir())
+    )
 
 
 def to_prune(complete: Iterable[int], *, newest: int, limit: int | None) -> list[int]:

@@ -49,7 +49,7 @@ from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.files import HashedBytes, HashedReader, record_of, record_of_mapping
 from accel_train.checkpoint.folder import SMALL, complete_everywhere, identity, is_being_replaced
 from accel_train.checkpoint.layout import FileRecord, Manifest, shares
-from accel_train.checkpoint.staging import read_object
+from accel_train.checkpoint.staging import location_of, read_object
 
 logger = logging.getLogger(__name__)
 WHAT = "load_state()"
@@ -67,8 +67,7 @@ def load(
     run.finish()
     # 1. Open and verify the newest complete checkpoint.
     to_model = dict(model_options)
-    location = to_model.pop("map_location", "cpu")
-    location = run.runtime.device if location == "on_device" else location or "cpu"
+    location = location_of(to_model.pop("map_location", None), run.runtime.device)
     candidates = _candidates(run, input_dir)
     source = open_newest_complete(run, candidates, {"map_location": location, "options": options})
     # 2. Restore the objects of this rank.
@@ -277,7 +276,7 @@ class CheckpointReader:
     rank: int
     world_size: int
     device: torch.device
-    map_location: Any = "cpu"
+    map_location: torch.device = torch.device("cpu")
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     opened: dict[str, Any] = field(default_factory=dict[str, Any])
     records: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
@@ -306,7 +305,7 @@ class CheckpointReader:
             self.mappable[name] = (
                 name.startswith((layout.OPTIMIZER_NAME, MODEL_NAME))
                 and not self.options
-                and torch.device(self.map_location).type == "cpu"
+                and self.map_location.type == "cpu"
                 and isinstance(path, Path)
                 and path.is_file()
                 and path.stat().st_size >= SMALL

@@ -199,7 +199,7 @@ def end() -> None:
 @contextmanager
 def _notices_blocked() -> Generator[None]:
     """Postpone the signals in this thread; the threads and processes that it starts never get them."""
-    if not hasattr(signal, "pthread_sigmask"):
+    if not hasattr(signal, "sigwaitinfo"):  # as on macOS: no thread of a worker could wait for its parent's
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOTICES)

@@ -192,8 +192,9 @@ def _agree(
 def _make_staging(request: SaveRequest, target: AnyPath) -> tuple[Staging | None, SaveProposal]:
     """Make the staging folder; return it, and what this rank proposes."""
     try:
-        if request.iteration is not None and folder.is_taken(target):
-            return None, _refuse_existing(request, target)
+        existing = _refuse_existing(request, target)
+        if existing is not None:
+            return None, existing
         staging = folder.make_staging(target)
     except CheckpointWriteError as error:
         return None, SaveProposal(request=request, problem=str(error))
@@ -201,17 +202,22 @@ def _make_staging(request: SaveRequest, target: AnyPath) -> tuple[Staging | None
         name = getattr(error, "filename", None) or target
         reason = getattr(error, "strerror", None) or str(error)
         return None, SaveProposal(request=request, problem=f"{str(name)!r} could not be created: {reason}")
-    if request.iteration is not None and folder.is_taken(target):  # another job was faster
+    existing = _refuse_existing(request, target)
+    if existing is not None:  # another job was faster
         staging.discard()
-        return None, _refuse_existing(request, target)
+        return None, existing
     return staging, SaveProposal(request=request, staging=str(staging.path))
 
 
-def _refuse_existing(request: SaveRequest, target: AnyPath) -> SaveProposal:
-    number = max(folder.numbers(target.parent)) + 1
+def _refuse_existing(request: SaveRequest, target: AnyPath) -> SaveProposal | None:
+    """Refuse a number that is not the largest: the newest checkpoint would be the first to be pruned."""
+    numbers = [] if request.iteration is None else folder.numbers(target.parent, since=request.iteration)
+    if not numbers:
+        return None
+    newest = target.parent / layout.numbered_name(numbers[-1])
     problem = (
-        f"{str(target)!r} already exists from an earlier run. Resume from it with load_state(), or set "
-        f"ProjectConfiguration(iteration={number})."
+        f"{str(newest)!r} already exists from an earlier run. Resume from it with load_state(), or set "
+        f"ProjectConfiguration(iteration={numbers[-1] + 1})."
     )
     return SaveProposal(request=request, problem=problem, exists=True)
 
@@ -447,6 +453,8 @@ def commit_when_written(job: WriteTask, report: WriteResult, agreement: Agreemen
     # 3. Return on every rank when it is committed.
     errors += filter(None, agreement.exchange(WHAT, problem, last=True))
     if errors:
+        if isinstance(job.staging, Path):  # of a host that does not share the committer's folder
+            remove(job.staging)
         raise CheckpointWriteError(
             f"There is no new checkpoint at {str(job.target)!r}: {'; '.join(errors)}. "
             "Older ones are unchanged."

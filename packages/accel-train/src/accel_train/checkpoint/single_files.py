@@ -64,7 +64,7 @@ from accel_train.checkpoint.load import (
     restore_states,
     step_of,
 )
-from accel_train.checkpoint.staging import read_object, write_object
+from accel_train.checkpoint.staging import location_of, read_object, write_object
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
@@ -163,7 +163,7 @@ def load_accelerator_state(
         rank=process_index,
         world_size=current.topology.world_size,
         device=current.device,
-        map_location=current.device if map_location == "on_device" else map_location or "cpu",
+        map_location=location_of(map_location, current.device),
         options=load_kwargs or {},
     )
     for index, model in enumerate(models):

@@ -229,6 +229,16 @@ SAFE: list[Any] = [
 """What `read_object` may build besides tensors and plain containers: arrays of numbers."""
 
 
+def location_of(value: Any, device: torch.device) -> torch.device:
+    """Return the device that a `map_location` means."""
+    try:
+        return device if value == "on_device" else torch.device("cpu" if value is None else value)
+    except (RuntimeError, TypeError) as error:
+        raise TypeError(
+            f"load_state(map_location={value!r}): pass None, 'cpu', 'on_device' or a device."
+        ) from error
+
+
 def read_object(path: AnyPath, *, file: Any = None, **kwargs: Any) -> Any:
     """Read a file of `torch.save`: tensors, arrays of numbers and plain containers.
 
