@@ -93,7 +93,7 @@ class StateIoFacet(Facet):
             The folder; if not `blocking`, a handle with `wait()`, `done` and `path`.
 
         Raises:
-            SettingsError: No folder is given, or a checkpoint with this number or a larger one already exists.
+            SettingsError: No folder is given, or a checkpoint of this number or a larger one exists already.
             CheckpointWriteError: A process could not write, for example because the disk is full. Older
                 checkpoints remain.
             DistributedOperationException: It was not called on every process (unless rank 0 may save alone),
