@@ -115,7 +115,8 @@ def _join(rank: int, world_size: int, listener: socket.socket) -> None:
         store = TCPStore(host, port, world_size, is_master=False)
     backend = "gloo"
     if SIMULATED is not None:
-        SIMULATED.set_device(rank % SIMULATED.device_count())
+        SIMULATED.set_device_count(max(world_size, SIMULATED.device_count()))
+        SIMULATED.set_device(rank)
         backend = f"cpu:gloo,{SIMULATED.NAME}:{dist.get_default_backend_for_device(SIMULATED.NAME)}"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
@@ -188,7 +189,7 @@ def _reset_device() -> None:
     for index in range(SIMULATED.device_count()):
         SIMULATED.synchronize(index)
         SIMULATED.reset_peak_memory_stats(index)
-    SIMULATED.set_device(dist.get_rank() % SIMULATED.device_count())
+    SIMULATED.set_device(dist.get_rank())
     SIMULATED.empty_cache()
     races = SIMULATED.take_races()
     if races:

@@ -283,12 +283,13 @@ def test_copies_of_a_late_device_are_ordered(schedule, pinned, overlap):
 @pytest.mark.gpu
 @pytest.mark.parametrize("clips", [True, False])
 def test_updates_on_a_gpu_are_those_of_adamw_with_master_weights(clips):
-    model = make_model().cuda()
+    device = torch.accelerator.current_accelerator()
+    model = make_model().to(device)
     other = copy.deepcopy(model)
     optimizer, reference = HostAdamW(model.parameters(), **OPTIONS), Reference(other, **OPTIONS)
     for seed in range(5):
         for each in (model, other):
-            each(inputs(seed).cuda().bfloat16()).float().square().mean().backward()
+            each(inputs(seed).to(device).bfloat16()).float().square().mean().backward()
             if clips:
                 nn.utils.clip_grad_norm_(each.parameters(), 0.01)
         optimizer.step()

@@ -93,12 +93,12 @@ def test_values_of_a_real_device_are_logged_without_a_synchronisation(memory):
     session.start("project")
     accelerator = torch.accelerator.current_accelerator()
     loss = torch.zeros((), device=accelerator)
-    torch.cuda.set_sync_debug_mode("error")
+    torch.get_device_module().set_sync_debug_mode("error")
     try:
         for step in range(3):
             loss += 1
             session.log({"loss": loss}, step=step)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.get_device_module().set_sync_debug_mode("default")
     session.finish()
     assert memory.logged == [({"loss": 1.0 + step}, step) for step in range(3)]

@@ -160,13 +160,13 @@ def test_another_thread_saves_with_checksums_while_we_save_without():
 
 @pytest.mark.gpu
 def test_a_state_on_a_gpu_is_serialised_like_its_copy_in_host_memory():
-    device = torch.device("cuda")
+    device = torch.accelerator.current_accelerator()
     state = {"small": torch.ones(3, device=device), "large": torch.arange(1 << 20, device=device)}
     state["view"] = state["large"][5:9]
     staging = HostStaging()
     for value in (1, 2):
         state["small"].fill_(value)
-        torch.cuda._sleep(100_000_000)
+        torch.get_device_module()._sleep(100_000_000)
         state["large"].add_(value)
         expected = saved(state)
         copy = staged(staging, state)

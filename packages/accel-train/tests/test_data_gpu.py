@@ -1,4 +1,4 @@
-"""On CUDA, batches are copied while the one before is computed with, and never used too early."""
+"""On a device, batches are copied while the one before is computed with, and never used too early."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ class Rows(IterableDataset[torch.Tensor]):
         return iter(torch.arange(40 * 1000, dtype=torch.float32).reshape(40, 1000))
 
 
+def device_type() -> str:
+    return torch.accelerator.current_accelerator().type
+
+
 def data() -> TensorDataset:
     return TensorDataset(torch.arange(40 * 1000, dtype=torch.float32).reshape(40, 1000), torch.arange(40))
 
@@ -34,7 +38,7 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     send = device_transfer.send_to_device
 
     def send_late(*arguments: Any, **options: Any) -> Any:
-        torch.cuda._sleep(CYCLES)
+        torch.get_device_module()._sleep(CYCLES)
         return send(*arguments, **options)
 
     monkeypatch.setattr(device_transfer, "send_to_device", send_late)
@@ -50,18 +54,18 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_batch_is_used_only_when_it_is_there(options: dict[str, Any], dispatch: bool) -> None:
     loader = prepare_data_loader(
         DataLoader(data(), batch_size=8, **options),
-        "cuda",
+        device_type(),
         put_on_device=True,
         non_blocking=True,
         dispatch_batches=dispatch,
     )
     sums: list[torch.Tensor] = []
     for rows, numbers in loader:
-        assert rows.is_cuda
+        assert rows.device.type == device_type()
         # New memory is written at once: what was freed too early would be overwritten.
         sums.append(rows.double().sum(1) + numbers)
         del rows, numbers
-        torch.full((8, 1000), -1.0, device="cuda")
+        torch.full((8, 1000), -1.0, device=device_type())
     expected = data().tensors[0].double().sum(1) + torch.arange(40)
     assert torch.equal(torch.cat(sums).cpu(), expected)
 
@@ -69,18 +73,22 @@ def test_a_batch_is_used_only_when_it_is_there(options: dict[str, Any], dispatch
 @pytest.mark.usefixtures("late_copies")
 def test_the_next_batch_is_copied_while_this_one_is_computed_with() -> None:
     loader = prepare_data_loader(
-        DataLoader(data(), batch_size=8, pin_memory=True), "cuda", put_on_device=True, non_blocking=True
+        DataLoader(data(), batch_size=8, pin_memory=True),
+        device_type(),
+        put_on_device=True,
+        non_blocking=True,
     )
     batches = iter(loader)
     next(batches)
-    computed = torch.cuda.Event()
-    torch.cuda._sleep(100 * CYCLES)
+    module = torch.get_device_module()
+    computed = module.Event()
+    module._sleep(100 * CYCLES)
     computed.record()
     # The copy of the third batch begins here; the second one's, begun before, waits for nothing above.
     flight = next(batches)
     assert not computed.query(), "the loop did not wait for the computation"
     del flight
-    torch.cuda.synchronize()
+    module.synchronize()
 
 
 def test_marked_samples_of_a_stream_are_copied_ahead_too() -> None:
@@ -88,7 +96,7 @@ def test_marked_samples_of_a_stream_are_copied_ahead_too() -> None:
     for rank in range(3):
         loader = prepare_data_loader(
             DataLoader(Rows(), batch_size=4),
-            "cuda",
+            device_type(),
             num_processes=3,
             process_index=rank,
             put_on_device=True,
@@ -96,12 +104,12 @@ def test_marked_samples_of_a_stream_are_copied_ahead_too() -> None:
             dispatch_batches=False,
         )
         for batch in loader:
-            assert batch.is_cuda
+            assert batch.device.type == device_type()
             real += batch[: loader.real_in_batch, 0].tolist()
     assert sorted(real) == [1000.0 * row for row in range(40)]
 
 
 def test_without_non_blocking_batches_are_there_when_they_are_yielded() -> None:
-    loader = prepare_data_loader(DataLoader(data(), batch_size=8), "cuda", put_on_device=True)
+    loader = prepare_data_loader(DataLoader(data(), batch_size=8), device_type(), put_on_device=True)
     assert device_transfer.batch_transfer(loader.device, prefetching=False).start_copy is None
     assert [numbers.tolist()[0] for _, numbers in loader] == [0, 8, 16, 24, 32]

@@ -19,11 +19,11 @@ def test_counts_stay_on_the_device_and_gradients_are_divided(dtype):
     counts = torch.tensor([1, 3], device=accelerator.device)
     accelerator.backward(model(batch).sum(), num_items=counts[0])  # what torch sets up in the first pass
     optimizer.zero_grad()
-    torch.cuda.set_sync_debug_mode("error")
+    torch.get_device_module().set_sync_debug_mode("error")
     try:
         for index in range(2):
             with accelerator.accumulate(model):
                 accelerator.backward((1 + 2 * index) * model(batch).sum(), num_items=counts[index])
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        torch.get_device_module().set_sync_debug_mode("default")
     assert model.weight.grad.item() == 1.0

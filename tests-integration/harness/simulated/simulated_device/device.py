@@ -199,7 +199,7 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 # --- random numbers
 
-default_generators = tuple(library.default_generator(index) for index in range(library.device_count()))
+default_generators = tuple(library.default_generator(index) for index in range(library.MAX_DEVICES))
 
 
 def manual_seed(seed: int) -> None:
@@ -279,6 +279,11 @@ amp.GradScaler = _GradScaler
 # --- for tests only
 
 
+def set_device_count(count: int) -> None:
+    """Let this process see so many devices, before it uses one."""
+    library.set_device_count(count)
+
+
 @contextlib.contextmanager
 def capacity(*sizes: int) -> Generator[None]:
     """Limit the memory of the devices, in bytes each, within a block; empties the allocator's cache."""
@@ -350,3 +355,29 @@ def counting() -> Generator[Counters]:
             kind, _, what = key.partition(":")
             if number > before.get(key, 0):
                 kinds[kind][what] = number - before.get(key, 0)
+
+
+_debug_counters: dict[str, int] | None = None
+
+
+def set_sync_debug_mode(debug_mode: str) -> None:
+    """Between the modes "error" and "default", refuse implicit synchronisations, as `torch.cuda` does.
+
+    Raises:
+        RuntimeError: An operator or a copy has waited for a device; raised at the end, by "default".
+    """
+    global _debug_counters
+    before, _debug_counters = _debug_counters, library.counters() if debug_mode == "error" else None
+    if debug_mode == "default" and before is not None:
+        explicit = {"synchronise:event", "synchronise:stream", "synchronise:device"}
+        causes = [
+            key
+            for key, number in library.counters().items()
+            if key.startswith("synchronise:") and key not in explicit and number > before.get(key, 0)
+        ]
+        if causes:
+            raise RuntimeError(f"called a synchronizing {NAME.upper()} operation: {causes}")
+
+
+def _sleep(cycles: int) -> None:  # pyright: ignore[reportUnusedFunction] - as torch.cuda has
+    """Do nothing: copies are late anyway."""

@@ -42,7 +42,8 @@ def register() -> None:
     """Make torch know the device. Once per process, before a tensor or a name of the type exists."""
     if not faulthandler.is_enabled():
         faulthandler.enable()  # host code that reads device memory crashes
-    library.configure(_device_count(), int(os.environ.get("SIMULATED_MEMORY", 1 << 30)), NAME.upper())
+    library.set_device_count(_device_count())
+    library.configure(int(os.environ.get("SIMULATED_MEMORY", 1 << 30)), NAME.upper())
     torch.utils.rename_privateuse1_backend(NAME)
     from simulated_device import device  # it asks for the name
 

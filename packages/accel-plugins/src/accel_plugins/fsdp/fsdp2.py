@@ -110,7 +110,7 @@ def sequences_of(axes: Axes) -> tuple[ContextParallel | None, Ulysses | None]:
     """Return the run's context parallelism and its sequence parallelism, each if the mesh has its axis.
 
     Raises:
-        UnsupportedError: Context parallelism needs a newer torch.
+        UnsupportedError: Context parallelism needs a newer torch, or another device.
     """
     context = ulysses = None
     if axes.context is not None and axes.config.cp_handler is not None:
@@ -118,6 +118,12 @@ def sequences_of(axes: Axes) -> tuple[ContextParallel | None, Ulysses | None]:
             raise UnsupportedError(
                 "ParallelismConfig(cp_size>1): it needs torch 2.10 or newer, and "
                 f"{torch.__version__} is installed."
+            )
+        # torch has a ring for the fused kernels of CUDA, and `parallelism.context` for the CPU's.
+        if axes.context.device_type not in {"cuda", "cpu"}:
+            raise UnsupportedError(
+                f"ParallelismConfig(cp_size={axes.context.size()}): PyTorch has no ring of fused attention "
+                f"for {axes.context.device_type!r} devices. Use sp_size instead."
             )
         rotation = axes.config.cp_handler.cp_comm_strategy or "allgather"
         context = ContextParallel(mesh=axes.context, rotation=rotation)

@@ -715,9 +715,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   pthread_atfork(nullptr, nullptr, [] {
     if (g_initialised) g_forked = true;
   });
-  m.def("configure", [](int count, size_t capacity, const std::string& title) {
-    TORCH_CHECK(count >= 0 && count <= kMaxDevices, count, " devices: there are at most ", kMaxDevices);
-    g_device_count = count;
+  m.def("configure", [](size_t capacity, const std::string& title) {
     g_title = title;
     for (auto& pool : g_pools) pool.capacity = capacity;
     register_operators();
@@ -734,6 +732,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pinned_bytes", [] {
     Lock lock;
     return std::make_pair(g_pinned_bytes, g_pinned_peak);
+  });
+  m.attr("MAX_DEVICES") = kMaxDevices;
+  m.def("set_device_count", [](int count) {
+    TORCH_CHECK(count >= 0 && count <= kMaxDevices, count, " devices: there are at most ", kMaxDevices);
+    g_device_count = count;
   });
   m.def("device_count", [] { return g_device_count; });
   m.def("initialise", [] { initialise(); });
