@@ -22,6 +22,7 @@ from accel_bigmodel import (
     load_checkpoint_in_model,
 )
 from accel_bigmodel.sources import is_network, local_checkpoint
+from accel_ops.weights.read import load_state_dict
 from accel_ops.weights.tensors import find_tied_parameters
 from accel_ops.weights.write import save_state_dict
 from accel_state.errors import (
@@ -529,6 +530,26 @@ def test_a_path_that_is_nothing_is_reported(tmp_path, monkeypatch, name):
     for path in (tmp_path / name, f"some/{name}" if "." in name else f"./{name}"):
         with pytest.raises(FileNotFoundError, match="neither a file nor a folder"):
             load_checkpoint_in_model(nn.Linear(1, 1), path)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_on_windows_a_loaded_file_is_not_kept_open(toy, toy_class, tokens, tmp_path, monkeypatch, dtype):
+    """Windows neither replaces nor deletes mapped files. Here, a mapped file shows what overwrites it."""
+    monkeypatch.setattr("sys.platform", "win32")
+    monkeypatch.delattr("os.preadv")
+    save_state_dict(toy.state_dict(), tmp_path / "ck")
+    path = tmp_path / "ck" / "model.safetensors"
+    spilled = []
+    monkeypatch.setattr("tempfile.TemporaryDirectory", lambda **_: spilled.append(1))
+    model = load_checkpoint_and_dispatch(
+        skeleton(toy_class), tmp_path / "ck", {"": "cpu"}, dtype=dtype, offload_state_dict=True, report=True
+    )
+    found = load_state_dict(path)
+    path.write_bytes(bytes(path.stat().st_size))
+    assert torch.allclose(model(tokens), toy.to(dtype)(tokens), atol=1e-6)
+    assert torch.allclose(found["gain"].to(dtype), toy.gain)
+    assert not spilled
+    assert model.load_report.files[0].raw > 0
 
 
 def test_weight_files_of_other_names_are_named_where_none_is_chosen(tmp_path):

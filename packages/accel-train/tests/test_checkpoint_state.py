@@ -939,6 +939,31 @@ def test_a_merge_of_shards_that_hold_more_than_a_model_takes_the_model_and_delet
     assert torch.equal(merged["a"], weights["a"])
 
 
+def test_numbers_of_numpy_in_a_state_are_saved_and_loaded(tmp_path):
+    kinds = "?bhilBHILefdFD"
+    values = {kind: np.dtype(kind).type(1) for kind in kinds}
+    values |= {"text": np.str_("best"), "texts": np.array(["a", "bc"]), "array": np.arange(3)}
+    accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.cos(step))
+    counter = Counter()
+    counter.state_dict = lambda: values
+    restored = {}
+    counter.load_state_dict = restored.update
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    accelerator.register_for_checkpointing(counter)
+    optimizer.step()
+    schedule.step()
+    accelerator.save_state(tmp_path / "s")
+    optimizer.param_groups[0]["lr"] = 0.0
+    accelerator.load_state(tmp_path / "s")
+    assert optimizer.param_groups[0]["lr"] == 0.1 * np.cos(1)
+    assert restored.keys() == values.keys()
+    for name, value in values.items():
+        assert type(restored[name]) is type(value)
+        assert np.array_equal(restored[name], value)
+
+
 def test_the_weights_of_an_offloaded_module_replace_those_in_a_state_dict():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     weight = model[0].weight.detach().clone()

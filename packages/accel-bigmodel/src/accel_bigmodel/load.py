@@ -26,6 +26,7 @@ from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_o
 from accel_bigmodel.placement import TensorOwner, set_module_tensor_to_device, sites_of, torch_dtype
 from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint, stored_dtypes
 from accel_ops.weights.layout import convert_bytes, convert_file_size_to_int
+from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import (
     check_tied_parameters_in_config,
@@ -208,7 +209,7 @@ def assign(
                 _to_disk(source, step, assignment, index)
                 continue
             value = uploaded.pop(step.key) if step.key in uploaded else source.get(step.key)
-            if assignment.spill and _takes_memory(step):
+            if assignment.spill and _takes_memory(step) and can_replace_mapped():
                 spilled = spilled or folders.enter_context(tempfile.TemporaryDirectory(prefix="accel-spill-"))
                 row = offload_weight(value.to(step.dtype), step.name, spilled)[step.name]
                 value = load_offloaded_weight(Path(spilled) / f"{step.name}.dat", row)
@@ -493,18 +494,11 @@ class MemoryMeter:
 
 def raw_rate(path: Path) -> float:
     """Measure a plain read of up to 256 MiB of a file, in bytes per second."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        buffer = bytearray(_CHUNK)
-        done, start = 0, time.perf_counter()
-        while done < _SAMPLE:
-            got = os.preadv(descriptor, [buffer], done)
-            if not got:
-                break
+    buffer, done, start = bytearray(_CHUNK), 0, time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while done < _SAMPLE and (got := file.readinto(buffer)):
             done += got
-        return done / max(time.perf_counter() - start, 1e-9)
-    finally:
-        os.close(descriptor)
+    return done / max(time.perf_counter() - start, 1e-9)
 
 
 def load_checkpoint_in_model(

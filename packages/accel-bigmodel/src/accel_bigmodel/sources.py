@@ -22,6 +22,7 @@ from accel_ops.weights.layout import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
+from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.read import find_checkpoint_files, load_bin
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state import runtime
@@ -104,7 +105,7 @@ class SafetensorsSource(Source):
         self.in_place = isinstance(path, Path)
         self.file = SafetensorsFile(path)
         self.tensors = {name: (entry.shape, entry.dtype) for name, entry in self.file.entries.items()}
-        self.mapped = isinstance(path, Path) and not is_network(path)
+        self.mapped = isinstance(path, Path) and not is_network(path) and can_replace_mapped()
         self._pipelines = Pipelines() if pipelines is None else pipelines
         self._pipelines.fit(max((entry.nbytes for entry in self.file.entries.values()), default=0))
 

@@ -20,6 +20,7 @@ from accel_ops.weights.layout import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_NAME,
 )
+from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError, first_line, some_of
 from accel_state.files import JSON_LIMIT, any_path, open_regular, read_json
@@ -87,7 +88,8 @@ def load_state_dict(
     path = any_path(checkpoint_file, "checkpoint_file")
     if path.suffix == SAFETENSORS_SUFFIX:
         file = SafetensorsFile(path)
-        tensors = {name: file.tensor(name) for name in file.entries}
+        get = file.tensor if can_replace_mapped() else file.read
+        tensors = {name: get(name) for name in file.entries}
     else:
         tensors = load_bin(path)
     if device_map is None:

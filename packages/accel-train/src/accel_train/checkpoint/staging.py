@@ -217,16 +217,18 @@ def _crc_off() -> Generator[None]:
 
 
 _reconstruct: Any = np.ndarray(0).__reduce__()[0]
-_NUMPY_TYPES = [type(np.dtype(code)) for code in "?bhilqBHILQefdFD"]
+_scalar: Any = np.float64(0).__reduce__()[0]
+_NUMPY_TYPES = [type(np.dtype(code)) for code in "?bhilqBHILQefdFDU"]
 SAFE: list[Any] = [
-    _reconstruct,
     (_reconstruct, "numpy.core.multiarray._reconstruct"),  # its name in numpy 1
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
+    (_scalar, "numpy.core.multiarray.scalar"),
+    (_scalar, "numpy._core.multiarray.scalar"),
     np.ndarray,
     np.dtype,
     *_NUMPY_TYPES,
 ]
-"""What `read_object` may build besides tensors and plain containers: arrays of numbers."""
+"""What `read_object` may build besides tensors and plain containers: numpy's numbers, texts, and arrays."""
 
 
 def location_of(value: Any, device: torch.device) -> torch.device:
