@@ -8,24 +8,32 @@ import dataclasses
 import gc
 import multiprocessing
 import os
+import re
 import threading
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import nn
 from torch.nn.modules.module import _global_module_registration_hooks as registration_hooks
 from torch.overrides import TorchFunctionMode
 
 from accel_bigmodel import (
     AlignDevicesHook,
+    align_module_device,
     cpu_offload,
+    cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
     offload_state_dict,
     remove_hook_from_submodules,
+    set_module_tensor_to_device,
 )
 from accel_bigmodel.align import align_hook_of
 from accel_ops.weights.tensors import find_tied_parameters
+from accel_ops.weights.write import save_state_dict
 from accel_state.errors import SettingsError
 from accel_state.testing import late_device
 
@@ -206,6 +214,10 @@ def test_gradients_flow_through_weights_that_come_and_go(toy, tokens, tmp_path):
     dispatch_model(
         toy, {"embed": "cpu", "gain": "cpu", "blocks": "disk", "head": "cpu"}, offload_dir=tmp_path
     )
+    with pytest.raises(RuntimeError, match=r"is offloaded, and its gradient .* would be lost"):
+        toy(tokens).sum().backward()
+    toy.requires_grad_(False)
+    toy.gain.requires_grad_(True)
     toy(tokens).sum().backward()
     assert toy.gain.grad is not None
 
@@ -318,3 +330,236 @@ def test_layers_share_the_containers_that_they_write_into(make, offload, tmp_pat
     output, written = model(x, cache)
     torch.testing.assert_close(output, expected)
     assert written is cache
+
+
+def two_layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+OFFLOADS = {
+    "map": lambda model, folder: dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=folder),
+    "disk": lambda model, folder: disk_offload(model, folder, "cpu"),
+    "cpu": lambda model, folder: cpu_offload(model, "cpu"),
+}
+
+
+def assign(model, key, value):
+    setattr(model[1], key, value)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize(
+    "write",
+    [
+        assign,
+        lambda model, key, value: set_module_tensor_to_device(model, f"1.{key}", "cpu", value=value),
+        lambda model, key, value: model.load_state_dict({f"1.{key}": value}, strict=False, assign=True),
+    ],
+    ids=["assigned", "set", "loaded by assigning"],
+)
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.filterwarnings("ignore:for 1.weight")
+def test_a_parameter_that_the_program_assigns_stays(tmp_path, offload, write, within):
+    x, weight = torch.randn(2, 4), nn.Parameter(torch.randn(4, 4))
+    plain = two_layers()
+    plain[1].weight = weight
+    expected = plain(x)
+    model = OFFLOADS[offload](two_layers(), tmp_path)
+    model(x)
+    with align_module_device(model[1]) if within else contextlib.nullcontext():
+        write(model, "weight", nn.Parameter(weight.detach().clone()))
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected)
+    remove_hook_from_submodules(model)
+    torch.testing.assert_close(model(x), expected)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_bias_that_is_removed_does_not_come_back(tmp_path, offload):
+    x, plain = torch.randn(2, 4), two_layers()
+    plain[1].bias = None
+    model = OFFLOADS[offload](two_layers(), tmp_path)
+    model(x)
+    model[1].register_parameter("bias", None)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.filterwarnings("ignore:for 1.weight")
+def test_copying_into_an_offloaded_parameter_is_an_error(tmp_path, offload):
+    model = OFFLOADS[offload](two_layers(), tmp_path)
+    with pytest.raises(RuntimeError, match="'weight' of Linear is offloaded, and copying into it"):
+        model.load_state_dict({"1.weight": torch.ones(4, 4)}, strict=False)
+    with align_module_device(model[1]), torch.no_grad():
+        model[1].weight.copy_(torch.eye(4))
+    torch.testing.assert_close(model[1](torch.ones(1, 4)) - model[1](torch.zeros(1, 4)), torch.ones(1, 4))
+
+
+USES = {
+    "conv1d": (nn.Conv1d(3, 4, 3), (1, 3, 9), lambda m, x: F.conv1d(x, m.weight, m.bias)),
+    "conv2d": (nn.Conv2d(3, 4, 3), (1, 3, 9, 9), lambda m, x: F.conv2d(x, m.weight)),
+    "conv_transpose1d": (
+        nn.ConvTranspose1d(3, 4, 3),
+        (1, 3, 9),
+        lambda m, x: F.conv_transpose1d(x, m.weight),
+    ),
+    "linear": (nn.Linear(4, 4), (2, 4), lambda m, x: F.linear(x, m.weight)),
+    "matmul": (nn.Linear(4, 4), (2, 4), lambda m, x: x @ m.weight.T),
+    "addmm": (nn.Linear(4, 4), (2, 4), lambda m, x: torch.addmm(x.new_zeros(2, 4), x, m.weight)),
+    "embedding": (nn.Embedding(4, 4), (2,), lambda m, x: F.embedding(x.long(), m.weight)),
+    "concatenation": (nn.Linear(4, 4), (2, 4), lambda m, x: torch.cat([x, m.weight])),
+}
+
+
+class User(nn.Module):
+    """Reads the weight of a submodule, without calling that."""
+
+    def __init__(self, used, use):
+        super().__init__()
+        self.used, self.last, self.use = used, nn.Identity(), use
+
+    def forward(self, x):
+        return self.use(self.used, x)
+
+
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.parametrize("device", ["cpu", "disk"])
+def test_a_weight_that_is_not_loaded_is_not_computed_with(tmp_path, name, device):
+    used, shape, use = USES[name]
+    model = User(copy.deepcopy(used), use)
+    x = torch.rand(shape)
+    expected = model(x)
+    if device == "cpu":
+        model.used = cpu_offload(model.used, "cpu")
+    else:
+        dispatch_model(model, {"used": "disk", "last": "cpu"}, offload_dir=tmp_path)
+    try:
+        output = model(x)
+    except RuntimeError as error:
+        assert re.search("'weight' of .* is offloaded, and .* outside of the forward", str(error))  # noqa: PT017
+    else:
+        torch.testing.assert_close(output, expected)
+    assert model.used.weight.shape == used.weight.shape
+    assert torch.zeros(used.weight.shape).view_as(model.used.weight).shape == used.weight.shape
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+def test_a_weight_that_is_computed_before_the_forward_is_refused():
+    model = nn.Sequential(nn.Linear(4, 4), torch.nn.utils.weight_norm(nn.Linear(4, 4)))
+    cpu_offload(model, "cpu")
+    with pytest.raises(RuntimeError, match="'weight_v' of Linear is offloaded, and _weight_norm uses it"):
+        model(torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_training_offloaded_weights_is_an_error(tmp_path, offload):
+    model = OFFLOADS[offload](two_layers(), tmp_path)
+    x = torch.randn(2, 4, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"' of Linear is offloaded, and its gradient .* would be lost"):
+        model(x).sum().backward()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x)
+    model.requires_grad_(False)
+    x.grad = None
+    model(x).sum().backward()
+    plain, y = two_layers(), x.detach().requires_grad_()
+    plain(y).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(gradient, y.grad)
+    remove_hook_from_submodules(model.requires_grad_(True))
+    model(y).sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()])
+
+
+@pytest.mark.parametrize("offload", [*OFFLOADS, "checkpoint"])
+def test_gradients_flow_after_a_forward_in_inference_mode(tmp_path, offload):
+    if offload == "checkpoint":
+        save_state_dict(two_layers().state_dict(), tmp_path)
+        model = load_checkpoint_and_dispatch(two_layers().to("meta"), tmp_path, device_map={"": "disk"})
+        model.requires_grad_(False)
+    else:
+        model = OFFLOADS[offload](two_layers().requires_grad_(False), tmp_path)
+    x = torch.randn(2, 4, requires_grad=True)
+    with torch.inference_mode():
+        model(x)
+    model(x).sum().backward()
+    plain, y = two_layers(), x.detach().requires_grad_()
+    plain(y).sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_model_without_its_hooks_has_its_values_and_moves(tmp_path, offload):
+    offload_state_dict(tmp_path, two_layers().state_dict())
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    expected = two_layers()(x)
+    if offload == "map":
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+    elif offload == "disk":
+        disk_offload(model, tmp_path, "cpu")
+    else:
+        cpu_offload(model, "cpu", state_dict=two_layers().state_dict())
+    model(x)
+    remove_hook_from_submodules(model)
+    torch.testing.assert_close(model.to("cpu")(x), expected)
+    torch.testing.assert_close(model.to(torch.float64)(x.double()), expected.double())
+
+
+def test_the_hooks_of_a_compiled_model_are_not_compiled(tmp_path):
+    compiled = []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    model = dispatch_model(two_layers(), {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
+    x = torch.randn(2, 4)
+    expected = two_layers()(x)
+    fast = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), expected)
+    nodes = [node.target for graph in compiled for node in graph.graph.nodes if node.op == "call_function"]
+    assert set(nodes) <= {F.linear, torch._C._nn.linear}
+
+
+@pytest.mark.parametrize("offload", ["map", "disk"])
+def test_a_folder_with_other_values_is_refused(tmp_path, offload):
+    folder, x = tmp_path / "folder", torch.ones(1, 4)
+    torch.manual_seed(1)
+    other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = other(x)
+    first = OFFLOADS[offload](two_layers(), folder)
+    with pytest.raises(SettingsError, match=r"has other values for 0?1?.*weight.* than this model"):
+        OFFLOADS[offload](other, folder)
+    torch.testing.assert_close(other(x), expected)
+    for model in (first, OFFLOADS[offload](two_layers(), folder)):
+        torch.testing.assert_close(model(x), two_layers()(x))
+    with init_empty_weights():
+        empty = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if offload == "map":
+        empty[0] = two_layers()[0]
+    torch.testing.assert_close(OFFLOADS[offload](empty, folder)(x), two_layers()(x))
+
+
+def test_a_folder_that_the_program_has_written_decides(tmp_path):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    offload_state_dict(tmp_path, two_layers().state_dict())
+    x = torch.ones(1, 4)
+    disk_offload(model, tmp_path, "cpu")
+    torch.testing.assert_close(model(x), two_layers()(x))
+
+
+def test_the_cache_is_emptied_only_when_the_previous_model_leaves_the_device(monkeypatch):
+    emptied = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(1))
+    _, hook = cpu_offload_with_hook(nn.Linear(2, 2), "cpu")
+    second, _ = cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=hook)
+    for _ in range(5):
+        second(torch.ones(1, 2))
+    assert not emptied

@@ -16,14 +16,19 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from accel_bigmodel.hooks import ModelHook, SequentialHook, add_hook_to_module, hook_of
 from accel_bigmodel.offload import PrefixedDataset
-from accel_bigmodel.placement import as_parameter, owner_of, set_module_tensor_to_device
+from accel_bigmodel.placement import (
+    OffloadedParameter,
+    as_parameter,
+    owner_of,
+    set_module_tensor_to_device,
+)
 from accel_ops.tree import find_device, send_to_device
 from accel_ops.weights.tensors import (
     named_module_tensors,
     non_persistent_buffers,
 )
 from accel_state.frozen import frozen
-from accel_state.torch_private import buffer_table, child_table, parameter_table
+from accel_state.torch_private import buffer_table, child_table, parameter_table, run_uncompiled
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -39,8 +44,8 @@ class OffloadedTensor(Protocol):
 
     name: str
 
-    def enter(self, value: Tensor) -> None:
-        """Set the module's tensor to a value on the execution device."""
+    def enter(self, value: Tensor, *, keep: bool = False) -> None:
+        """Set the module's tensor to a value on the execution device; with `keep`, for good."""
         ...
 
     def leave(self) -> None:
@@ -49,36 +54,69 @@ class OffloadedTensor(Protocol):
 
 
 class PlainSlot:
-    """The slot of a plain parameter or buffer."""
+    """The slot of a plain parameter or buffer.
 
-    __slots__ = ("_last", "_leaf", "_live", "_meta", "_table", "name")
+    A tensor that the program assigns to the module, or `None`, replaces the offloaded one for good.
+    """
+
+    __slots__ = ("_is_parameter", "_last", "_leaf", "_live", "_meta", "_table", "name")
 
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         owner, self._leaf = owner_of(module, name)
         self.name = name
-        is_parameter = self._leaf in parameter_table(owner)
-        self._table: dict[str, Any] = parameter_table(owner) if is_parameter else buffer_table(owner)
+        self._is_parameter = self._leaf in parameter_table(owner)
+        self._table: dict[str, Any] = parameter_table(owner) if self._is_parameter else buffer_table(owner)
         empty = tensor.detach().to("meta")
-        self._meta = tensor if tensor.is_meta else as_parameter(empty, tensor) if is_parameter else empty
+        self._meta = (
+            tensor if tensor.is_meta else as_parameter(empty, tensor) if self._is_parameter else empty
+        )
+        if type(self._meta) is nn.Parameter:  # in place: a meta parameter may be tied, or in an optimizer
+            self._meta.__class__ = OffloadedParameter
+            vars(self._meta)["offloaded_name"] = f"{name!r} of {type(module).__name__}"
         self._last: weakref.ref[Tensor] | None = None
-        self._live: Tensor | None = None
+        self._live: Tensor | None = tensor
 
-    def enter(self, value: Tensor) -> None:
+    def enter(self, value: Tensor, *, keep: bool = False) -> None:
         """Set the tensor to a value; reuse the parameter created for the same value last time."""
-        if not isinstance(self._meta, nn.Parameter):
-            self._table[self._leaf] = value
+        current = self._table.get(self._leaf)
+        is_own = current is self._meta or current is self._live
+        if not is_own and (current is None or not current.is_meta):
+            if current is not None and current.device != value.device:
+                moved = current.detach().to(value.device)
+                self._table[self._leaf] = as_parameter(moved, current) if self._is_parameter else moved
             return
-        if self._last is None or value is not self._last():
-            self._live = as_parameter(value, self._meta)
+        if not self._is_parameter:
+            self._live = value
+        elif (
+            keep
+            or self._live is None
+            or self._last is None
+            or value is not self._last()
+            or self._live.requires_grad != self._meta.requires_grad
+        ):
+            with torch.inference_mode(mode=value.is_inference()):
+                self._live = as_parameter(value, self._meta)
             self._last = weakref.ref(value)
+            if self._live.requires_grad and not keep:
+                name = vars(self._meta).get("offloaded_name", self.name)
+                self._live.register_hook(functools.partial(_refuse_gradient, name))
         self._table[self._leaf] = self._live
 
     def leave(self) -> None:
         """Set the tensor to the meta tensor. Only a value kept alive elsewhere in host memory is cached."""
-        self._table[self._leaf] = self._meta
+        if self._live is not None and self._table.get(self._leaf) is self._live:
+            self._table[self._leaf] = self._meta
         value = None if self._last is None else self._last()
         if value is None or value.device.type != "cpu":
             self._last = self._live = None
+
+
+def _refuse_gradient(name: str, gradient: Tensor) -> None:
+    raise RuntimeError(
+        f"{name} is offloaded, and its gradient of shape {list(gradient.shape)} would be lost: offloaded "
+        "weights cannot be trained. Give its module a device in the device_map, or call "
+        "requires_grad_(False) on the parameters that are not trained"
+    )
 
 
 @functools.singledispatch
@@ -177,6 +215,7 @@ class AlignDevicesHook(ModelHook):
                     self._move(module, name)
         return module
 
+    @run_uncompiled
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -203,9 +242,11 @@ class AlignDevicesHook(ModelHook):
         if block is not None:
             block.acquire()
         elif self.offload:
-            self._load()
+            with torch.inference_mode(mode=False):
+                self._load()
         return args, kwargs
 
+    @run_uncompiled
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002 - the seam's signature
         """Release the weights, and move the output to the device of the input."""
         self._release()
@@ -215,6 +256,7 @@ class AlignDevicesHook(ModelHook):
             )
         return output
 
+    @run_uncompiled
     def forward_failed(self, module: nn.Module) -> None:  # noqa: ARG002 - the seam's signature
         """Release the weights."""
         self._release()
@@ -225,15 +267,15 @@ class AlignDevicesHook(ModelHook):
         self.slots = []
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Move offloaded weights back to their original device."""
+        """Move offloaded weights back to their original device; those without one stay on the host."""
         if self.block is not None:
             self.block.discard(self)
             self.block = None
         if self.offload and self.weights_map is not None:
             for slot in self.slots:
                 device = self.original_devices[slot.name]
-                if device != _META:
-                    slot.enter(self.weights_map[slot.name].to(device))
+                value = self.weights_map[slot.name]
+                slot.enter(value if device == _META else value.to(device), keep=True)
         return module
 
     def _move(self, module: nn.Module, name: str) -> None:

@@ -29,9 +29,14 @@ from accel_bigmodel.hooks import (
     default_device,
     hook_of,
 )
-from accel_bigmodel.offload import OffloadedWeightsLoader, collect_weights, offload_state_dict
+from accel_bigmodel.offload import (
+    OffloadedWeightsLoader,
+    collect_weights,
+    offload_from_model,
+    read_offload_index,
+)
 from accel_bigmodel.offloaded_block import make_blocks
-from accel_bigmodel.placement import sites_of
+from accel_bigmodel.placement import check_device_same, sites_of
 from accel_ops.weights.layout import OFFLOAD_INDEX_NAME
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import find_tied_parameters, retie_parameters
@@ -151,14 +156,13 @@ def dispatch_model(
         force_hooks=force_hooks,
     )
     if weights is not None:
-        entries = [name for name, is_offloaded in offload.items() if is_offloaded]
-        preload_classes = frozenset(preload_module_classes or ())
+        _use_resident_twins(model, tied, weights, main)
         make_blocks(
             model,
-            entries,
+            [name for name, is_offloaded in offload.items() if is_offloaded],
             weights,
             main,
-            preload_classes=preload_classes,
+            preload_classes=frozenset(preload_module_classes or ()),
             memory_limit=memory_limit,
             resident_block=_feature_layer(model),
         )
@@ -224,10 +228,13 @@ def disk_offload(
         SettingsError: The folder has the weights of another model.
     """
     device = _first_device(model) if execution_device is None else execution_device
-    if not (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():
-        offload_state_dict(offload_dir, model.state_dict())
-    weights = OffloadedWeightsLoader(save_folder=offload_dir)
     state = model.state_dict() if offload_buffers else dict(model.named_parameters(remove_duplicate=False))
+    values = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
+    if (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():
+        written = read_offload_index(offload_dir)
+        values = {name: values[name] for name in state if name in values and name in written}
+    offload_from_model(offload_dir, values)
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
     absent = [name for name in state if name not in weights]
     if absent:
         raise SettingsError(
@@ -290,6 +297,20 @@ def _offloaded(
     return model
 
 
+def _use_resident_twins(
+    model: nn.Module, tied: Sequence[Sequence[str]], weights: OffloadedWeightsLoader, main: torch.device
+) -> None:
+    """Let an offloaded weight use the memory of a tied one that stays on an accelerator."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state = dict(weights.state_dict)
+    for group in tied if main.type != "cpu" else ():
+        resident = [name for name in group if check_device_same(parameters[name].device, main)]
+        if resident:
+            twin = parameters[resident[0]].detach()
+            state.update({name: twin for name in group if parameters[name].is_meta})
+    weights.state_dict = state
+
+
 def _hook_encoder(model: nn.Module) -> None:
     """Make an encoder return its output on the device of its input.
 
@@ -301,7 +322,8 @@ def _hook_encoder(model: nn.Module) -> None:
         return
     encoder = encode()
     if isinstance(encoder, torch.nn.Module) and encoder is not model and hook_of(encoder) is None:
-        add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True, only=()))
+        first = next((parameter.device for parameter in encoder.parameters() if not parameter.is_meta), None)
+        add_hook_to_module(encoder, AlignDevicesHook(first, io_same_device=True, only=()))
 
 
 def _feature_layer(model: nn.Module) -> str | None:
@@ -339,8 +361,8 @@ def _attach(
 ) -> None:
     is_one_device = len({torch.device(device) for device in execution.values()}) == 1
     if is_one_device and not force_hooks:
-        # All modules run on one device: resident tensors only need to be moved, without hooks.
-        _prepare_targets(model, execution, offload, options["tied_params_map"])
+        # All modules run on one device: move resident tensors now, and the inputs of resident blocks.
+        _prepare_targets(model, execution, offload, options["tied_params_map"], options["skip_keys"])
         offloaded_names = {name: is_off_device for name, is_off_device in offload.items() if is_off_device}
         execution = {name: execution[name] for name in ("", *offloaded_names)}
         offload = offloaded_names
@@ -350,7 +372,11 @@ def _attach(
 
 
 def _prepare_targets(
-    model: nn.Module, execution: Mapping[str, Device], offload: Mapping[str, bool], tied: TiedMap
+    model: nn.Module,
+    execution: Mapping[str, Device],
+    offload: Mapping[str, bool],
+    tied: TiedMap,
+    skip_keys: str | list[str] | None,
 ) -> None:
     for name, device in execution.items():
         if offload.get(name, True):
@@ -361,7 +387,11 @@ def _prepare_targets(
         if module is None:
             AlignDevicesHook(device, only=(leaf,), tied_params_map=tied).init_hook(owner)
             continue
-        AlignDevicesHook(device, place_submodules=True, tied_params_map=tied).init_hook(module)
+        hook = AlignDevicesHook(device, place_submodules=True, tied_params_map=tied, skip_keys=skip_keys)
+        if name and torch.device(device).type != "cpu":
+            add_hook_to_module(module, hook, append=True)  # the program may call the block on its own
+        else:
+            hook.init_hook(module)
 
 
 def _require_values(
@@ -419,7 +449,7 @@ def _refuse_or_move(model: nn.Module, move: Callable[..., Any], *args: Any, **kw
     if any(parameter.is_meta for parameter in model.parameters()):
         raise RuntimeError(
             "this model cannot be moved: some of its modules are offloaded to the CPU or the disk. "
-            "Dispatch it again with another device_map, or call remove_hook_from_submodules(model) first"
+            "Call remove_hook_from_submodules(model) first, which loads their weights"
         )
     return move(*args, **kwargs)
 

@@ -199,12 +199,18 @@ class CpuOffload(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self.prev_module_hook is not None and self.prev_module_hook.model is not module:
-            self.prev_module_hook.offload()
-            if torch.accelerator.is_available():
+        previous = self.prev_module_hook
+        if previous is not None and previous.model is not module:
+            frees_memory = not _is_on_cpu(previous.model)
+            previous.offload()
+            if frees_memory and torch.accelerator.is_available():
                 torch.accelerator.empty_cache()
         module.to(self.execution_device)
         return send_to_device((args, kwargs), self.execution_device, reuse_containers=True)
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in (*model.parameters(), *model.buffers()))
 
 
 class UserCpuOffloadHook:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import secrets
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,6 +280,32 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     save_offload_index(index, save_dir)
 
 
+def offload_from_model(folder: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors of a model that a folder lacks, with a checksum of samples of their values.
+
+    Raises:
+        SettingsError: The folder has other values of a tensor, from another model.
+    """
+    index = _read_index(folder)
+    checksums = {name: _checksum(tensor) for name, tensor in tensors.items()}
+    others = [name for name, sum_ in checksums.items() if index.get(name, {}).get("checksum", sum_) != sum_]
+    if others:
+        raise SettingsError(
+            f"the folder {str(folder)!r} has other values for {some_of(others)} than this model: "
+            "another model was offloaded there. Choose a folder of its own for each model. If its values "
+            "are meant, create this model on the meta device (init_empty_weights)"
+        )
+    new = {name: tensor for name, tensor in tensors.items() if name not in index}
+    offload_state_dict(folder, new)
+    written = _read_index(folder)
+    save_offload_index({name: {**written[name], "checksum": checksums[name]} for name in new}, folder)
+
+
+def _checksum(tensor: Tensor) -> int:
+    flat = tensor.detach().reshape(-1)
+    return zlib.crc32(as_bytes(flat[:: max(1, flat.numel() // 4096)].to("cpu")))
+
+
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]
 ) -> None:
@@ -487,21 +514,25 @@ def collect_weights(
     resident = _resident_tensors(model, buffers=offload_buffers)
     candidates = extract_submodules_state_dict(resident, on_cpu) if state_dict is None else state_dict
     held = {name: tensor for name, tensor in candidates.items() if not tensor.is_meta}
-    index: dict[str, Mapping[str, Any]] = _read_index(offload_dir)
-    index.update(offload_index or {})
+    copies: dict[tuple[object, ...], Tensor] = {}  # tied weights stay one tensor
+    for name in extract_submodules_state_dict(held, on_cpu):
+        key = (tensor_memory(held[name]), held[name].dtype)
+        held[name] = copies.setdefault(key, held[name].to("cpu"))
+    index: dict[str, Mapping[str, Any]] = {**_read_index(offload_dir), **(offload_index or {})}
     _resolve_prefixes(tied, on_disk, held, index)
+    in_place = {name for name, row in index.items() if row.get("safetensors_file")}.union(offload_index or ())
     to_write = {
         name: tensor
         for name, tensor in extract_submodules_state_dict(resident, on_disk).items()
-        if name not in index and name not in held and not tensor.is_meta
+        if name not in in_place and name not in held and not tensor.is_meta
     }
-    if to_write and offload_dir is None:
+    if to_write.keys() - index.keys() and offload_dir is None:
         raise SettingsError(
             f"the device_map sends {some_of(map(repr, on_disk))} to the disk: pass offload_dir, "
             "the folder for their weights, or offload_index, where they lie"
         )
     if to_write and offload_dir is not None:
-        offload_state_dict(offload_dir, to_write)
+        offload_from_model(offload_dir, to_write)
         index = {**_read_index(offload_dir), **index}
     _resolve_tied(tied, resident, held, index)
     return OffloadedWeightsLoader(state_dict=held, save_folder=offload_dir, index=index)

@@ -453,7 +453,8 @@ class OffloadedBlock:
     def acquire(self) -> None:
         """Hold the block in this thread; the first hold sets the tensors of its modules."""
         thread = threading.get_ident()
-        with self._lock:
+        # What is kept for later forwards, which may need gradients, is no inference tensor.
+        with self._lock, torch.inference_mode(mode=False):
             count = self._holds.get(thread, 0)
             if not count:
                 weights = self._order.weights
@@ -624,7 +625,7 @@ def _make_resident(
     taken = 0
     for slot in hook.slots:
         value = weights[prefix + slot.name].to(device)
-        slot.enter(value)
+        slot.enter(value, keep=True)
         taken += value.nbytes
     hook.keep_resident()
     return taken

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,7 +65,7 @@ def set_module_tensor_to_device(
     if old is None and value is None:
         return
     # Checked before the device, which may be missing. Quantised classes change their shape when they load.
-    is_plain = type(old) in (nn.Parameter, torch.Tensor)
+    is_plain = type(old) in (nn.Parameter, OffloadedParameter, torch.Tensor)
     if value is not None and old is not None and is_plain and old.shape != value.shape:
         raise CheckpointError(
             f'Trying to set a tensor of shape {value.shape} in "{tensor_name}" (which has shape '
@@ -165,15 +166,82 @@ def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
     """Wrap a tensor as a parameter with class, attributes and `requires_grad` of the one it replaces."""
     if isinstance(tensor, nn.Parameter):
         return tensor
-    if like is None or type(like) in (nn.Parameter, torch.Tensor):
+    if like is None or type(like) in (nn.Parameter, OffloadedParameter, torch.Tensor):
         wanted = like is not None and like.requires_grad
         # Integers cannot require gradients, even if the meta model's parameter does.
         new = nn.Parameter(tensor, requires_grad=wanted and tensor.is_floating_point())
         if like is not None and vars(like):
-            vars(new).update(vars(like))
+            vars(new).update({key: value for key, value in vars(like).items() if key != "offloaded_name"})
         return new
     rebuild: Any = type(like)
     return rebuild(tensor, requires_grad=like.requires_grad, **vars(like))
+
+
+class _WithoutValues:
+    """Meta tensors of offloaded weights: operations that compute with them raise an error.
+
+    Beside tensors with values, operations of torch return uninitialised memory for a meta tensor, or an error
+    that does not name it.
+    """
+
+    offloaded_name: str
+    """Name and module of the weight, for messages."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation on meta tensors alone.
+
+        Raises:
+            NotImplementedError: It reads values, or writes them.
+        """
+        del cls
+        kwargs = kwargs or {}
+        nested = (part if isinstance(part, (list, tuple)) else (part,) for part in (*args, *kwargs.values()))
+        tensors = [leaf for leaf in chain.from_iterable(nested) if isinstance(leaf, Tensor)]
+        offloaded = [leaf for leaf in tensors if isinstance(leaf, _WithoutValues)]
+        name = vars(offloaded[0]).get("offloaded_name", "a weight") if offloaded else "a weight"
+        # `weight_norm` computes the weight from parameters before the hooks of the forward.
+        computes = func.__name__ == "_weight_norm" or any(
+            not isinstance(leaf, _WithoutValues) and not leaf.is_meta for leaf in tensors
+        )
+        if computes and func is Tensor.copy_:
+            raise NotImplementedError(
+                f"{name} is offloaded, and copying into it has no effect. Assign a new parameter instead, or "
+                "copy within align_module_device(module)"
+            )
+        if computes and func not in _SHAPES:
+            raise NotImplementedError(
+                f"{name} is offloaded, and {func.__name__} uses it outside of the forward of that module. "
+                "Give the module whose forward uses it one entry in the device_map, or add its class to "
+                "preload_module_classes"
+            )
+        result = nn.Parameter.__torch_function__(func, types, args, kwargs)
+        if type(result) is Tensor and result.is_meta and func not in _PLAIN:
+            result = result.as_subclass(_OffloadedView)
+            vars(result)["offloaded_name"] = name
+        return result
+
+
+class OffloadedParameter(_WithoutValues, nn.Parameter):
+    """The parameter of a module between its forwards, for which a hook loads the values."""
+
+
+class _OffloadedView(_WithoutValues, Tensor):
+    """What a program makes of it, such as its transpose."""
+
+
+_SHAPES = {Tensor.view_as, Tensor.expand_as, Tensor.reshape_as, Tensor.is_same_size, torch.result_type}
+"""Operations that read no values of their other tensors."""
+
+_DATA: Any = Tensor.data
+_PLAIN = {_DATA.__get__, Tensor.detach, Tensor.clone}
+"""Operations whose result is saved or copied."""
 
 
 def torch_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -504,7 +504,7 @@ class QuantizedSlot:
         self._attributes: dict[str, Any] = dict(vars(tensor))
         self._meta: Any = self._class(tensor.data.to("meta"), requires_grad=False, **self._attributes)
 
-    def enter(self, value: Tensor) -> None:
+    def enter(self, value: Tensor, *, keep: bool = False) -> None:  # noqa: ARG002 - the protocol's signature
         """Set the weight from its numbers and its scales."""
         self._table[self._leaf] = self._class(value, requires_grad=False, **self._statistics(value))
 

@@ -12,13 +12,14 @@ first letter.
 
 from __future__ import annotations
 
+import functools
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -284,6 +285,17 @@ def disable_compiler(function: F) -> F:
     `torch.compiler.disable` does the same, but imports the compiler.
     """
     return import_module("torch")._disable_dynamo(recursive=False)(function)
+
+
+def run_uncompiled(function: F) -> F:
+    """Exclude a function and its callees from compilation, without importing the compiler."""
+    uncompiled = import_module("torch")._disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (uncompiled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return cast("F", call)
 
 
 # Optimizers and data.

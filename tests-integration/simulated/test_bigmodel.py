@@ -1,0 +1,112 @@
+"""Models that a device map spreads over two accelerators, the host and the disk."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_bigmodel import cpu_offload, dispatch_model
+from accel_plugins.kwargs import TorchDynamoPlugin
+from accel_train import Accelerator
+from accel_train.checkpoint.single_files import get_state_dict_offloaded_model
+from harness import distributed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAPS: dict[str, dict[str, Any]] = {
+    "two devices": {"0": 0, "1": 1, "2": 1},
+    "device and host": {"0": 0, "1": "cpu", "2": 0},
+    "device and disk": {"0": 0, "1": "disk", "2": 0},
+    "two devices and host": {"0": 0, "1": "cpu", "2": 1},
+}
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+
+
+@pytest.mark.parametrize("name", MAPS)
+@distributed(world_size=1, device="npu")
+def test_a_spread_model_is_prepared_where_it_is(name: str, tmp_path: Path) -> None:
+    x = torch.ones(1, 64)
+    expected = layers()(x)
+    for how in ("prepare", "prepare_model", "evaluated", "not placed", "compiled"):
+        accelerator = Accelerator(
+            dynamo_plugin=TorchDynamoPlugin(backend="eager") if how == "compiled" else None
+        )
+        model = dispatch_model(layers(), MAPS[name], offload_dir=tmp_path)
+        devices = [parameter.device for parameter in model.parameters()]
+        prepared: Any = (
+            accelerator.prepare_model(model, evaluation_mode=how == "evaluated")
+            if how in ("prepare_model", "evaluated")
+            else accelerator.prepare(model, device_placement=[False] if how == "not placed" else None)
+        )
+        assert [parameter.device for parameter in model.parameters()] == devices
+        with torch.no_grad():
+            for _ in range(2):
+                torch.testing.assert_close(prepared(x).cpu(), expected)
+        state = get_state_dict_offloaded_model(model)
+        assert {value.device.type for value in state.values()} == {"cpu"}
+        torch.testing.assert_close(state, dict(layers().state_dict()))
+        accelerator.free_memory()
+
+
+@pytest.mark.parametrize("name", MAPS)
+@distributed(world_size=1, device="npu")
+def test_a_part_that_is_called_on_its_own_moves_its_inputs(name: str, tmp_path: Path) -> None:
+    plain, model = layers(), dispatch_model(layers(), MAPS[name], offload_dir=tmp_path)
+    for index, part in enumerate(model):
+        for device in ("cpu", "npu:0", "npu:1"):
+            x = torch.randn(2, 64)
+            torch.testing.assert_close(part(x.to(device)).cpu(), plain[index](x))
+
+
+@distributed(world_size=1, device="npu")
+def test_offloading_from_a_device_frees_its_memory() -> None:
+    npu: Any = torch.npu  # pyright: ignore[reportAttributeAccessIssue] - the simulated device
+    model = layers().to("npu:0")
+    before = npu.memory_allocated(0)
+    model = dispatch_model(model, {"0": 0, "1": "cpu", "2": "cpu"})
+    assert npu.memory_allocated(0) <= before / 3
+    model(torch.ones(1, 64))
+
+
+class Tied(nn.Module):
+    """A large embedding that is tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(4096, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 4096, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.middle(self.embed(tokens)))
+
+
+@distributed(world_size=1, device="npu")
+def test_a_weight_is_not_copied_whose_tied_one_is_on_the_device() -> None:
+    npu: Any = torch.npu  # pyright: ignore[reportAttributeAccessIssue] - the simulated device
+    model, tokens = Tied(), torch.arange(4)
+    expected = model(tokens)
+    model = dispatch_model(model, {"embed": "cpu", "middle": "cpu", "head": 0})
+    torch.testing.assert_close(model(tokens).cpu(), expected)
+    before = npu.memory_allocated(0)
+    npu.reset_peak_memory_stats(0)
+    model(tokens)
+    assert npu.max_memory_allocated(0) - before < 4096 * 16 * 4
+
+
+@distributed(world_size=1, device="npu")
+def test_a_parameter_that_the_program_assigns_runs_on_the_device() -> None:
+    plain, model, x = layers(), cpu_offload(layers(), torch.device("npu:0")), torch.randn(2, 64)
+    model(x)
+    weight = torch.randn(64, 64)
+    plain[1].weight, model[1].weight = nn.Parameter(weight), nn.Parameter(weight.clone())
+    for _ in range(2):
+        torch.testing.assert_close(model(x).cpu(), plain(x))
