@@ -23,6 +23,18 @@ def test_a_hostfile_is_read_as_it_was_written(machines):
     assert parse_hosts(lines, "hosts") == machines
 
 
+def test_gpus_of_the_host_that_a_container_lacks_are_not_counted(tmp_path):
+    nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
+    for number, simds in enumerate((0, 304, 304)):
+        (nodes / str(number)).mkdir(parents=True)
+        (nodes / str(number) / "properties").write_text(f"cpu_cores_count 0\nsimd_count {simds}\n")
+    (nodes / "3" / "properties").mkdir(parents=True)  # cannot be read, as one that is not the container's
+    for devices in range(3):
+        assert hosts._count_amd_gpus(tmp_path) == devices
+        (tmp_path / "dev/dri").mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"dev/dri/renderD{128 + devices}").touch()
+
+
 @given(machines, st.data())
 def test_a_filter_chooses_exactly_the_slots_that_it_names(machines, data):
     chosen = {

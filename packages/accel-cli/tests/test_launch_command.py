@@ -126,7 +126,7 @@ def test_an_argument_overrules_the_number_of_processes_of_a_file():
         (["--multi_gpu"], {}, ["--multi_gpu", "none", "--cpu"]),
         ([], {"distributed_type": "MULTI_NPU"}, ["key distributed_type of run.yaml", "--num_processes"]),
         (["--num_processes", "3", "--num_machines", "2"], {}, ["3 processes", "2 machines"]),
-        (["--num_processes", "4", "--num_machines", "2"], {}, ["--main_process_ip", "--main_process_port"]),
+        (["--num_processes", "4", "--num_machines", "2"], {}, ["--main_process_ip"]),
         (["--num_processes", "1", "--machine_rank", "1"], {}, ["machine rank 1", "start at 0"]),
         (["--num_processes", "3", "--gpu_ids", "0,1"], {}, ["3 processes", "'0,1'"]),
     ],
@@ -257,11 +257,25 @@ def test_every_machine_knows_the_address_under_which_the_others_reach_it():
     line = ["--num_processes", "2", "--num_machines", "2", "--rdzv_backend", "c10d",
             "--main_process_ip", "127.0.0.1", "--main_process_port", "29400"]  # fmt: skip
     made = plan(*line, "--machine_rank", "1")
-    assert launchers.local_address(made.launch) == "127.0.0.1", "the interface of the route to there"
+    assert launchers.local_address(made.launch) == "127.0.0.1", "the endpoint is this machine"
     assert launchers.local_address(replace(made.launch, machine_rank=0, main_process_ip="gpu1")) == "gpu1"
     assert launchers.local_address(replace(made.launch, main_process_ip="no.such.host.invalid")) is None
     assert "--local_addr=10.0.0.7" in launchers.torchrun_arguments(made, 29400, "10.0.0.7")
     assert not any("local_addr" in argument for argument in launchers.torchrun_arguments(made, 29400))
+
+
+def test_machines_without_a_rank_find_out_which_of_them_is_the_host():
+    line = ["--num_processes", "2", "--num_machines", "2", "--rdzv_backend", "c10d"]
+    for endpoint, local, is_host in (("127.0.0.1", "127.0.0.1", 1), ("127.0.0.1", "10.0.0.7", 0)):
+        made = plan(*line, "--main_process_ip", endpoint)
+        arguments = launchers.torchrun_arguments(made, 29400, local)
+        assert f"--rdzv_conf=is_host={is_host}" in arguments
+        assert f"--local_addr={local}" in arguments
+
+
+def test_several_machines_agree_on_a_port_that_nobody_chose():
+    made = plan("--num_processes", "2", "--num_machines", "2", "--main_process_ip", "10.0.0.1")
+    assert launchers.choose_port(made.launch) == 29500
 
 
 def test_a_script_that_is_not_there_starts_nothing():

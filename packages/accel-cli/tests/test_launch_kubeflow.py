@@ -26,12 +26,12 @@ from accel_cli.launch.command import make_plan, parse_torchrun
 from accel_cli.launch.hosts import HostDevices
 from accel_cli.main import main
 from accel_state.errors import SettingsError
-from accel_state.settings import merge_layers
+from accel_state.settings import from_environ, merge_layers, parse_file
 
 
-def plan_of(*line, script="My_train.py", words=()):
+def plan_of(*line, script="My_train.py", words=(), file=None):
     read = read_arguments(["--launcher", "kubeflow", *line, "--", script, *words])
-    merged = merge_layers(read.sourced)
+    merged = merge_layers(read.sourced, parse_file(file or {}, "run.yaml"))
     return make_plan(merged, read.script, read.script_arguments, {}, HostDevices(gpus=0, cores=4))
 
 
@@ -57,9 +57,10 @@ def test_a_train_job_has_the_nodes_the_command_and_the_queue():
             "numNodes": 2,
             "numProcPerNode": 8,
             "command": [
-                "accel", "launch", "--mixed_precision=bf16", "--max_restarts=3",
+                "accel", "launch", "--mixed_precision=bf16", "--max_restarts=3", "--launcher=auto",
                 "--", "My_train.py", "--lr", "$$(HOME) a",
             ],
+            "env": job["spec"]["trainer"]["env"],
             "resourcesPerNode": {"limits": {"nvidia.com/gpu": "8"}},
         },
     }  # fmt: skip
@@ -72,8 +73,9 @@ def test_a_job_set_brings_the_variables_that_a_runtime_would_set():
     node = replicated["template"]["spec"]
     assert (node["completionMode"], node["completions"], node["parallelism"]) == ("Indexed", 2, 2)
     (container,) = node["template"]["spec"]["containers"]
-    assert container["command"] == ["accel", "launch", "--cpu", "--", "My_train.py"]
+    assert container["command"] == ["accel", "launch", "--cpu", "--launcher=auto", "--", "My_train.py"]
     environ = {item["name"]: item["value"] for item in container["env"] if "value" in item}
+    assert from_environ(environ).process.use_cpu
     read = parse_torchrun(environ)
     assert {path.removeprefix("launch."): source.value for path, source in read.items()} == {
         "num_machines": 2,
@@ -344,3 +346,12 @@ def test_kubectl_creates_what_a_dry_run_prints(form, tmp_path, monkeypatch, caps
             key: value for key, value in document.items() if key != "metadata"
         }
         assert content["metadata"].items() >= document["metadata"].items()
+
+
+def test_pods_train_with_the_settings_of_the_config_file():
+    file = {"distributed_type": "FSDP", "mixed_precision": "bf16", "launcher": "kubeflow"}
+    trainer = job_of("--nodes", "2", file=file)["spec"]["trainer"]
+    settings = from_environ({item["name"]: item["value"] for item in trainer["env"]})
+    assert settings.precision.mixed_precision == "bf16"
+    assert settings.fsdp is not None
+    assert "--launcher=auto" in trainer["command"], "the image may contain that file, too"

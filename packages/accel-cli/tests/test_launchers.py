@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from accel_cli.arguments import read_arguments
 from accel_cli.interview import HostInfo, suggest_answer
 from accel_cli.launch import deepspeed_hosts, launchers, sagemaker, xla_workers
-from accel_cli.launch.command import make_plan, parse_slurm, probe_host
+from accel_cli.launch.command import explain, make_plan, parse_nodes, probe_host
 from accel_cli.launch.hosts import HostDevices
 from accel_cli.launch.launchers import run_program
 from accel_cli.launch.sagemaker import hyperparameters
@@ -38,7 +38,7 @@ def plan(*line, environ=None, file=None, machine=EIGHT, script="train.py"):
     read = read_arguments([*line, script, "--lr", "1"])
     outside = environ or {}
     merged = merge_layers(
-        read.sourced, parse_environ(outside), parse_slurm(outside), parse_file(file or {}, "run.yaml")
+        read.sourced, parse_environ(outside), parse_nodes(outside), parse_file(file or {}, "run.yaml")
     )
     return make_plan(merged, read.script, read.script_arguments, outside, machine)
 
@@ -246,8 +246,52 @@ def test_several_tasks_of_slurm_on_a_machine_are_the_processes():
     assert made.environ.items() >= environ.items()
 
 
+@pytest.mark.parametrize(
+    "pod",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+         "OMPI_COMM_WORLD_LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"},
+    ],
+)  # fmt: skip
+def test_one_process_per_node_of_a_scheduler_starts_the_processes_of_its_node(pod):
+    made = plan(environ=pod)
+    launch = made.launch
+    assert made.runner == "torchrun"
+    assert (launch.num_processes, launch.num_machines, launch.machine_rank) == (16, 2, 1)
+    assert (launch.main_process_ip, launch.main_process_port) == ("10.0.0.1", 23456)
+    line = ["--num_machines", "4", "--num_processes", "8", "--machine_rank", "3", "--main_process_ip", "a"]
+    chosen = plan(*line, environ=pod).launch
+    assert (chosen.num_processes, chosen.num_machines, chosen.machine_rank) == (8, 4, 3)
+
+
+def test_numbers_of_ranks_without_an_address_are_left_over():
+    assert plan(environ={"RANK": "0", "WORLD_SIZE": "2"}).launch.num_processes == 8
+
+
+def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused():
+    ranks = {"RANK": "1", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    assert plan("--num_processes", "8", environ=ranks).runner == "simple"
+    with pytest.raises(SettingsError, match=r"--num_processes requests 4 .* torchrun .* one of 8"):
+        plan("--num_processes", "4", environ=ranks)
+
+
+def test_secrets_are_neither_shown_nor_arguments(script):
+    more = {"environment": {"WANDB_API_KEY": "s3cr3t", "WANDB_PROJECT": "x"}}
+    made = plan(file={**CLOUD, "additional_args": more}, script=script)
+    job = sagemaker.sagemaker_command(made)
+    told = job.call.args[0]["estimator"]["environment"]
+    assert told["WANDB_API_KEY"] == "s3cr3t"
+    assert told["ACCELERATE_USE_SAGEMAKER"] == "true", "merged, not replaced"
+    shown = "\n".join(map(str, explain(made, job, {})))
+    assert "s3cr3t" not in shown
+    token = replace(plan(), script_arguments=("--hub_token", "abcdef"))
+    shown = "\n".join(map(str, explain(token, launchers.command_of_plan(replace(token, script=script)), {})))
+    assert "abcdef" not in shown
+
+
 def test_outside_srun_slurm_says_nothing():
-    assert parse_slurm({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == {}
+    assert parse_nodes({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == {}
 
 
 POD = {
@@ -372,7 +416,7 @@ def test_a_job_of_sagemaker_has_the_arguments_of_the_estimator(script, tmp_path)
     file = {**CLOUD, "sagemaker_inputs_file": str(inputs), "sagemaker_metrics_file": str(metrics)}
     made = plan("--aws_access_key_id", "id", "--aws_secret_access_key", "hush", file=file, script=script)
     job = sagemaker.sagemaker_command(made)
-    told = json.loads(job.command[-1])
+    (told,) = job.call.args
     assert told["inputs"] == {"train": "s3://bucket/train"}
     estimator = told["estimator"]
     assert from_environ(estimator.pop("environment")).precision.mixed_precision == "fp16"
@@ -399,8 +443,8 @@ def test_a_job_of_sagemaker_is_started_with_what_was_planned():
         def fit(self, inputs):
             seen.append(inputs)
 
-    sagemaker.main(
-        [json.dumps({"estimator": {"role": "r"}, "inputs": None})],
+    sagemaker.start_job(
+        {"estimator": {"role": "r"}, "inputs": None},
         {"sagemaker.huggingface": SimpleNamespace(HuggingFace=HuggingFace)}.__getitem__,
     )
     assert seen == [{"role": "r"}, None]
@@ -467,16 +511,16 @@ def test_a_program_of_ours_ends_with_a_sentence(capsys):
 
 
 @pytest.mark.parametrize(
-    ("module", "line"),
+    ("start", "job"),
     [
-        (sagemaker, ["{}"]),
-        (deepspeed_hosts, ["--export="]),
-        (xla_workers, ["main", "train.py"]),
+        (sagemaker.start_job, {}),
+        (deepspeed_hosts.main, ["--export="]),
+        (xla_workers.main, ["main", "train.py"]),
     ],
 )
-def test_a_library_that_is_not_installed_is_named(module, line):
+def test_a_library_that_is_not_installed_is_named(start, job):
     def load(name):
         raise ImportError(name)
 
     with pytest.raises(MissingDependencyError, match="install"):
-        module.main(line, load)
+        start(job, load)

@@ -125,6 +125,8 @@ AMAZON = "AKIA" + "ABCD1234" * 2
         ("nested", {"inner": {"password": "plain"}}),
         ("proxy", "https://ada:plain@host:1/path"),
         ("command", "curl --token: plain"),
+        ("text", "{'WANDB_API_KEY': 'plain'}"),
+        ("text", '{"password": "plain"}'),
     ],
 )
 def test_a_secret_is_not_shown_whether_its_name_or_its_form_tells(name, value):

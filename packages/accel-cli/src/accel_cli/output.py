@@ -130,6 +130,25 @@ def redact(name: str, value: Any) -> Any:
     return _ASSIGNED.sub(rf"\g<1>{REDACTED}", text)
 
 
+def redact_line(words: Sequence[str]) -> list[str]:
+    """Return a command line with its secrets replaced, also those that are the value of a flag.
+
+    Example:
+        >>> redact_line(["train.py", "--hub_token", "abc", "--max_tokens", "512", "--api_key=0123"])
+        ['train.py', '--hub_token', '<redacted>', '--max_tokens', '512', '--api_key=<redacted>']
+    """
+    shown: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        flag, equals, value = word.partition("=")
+        if before.startswith("-") and "=" not in before and not word.startswith("-"):
+            shown.append(word if word.isdecimal() else redact(before, word))
+        elif equals and flag.startswith("-") and not value.isdecimal():
+            shown.append(f"{flag}={redact(flag, value)}")
+        else:
+            shown.append(redact("", word))
+    return shown
+
+
 REDACTED = "<redacted>"
 """The replacement of a secret."""
 
@@ -155,5 +174,6 @@ _SECRETS = re.compile(
 _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 _ASSIGNED = re.compile(
-    r"(\b\w*(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)\w*\s*[=:]\s*)([^\s,;]+)", re.IGNORECASE
+    r"""(\b\w*(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)\w*["']?\s*[=:]\s*["']?)([^\s,;"'}\]]+)""",
+    re.IGNORECASE,
 )

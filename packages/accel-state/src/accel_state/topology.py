@@ -198,6 +198,23 @@ def launcher_of(environ: Mapping[str, str]) -> LauncherEnvironment | None:
     return None
 
 
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Return whether a launcher has started this process as one of several of its node, or torchrun has.
+
+    Otherwise a scheduler's numbers of ranks are those of nodes, one process each.
+
+    Example:
+        >>> pod = {"RANK": "0", "WORLD_SIZE": "2"}
+        >>> is_launched(pod), is_launched(pod | {"LOCAL_WORLD_SIZE": "2"})
+        (False, True)
+    """
+    row, topology = launcher_of(environ), detect(environ)
+    if row is None or topology.world_size == 1:
+        return False
+    counted = row.local_world_size in environ and topology.local_world_size > 1
+    return counted or "TORCHELASTIC_RUN_ID" in environ
+
+
 def rendezvous(environ: Mapping[str, str], topology: Topology) -> Rendezvous:
     """Return the rendezvous of this job.
 

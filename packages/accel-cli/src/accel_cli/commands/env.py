@@ -196,7 +196,7 @@ def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, 
     """Return settings that differ from the defaults, with their source."""
     merged = merge_layers(parse_environ(environ), read_config(config_file, environ).sourced)
     return {
-        path: f"{redact(path, str(setting.value))} ({setting.origin})"
+        path: f"{redact(path, setting.value)} ({setting.origin})"
         for path, setting in sorted(merged.sourced.items())
     }
 

@@ -12,7 +12,7 @@ from accel_state.libraries import Fp8Device, choose_backend
 from accel_state.settings import Layer, Merged, Settings, SourcedValue
 from accel_state.settings.engines import find_axes_conflict
 from accel_state.settings.model import TITLES, value_at
-from accel_state.topology import detect
+from accel_state.topology import detect, is_launched
 
 
 @frozen
@@ -50,8 +50,7 @@ class LaunchFacts:
     @property
     def is_worker(self) -> bool:
         """Return whether this command is itself one of several processes of a node, started by a launcher."""
-        detected = detect(self.environ)
-        return detected.world_size > 1 and (detected.launcher != "Slurm" or detected.local_world_size > 1)
+        return is_launched(self.environ)
 
     @property
     def machines(self) -> int:
@@ -146,6 +145,12 @@ def _check_devices(facts: LaunchFacts) -> Iterator[str]:
 def _check_process_count(facts: LaunchFacts) -> Iterator[str]:
     number, kind = facts.source_of("launch.num_processes"), facts.source_of("launch.distributed_type")
     asked = facts.settings.launch.num_processes or 1
+    if facts.is_worker and number.layer is Layer.ARGUMENT and asked != detect(facts.environ).world_size:
+        launched = detect(facts.environ)
+        yield (
+            f"{number.origin} requests {asked} processes, but {launched.launcher} has started this command "
+            f"as one of {launched.world_size}: omit it, or start the command once per node."
+        )
     if kind.value == "NO" and asked > 1 and number.layer >= kind.layer and facts.is_local:
         yield (
             f"{number.origin} requests {asked} processes, but {kind.origin} requests one ('NO'): change "
@@ -168,11 +173,8 @@ def _check_nodes(facts: LaunchFacts) -> Iterator[str]:
             "ranks start at 0."
         )
     by_launcher = facts.reaches_hosts or facts.settings.mpi.hostfile is not None
-    if machines > 1 and not (launch.main_process_ip and launch.main_process_port) and not by_launcher:
-        yield (
-            f"{machines} machines need a rendezvous: pass the same --main_process_ip and "
-            "--main_process_port on each of them."
-        )
+    if machines > 1 and not launch.main_process_ip and not by_launcher:
+        yield f"{machines} machines need a rendezvous: pass the same --main_process_ip on each of them."
     ids = launch.device_ids
     if ids and processes // machines > len(ids):
         yield (

@@ -25,8 +25,8 @@ from accel_cli.launch.launchers import (
     say,
     selected_launcher,
 )
-from accel_cli.output import Table, redact, show
-from accel_state.environ import read
+from accel_cli.output import Table, redact, redact_line, show
+from accel_state.environ import patch_environment, read
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.settings import (
@@ -42,7 +42,7 @@ from accel_state.settings import (
     worker_environ,
 )
 from accel_state.settings.model import BY_PATH, TITLES, as_text, parse, value_at
-from accel_state.topology import check_first_host, detect, rendezvous
+from accel_state.topology import check_first_host, detect, is_launched, launcher_of, rendezvous
 
 
 @frozen
@@ -108,7 +108,7 @@ def plan_launch(line: LaunchArguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     problems.raise_if_any()
     # 2. Merge them, in the order of precedence.
     per_node = torchrun.pop("launch.num_processes", None)  # The number of nodes may come from another source.
-    sources = [line.sourced, variables | torchrun, parse_slurm(environ), file.sourced]
+    sources = [line.sourced, variables | torchrun, parse_nodes(environ), file.sourced]
     if per_node is not None:
         num_processes = int(str(per_node.value)) * merge_sources(*sources).settings.launch.num_machines
         sources.append({"launch.num_processes": replace(per_node, value=num_processes)})
@@ -172,26 +172,30 @@ _LAUNCH_VARIABLES = (
 """Launch settings whose variable is `PET_` followed by their name."""
 
 
-def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """Read node rank, number of nodes and rendezvous if `srun` has started one task per node.
+def parse_nodes(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
+    """Read node rank, number of nodes and rendezvous if a scheduler has started this command once per node.
 
-    If it has started several tasks per node, each task is a rank, and no processes are launched.
+    Slurm, MPI and operators of Kubernetes (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`) do. If several tasks were
+    started per node, each task is a rank, and no processes are launched.
 
     Example:
         >>> step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
         >>> step |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "gpu[3-4]"}
-        >>> {path: source.value for path, source in parse_slurm(step).items()}["launch.machine_rank"]
+        >>> {path: source.value for path, source in parse_nodes(step).items()}["launch.machine_rank"]
         1
     """
-    topology = detect(environ)
-    if topology.launcher != "Slurm" or topology.world_size == 1 or topology.local_world_size != 1:
+    topology, row = detect(environ), launcher_of(environ)
+    if row is None or topology.world_size == 1 or is_launched(environ):
         return {}
+    if row.name != "Slurm" and not environ.get("MASTER_ADDR"):
+        return {}  # left over, or the variables of processes that do not need to know each other
     master = rendezvous(environ, topology)
+    on_slurm = row.name == "Slurm"
     values = {
-        "launch.num_machines": (topology.world_size, "SLURM_NTASKS"),
-        "launch.machine_rank": (topology.rank, "SLURM_PROCID"),
-        "launch.main_process_ip": (master.address, _SLURM_HOST),
-        "launch.main_process_port": (master.port, "MASTER_PORT or SLURM_JOB_ID"),
+        "launch.num_machines": (topology.world_size, row.world_size),
+        "launch.machine_rank": (topology.rank, row.rank),
+        "launch.main_process_ip": (master.address, _SLURM_HOST if on_slurm else "MASTER_ADDR"),
+        "launch.main_process_port": (master.port, f"MASTER_PORT or {row.job}" if row.job else "MASTER_PORT"),
     }
     return {
         path: SourcedValue(value=value, layer=Layer.ENVIRONMENT, origin=f"variable {name}")
@@ -312,7 +316,7 @@ def explain(
     return [
         Table(head=("setting", "value", "comes from"), rows=tuple(_settings_table(plan))),
         f"\nway: {plan.launcher.explain}",
-        f"\ncommand:\n  {shlex.join(command.command)}",
+        f"\ncommand:\n  {shlex.join(redact_line(command.command))}",
         "\n  ".join(["\nenvironment changes:", *(differences or ["(nothing)"])]),
         *(f"\nnote: {note}" for note in notes),
     ]
@@ -330,21 +334,27 @@ def _settings_table(plan: LaunchPlan) -> list[tuple[str, str, str]]:
         elif source.value is not None:
             value = value_at(plan.merged.settings, option.path)
             if option.section not in TITLES or value_at(plan.merged.settings, option.section):
-                text = redact(option.path, as_text(source.value if value is None else value))
+                text = as_text(redact(option.path, source.value if value is None else value))
                 rows.append((option.path, text, source.origin))
             elif option.name and source.layer < Layer.DEFAULT:
                 origin = f"{source.origin}; not used: no {TITLES[option.section]}"
-                rows.append((option.path, as_text(source.value), origin))
+                rows.append((option.path, as_text(redact(option.path, source.value)), origin))
     return rows
 
 
 def become(command: Command) -> int:
     """Replace this process by another program, which then receives signals and sets the exit code.
 
-    Windows has no such call: the program runs as a child process, and its exit code is returned.
+    A command that is a function is called. On Windows the program runs as a child process, and its exit
+    code is returned.
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    if command.call is not None:
+        before = read()
+        with patch_environment(**{k: v for k, v in command.environ.items() if before.get(k) != v}):
+            command.call()
+        return 0
     if sys.platform != "win32":
         os.execve(command.command[0], list(command.command), dict(command.environ))  # noqa: S606 - without a shell
     return subprocess.run(command.command, env=dict(command.environ), check=False).returncode

@@ -108,10 +108,16 @@ def count_nvidia_gpus(root: Path = Path("/")) -> int:
     return min(len(list(folder.iterdir())), len(list((root / "dev").glob("nvidia[0-9]*"))))
 
 
-def _count_amd_gpus() -> int:
-    """Count the nodes of the kernel driver's topology that have SIMD units; CPUs have none."""
-    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
-    return len([node for node in nodes if re.search("^simd_count [1-9]", node.read_text(), re.MULTILINE)])
+def _count_amd_gpus(root: Path = Path("/")) -> int:
+    """Count the nodes of the kernel driver's topology that have SIMD units; CPUs have none.
+
+    In a container, the properties of the host's other GPUs cannot be read, and they have no device files.
+    """
+    count = 0
+    for node in root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"):
+        with suppress(OSError):
+            count += re.search("^simd_count [1-9]", node.read_text(), re.MULTILINE) is not None
+    return min(count, len(list((root / "dev/dri").glob("renderD*"))))
 
 
 def _least_capability() -> tuple[int, int] | None:

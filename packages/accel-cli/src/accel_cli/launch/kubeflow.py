@@ -12,6 +12,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from accel_cli.launch.launchers import Command, handle_signals, say
 from accel_cli.launch.slurm import pass_on_flags
 from accel_cli.main import ERROR
 from accel_state.errors import SettingsError
+from accel_state.settings import to_environ
 from accel_state.topology import DEFAULT_PORT
 
 if TYPE_CHECKING:
@@ -78,6 +80,7 @@ def _train_job(plan: LaunchPlan, name: str) -> dict[str, Any]:
             "numNodes": plan.launch.num_machines,
             "numProcPerNode": plan.local_processes,
             "command": _pod_command(plan),
+            "env": _settings(plan),
             **({"resourcesPerNode": resources} if resources else {}),
         },
     }
@@ -99,6 +102,7 @@ def _job_set(plan: LaunchPlan, name: str) -> dict[str, Any]:
         "command": _pod_command(plan),
         "env": [
             *({"name": variable, "value": str(value)} for variable, value in variables.items()),
+            *_settings(plan),
             {"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": rank}},
         ],
         **({"resources": resources} if resources else {}),
@@ -128,11 +132,17 @@ def _resources(plan: LaunchPlan) -> dict[str, Any]:
     return {} if gpus is None else {"limits": {"nvidia.com/gpu": str(gpus)}}
 
 
+def _settings(plan: LaunchPlan) -> list[dict[str, str]]:
+    """Return all settings as variables: pods have neither this machine's config file nor its environment."""
+    variables = to_environ(plan.merged.settings)
+    return [{"name": name, "value": value.replace("$(", "$$(")} for name, value in variables.items()]
+
+
 def _pod_command(plan: LaunchPlan) -> list[str]:
-    """Return the command of each pod: the user's, without flags for the job and settings in variables."""
+    """Return the command of each pod: the user's, without flags for the job, and without its config file."""
     is_restarted = plan.merged.settings.cluster.format == "jobset"  # Kubernetes restarts all pods together
     others = {*_OF_JOB, *(["launch.max_restarts"] if is_restarted else [])}
-    words = ["accel", "launch", *pass_on_flags(plan, others)]
+    words = ["accel", "launch", *pass_on_flags(replace(plan, config_file=None), others), "--launcher=auto"]
     # Kubernetes would replace $(NAME) by a variable of the container.
     return [word.replace("$(", "$$(") for word in [*words, "--", plan.script, *plan.script_arguments]]
 

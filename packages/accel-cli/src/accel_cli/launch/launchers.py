@@ -99,10 +99,17 @@ def say(text: str) -> None:
 
 @frozen
 class Command:
-    """The program that replaces this process."""
+    """The program that replaces this process.
+
+    Args:
+        command: Its words.
+        environ: Its environment.
+        call: The function that is called in this process in place of the program; `command` describes it.
+    """
 
     command: tuple[str, ...]
     environ: Mapping[str, str]
+    call: Callable[[], object] | None = None
 
 
 def choose_launcher(facts: LaunchFacts, launch: LaunchSettings) -> Launcher:
@@ -214,7 +221,8 @@ def torchrun_command(plan: LaunchPlan) -> Command:
     """Return `accel_cli.launch.elastic`, with the arguments of `torch.distributed.run`, as the program."""
     require_script(plan)
     quiet = ["--quiet"] if plan.launch.quiet else []
-    arguments = torchrun_arguments(plan, requested_port(plan.launch), local_address(plan.launch))
+    port = requested_port(plan.launch) or (DEFAULT_PORT if plan.launch.num_machines > 1 else None)
+    arguments = torchrun_arguments(plan, port, local_address(plan.launch))
     line = (sys.executable, "-m", "accel_cli.launch.elastic", *quiet, *arguments)
     return Command(command=line, environ=plan.environ)
 
@@ -227,7 +235,9 @@ def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None =
         "nnodes": launch.num_machines
         if launch.min_machines is None
         else f"{launch.min_machines}:{launch.num_machines}",
-        **torchrun_rendezvous(launch, port, address),
+        **torchrun_rendezvous(
+            launch, port, address, is_ranked=plan.merged.source_of(_RANK).value is not None
+        ),
     }
     for name in _PASSED_ON:
         if plan.merged.source_of(f"launch.{name}").value is not None:
@@ -259,8 +269,11 @@ def requested_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is
 
 
 def choose_port(launch: LaunchSettings) -> int:
-    """Return the requested port, else a free one, for launchers that cannot choose a port themselves."""
-    return requested_port(launch) or reserved_port()
+    """Return the requested port, else one for launchers that cannot choose a port themselves.
+
+    On one machine it is a free one; several have to agree.
+    """
+    return requested_port(launch) or (DEFAULT_PORT if launch.num_machines > 1 else reserved_port())
 
 
 def local_address(launch: LaunchSettings) -> str | None:
@@ -270,19 +283,33 @@ def local_address(launch: LaunchSettings) -> str | None:
     network cards.
     """
     host = launch.main_process_ip
-    if launch.num_machines == 1 or host is None or launch.machine_rank == 0:
+    if launch.num_machines == 1 or host is None:
         return host
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(target)  # This sends no packet, it only selects a route.
-            return str(probe.getsockname()[0])
+            address = str(probe.getsockname()[0])
     except OSError:
-        return None
+        return host if launch.machine_rank == 0 else None
+    return host if address.startswith("127.") or address == "::1" else address  # the endpoint is this machine
 
 
-def torchrun_rendezvous(launch: LaunchSettings, port: int | None, local: str | None) -> dict[str, object]:
-    """Return the arguments of torchrun's rendezvous."""
+_RANK = "launch.machine_rank"
+
+
+def torchrun_rendezvous(
+    launch: LaunchSettings, port: int | None, local: str | None, *, is_ranked: bool
+) -> dict[str, object]:
+    """Return the arguments of torchrun's rendezvous.
+
+    Args:
+        launch: The settings of the launch.
+        port: The port of rank 0, if it is known.
+        local: The address of this machine, if it is known.
+        is_ranked: Whether the machines are numbered. Else they join in any order, and the machine of the
+            endpoint is its host.
+    """
     address = launch.main_process_ip or "127.0.0.1"
     conf = {"rdzv_conf": launch.rdzv_conf} if launch.rdzv_conf else {}
     if launch.rdzv_backend == "static" and port is not None:
@@ -292,16 +319,24 @@ def torchrun_rendezvous(launch: LaunchSettings, port: int | None, local: str | N
     if backend == "c10d" and "is_host" not in (launch.rdzv_conf or ""):
         # By default torch checks whether the machine's name resolves to the address, which may fail in a
         # container or with several network cards.
-        is_host = f"is_host={int(launch.machine_rank == 0)}"
+        hosts = launch.machine_rank == 0 if is_ranked or launch.num_machines == 1 else _is_at(address, local)
+        is_host = f"is_host={int(hosts)}"
         conf = {"rdzv_conf": f"{launch.rdzv_conf},{is_host}" if launch.rdzv_conf else is_host}
     local = local or (address if launch.num_machines == 1 else None)
     return {
         "rdzv_backend": backend,
         "rdzv_endpoint": f"{address}:{port or 0}",
-        "rdzv_id": "accel",
         **({} if local is None else {"local_addr": local}),
         **conf,
     }
+
+
+def _is_at(host: str, local: str | None) -> bool:
+    """Return whether a host's name resolves to the address of this machine."""
+    try:
+        return local == host or local in {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
 
 
 def worker_line(plan: LaunchPlan, *, aloud: bool) -> list[str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch.hosts import read_lines
-from accel_cli.launch.launchers import Command, run_program
+from accel_cli.launch.launchers import Command
+from accel_cli.output import redact
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.settings import to_environ
 
@@ -19,10 +20,7 @@ if TYPE_CHECKING:
 
 
 def sagemaker_command(plan: LaunchPlan) -> Command:
-    """Return this module, with its request as JSON, as the program.
-
-    The keys are passed in the variables that AWS reads: arguments are visible to other users of the host.
-    """
+    """Return the call that starts the job, with the keys in the variables that AWS reads."""
     if not Path(plan.script).is_file() or plan.launch.module or plan.launch.no_python:
         raise SettingsError(
             f"Amazon SageMaker runs a Python file, but {plan.script!r} is not one: pass the path of a script."
@@ -36,8 +34,12 @@ def sagemaker_command(plan: LaunchPlan) -> Command:
     }
     environ = {**plan.environ, **{name: value for name, value in keys.items() if value}}
     request = {"estimator": estimator_arguments(plan), "inputs": inputs(cloud.sagemaker_inputs_file)}
-    line = (sys.executable, "-m", "accel_cli.launch.sagemaker", json.dumps(request))
-    return Command(command=line, environ=environ)
+    shown = json.dumps(redact("", request))
+    return Command(
+        command=("sagemaker.huggingface.HuggingFace", shown),
+        environ=environ,
+        call=partial(start_job, request),
+    )
 
 
 def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
@@ -61,9 +63,10 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
         "environment": {"ACCELERATE_USE_SAGEMAKER": "true", **to_environ(plan.merged.settings)},
         "metric_definitions": metrics(cloud.sagemaker_metrics_file),
     }
-    return {name: value for name, value in arguments.items() if value is not None} | dict(
-        cloud.additional_args or {}
-    )
+    for name, value in dict(cloud.additional_args or {}).items():
+        known = arguments.get(name)
+        arguments[name] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 _DISTRIBUTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -135,9 +138,16 @@ def _read_rows(file: str | None, first: str) -> list[tuple[str, str]]:
     return [(row[0].strip(), row[1].strip()) for row in rows if len(row) == 2]
 
 
-def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
-    """Run the job that `sagemaker_command` wrote as JSON."""
-    request = json.loads(arguments[0])
+def start_job(request: Mapping[str, Any], load: Callable[[str], Any] = import_module) -> None:
+    """Start a job.
+
+    Args:
+        request: The arguments of the estimator, and the inputs of its `fit`.
+        load: Imports the SDK.
+
+    Raises:
+        MissingDependencyError: The SDK is not installed.
+    """
     try:
         estimators = load("sagemaker.huggingface")
     except ImportError:
@@ -145,7 +155,3 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
             "Amazon SageMaker jobs need its SDK: `pip install 'accel-cli[sagemaker]'`."
         ) from None
     estimators.HuggingFace(**request["estimator"]).fit(inputs=request["inputs"])
-
-
-if __name__ == "__main__":
-    sys.exit(run_program(main, sys.argv[1:]))

@@ -113,12 +113,28 @@ _OF_JOB = ("launch.launcher", "launch.num_machines", "launch.num_processes", "la
 
 
 def pass_on_flags(plan: LaunchPlan, others: Collection[str]) -> list[str]:
-    """Return the config file and the user's arguments as flags, except settings of the job."""
+    """Return as flags the config file, the user's arguments, and what is set of the launch by other means.
+
+    Those of the job are left out; settings that are not of the launch have variables.
+    """
     words = [] if plan.config_file is None else ["--config_file", str(Path(plan.config_file).absolute())]
     for path, source in plan.merged.sourced.items():
-        if source.layer is Layer.ARGUMENT and path not in others and not path.startswith("cluster."):
+        is_set = source.layer is Layer.ARGUMENT or (
+            path in _WITHOUT_VARIABLE and source.layer < Layer.DEFAULT
+        )
+        if is_set and path not in others and not path.startswith("cluster."):
             words += _flags(path, source.value)
     return words
+
+
+_WITHOUT_VARIABLE = tuple(
+    f"launch.{name}"
+    for name in (
+        *("distributed_type", "num_cpu_threads_per_process", "shutdown_timeout", "max_restarts"),
+        *("monitor_interval", "tee", "log_dir", "role", "module", "no_python"),
+    )
+)
+"""Settings of the launch on each node that workers do not read, so that they have no variable."""
 
 
 def _flags(path: str, value: object) -> list[str]:
@@ -127,7 +143,9 @@ def _flags(path: str, value: object) -> list[str]:
     constants = {flag.const: name for name, flag in names.items()}
     if (text := as_text(value)) in constants:
         return [constants[text]]
-    name, flag = next(item for item in names.items() if item[0].startswith("--"))
+    name, flag = next((item for item in names.items() if item[0].startswith("--")), ("", None))
+    if flag is None:  # a kind of run that has no flag, such as one process
+        return []
     texts = map(as_text, value) if flag.option.kind == "list" and isinstance(value, tuple) else [text]
     return [f"{name}={text}" for text in texts]
 

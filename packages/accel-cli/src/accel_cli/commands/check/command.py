@@ -197,7 +197,7 @@ _FP8 = "FP8 with {}: matrices are multiplied in 8 bits. Stored tensors take the 
 def _print_findings(findings: Findings, merged: Merged, options: Namespace) -> None:
     if not options.quiet:
         changed = [
-            f"  {path}: {redact(path, str(setting.value))} ({setting.origin})"
+            f"  {path}: {redact(path, setting.value)} ({setting.origin})"
             for path, setting in sorted(merged.sourced.items())
         ]
         show("settings that differ from the defaults:", *(changed or ["  none"]), "")
@@ -299,7 +299,7 @@ def _as_json(findings: Findings, merged: Merged) -> str:
 
     facts: dict[str, Any] = {
         "settings": {
-            path: {"value": redact(path, str(setting.value)), "origin": setting.origin}
+            path: {"value": str(redact(path, setting.value)), "origin": setting.origin}
             for path, setting in sorted(merged.sourced.items())
         },
         "ranks": {
