@@ -563,3 +563,8 @@ def test_the_cache_is_emptied_only_when_the_previous_model_leaves_the_device(mon
     for _ in range(5):
         second(torch.ones(1, 2))
     assert not emptied
+
+
+def test_a_meta_model_is_not_offloaded_to_an_empty_folder(tmp_path):
+    with pytest.raises(SettingsError, match=r"0.weight.* are on the meta device, so that disk_offload"):
+        disk_offload(two_layers().to("meta"), tmp_path, "cpu")

@@ -230,9 +230,15 @@ def disk_offload(
     device = _first_device(model) if execution_device is None else execution_device
     state = model.state_dict() if offload_buffers else dict(model.named_parameters(remove_duplicate=False))
     values = {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}
-    if (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():
-        written = read_offload_index(offload_dir)
+    written = (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file() and read_offload_index(offload_dir)
+    if written:
         values = {name: values[name] for name in state if name in values and name in written}
+    empty = [name for name in state if name not in values and not written]
+    if empty:
+        raise SettingsError(
+            f"{some_of(empty)} are on the meta device, so that disk_offload() cannot write them. Load "
+            "the weights first, or call load_checkpoint_and_dispatch with device_map={'': 'disk'}"
+        )
     offload_from_model(offload_dir, values)
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
     absent = [name for name in state if name not in weights]
