@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
+from accel_train.data.prepare import prepare_data_loader
 from accel_train.data.samplers import SeedableRandomSampler, innermost_sampler, record_order, replay_order
 from accel_train.data.shards import BatchSamplerShard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 @given(
@@ -83,3 +89,101 @@ def test_an_order_of_another_kind_of_sampler_is_refused(state: dict[str, Any]) -
 
 def test_an_order_that_is_not_random_needs_no_record() -> None:
     assert record_order(SequentialSampler(range(3))) == {}
+
+
+class Drawing(Sampler[int]):
+    """Shuffles buckets with a function, each when it is reached."""
+
+    def __init__(self, shuffled: Callable[[list[int]], list[int]]) -> None:
+        self.shuffled = shuffled
+
+    def __len__(self) -> int:
+        return 36
+
+    def __iter__(self) -> Iterator[int]:
+        for first in (0, 12, 24):
+            yield from self.shuffled(list(range(first, first + 12)))
+
+
+class DrawnBatches(BatchSampler):
+    """Shuffles batches."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(random.sample(list(super().__iter__()), len(self)))
+
+
+DRAWING: dict[str, Callable[[], dict[str, Any]]] = {
+    "random": lambda: {"sampler": Drawing(lambda items: random.sample(items, len(items))), "batch_size": 3},
+    "numpy": lambda: {
+        "sampler": Drawing(lambda items: np.random.permutation(items).tolist()),
+        "batch_size": 3,
+    },
+    "torch": lambda: {
+        "sampler": Drawing(lambda items: [items[i] for i in torch.randperm(len(items)).tolist()]),
+        "batch_size": 3,
+    },
+    "batches": lambda: {"batch_sampler": DrawnBatches(SequentialSampler(range(36)), 3, drop_last=False)},
+    "batches of a sampler that shuffles": lambda: {
+        "batch_sampler": DrawnBatches(
+            RandomSampler(range(36), generator=torch.Generator()), 3, drop_last=False
+        )
+    },
+}
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@pytest.mark.parametrize("kind", DRAWING)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_that_draws_from_global_generators_has_one_order_on_all_ranks(
+    kind: str, workers: int
+) -> None:
+    def loaders(seed: int) -> list[Any]:
+        prepared = []
+        for rank in (0, 1):
+            seed_all(seed)  # as if rank 0 had sent its numbers
+            plain = DataLoader(range(36), num_workers=workers, **DRAWING[kind]())
+            options: dict[str, Any] = {"num_processes": 2, "process_index": rank}
+            prepared.append(prepare_data_loader(plain, **options))
+        return prepared
+
+    ranks = loaders(1)
+    epochs = []
+    for _ in range(2):
+        passes = []
+        for rank, loader in enumerate(ranks):
+            seed_all(10 + rank)
+            batches = []
+            for batch in loader:
+                batches.append(batch.tolist())
+                torch.rand(rank)  # ranks draw different numbers while they train
+                random.random()
+            passes.append(batches)
+        epochs.append(passes)
+        assert sorted(i for batches in passes for batch in batches for i in batch) == list(range(36))
+    assert epochs[0] != epochs[1]
+    for rank, loader in enumerate(loaders(1)):
+        next(batches := iter(loader))
+        state = loader.state_dict()
+        batches.close()
+        resumed = loaders(2)[rank]
+        resumed.load_state_dict(state)
+        assert [batch.tolist() for batch in resumed] == epochs[0][rank][1:]
+
+
+def test_reading_such_a_sampler_draws_nothing_from_the_global_generators() -> None:
+    plain = DataLoader(range(36), **DRAWING["random"]())
+    loader = prepare_data_loader(plain, num_processes=2, process_index=0)
+    seed_all(3)
+    batches = iter(loader)
+    next(batches)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    seed_all(3)
+    torch.empty((), dtype=torch.int64).random_()  # the seed of workers, as torch's loader draws it
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])

@@ -139,8 +139,7 @@ def prepare_data_loader(
     options = loader_options(dataloader) | order.options()
     options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
     options["skip_batches"] = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
-    options["_drop_last"] = _drops_last(dataloader)
-    options["device"] = device
+    options |= {"_drop_last": _drops_last(dataloader), "device": device}
     options["use_stateful_dataloader"] = use_stateful_dataloader or is_stateful(dataloader)
     if dispatch:
         options |= {name: shards[name] for name in ("split_batches", "even_batches")}
@@ -148,6 +147,8 @@ def prepare_data_loader(
         return DataLoaderDispatcher(dataloader.dataset, **options)
     options |= {"rng_types": order.rng_types, "synchronized_generator": order.generator}
     loader = _shard(dataloader, options, shards, warns=compiles)
+    if order.seeds and loader.sharder is not None:
+        loader.sharder.seeds = order.seeds
     # Our own shards know their padding.
     if is_shard and not isinstance(dataloader.dataset, IterableDatasetShard):
         loader.dataset_parts = ranks

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from itertools import chain, islice
 from typing import Any, TypeAlias, overload
 
+import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -263,14 +265,54 @@ def drawn(items: Iterable[Any]) -> Iterator[Any]:
     return chain(list(islice(iterator, 1)), iterator)
 
 
+def iterate_seeded(items: Iterable[Any], seeds: Sequence[int]) -> Iterator[Any]:
+    """Iterate with `random`, numpy and torch seeded; in between and afterwards they have their own states.
+
+    Args:
+        items: Read lazily.
+        seeds: The seeds of `random`, numpy and torch.
+    """
+    end: Any = object()
+    iterator = None
+    states = (
+        random.Random(seeds[0]).getstate(),  # noqa: S311 - for the order of samples
+        np.random.RandomState(seeds[1]).get_state(),
+        torch.Generator().manual_seed(seeds[2]).get_state(),
+    )
+    while True:
+        own = _swap_states(states)
+        try:
+            iterator = iter(items) if iterator is None else iterator
+            item = next(iterator, end)
+        finally:
+            states = _swap_states(own)
+        if item is end:
+            return
+        yield item
+
+
+def _swap_states(states: tuple[Any, Any, torch.Tensor]) -> tuple[Any, Any, torch.Tensor]:
+    """Set the states of `random`, numpy and torch; return those before."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    return before
+
+
 @frozen
 class SharedOrder:
-    """A sample order that is the same on all ranks, and the generators synchronised for it."""
+    """A sample order that is the same on all ranks, and the generators synchronised for it.
+
+    Args:
+        seeds: The seeds of `random`, numpy and torch for a sampler that may draw from them.
+    """
 
     rng_types: tuple[RNGType, ...] = ()
     generator: torch.Generator | None = None
     indices: Any = None
     batched: bool = True
+    seeds: tuple[int, ...] = ()
 
     def options(self) -> dict[str, Any]:
         """Return the indices as the argument of a torch loader."""
@@ -319,7 +361,21 @@ def sync_shuffle(
         generator=generator,
         indices=_replace_innermost(indices, original, sampler),
         batched=batched,
+        seeds=() if num_processes == 1 or _is_known(indices, original) else _shared_seeds(),
     )
+
+
+def _is_known(indices: Any, sampler: Any) -> bool:
+    """Return whether samplers draw from nothing but a generator of their own."""
+    is_plain = indices is sampler or is_plain_batch_sampler(indices)
+    return is_plain and (type(sampler) is SequentialSampler or isinstance(sampler, _RANDOM))
+
+
+def _shared_seeds() -> tuple[int, ...]:
+    """Draw a seed from each of `random`, numpy and torch on rank 0, for all ranks."""
+    drawn_numbers = [random.getrandbits(31), int(np.random.randint(2**31)), int(torch.randint(2**31, ()))]
+    broadcast_object_list(drawn_numbers)
+    return tuple(drawn_numbers)
 
 
 def _make_seedable(sampler: RandomSampler, seed: int | None, num_processes: int) -> SeedableRandomSampler:

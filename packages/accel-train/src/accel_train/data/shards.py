@@ -21,6 +21,7 @@ from accel_train.data.samplers import (
     indices_from,
     innermost_sampler,
     is_plain_batch_sampler,
+    iterate_seeded,
     known_order,
     record_order,
     replace_sampler,
@@ -237,6 +238,9 @@ class BatchSamplerShard(BatchSampler):
         """The state that replays the order of the latest iteration."""
         self.replays: OrderState | None = None
         """The order of the next iteration, unless an argument sets it."""
+        self.seeds: tuple[int, ...] = ()
+        """The seeds of `random`, numpy and torch in epoch 0, if the samplers may draw from them."""
+        self.epoch = 0
 
     @property
     def plan(self) -> BatchPlan:
@@ -280,6 +284,10 @@ class BatchSamplerShard(BatchSampler):
         """Yield this rank's batches of indices."""
         return self.iterate_from(0)
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration."""
+        self.epoch = epoch
+
     def length_from(self, position: int) -> int:
         """Return the number of batches of this rank after a position.
 
@@ -319,10 +327,12 @@ class BatchSamplerShard(BatchSampler):
         self.padded, self.padded_rows = {}, None
         sampler, plan = self.sampler, self.plan
         with replay_order(sampler, order):  # all random numbers are drawn in here
-            self.order = record_order(sampler) if order is None else order
+            self.order = self._record_order(sampler) if order is None else order
             known = known_order(sampler) if self.counts_samples else None
             epoch = sampler.epoch if isinstance(sampler, SeedableRandomSampler) else 0
-            if plan.num_processes == 1 and not plan.pads:
+            if "seeds" in self.order:
+                batches = drawn(iterate_seeded(self._seeded_batches(position), self.order["seeds"]))
+            elif plan.num_processes == 1 and not plan.pads:
                 batches, _ = self._remaining_batches(position, known)
             elif known is not None:
                 batches = self._record_padding(_cut(known, plan.spans(len(known), position)))
@@ -331,6 +341,17 @@ class BatchSamplerShard(BatchSampler):
         yield batches
         if isinstance(sampler, SeedableRandomSampler):
             sampler.end_epoch(epoch)
+
+    def _record_order(self, sampler: object) -> OrderState:
+        order = record_order(sampler)
+        if self.seeds:
+            order.pop("torch", None)
+            order["seeds"] = [seed + self.epoch for seed in self.seeds]
+        return order
+
+    def _seeded_batches(self, position: int) -> Iterator[list[int]]:
+        """Yield this rank's batches after a position; what the samplers draw is drawn while it is read."""
+        yield from self._record_padding(self.plan.assign(*self._remaining_batches(position, None)))
 
     def _record_padding(self, parts: Iterable[tuple[list[int], int]]) -> Iterator[list[int]]:
         """Yield the batches of pairs (batch, number of real samples); record padded ones in `padded`."""
