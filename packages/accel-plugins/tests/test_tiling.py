@@ -64,7 +64,12 @@ def test_the_loss_and_all_gradients_are_those_of_plain_pytorch(
 
 def test_without_any_label_the_loss_is_that_of_plain_pytorch():
     hidden, weight, bias, labels = tensors(3, 7, 5)
-    assert torch.isnan(chunked_cross_entropy(hidden, weight, torch.full_like(labels, IGNORED), bias=bias))
+    ignored = torch.full_like(labels, IGNORED)
+    loss = chunked_cross_entropy(hidden, weight, ignored, bias=bias)
+    summed = chunked_cross_entropy(hidden, weight, ignored, bias=bias, reduction="sum") / 0
+    assert torch.isnan(loss)
+    for inputs in (torch.autograd.grad(value, (hidden, weight, bias)) for value in (loss, summed)):
+        assert all(torch.equal(gradient, torch.zeros_like(gradient)) for gradient in inputs)
 
 
 def test_only_what_needs_gradients_gets_them():

@@ -171,6 +171,7 @@ class _SummedLoss(torch.autograd.Function):
                 elif of_weight is not None:
                     of_weight += gradient.T @ inputs
         ctx.gradients, ctx.dtypes = (of_hidden, of_weight, of_bias), (hidden.dtype, weight.dtype, exact)
+        ctx.has_labels = (labels != task.ignore_index).any()
         return total
 
     @staticmethod
@@ -183,6 +184,8 @@ class _SummedLoss(torch.autograd.Function):
                 "chunked_cross_entropy has one backward pass, which takes over its gradients, whatever "
                 "retain_graph says."
             )
+        # Without a label a mean is 0 / 0, and the gradient that arrives is infinite; torch's own is 0 then.
+        grad = torch.where(ctx.has_labels, grad, 0)
         scaled = [
             None if gradient is None else gradient.mul_(grad).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
