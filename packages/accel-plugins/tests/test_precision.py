@@ -84,6 +84,19 @@ def test_an_overflow_in_one_optimizer_leaves_the_other_its_step():
     assert policy.scaler.get_scale() == 512.0
 
 
+def test_training_goes_on_after_a_step_that_was_abandoned_behind_clipping():
+    policy, models, optimizers = make_pair()
+    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+    policy.unscale(optimizers[:1])
+    policy.scaler.update(policy.scaler.get_scale())
+    assert policy.scaler.get_scale() == 1024.0
+    optimizers[0].zero_grad()
+    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+    policy.unscale(optimizers[:1])
+    assert policy.step(optimizers[0])
+    assert torch.equal(models[0].weight, torch.zeros(1, 3))
+
+
 def test_an_optimizer_without_gradients_steps_as_it_would_in_plain_torch():
     policy, models, optimizers = make_pair()
     assert policy.step(optimizers[0])

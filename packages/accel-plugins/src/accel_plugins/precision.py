@@ -431,7 +431,9 @@ class LossScaling:
             )
 
     def _update(self) -> None:
-        self.scaler.update()
+        # Whoever abandons a step, as when a replica group has failed, has updated the scaler.
+        if any(infinite_flags(self.scaler, optimizer) for optimizer in {*self._unscaled, *self._stepped}):
+            self.scaler.update()
         self._stepped.clear()
         self._unscaled.clear()
         self._versions.clear()

@@ -180,7 +180,9 @@ class ReplicaGroups:
             buffer.div_(self._runtime.topology.world_size)
         if self._apart is None:
             self.average_shard(buffer)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future: torch.futures.Future[Tensor] = torch.futures.Future(
+            devices=None if buffer.device.type == "cpu" else [buffer.device]
+        )
         future.set_result(buffer)
         return future
 
