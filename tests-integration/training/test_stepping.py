@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from itertools import pairwise
 
 import pytest
@@ -45,6 +46,53 @@ def test_models_are_wrapped_and_unwrapped():
     assert torch.equal(inner.weight, make_model().weight), "everyone has the weights of rank 0"
     assert accelerator.distributed_type.value == "MULTI_CPU"
     assert accelerator.use_distributed
+
+
+@pytest.mark.parametrize(
+    ("how", "warning"),
+    [
+        ("prepared", None),
+        ("unwrapped", "Sequential was not called through the model that prepare"),
+        ("unfrozen", "not a trained parameter of a model when prepare"),
+        ("unfrozen all", "not a trained parameter of a model when prepare"),
+        ("prepared again", None),
+    ],
+)
+@distributed(world_size=2)
+def test_gradients_that_ranks_do_not_average_are_reported(how, warning):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(make_model(), torch.nn.Tanh(), torch.nn.Linear(1, 1).double())
+    frozen = {"unfrozen": model[0], "prepared again": model[0], "unfrozen all": model}.get(how)
+    if frozen is not None:
+        frozen.requires_grad_(requires_grad=False)
+    kind = torch.optim.Adam if how == "unfrozen all" else torch.optim.SGD  # the same text is logged once
+    model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("accel_plugins.ddp").addHandler(handler)
+    try:
+        for step in range(3):
+            if step == 1 and frozen is not None:
+                frozen.requires_grad_(requires_grad=True)
+                if how == "prepared again":
+                    model = accelerator.prepare(accelerator.unwrap_model(model))
+            called = accelerator.unwrap_model(model) if how == "unwrapped" else model
+            loss = called(make_input()).square().mean()
+            if loss.requires_grad:
+                accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        logging.getLogger("accel_plugins.ddp").removeHandler(handler)
+    weight = accelerator.unwrap_model(model)[0].weight.detach()
+    both = accelerator.gather(weight)
+    assert torch.equal(both[0], both[1]) == (warning is None)
+    if warning is None or not accelerator.is_main_process:
+        assert not records
+    else:
+        (message,) = records
+        assert warning in message
 
 
 @distributed(world_size=2)

@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,14 +29,17 @@ from accel_state import hang_monitor
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.labels import DDPCommunicationHookType
+from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 from accel_state.torch_private import disable_compiler
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+    from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
+_main_logger = get_logger(__name__)
 
 _Hook = DDPCommunicationHookType
 
@@ -153,6 +157,8 @@ class DdpWrapper:
             wrapped = MonitoredDDP(
                 model, device_ids=[*devices] if is_on_accelerator else None, **options.to_kwargs()
             )
+        wrapped.averaged = {id(p) for p in model.parameters() if p.requires_grad}
+        _wrapped.add(wrapped)
         options.register_comm_hook(wrapped)
         return wrapped
 
@@ -160,8 +166,14 @@ class DdpWrapper:
 class MonitoredDDP(DistributedDataParallel):
     """DDP whose own collectives in the forward pass, for buffers and for new buckets, are monitored."""
 
+    averaged: AbstractSet[int] = frozenset()
+    """The identities of the parameters whose gradients it averages."""
+    was_called = False
+    """Whether a pass to be trained went through it: without one, it averages nothing."""
+
     @disable_compiler
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        self.was_called |= torch.is_grad_enabled()
         with hang_monitor.collective_scope("forward"):
             return super()._pre_forward(*inputs, **kwargs)
 
@@ -189,11 +201,47 @@ def build(
             no_sync_of=_no_sync,
             join_of=_join,
             around_backward=partial(hang_monitor.collective_scope, "backward"),
+            around_step=_warn_about_local_gradients,
         ),
         persister=ReplicatedPersister(),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=PLAIN_FEATURES,
     )
+
+
+_wrapped: WeakSet[MonitoredDDP] = WeakSet()
+
+
+def _warn_about_local_gradients(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Warn once if an optimizer steps on a gradient that DDP has not averaged.
+
+    Not an error, since programs may average gradients themselves.
+    """
+    averaged = [wrapped.averaged for wrapped in _wrapped if wrapped.was_called]
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None or any(id(parameter) in known for known in averaged):
+                continue
+            wrapped = next((model for model in _wrapped if id(parameter) in model.averaged), None)
+            if wrapped is not None:
+                reason = (
+                    f"{type(wrapped.module).__qualname__} was not called through the model that prepare() "
+                    "returned. Call that, not unwrap_model(model), model.module or another of its methods"
+                )
+            else:
+                reason = (
+                    "it was not a trained parameter of a model when prepare() wrapped that. Unfreeze "
+                    "parameters before prepare(), or pass accelerator.unwrap_model(model) to prepare() again"
+                )
+            _main_logger.warning_once(
+                "%s steps on a gradient of shape %s that the ranks have not averaged, so that their models "
+                "differ afterwards, unless the program averages it: %s.",
+                type(optimizer).__qualname__,
+                tuple(parameter.shape),
+                reason,
+            )
+            return nullcontext()
+    return nullcontext()
 
 
 _graphs_seen: WeakSet[nn.Module] = WeakSet()
