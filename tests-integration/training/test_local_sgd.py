@@ -125,6 +125,28 @@ def test_speeds_are_of_one_rank_within_the_context_and_of_all_after_it():
         assert rows.rows == []
 
 
+@distributed(world_size=2)
+def test_running_statistics_are_averaged_at_the_end():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)).double())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=RATE))
+    norms = [torch.nn.BatchNorm1d(3).double() for _ in range(2)]
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as local_sgd:
+        for step in range(3):
+            accelerator.backward(loss_of(model, batch_of(step, accelerator.process_index)))
+            optimizer.step()
+            optimizer.zero_grad()
+            local_sgd.step()
+            for rank, norm in enumerate(norms):
+                norm(batch_of(step, rank))
+    norm = accelerator.unwrap_model(model)[0]
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(
+            getattr(norm, name), sum(getattr(expected, name) for expected in norms) / 2
+        )
+    assert norm.num_batches_tracked == 3
+
+
 @pytest.mark.parametrize("counted", [False, True])
 @distributed(world_size=2)
 def test_processes_step_alone_and_meet_every_few_steps(counted):

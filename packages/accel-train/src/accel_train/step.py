@@ -505,7 +505,7 @@ class LocalSGD:
         """Average the models, unless an error ends the context, and synchronise gradients again."""
         self._stack.close()
         if self.enabled and kind is None:
-            self._sync_and_avg_model_params()
+            self._sync_and_avg_model_params(buffers=True)
 
     def step(self) -> None:
         """Count an optimizer step, and average the models if they are due.
@@ -519,6 +519,8 @@ class LocalSGD:
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._sync_and_avg_model_params()
 
-    def _sync_and_avg_model_params(self) -> None:
+    def _sync_and_avg_model_params(self, *, buffers: bool = False) -> None:
         trained = [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
+        if buffers:  # such as the running statistics of BatchNorm, of the batches of each rank
+            trained += [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
         foreach_copy_(trained, collectives.reduce(trained, "mean"))
