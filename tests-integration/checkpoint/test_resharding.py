@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import random
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from accel_plugins.kwargs import DataLoaderConfiguration
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState, GradientState
 from accel_state.errors import CheckpointError, CheckpointWriteError
+from accel_state.rng import set_seed
 from accel_train import Accelerator
 from accel_train.checkpoint import files
 from accel_train.checkpoint.single_files import merge_fsdp_weights
@@ -198,6 +201,22 @@ def test_every_rank_writes_its_part(strategy: str, blocking: bool, tmp_path: Pat
     again[0].load_state(tmp_path / "here")
     after = whole(again)
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@distributed(world_size=2)
+def test_tensor_parallel_ranks_that_read_states_of_other_ranks_draw_the_same_numbers(tmp_path: Path) -> None:
+    def numbers() -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+    accelerator, *_ = build("fsdp2")
+    set_seed(7, device_specific=True)
+    accelerator.save_state(str(tmp_path / "saved"))
+    first = numbers()
+    accelerator, *_ = build("tp")
+    accelerator.load_state(str(tmp_path / "saved"))
+    drawn: list = [None, None]
+    dist.all_gather_object(drawn, (numbers(), first))
+    assert drawn[0][0] == drawn[0][1] == drawn[1][0] != drawn[1][1]
 
 
 @distributed(world_size=2)

@@ -9,12 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import CheckpointWriteError, SettingsError, UnsupportedError
+from accel_state.rng import set_seed
 from accel_train import Accelerator
 from harness import distributed
 
@@ -112,6 +116,88 @@ def test_a_rank_without_gradients_clips_values():
     nn.utils.clip_grad_value_(alone.parameters(), 0.5)
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
     assert_close(full_state(accelerator, model), alone.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "tp"])
+@distributed(world_size=2)
+def test_a_prepared_model_can_be_moved_and_cast(strategy):
+    accelerator = make_accelerator(strategy)
+    model, alone = make_model(), make_model().double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model.to("cpu").to(torch.float64) is model
+    rows = ROWS.double()
+    accelerator.backward(loss_of(model, rows_of(accelerator, rows)))
+    optimizer.step()
+    loss_of(alone, rows).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert_close(full_state(accelerator, model), alone.state_dict(), tolerance=1e-12)
+
+
+@distributed(world_size=4)
+def test_ranks_of_a_tensor_parallel_group_draw_the_same_numbers():
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2, tp_size=2))
+    set_seed(7, device_specific=True)
+    numbers = accelerator.gather(torch.rand(4)[None])
+    assert torch.equal(numbers[0], numbers[1])
+    assert torch.equal(numbers[2], numbers[3])
+    assert not torch.equal(numbers[0], numbers[2])
+
+
+class Gathers(TorchDispatchMode):
+    """Records the collectives by which DTensors are gathered."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function).startswith("_c10d_functional.all_gather"):
+            self.calls.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}])
+@distributed(world_size=4)
+def test_layers_that_parallelize_module_has_sharded_are_not_gathered(sizes):
+    if len(sizes) == 1:
+        sizes = {"dp_replicate_size": 2, **sizes}
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes))
+    mesh = accelerator.torch_device_mesh["tp"]
+    model, alone = make_model(), make_model()
+    if accelerator.process_index > 1:  # only the values of the first replica count
+        nn.init.ones_(model[0].weight)
+        nn.init.ones_(model[0].bias)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    with Gathers() as gathers:
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not gathers.calls
+    with warnings.catch_warnings():  # tensor-parallel layers return views; nothing changes them in place here
+        warnings.filterwarnings("ignore", message=".*returned a view tensor")
+        trained = train(accelerator, model, optimizer)
+    assert_close(trained, train_alone(alone, torch.optim.SGD(alone.parameters(), lr=0.1)))
+
+
+@distributed(world_size=2)
+def test_partial_gradients_are_clipped_by_their_sum():
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        model.tp_plan = {"0": "sequence_parallel", "1": "colwise", "3": "rowwise"}
+        return model
+
+    rows = ROWS[None]  # sequences are sharded within the norm
+    alone = make()
+    (9 * loss_of(alone, rows)).backward()
+    limit = alone[0].weight.grad.abs().median().item()
+    nn.utils.clip_grad_value_(alone.parameters(), limit)
+    accelerator = make_accelerator("tp")
+    model = accelerator.prepare(make())
+    accelerator.backward(9 * loss_of(model, rows))
+    assert any(placement.is_partial() for placement in model[0].weight.grad.placements)
+    accelerator.clip_grad_value_(model.parameters(), limit)
+    for own, plain in zip(model.parameters(), alone.parameters(), strict=True):
+        gradient = own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad
+        torch.testing.assert_close(gradient, plain.grad)
 
 
 def double(parameter):

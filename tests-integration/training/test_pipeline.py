@@ -594,6 +594,56 @@ def test_each_value_is_in_one_file_of_a_sharded_checkpoint(tmp_path):
         accelerator.load_state(tmp_path / "0")
 
 
+@pytest.mark.parametrize("kind", ["plain", "llama", "tiled"])
+@distributed(world_size=2)
+def test_micro_batches_without_labels_count_nothing(tmp_path, kind):
+    rows = samples(is_padded=False)
+    for row in rows[: ROWS // 2]:  # the first micro-batch
+        row["labels"][:] = -100
+    accelerator, model, optimizer, _ = prepared(kind, {"pp_size": 2}, is_padded=False)
+    alone = make(kind)
+    batch = {key: torch.stack([row[key] for row in rows[:ROWS]]) for key in rows[0]}
+    expected = alone(**batch)["loss"]
+    expected.backward()
+    loss = model(**batch)["loss"]
+    accelerator.backward(loss)
+    torch.testing.assert_close(loss.detach(), expected.detach())
+    gradients = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad * WINDOW, gradients[name])
+    # 2. The same in evaluation, and a batch without any label.
+    model.eval()
+    torch.testing.assert_close(model(**batch)["loss"], alone(**batch)["loss"].detach())
+    model.train()
+    optimizer.zero_grad()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    accelerator.backward(model(**batch)["loss"])
+    for parameter in model.parameters():
+        assert parameter.grad is None or not parameter.grad.any()
+
+
+class WithPlaces(Net):
+    """Takes a tensor of one dim that is longer than the batch, as `cache_position` of transformers."""
+
+    def forward(self, input_ids, labels, places):
+        assert len(places) == LENGTH
+        return super().forward(input_ids, labels)
+
+
+@distributed(world_size=2)
+def test_tensors_of_one_dim_may_be_longer_than_the_batch(tmp_path):
+    torch.manual_seed(0)
+    model = WithPlaces().double()
+    tokens = torch.randint(0, TOKENS, (LENGTH - 2, LENGTH), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens, tokens, torch.arange(LENGTH))["loss"].detach()
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))
+    model = accelerator.prepare(model)
+    for _ in range(2):
+        loss = model(input_ids=tokens, labels=tokens, places=torch.arange(LENGTH))["loss"]
+        accelerator.backward(loss)
+        torch.testing.assert_close(loss.detach(), expected)
+
+
 @distributed(world_size=2)
 def test_generation_computes_tokens_without_a_cache(tmp_path):
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2))

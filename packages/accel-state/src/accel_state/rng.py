@@ -5,12 +5,15 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from accel_state import runtime
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.device_kinds import KINDS, available_kind
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
@@ -35,7 +38,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: An integer from 0 to 2**32 - 1.
-        device_specific: Add the rank to the seed, so that every rank draws different numbers.
+        device_specific: Add the rank to the seed, so that every rank draws different numbers. Ranks of one
+            tensor-parallel group share activations and masks of dropout: all add the rank of the first one,
+            if the `Accelerator` exists already.
         deterministic: Make torch use deterministic algorithms, or raise where it has none.
 
     Raises:
@@ -51,7 +56,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     seed = operator.index(seed)  # accepts NumPy's integers
     if device_specific:
-        seed += runtime.current_topology().rank
+        group = _tensor_parallel_group()
+        seed += runtime.current_topology().rank if group is None else dist.get_process_group_ranks(group)[0]
     if not 0 <= seed < 2**32:
         raise SettingsError(f"seed={seed!r} is out of range: numpy takes whole numbers from 0 to 2**32 - 1.")
     random.seed(seed)
@@ -62,6 +68,28 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed_plugin(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)  # noqa: FBT003 - no keyword in older torch
+
+
+def _tensor_parallel_group() -> dist.ProcessGroup | None:
+    """Return the group of the ranks that draw the same numbers as this one, if the run's mesh has one."""
+    mesh = AcceleratorState._shared_state.get("device_mesh")  # pyright: ignore[reportPrivateUsage] - of this package
+    return mesh.get_group("tp") if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
+
+
+def synchronize_tensor_parallel_rng() -> None:
+    """Broadcast all states of the first rank of each tensor-parallel group, if there are such groups."""
+    group = _tensor_parallel_group()
+    if group is None:
+        return
+    kind = runtime.current_or_single().kind
+    on_device = None if kind.type == "cpu" else kind.module.get_rng_state()
+    states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state(), on_device]
+    dist.broadcast_object_list(states, group=group, group_src=0)
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if states[3] is not None:
+        kind.module.set_rng_state(states[3])
 
 
 def synchronize_rng_state(

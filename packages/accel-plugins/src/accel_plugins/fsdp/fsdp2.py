@@ -31,7 +31,6 @@ from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.experts import ExpertParallel, experts_of
 from accel_plugins.parallelism.sequence import Ulysses
 from accel_plugins.parallelism.tensor import TensorParallel
-from accel_plugins.sharding.folder import LocalFiles
 from accel_plugins.sharding.shards import ShardsPersister
 from accel_plugins.sharding.state import TensorShards
 from accel_plugins.sharding.step import sharded_stepper
@@ -91,6 +90,7 @@ def build(
             parameters_on=torch.device("cpu") if is_offloaded else runtime.device,
             master_weights=None if precision.name == "no" else precision.name,
             only_main_has_values=bool(plugin.cpu_ram_efficient_loading),
+            mesh=axes.mesh,
         ),
         stepper=sharded_stepper(precision, "fsdp2"),
         persister=ShardsPersister(shards=shards, device=runtime.device),
@@ -102,7 +102,6 @@ def build(
         shard_sequences=None if ulysses is None else ulysses.shard,
         release=None if ulysses is None else ulysses.release,
         shards=shards,
-        native=LocalFiles(shards=shards, topology=runtime.topology),
     )
 
 

@@ -53,7 +53,11 @@ def build(
     return Strategy(
         name="tp",
         wrapper=ShardedWrapper(
-            runtime=runtime, shard=[stage], validate=[stage.validate], parameters_on=runtime.device
+            runtime=runtime,
+            shard=[stage],
+            validate=[stage.validate],
+            parameters_on=runtime.device,
+            mesh=axes.mesh,
         ),
         stepper=sharded_stepper(precision, "tp"),
         persister=ShardsPersister(shards=TensorShards(), device=runtime.device),

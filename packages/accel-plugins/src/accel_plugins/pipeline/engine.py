@@ -303,8 +303,9 @@ class Pipeline:
         boundaries = cast("dict[int, Boundary]", self._boundaries)
         for index, boundary in boundaries.items():
             self._expected[index] = tuple(boundary.example(rows, length).shape)
-        known = self._schedules.get((rows, length))
+        known = self._schedules.pop((rows, length), None)
         if known is not None:
+            self._schedules[rows, length] = known  # the last one is the one used last
             return known
         count = len(self.layout.bounds)
         stages = [
@@ -335,6 +336,8 @@ class Pipeline:
                 f"{self.micro_batches} for {self.group.size()} ranks: {error}"
             ) from None
         self._schedules[rows, length] = schedule
+        if len(self._schedules) > _MAX_SCHEDULES:
+            del self._schedules[next(iter(self._schedules))]
         return schedule
 
     def probe(self) -> None:
@@ -557,11 +560,13 @@ class Pipeline:
             counts = torch.stack([(part != IGNORED).sum() for part in tensors]).to(torch.float64)
             if self.device.type == "mps":
                 counts = counts.float()
-            return [*(counts / counts.sum()).unbind()]
+            return [*(counts / counts.sum().clamp(min=1)).unbind()]
         rows = [_sizes_of(part)[0] for part in parts]
         return [count / sum(rows) for count in rows]
 
 
+_MAX_SCHEDULES = 8
+"""Schedules that are kept: before torch 2.15, each has buffers for what its stages receive."""
 _HEADER = 12
 _FAILED = -1
 _DTYPES = (
@@ -584,10 +589,9 @@ def _cut_batch(
     Raises:
         SettingsError: There are no rows, or, if `exact`, no multiple of `number`; it names the model `name`.
     """
-    sizes = [len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
-    if not sizes:
+    rows = _num_rows(args, kwargs)
+    if rows is None:
         raise SettingsError(f"{name} got no tensor with rows: a pipeline cuts batches into micro-batches.")
-    rows = max(sizes)
     if exact and (rows % number or rows == 0):
         raise SettingsError(
             f"A batch of {rows} rows cannot be cut into pp_num_microbatches={number}: make the batch "
@@ -609,11 +613,19 @@ def _cut_batch(
     ]
 
 
+def _num_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the rows of a batch; tensors of one dim, such as the positions of tokens, may be longer."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
+    return max((len(value) for value in tensors if value.ndim > 1), default=None) or max(
+        map(len, tensors), default=None
+    )
+
+
 def _sizes_of(part: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, int | None]:
     """Return the rows of a micro-batch, and the second size of its first tensor that has one."""
     args, kwargs = part
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.ndim]
-    rows = max(len(tensor) for tensor in tensors)
+    rows = _num_rows(args, kwargs) or 0
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     wide = next((tensor for tensor in tensors if tensor.ndim > 1 and len(tensor) == rows), None)
     return rows, None if wide is None else wide.shape[1]
 
@@ -652,7 +664,10 @@ def _loss_or_none(output: Any) -> Tensor | None:
 
 
 def _weighted(loss: Tensor, weight: Tensor | float) -> Tensor:
-    return loss * (weight.to(loss.dtype) if isinstance(weight, torch.Tensor) else weight)
+    if not isinstance(weight, torch.Tensor):
+        return loss * weight
+    weighted = loss * weight.to(loss.dtype)
+    return torch.where(weight > 0, weighted, 0)  # the mean of a micro-batch without labels is not a number
 
 
 def _merged(outputs: Sequence[Any], weights: Sequence[Tensor | float]) -> Any:

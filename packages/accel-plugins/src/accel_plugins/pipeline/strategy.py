@@ -87,9 +87,11 @@ def build(
         parameters_on=torch.device("cpu") if is_offloaded else runtime.device,
         master_weights=None if full is None or precision.name == "no" else precision.name,
         only_main_has_values=full is not None and bool(full.plugin.cpu_ram_efficient_loading),
+        mesh=axes.mesh,
     )
     stepper = replace(
-        sharded_stepper(precision, "pipeline"), clip_norm=partial(clip_over_stages, models, group)
+        sharded_stepper(precision, "pipeline"),
+        clip_norm=partial(clip_over_stages, models, group, runtime.device),
     )
     return Strategy(
         name="pipeline",
@@ -234,11 +236,15 @@ def add_shared_gradients(prepared: PreparedPipeline) -> None:
 def clip_over_stages(
     models: PreparedPipelines,
     group: dist.ProcessGroup,
+    device: torch.device,
     parameters: Tensor | Sequence[Tensor],
     max_norm: float,
     norm_type: float,
 ) -> Tensor:
-    """Clip gradients to a norm over all stages; parameters of several stages count once."""
+    """Clip gradients to a norm over all stages; parameters of several stages count once.
+
+    Stages may have no gradients, or others' dtypes: all reduce a float64 on the device of the run.
+    """
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
     rank = dist.get_rank(group)
     repeated = {
@@ -250,15 +256,14 @@ def clip_over_stages(
     gradients = [p.grad for p in tensors if p.grad is not None]
     counted = [p.grad for p in tensors if p.grad is not None and id(p) not in repeated]
     is_max = norm_type == float("inf")
-    device = gradients[0].device if gradients else torch.device("cpu")
     with hang_monitor.collective_scope("clip_grad_norm_"):
-        norm = norm_of(counted, float(norm_type)).to(device)
+        norm = norm_of(counted, float(norm_type)).to(device, torch.float64)
         power = norm if is_max else norm**norm_type
         dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
     norm = power if is_max else power ** (1.0 / norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parts in by_device(gradients):
-        foreach_mul_(parts, factor.to(parts[0].device))
+        foreach_mul_(parts, factor.to(parts[0]))
     return norm
 
 

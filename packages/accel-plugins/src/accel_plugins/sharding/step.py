@@ -99,6 +99,9 @@ def _clip_norm(parameters: Tensor | list[Tensor], max_norm: float, norm_type: fl
 
 
 def _clip_value(parameters: list[Tensor], clip_value: float) -> None:
+    for parameter in parameters:
+        if isinstance(parameter.grad, DTensor):  # a limit applies to a sum, not to its terms
+            parameter.grad = _summed(parameter.grad)
     for parts in by_device(_gradients(parameters)):
         foreach_clamp_min_(parts, -clip_value)
         foreach_clamp_max_(parts, clip_value)
@@ -135,20 +138,29 @@ def _by_axes(gradients: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
     mesh = placements = None
     group: list[Tensor] = []
-    replicated: list[Any] = []
-    is_partial = False
     for gradient in gradients:
         if not isinstance(gradient, DTensor):
             groups.setdefault((), []).append(gradient)
             continue
         if gradient.device_mesh is not mesh or gradient.placements != placements:  # often unchanged
             mesh, placements = gradient.device_mesh, gradient.placements
-            replicated = [Replicate() if placement.is_partial() else placement for placement in placements]
-            shards = [axis for axis, placement in enumerate(replicated) if not placement.is_replicate()]
+            shards = [
+                axis
+                for axis, placement in enumerate(placements)
+                if not (placement.is_replicate() or placement.is_partial())
+            ]
             group = groups.setdefault((mesh, *shards), [])
-            is_partial = replicated != [*placements]
-        group.append(gradient.redistribute(placements=replicated) if is_partial else gradient)
+        group.append(_summed(gradient))
     return groups
+
+
+def _summed(gradient: DTensor) -> DTensor:
+    """Return a gradient without terms on several ranks."""
+    if not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    return gradient.redistribute(
+        placements=[Replicate() if placement.is_partial() else placement for placement in gradient.placements]
+    )
 
 
 def _gradients(parameters: Tensor | list[Tensor]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -32,6 +33,7 @@ from accel_state.torch_private import (
 )
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
 logger = logging.getLogger(__name__)
@@ -44,9 +46,10 @@ class ParamRemap:
     """Map from original to sharded parameters, for optimizers prepared with the model or later."""
 
     def __init__(self) -> None:
+        # The keys are originals only: torch refuses to move a sharded parameter that has weak references. A
+        # value is the sharded parameter and the number of its originals, as a flat one has several.
         self._successors: Any = WeakIdKeyDictionary()
         self._absent: Any = WeakIdKeyDictionary()  # original parameters that only other ranks have
-        self._num_originals: Any = WeakIdKeyDictionary()  # by sharded parameter; a flat one has several
         self._models: WeakSet[nn.Module] = WeakSet()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
 
@@ -85,10 +88,14 @@ class ParamRemap:
     def add(self, model: nn.Module, before: Iterable[tuple[Tensor, str]], now: Mapping[str, Tensor]) -> None:
         """Add a sharded model: its original parameters with their names, and its new parameters by name."""
         self._models.add(model)
-        for parameter, name in before:
-            if name in now and now[name] is not parameter and parameter not in self._successors:
-                self._successors[parameter] = now[name]
-                self._num_originals[now[name]] = self._num_originals.get(now[name], 0) + 1
+        replaced = [
+            (parameter, now[name])
+            for parameter, name in before
+            if name in now and now[name] is not parameter and parameter not in self._successors
+        ]
+        counts = Counter(id(new) for _, new in replaced)
+        for parameter, new in replaced:
+            self._successors[parameter] = new, counts[id(new)]
 
     def exclude(self, parameters: Iterable[Tensor]) -> None:
         """Add original parameters that only other ranks have; `switch` removes them from optimizers."""
@@ -103,14 +110,15 @@ class ParamRemap:
                     optimizer.state.pop(parameter, None)
             group["params"][:] = [p for p in group["params"] if p not in self._absent]
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        mapping = {
+        successors = {
             parameter: self._successors[parameter]
             for parameter in parameters
             if parameter in self._successors
         }
-        for key, count in Counter(id(new) for new in mapping.values()).items():
-            total = next(self._num_originals[new] for new in mapping.values() if id(new) == key)
-            if count < total:
+        mapping = {parameter: new for parameter, (new, _) in successors.items()}
+        present = Counter(map(id, mapping.values()))
+        for new, total in successors.values():
+            if (count := present[id(new)]) < total:
                 raise SettingsError(
                     f"{type(optimizer).__qualname__} has {count} of the {total} parameters of one block, of "
                     "which FSDP1 makes one flat parameter: it would train all of them. Set "
@@ -130,6 +138,7 @@ class ShardedWrapper:
         master_weights: The mixed precision under which trained parameters are cast to float32; `None` to keep
             all dtypes.
         only_main_has_values: Whether models of ranks other than 0 may be on the meta device.
+        mesh: The mesh of the run: parameters that `parallelize_module` has sharded over it keep their shards.
     """
 
     runtime: Runtime
@@ -138,6 +147,7 @@ class ShardedWrapper:
     parameters_on: torch.device
     master_weights: str | None = None
     only_main_has_values: bool = False
+    mesh: DeviceMesh | None = None
     remap: ParamRemap = field(default_factory=ParamRemap)
 
     def check(self, bundle: Bundle) -> None:
@@ -225,6 +235,7 @@ class ShardedWrapper:
             model,
             keep=is_main,
             device=self.runtime.device,
+            mesh=self.mesh,
             dtype_of=None if self.master_weights is None else dtype_to_train,
         )
         detached: list[tuple[Optimizer, list[Tensor], int, str, Any]] = []
@@ -242,7 +253,7 @@ class ShardedWrapper:
         if load is not None:
             on_cpu = self.parameters_on != self.runtime.device
             load(model, {**values.parameters, **values.buffers}, cpu_offload=on_cpu)
-            values = _without_materialized(model, values)
+        values = _without_materialized(model, values)
         materialize_from_rank0(model, values, self.runtime, parameters_on=self.parameters_on)
         now = dict(model.named_parameters(remove_duplicate=False))
         # 3. Put the sharded parameters into the optimizers, with their sharded states.
@@ -293,6 +304,7 @@ class FullModelState:
     Args:
         parameters: Full parameters by name, on the rank that keeps them; tied ones by their first name.
         names: All names of each parameter and buffer, by the first one.
+        retained: First names of the parameters that keep their shards.
         before: Weak map from the original parameters to their names.
         hooks: Gradient hooks of each parameter that has some, as torch keeps them.
     """
@@ -303,6 +315,7 @@ class FullModelState:
     dtypes: dict[str, torch.dtype] = field(default_factory=dict[str, Any])
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict[str, Any])
     names: dict[str, list[str]] = field(default_factory=dict[str, Any])
+    retained: set[str] = field(default_factory=set[str])
     before: Any = field(default_factory=WeakIdKeyDictionary)
     hooks: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, Any])
 
@@ -312,14 +325,17 @@ def to_meta(
     *,
     keep: bool,
     device: torch.device,
+    mesh: DeviceMesh | None = None,
     dtype_of: Callable[[Tensor], torch.dtype] | None = None,
 ) -> FullModelState:
     """Move a model to the meta device in place, and return its state; names and ties are kept.
 
     Args:
-        model: Any model; parameters that are sharded already are all-gathered.
+        model: Any model; parameters that are sharded already are all-gathered, except over axes of `mesh`:
+            these keep their shards, of which replicas get the first one's values.
         keep: Whether this rank keeps the full tensors.
         device: Device of the collectives.
+        mesh: The mesh of the run, if it has one.
         dtype_of: Returns a parameter's new dtype; unchanged if `None`.
     """
     values = FullModelState()
@@ -340,6 +356,10 @@ def to_meta(
                 values.before[tensor] = name
                 values.dtypes[name] = dtype_of(tensor) if dtype_of else tensor.dtype
             values.attributes[name] = {} if _has_own_type(tensor) else dict(vars(tensor))
+            if _has_shards_of(mesh, tensor):
+                values.retained.add(name)
+                _broadcast_to_replicas(tensor, mesh)
+                continue
             full = gather_full_tensor(tensor, device) if isinstance(tensor, DTensor) else tensor.detach()
             if keep:
                 kind[name] = full
@@ -347,22 +367,40 @@ def to_meta(
     return values
 
 
+def _has_shards_of(mesh: Any, tensor: Any) -> bool:
+    """Return whether a tensor is sharded over axes of a mesh."""
+    if mesh is None or not isinstance(tensor, DTensor):
+        return False
+    own = tensor.device_mesh.mesh_dim_names or ()
+    axes = tuple(axis for axis in mesh.mesh_dim_names if axis in own)
+    return bool(axes) and axes == own and tensor.device_mesh == mesh[axes]
+
+
+def _broadcast_to_replicas(tensor: Any, mesh: Any) -> None:
+    """Give a shard the values of the first rank along each axis of the mesh that does not shard it."""
+    shard = tensor.detach().to_local()
+    for axis in mesh.mesh_dim_names:
+        if axis not in tensor.device_mesh.mesh_dim_names:
+            values = shard.contiguous()
+            dist.broadcast(values, group=mesh.get_group(axis), group_src=0)
+            shard.copy_(values)
+
+
 def _move_to_meta(model: nn.Module, values: FullModelState) -> None:
-    """Move a model to the meta device; tied tensors stay tied."""
-    for names in values.names.values():
-        tensor = _get_tensor(model, names[0])
-        if _has_own_type(tensor):  # `Module.to` refuses to swap a tensor with weak references
-            meta = tensor.detach().to("meta", values.dtypes[names[0]])
-            for name in names:
-                put_tensor(model, name, nn.Parameter(meta, requires_grad=tensor.requires_grad))
-    nn.Module.to(model, device="meta")  # an override of `to` may refuse to move the model
-    for names in values.names.values():
-        tensor = _get_tensor(model, names[0])
-        if _has_own_type(tensor):
+    """Move a model to the meta device, except shards that it keeps; tied tensors stay tied.
+
+    Not by `nn.Module.to`, which refuses to swap a DTensor that has weak references.
+    """
+    for name, names in values.names.items():
+        tensor = _get_tensor(model, name)
+        device = tensor.device if name in values.retained else "meta"
+        if device != "meta" and values.dtypes[name] is tensor.dtype:
             continue
-        tensor.data = tensor.data.to(values.dtypes[names[0]])
-        for name in names[1:]:
-            put_tensor(model, name, tensor)
+        moved = tensor.detach().to(device, values.dtypes[name])
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        for alias in names:
+            put_tensor(model, alias, moved)
 
 
 def materialize_from_rank0(
@@ -403,16 +441,20 @@ def materialize_from_rank0(
 
 def _without_materialized(model: nn.Module, values: FullModelState) -> FullModelState:
     """Return the state of the tensors still on the meta device; restore hooks and ties of the others."""
+    present = dict(model.named_parameters(remove_duplicate=False))
+    present |= dict(model.named_buffers(remove_duplicate=False))
     on_meta: dict[str, list[str]] = {}
     for name, names in values.names.items():
-        tensor = _get_tensor(model, name)
-        if tensor.is_meta:
+        own = [alias for alias in names if alias in present]
+        if present[own[0]].is_meta if own else name not in values.retained:
             on_meta[name] = names
+        if not own or name in on_meta:
             continue
+        tensor = present[own[0]]
         vars(tensor).update(values.attributes[name])
         if name in values.hooks:
             set_gradient_hooks(tensor, values.hooks[name])
-        for alias in names[1:]:
+        for alias in own[1:]:
             put_tensor(model, alias, tensor)
     return replace(values, names=on_meta)
 

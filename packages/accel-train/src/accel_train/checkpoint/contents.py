@@ -30,6 +30,7 @@ from accel_state.device_kinds import KINDS, DeviceKind, available_kind
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
+from accel_state.rng import synchronize_tensor_parallel_rng
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.context import CheckpointContext
 from accel_train.checkpoint.staging import write_object, write_weights
@@ -161,7 +162,10 @@ def read_rng(device: torch.device) -> dict[str, Any]:
 
 
 def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Set all generators; return one sentence for each that could not be restored."""
+    """Set all generators; return one sentence for each that could not be restored.
+
+    A collective over ranks that share layers, as is `seed_per_rank`: each of them calls one of the two.
+    """
     complaints = [f"{key!r} is absent" for key in _HOST_KEYS if key not in states]
     if PYTHON_KEY in states:
         version, words, gauss = states[PYTHON_KEY]
@@ -177,6 +181,7 @@ def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
             complaints += _write_device(kind, states[key])
         else:
             complaints.append(f"{key!r} is absent: the state was saved on a machine without such a device")
+    synchronize_tensor_parallel_rng()  # ranks that had other numbers may share layers now
     known = {*_HOST_KEYS, *map(_device_key, present), "step", ENGINE_KEY}
     complaints += [
         f"{key!r} is for devices that this machine lacks"
@@ -195,6 +200,7 @@ def seed_per_rank(states: Mapping[str, Any], rank: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)  # seeds the generators of all devices
+    synchronize_tensor_parallel_rng()
 
 
 def _kinds_in_use(device: torch.device) -> list[DeviceKind]:

@@ -173,20 +173,6 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
     name = next(name for name in PROPAGATION_METHODS if name in vars(propagator))
     setattr(propagator, name, _run_within(recorder.paused, vars(propagator)[name]))
     replace_fsdp_chunks(Chunks)
-    wrap: Any = import_module("accel_plugins.sharding.wrap")
-
-    def move_to_meta(model: Any, replaced: Any) -> None:
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        for first, names in replaced.names.items():
-            old = tensors[first]
-            # `to` keeps the type that a library has given the weight.
-            new: Any = old.detach().to("meta", replaced.dtypes[first])
-            if isinstance(old, torch.nn.Parameter):
-                new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
-            for name in names:
-                wrap.put_tensor(model, name, new)
-
-    replace_names("accel_plugins.sharding.wrap", _move_to_meta=move_to_meta)
     # Models that libraries make are not sharded: nothing of DeepSpeed runs here.
     replace_names("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
 
