@@ -490,7 +490,7 @@ def test_a_deepspeed_that_is_older_than_the_tested_ones_is_refused(
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.9\n")
     monkeypatch.syspath_prepend(tmp_path)
     installed_version.cache_clear()
-    with pytest.raises(MissingDependencyError, match=r"needs deepspeed 0.19 or newer.*0.18.9 is inst"):
+    with pytest.raises(MissingDependencyError, match=r"needs deepspeed 0.19.8 or newer.*0.18.9 is inst"):
         load_library("the strategy 'deepspeed'")
     installed_version.cache_clear()
 

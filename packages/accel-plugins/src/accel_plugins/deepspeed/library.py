@@ -23,7 +23,7 @@ from accel_state.libraries import compare_versions, require
 if TYPE_CHECKING:
     from accel_state.runtime import Runtime
 
-_MINIMUM = "0.19"  # Engines of earlier versions lack methods that `engine.py` calls.
+_MINIMUM = "0.19.8"  # Earlier versions lack names in `NAMES`.
 _EXTRA = "accel-plugins[deepspeed]"
 
 
@@ -149,7 +149,7 @@ def check_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> None:
     if absent:
         raise MissingDependencyError(
             f"deepspeed {version('deepspeed')} does not have {', '.join(absent)}, which this version of "
-            "accel requires: install another version of deepspeed, such as 0.19, or a newer accel."
+            f"accel requires: install another version of deepspeed, such as {_MINIMUM}, or a newer accel."
         )
 
 
