@@ -37,7 +37,7 @@ from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.sharding.wrap import switch_parameters
 from accel_plugins.strategy import Bundle
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
-from accel_state.libraries import is_installed
+from accel_state.libraries import BY_NAME, is_installed
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
@@ -202,6 +202,20 @@ def test_the_backend_that_nobody_named_is_said_once(caplog, monkeypatch):
         assert build(Settings(), Runtime(), {}).backend == "AO"
     (message,) = said()
     assert message.startswith("mixed_precision='fp8' uses torchao. Set fp8_backend or pass a kwargs handler")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "recipe", "text"),
+    [
+        ({"pp_size": 2}, None, r"recipe='delayed'\) with ParallelismConfig\(pp_size=2\)"),
+        ({"tp_size": 2}, "current", r"TERecipeKwargs with ParallelismConfig\(tp_size=2\)"),
+    ],
+)
+def test_axes_that_transformer_engine_cannot_share_are_refused(sizes, recipe, text, monkeypatch):
+    monkeypatch.setattr(msamp, "choose_backend", lambda *_, **__: BY_NAME["TE"])  # as on a GPU
+    handlers = {TERecipeKwargs: TERecipeKwargs(recipe=recipe), ParallelismConfig: ParallelismConfig(**sizes)}
+    with pytest.raises(UnsupportedError, match=text):
+        build(Settings(), Runtime(), handlers)
 
 
 def test_options_that_a_recipe_does_not_take_are_refused_unless_they_are_at_their_default():

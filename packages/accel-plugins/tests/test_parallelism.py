@@ -205,7 +205,6 @@ def test_sizes_are_validated_against_a_run():
     ("make", "kind", "text"),
     [
         (lambda: TorchContextParallelConfig("ring"), SettingsError, "Invalid cp_comm_strategy: ring"),
-        (lambda: TorchTensorParallelConfig(enable_async_tp=True), UnsupportedError, "enable_async_tp"),
         (lambda: TorchTensorParallelPlugin(), SettingsError, "at least 2"),
         (lambda: DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager"), SettingsError, "'sdpa'"),
         (
@@ -218,6 +217,11 @@ def test_sizes_are_validated_against_a_run():
 def test_options_that_cannot_be_used_are_refused(make: Any, kind: type[Exception], text: str):
     with pytest.raises(kind, match=text):
         make()
+
+
+def test_overlapped_tensor_parallelism_is_ignored_with_a_warning(caplog: pytest.LogCaptureFixture):
+    assert TorchTensorParallelConfig(enable_async_tp=True).enable_async_tp
+    assert "enable_async_tp=True) has no effect" in caplog.text
 
 
 def test_lengths_vary_unless_one_is_given():

@@ -74,6 +74,19 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
             keeps_types=not (is_tensor_parallel or is_fsdp1 or DeepSpeedPlugin in handlers),
         )
     if backend.name == "TE":
+        config = handlers.get(ParallelismConfig)
+        recipe = (options or TERecipeKwargs()).recipe or "delayed"
+        if config is not None and config.pp_enabled and recipe == "delayed":
+            raise UnsupportedError(
+                f"TERecipeKwargs(recipe='delayed') with ParallelismConfig(pp_size={config.pp_size}): after "
+                "each forward pass, this recipe reduces maxima over all ranks, and the stages of a pipeline "
+                "would wait for one another. Use recipe='current' or another, or torchao (AORecipeKwargs())."
+            )
+        if config is not None and config.tp_enabled:
+            raise UnsupportedError(
+                f"TERecipeKwargs with ParallelismConfig(tp_size={config.tp_size}): torch's tensor "
+                "parallelism does not shard the layers of TransformerEngine. Use torchao (AORecipeKwargs())."
+            )
         return te.build(options or TERecipeKwargs())
     return build_msamp(
         options or MSAMPRecipeKwargs(),

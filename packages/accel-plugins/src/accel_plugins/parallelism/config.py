@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -15,7 +16,7 @@ from accel_plugins.kwargs import expect, expect_flags, is_count, resolve_fields
 from accel_plugins.strategy import BatchSharding
 from accel_state import process_group, torch_private
 from accel_state.collectives import group_timeout, set_group_timeout
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.settings.engines import ParallelismSettings, find_axes_conflict
 from accel_state.settings.model import Settings
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 _ROTATIONS = ("allgather", "alltoall")
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -106,10 +109,7 @@ class TorchTensorParallelConfig:
 
     Args:
         enable_async_tp: Whether communication overlaps with matrix products, which needs `torch.compile` and
-            NVIDIA devices with peer-to-peer memory access.
-
-    Raises:
-        UnsupportedError: `enable_async_tp` is true, which this version of accel does not support.
+            NVIDIA devices with peer-to-peer memory access. Has no effect in this version, which warns.
     """
 
     enable_async_tp: bool = False
@@ -117,8 +117,9 @@ class TorchTensorParallelConfig:
     def __post_init__(self) -> None:
         expect_flags(self)
         if self.enable_async_tp:
-            raise UnsupportedError(
-                "TorchTensorParallelConfig(enable_async_tp=True) is not available in this version. Remove it."
+            logger.warning(
+                "TorchTensorParallelConfig(enable_async_tp=True) has no effect in this version: "
+                "communication does not overlap with matrix products. Remove it."
             )
 
 
