@@ -229,6 +229,29 @@ def test_logits_in_evaluation_are_those_of_transformers_with_the_gathered_weight
     accelerator.free_memory()
 
 
+@distributed(world_size=2)
+def test_a_micro_batch_without_labels_has_no_gradient():
+    tokens = torch.stack([row["input_ids"] for row in make_rows()[:2]])
+    labels = tokens.clone()
+    labels[0] = -100  # the first of two micro-batches
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(tp_degree=2, num_micro_batches=2)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model = make_llama()
+        model, optimizer = accelerator.prepare(model, make_optimizer(model))
+        alone = make_llama()
+        accelerator.backward(model(input_ids=tokens, labels=labels).loss)
+        optimizer.step()
+        state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        plain = make_optimizer(alone)
+        (alone(input_ids=tokens[1:], labels=labels[1:]).loss / 2).backward()
+        plain.step()
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-3, msg=name)
+    accelerator.free_memory()
+
+
 LLAMA_3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

@@ -146,7 +146,7 @@ def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tup
     losses, logits = output_tensor if isinstance(output_tensor, tuple) else (output_tensor, None)
     mask = loss_mask.view(-1).float()
     total, count = (losses.float().view(-1) * mask).sum(), mask.sum()
-    mean = total / sum_over_context(count)
+    mean = total / sum_over_context(count).clamp(min=1)
     reduced = {"lm loss": avg_losses_across_data_parallel_group([sum_over_context(mean)])[0]}
     if logits is not None:
         gather_vocabulary = core("tensor_parallel.mappings").gather_from_tensor_model_parallel_region
