@@ -218,7 +218,7 @@ def test_thousands_of_missing_or_misshaped_tensors_are_a_short_message(state, le
     state = {f"buffer_{number}": size for number in range(MANY) for size in state.values()}
     with pytest.raises(RuntimeError) as caught:
         model.load_state_dict(state)
-    text = str(shortened(caught.value))
+    text = shortened(str(caught.value))
     assert "buffer_0" in text
     assert f"and {left} more" in text
     assert len(text) < 5000

@@ -316,24 +316,24 @@ def flatten_map(model: nn.Module, device_map: Mapping[str, T]) -> dict[str, T]:
         {'0': 0, '1.weight': 0, '1.bias': 'cpu'}
     """
     above = {prefix for name in device_map if name for prefix in _parents(name)}
+    return _flat_entries(model, "", None, device_map, above)
+
+
+def _flat_entries(
+    module: nn.Module, name: str, inherited: T | None, device_map: Mapping[str, T], above: set[str]
+) -> dict[str, T]:
+    target = device_map.get(name, inherited)
+    if name not in above:
+        return {} if target is None else {name: target}
     flat: dict[str, T] = {}
-
-    def visit(module: nn.Module, name: str, inherited: T | None) -> None:
-        target = device_map.get(name, inherited)
-        if name not in above:
-            if target is not None:
-                flat[name] = target
-            return
-        prefix = f"{name}." if name else ""
-        for leaf, tensor in (*parameter_table(module).items(), *buffer_table(module).items()):
-            device = device_map.get(prefix + leaf, target)
-            if device is not None and tensor is not None:
-                flat[prefix + leaf] = device
-        for leaf, child in child_table(module).items():
-            if child is not None:
-                visit(child, prefix + leaf, target)
-
-    visit(model, "", None)
+    prefix = f"{name}." if name else ""
+    for leaf, tensor in (*parameter_table(module).items(), *buffer_table(module).items()):
+        device = device_map.get(prefix + leaf, target)
+        if device is not None and tensor is not None:
+            flat[prefix + leaf] = device
+    for leaf, child in child_table(module).items():
+        if child is not None:
+            flat |= _flat_entries(child, prefix + leaf, target, device_map, above)
     return flat
 
 

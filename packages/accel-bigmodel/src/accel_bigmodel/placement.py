@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accel_ops.weights.tensors import non_persistent_buffers
 from accel_state.errors import CheckpointError, some_of
-from accel_state.torch_private import buffer_table, child_table, parameter_table
+from accel_state.torch_private import buffer_table, parameter_table
 
 if TYPE_CHECKING:
     TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
@@ -119,8 +119,8 @@ def sites_of(model: nn.Module) -> dict[str, TensorOwner]:
         ['0.bias', '0.weight']
     """
     sites: dict[str, TensorOwner] = {}
-
-    def visit(module: nn.Module, prefix: str) -> None:
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
         parameters: dict[str, Any] = parameter_table(module)
         for leaf, tensor in parameters.items():
             if tensor is not None:
@@ -133,11 +133,6 @@ def sites_of(model: nn.Module) -> dict[str, TensorOwner]:
                     sites[prefix + leaf] = TensorOwner(
                         buffers, leaf, is_buffer=True, persistent=leaf not in passing
                     )
-        for leaf, child in child_table(module).items():
-            if child is not None:
-                visit(child, f"{prefix}{leaf}.")
-
-    visit(model, "")
     return sites
 
 

@@ -17,7 +17,6 @@ from accel_state.frozen import frozen
 from accel_state.labels import CustomDtype
 from accel_state.torch_private import (
     buffer_table,
-    child_table,
     parameter_table,
     tables_of,
     tree_leaves,
@@ -201,9 +200,9 @@ def compute_module_sizes(
     count = byte_count(dtype, special_dtypes)
     sizes: dict[str, int] = {}
     seen: set[int] = set()
-
-    def add(module: nn.Module, name: str, prefix: str) -> int:
-        sizes[name] = total = 0  # a parent's entry comes before those of its children
+    for name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{name}." if name else ""
+        sizes[name] = total = 0
         for table in (parameter_table(module), buffer_table(module)):
             for leaf, tensor in table.items():
                 skipped = buffers_only and table is not buffer_table(module)
@@ -212,13 +211,11 @@ def compute_module_sizes(
                 seen.add(id(tensor))
                 sizes[prefix + leaf] = size = tensor.nbytes if count is None else count(prefix, leaf, tensor)
                 total += size
-        for leaf, child in child_table(module).items():
-            if child is not None:
-                total += add(child, prefix + leaf, f"{prefix}{leaf}.")
         sizes[name] = total
-        return total
-
-    add(model, "", "")
+        above = name
+        while above:
+            above = above.rpartition(".")[0]
+            sizes[above] += total
     return sizes
 
 

@@ -172,18 +172,29 @@ def recursively_apply(
         >>> recursively_apply(lambda t, by: t * by, {"x": [torch.ones(2), "kept"]}, by=3)
         {'x': [tensor([3., 3.]), 'kept']}
     """
+    return _apply(
+        lambda leaf: func(leaf, *args, **kwargs),
+        data,
+        test_type,
+        (lambda: stray_leaf(data, _name(func), test_type)) if error_on_other_type else None,
+    )
 
-    def apply(part: Any) -> Any:
-        if not isinstance(part, (list, tuple, Mapping)):
-            if test_type(part):
-                return func(part, *args, **kwargs)
-            if not is_dataclass_instance(part):
-                if error_on_other_type:
-                    raise stray_leaf(data, _name(func), test_type)
-                return part
-        return rebuild(part, [apply(value) for _, value in children(part) or ()])
 
-    return apply(data)
+def _apply(
+    func: Callable[[Any], Any],
+    data: Any,
+    test_type: Callable[[Any], bool],
+    error: Callable[[], TypeError] | None,
+) -> Any:
+    # An inner function that calls itself would be a cycle, which holds the data until Python collects it.
+    if not isinstance(data, (list, tuple, Mapping)):
+        if test_type(data):
+            return func(data)
+        if not is_dataclass_instance(data):
+            if error is not None:
+                raise error()
+            return data
+    return rebuild(data, [_apply(func, value, test_type, error) for _, value in children(data) or ()])
 
 
 def walk(data: Any, path: str = "") -> Iterable[tuple[str, Any]]:
@@ -278,7 +289,7 @@ def get_shape(data: Any) -> Any:
 def initialize_tensors(data_structure: Any) -> Any:
     """Invert `get_data_structure`: replace each `TensorInformation` by an uninitialised CPU tensor."""
     return recursively_apply(
-        lambda info: torch.empty(info.shape, dtype=info.dtype),
+        lambda info: torch.empty(info.shape, dtype=info.dtype, device="cpu"),
         data_structure,
         test_type=is_tensor_information,
     )
@@ -425,7 +436,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
         )
     if tensor is None:
         dtype, shape = calls[owners[0]]
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
     copy = tensor.detach().to(runtime.device, copy=True).contiguous()
     collectives.broadcast(copy, owners[0])
     return copy

@@ -207,7 +207,7 @@ class TrackerSession:
         for name, count in self._failures.items():
             logger.warning("The tracker %r failed %d times in all.", name, count)
         if errors:
-            raise errors[0]
+            raise errors.pop(0)
 
     def run_ids(self) -> dict[str, str]:
         """Return the ids for resuming the runs of this process, by the tracker's name."""

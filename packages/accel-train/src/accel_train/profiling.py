@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -83,6 +83,10 @@ class Frame:
     calls: int = 0
     children: dict[str, Frame] = field(default_factory=dict[str, "Frame"])
 
+    def above(self, least: float) -> list[Frame]:
+        """Return the children that took at least so many microseconds."""
+        return [child for child in self.children.values() if child.microseconds >= least]
+
 
 def read_frames(events: Iterable[dict[str, Any]]) -> Frame:
     """Nest the events of each thread of a trace by time, and add up equal call paths.
@@ -109,32 +113,28 @@ def read_frames(events: Iterable[dict[str, Any]]) -> Frame:
     return root
 
 
+def _rows_of(frame: Frame, path: str, parent: str, least: float) -> Iterator[tuple[str, str, Frame]]:
+    yield path, parent, frame
+    for child in frame.above(least):
+        yield from _rows_of(child, f"{path}\n{child.name}", path, least)
+
+
 def write_flame_graph(trace: Path, page: Path) -> None:
     """Write the flame graph of a Chrome trace as an HTML page."""
     from plotly.graph_objects import Figure, Icicle
 
     root = read_frames(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
-    rows: list[tuple[str, str, Frame]] = []
-
-    def visible_children(frame: Frame) -> list[Frame]:
-        least = _MIN_SHARE * root.microseconds
-        return [child for child in frame.children.values() if child.microseconds >= least]
-
-    def self_time(frame: Frame) -> float:
-        return max(0.0, frame.microseconds - sum(child.microseconds for child in visible_children(frame)))
-
-    def add(frame: Frame, path: str, parent: str) -> None:
-        rows.append((path, parent, frame))
-        for child in visible_children(frame):
-            add(child, f"{path}\n{child.name}", path)
-
-    add(root, root.name, "")
+    least = _MIN_SHARE * root.microseconds
+    rows = [*_rows_of(root, root.name, "", least)]
     figure = Figure(
         Icicle(
             ids=[path for path, _, _ in rows],
             parents=[parent for _, parent, _ in rows],
             labels=[frame.name for _, _, frame in rows],
-            values=[self_time(frame) for _, _, frame in rows],
+            values=[
+                max(0.0, frame.microseconds - sum(child.microseconds for child in frame.above(least)))
+                for _, _, frame in rows
+            ],
             customdata=[(frame.microseconds / 1000, frame.calls) for _, _, frame in rows],
             branchvalues="remainder",  # a parent's value is its self time: rounding cannot contradict it
             tiling={"orientation": "v"},

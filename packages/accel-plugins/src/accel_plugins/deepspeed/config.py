@@ -280,18 +280,18 @@ def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
         >>> config_for_models({"train_batch_size": "auto", "zero_optimization": {"stage": 3}})
         {'zero_optimization': {'stage': 3}, 'train_micro_batch_size_per_gpu': 1}
     """
-
-    def without_auto(node: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: without_auto(value) if isinstance(value, dict) else value
-            for name, value in node.items()
-            if value != AUTO
-        }
-
-    known = without_auto(config)
+    known = _without_auto(config)
     for name in ("train_batch_size", "gradient_accumulation_steps"):
         known.pop(name, None)
     return known | {"train_micro_batch_size_per_gpu": 1}
+
+
+def _without_auto(node: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _without_auto(value) if isinstance(value, dict) else value
+        for name, value in node.items()
+        if value != AUTO
+    }
 
 
 @frozen
@@ -331,28 +331,30 @@ def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
         >>> filled.config["a"], filled.mismatches
         (1, ['b.c is 3 in the configuration, but 2 by us'])
     """
-    mismatches: list[str] = []
-    open_keys: list[str] = []
+    filled = Filled(config={}, mismatches=[], open_keys=[])
+    filled.config.update(_fill(config, "", known, filled))
+    return filled
 
-    def walk(node: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for name, value in node.items():
-            key = prefix + name
-            if isinstance(value, dict):
-                result[name] = walk(cast("dict[str, Any]", value), f"{key}.")
-                continue
-            other = known.get(key)
-            result[name] = other.value if other is not None and value == AUTO else value
-            if other is not None and other.binding:
-                # JSON has one kind of number: 2 is 2.0, but true is not 1.
-                is_bool = isinstance(result[name], bool)
-                if is_bool != isinstance(other.value, bool) or result[name] != other.value:
-                    mismatches.append(other.contradiction(key, value))
-            if result[name] == AUTO:
-                open_keys.append(key)
-        return result
 
-    return Filled(config=walk(config, ""), mismatches=mismatches, open_keys=open_keys)
+def _fill(
+    node: Mapping[str, Any], prefix: str, known: Mapping[str, KnownValue], filled: Filled
+) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name, value in node.items():
+        key = prefix + name
+        if isinstance(value, dict):
+            result[name] = _fill(cast("dict[str, Any]", value), f"{key}.", known, filled)
+            continue
+        other = known.get(key)
+        result[name] = other.value if other is not None and value == AUTO else value
+        if other is not None and other.binding:
+            # JSON has one kind of number: 2 is 2.0, but true is not 1.
+            is_bool = isinstance(result[name], bool)
+            if is_bool != isinstance(other.value, bool) or result[name] != other.value:
+                filled.mismatches.append(other.contradiction(key, value))
+        if result[name] == AUTO:
+            filled.open_keys.append(key)
+    return result
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:

@@ -174,7 +174,7 @@ class Pipeline:
             schedule = self._schedule(*_sizes_of(parts[0]))
             batch.outputs.clear()
             try:
-                order = torch.arange(number)
+                order = torch.arange(number, device="cpu")
                 schedule.step(index=order, target=order)
             except RuntimeError as error:
                 if isinstance(error.__cause__, (SettingsError, UnsupportedError)):
@@ -370,7 +370,10 @@ class Pipeline:
         problem = next((text for _, text in answers if text), None)
         if problem is not None:  # on every rank, or the others would hang
             self._boundaries = None
-            raise failure or SettingsError(problem)
+            try:
+                raise failure or SettingsError(problem)
+            finally:
+                del failure  # else a cycle: its traceback holds this frame
         self._form = answers[self.layout.ranks[-1]][0]
 
     def probe_alone(self, modules: Mapping[int, nn.Module]) -> None:
@@ -489,7 +492,7 @@ class Pipeline:
         handle = stage.units[-1].register_forward_hook(note)
         try:
             received_args = () if received is None else (received,)
-            activation = stage(*received_args, index=torch.tensor(index))
+            activation = stage(*received_args, index=torch.tensor(index, device="cpu"))
             if self._calls is not None:
                 self._check_calls(stage, activation, received)
         except Exception as error:
@@ -513,8 +516,8 @@ class Pipeline:
 
     def _send(self, tensor: Tensor, form: int, rank: int) -> None:
         shape = [_DTYPES.index(tensor.dtype), form, tensor.ndim, *tensor.shape]
-        header = torch.zeros(_HEADER, dtype=torch.int64)
-        header[: len(shape)] = torch.tensor(shape)
+        header = torch.zeros(_HEADER, dtype=torch.int64, device="cpu")
+        header[: len(shape)] = torch.tensor(shape, device="cpu")
         dist.send(header.to(self.device), group=self.group, group_dst=rank)
         dist.send(tensor.detach().contiguous(), group=self.group, group_dst=rank)
 

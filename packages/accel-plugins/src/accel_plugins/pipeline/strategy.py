@@ -22,6 +22,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin, form_of
 from accel_plugins.parallelism.attention import text_config
 from accel_plugins.parallelism.config import Axes, TorchPipelineParallelConfig, axes_of
 from accel_plugins.parallelism.experts import ExpertParallel
+from accel_plugins.parallelism.sequence import Ulysses
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.pipeline.engine import Pipeline
 from accel_plugins.pipeline.stages import Layout, lay_out
@@ -105,7 +106,7 @@ def build(
         split_sequences=context,
         prepare_for_split=None if sequences is None else sequences.prepare,
         shard_sequences=None if ulysses is None else ulysses.shard,
-        release=None if ulysses is None else ulysses.release,
+        release=partial(_release, models, ulysses),
         train_step=partial(train_step, models),
         calls_forward=True,
         shards=PipelineShards(
@@ -153,6 +154,12 @@ def _full_sharding(
     if experts_mesh is not None:
         experts = ExpertParallel(mesh=experts_mesh, num_batches=mesh.size(), tensor=axes.tensor)
     return FullSharding(plugin=plugin, mesh=mesh, master_weights=precision.name != "no", experts=experts)
+
+
+def _release(models: PreparedPipelines, ulysses: Ulysses | None) -> None:
+    models.clear()  # a prepared pipeline refers to its model, which would keep its own entry alive
+    if ulysses is not None:
+        ulysses.release()
 
 
 PreparedPipelines = weakref.WeakKeyDictionary[nn.Module, "PreparedPipeline"]

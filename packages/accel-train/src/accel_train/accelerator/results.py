@@ -190,8 +190,11 @@ def _gather_objects(data: Any, loader: Any, real: int | None, *, is_padded: bool
     contribution = (problem and str(problem), data if counts else None, counts, is_untrimmed)
     # 2. Gather, and raise if any rank has a problem.
     gathered: list[tuple[str | None, Any, bool, bool]] = collectives.gather_object([contribution])
-    if problem is not None:
-        raise problem
+    try:
+        if problem is not None:
+            raise problem
+    finally:
+        del problem  # else a cycle: its traceback holds this frame
     for rank, (text, *_) in enumerate(gathered):
         if text is not None:
             raise DistributedOperationException(f"Rank {rank}: {text}")

@@ -51,8 +51,13 @@ def write_file(path: AnyPath, write: Callable[[Any], object], *, to_disk: bool) 
         write(writer)
     except BaseException as error:
         writer.abandon()
-        if writer.failure is not None:  # torch raises an error of its own, without the reason
-            raise writer.failure from error
+        failure, writer.failure = writer.failure, None
+        try:
+            # torch raises an error of its own, without the reason.
+            if failure is not None and failure is not error:
+                raise failure from error
+        finally:
+            del failure  # else a cycle: its traceback holds this frame
         raise
     return writer.finish()
 

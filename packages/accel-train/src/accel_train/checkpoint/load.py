@@ -71,30 +71,31 @@ def load(
     candidates = _candidates(run, input_dir)
     source = open_newest_complete(run, candidates, {"map_location": location, "options": options})
     # 2. Restore the objects of this rank.
-    failure: Exception | None = None
-    try:
-        with releasable(source.mapped_tensors()):
-            _restore(run, source, to_model)
+    with _raising_everywhere(run):
+        try:
+            with releasable(source.mapped_tensors()):
+                _restore(run, source, to_model)
+        except RuntimeError as error:
+            error.args = (shortened(str(error)),)
+            raise
         if not source.is_open and not source.is_unchanged():
             raise CheckpointError(
                 f"{str(source.folder)!r} was replaced while it was loaded, so the loaded state may mix "
                 "two checkpoints. Call load_state() again."
             )
-    except RuntimeError as error:
-        failure = shortened(error)
-    except Exception as error:  # noqa: BLE001 - hooks and load_state_dict are users' code, and all ranks need the error
-        failure = error
-    # 3. Raise on every rank if one of them failed.
-    _raise_everywhere(run, failure)
     logger.info("Loaded the state from %s.", source.folder)
     return source.folder
 
 
-def _raise_everywhere(run: CheckpointContext, failure: Exception | None) -> None:
-    """Raise the error of this rank, or that of another one."""
-    problem = first_problem(run.main.exchange(WHAT, "" if failure is None else repr(failure)))
-    if failure is not None:
-        raise failure
+@contextmanager
+def _raising_everywhere(run: CheckpointContext) -> Generator[None]:
+    """Raise the error of a block on this rank, or that of another one."""
+    try:
+        yield
+    except Exception as error:  # hooks and load_state_dict are users' code, and all ranks need the error
+        run.main.exchange(WHAT, repr(error))
+        raise
+    problem = first_problem(run.main.exchange(WHAT, ""))
     if problem:
         raise CheckpointError(problem)
 
@@ -414,7 +415,7 @@ def _read_weights(path: AnyPath, file: HashedReader | HashedBytes) -> dict[str, 
             content, dtype=entry.dtype, count=math.prod(entry.shape), offset=entry.begin
         ).view(entry.shape)
         if entry.nbytes
-        else torch.empty(entry.shape, dtype=entry.dtype)
+        else torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         for name, entry in header.entries.items()
     }
 
@@ -527,14 +528,12 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
     prepared = run.prepared
     models = run.bare_models
     wrapped = dict(zip(map(id, models), prepared.models, strict=True))
-    failure: Exception | None = None
-    try:
-        with hook_folder(source.folder, used=bool(run.load_hooks)) as folder:
-            for hook in tuple(run.load_hooks.values()):
-                hook(models, str(folder))
-    except Exception as error:  # noqa: BLE001 - other ranks need it: what follows has collectives
-        failure = error
-    _raise_everywhere(run, failure)
+    with (
+        _raising_everywhere(run),  # what follows has collectives
+        hook_folder(source.folder, used=bool(run.load_hooks)) as folder,
+    ):
+        for hook in tuple(run.load_hooks.values()):
+            hook(models, str(folder))
     for index, model in enumerate(wrapped.get(id(bare), bare) for bare in models):
         load_shards = model_loader(run, source, index)
         if load_shards is not None:
@@ -779,16 +778,15 @@ def step_of(source: CheckpointReader) -> int:
 _MOST_NAMES = 20
 
 
-def shortened(error: RuntimeError) -> RuntimeError:
+def shortened(message: str) -> str:
     """Shorten the message of a `Module.load_state_dict` error that names thousands of tensors.
 
     Example:
-        >>> len(str(shortened(RuntimeError(", ".join(["name"] * 30_000))))) < 200
+        >>> len(shortened(", ".join(["name"] * 30_000))) < 200
         True
     """
-    lines = [_shorten_list(line, ", ") for line in str(error).split("\n")]
-    text = _shorten_list("\n".join(lines), "\n")
-    return error if text == str(error) else type(error)(text)
+    lines = [_shorten_list(line, ", ") for line in message.split("\n")]
+    return _shorten_list("\n".join(lines), "\n")
 
 
 def _shorten_list(text: str, separator: str) -> str:

@@ -308,8 +308,11 @@ def _parts(
             and path.relative_to(job.hook_folder).as_posix() not in own
             and (run.commits or not layout.is_of_checkpoint(path.name))
         ]
-    if failure is not None:
-        raise failure
+    try:
+        if failure is not None:
+            raise failure
+    finally:
+        del failure  # else a cycle: its traceback holds this frame
     return [*shared, *rank_files(contents, rank=job.rank, device=run.runtime.device)]
 
 
@@ -330,6 +333,7 @@ def _save(
         try:
             commit_when_written(job, write_parts(job, parts), agreement)
         finally:
+            parts.clear()
             if job.made is not None:
                 job.made.discard()
 
@@ -354,6 +358,8 @@ def _save(
         commit_when_written(job, report, agreement)
     except CheckpointWriteError as error:
         raise error from failure
+    finally:
+        del failure  # else a cycle: its traceback holds this frame
     logger.info("Saved the state to %s.", job.target)
     return saving
 
@@ -526,8 +532,7 @@ class Saving:
         self._work = work
         self._error: BaseException | None = None
         self._raised = False
-        # No daemon: the interpreter waits for it before it ends.
-        self._thread = threading.Thread(target=self._run, name="accel-checkpoint")
+        self._thread: threading.Thread | None = None
 
     @property
     def path(self) -> str:
@@ -537,7 +542,7 @@ class Saving:
     @property
     def done(self) -> bool:
         """Whether the save has ended, with or without an error: `wait` returns or raises at once."""
-        return self._thread.ident is not None and not self._thread.is_alive()
+        return self._thread is not None and not self._thread.is_alive()
 
     def wait(self) -> str:
         """Block until the checkpoint is committed.
@@ -548,7 +553,8 @@ class Saving:
         Raises:
             CheckpointWriteError: It could not be written.
         """
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._raised = True
         if self._error is not None:
             raise self._error
@@ -556,14 +562,14 @@ class Saving:
 
     def start(self) -> None:
         """Start the writer thread; called once."""
+        # No daemon: the interpreter waits for it before it ends.
+        self._thread = threading.Thread(target=self._run, name="accel-checkpoint")
         _running[self._thread] = get_default_store() if is_initialized() else None
         self._thread.start()
 
     def finish(self) -> None:
         """Wait until the save has ended; raise its error unless `wait` has raised it."""
-        if self._raised:
-            self._thread.join()
-        else:
+        if not self._raised:
             self.wait()
 
     def __fspath__(self) -> str:
