@@ -72,6 +72,7 @@ def points(rows):
 
 
 def read_tensorboard(project):
+    import yaml
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
@@ -85,6 +86,8 @@ def read_tensorboard(project):
     plugin = HParamsPluginData.FromString(
         main.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     )
+    (file,) = Path(f"logs/{project}").glob("*/hparams.yml")
+    assert yaml.safe_load(file.read_text())["lr"] == 0.125
     config = {}
     for name, value in plugin.session_start_info.hparams.items():
         number = value.number_value
@@ -215,6 +218,8 @@ def clearml_sessions():
 
 
 def read_clearml(_):
+    from clearml.utilities.pyhocon import ConfigFactory
+
     events, told = [], ""
     for session in clearml_sessions():
         lines = session.get("metrics.jsonl", "").splitlines()
@@ -224,8 +229,8 @@ def read_clearml(_):
     rows = []
     for event in events:
         if event["type"] == "training_stats_scalar":
-            same = event["metric"] == event["variant"]
-            name = event["metric"] if same else f"{event['metric']}/{event['variant']}"
+            is_alone = event["variant"] == "train"  # no name of the checks has a prefix
+            name = event["metric"] if is_alone else f"{event['metric']}/{event['variant']}"
             rows.append((name, event["iter"], event["value"]))
     shown = [event["metric"] for event in events if event["type"] == "plot"]
     media = {
@@ -235,8 +240,8 @@ def read_clearml(_):
         "text": told.count("answer (step 15): forty-two"),
         "artifacts": len(task["execution"]["artifacts"]),
     }
-    values = {one["name"].replace("/", "."): one["value"] for one in task["hyperparams"]["General"].values()}
-    return {name: value.replace('"', "'") for name, value in values.items()}, points(rows), media
+    config = ConfigFactory.parse_string(task["configuration"]["General"]["value"])
+    return joined(config.as_plain_ordered_dict()), points(rows), media
 
 
 def read_dvclive(_):

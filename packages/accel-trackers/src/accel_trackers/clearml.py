@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from accel_state import environ
 from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
 from accel_trackers.values import split, to_images, to_numbers, to_plain
 
@@ -20,7 +21,7 @@ class ClearMLTracker(GeneralTracker):
     What is logged is written within ten seconds.
 
     Args:
-        run_name: Name of the project and of the task.
+        run_name: Name of the project and of the task, unless `CLEARML_PROJECT` and `CLEARML_TASK` name them.
         **kwargs: More arguments of `clearml.Task.init`.
 
     Raises:
@@ -37,7 +38,11 @@ class ClearMLTracker(GeneralTracker):
         task_type = import_vendor(self.name).Task
         current = task_type.current_task()
         self._is_ours = current is None
-        names = {"project_name": run_name, "task_name": run_name}
+        variables = environ.read()
+        names = {
+            "project_name": variables.get("CLEARML_PROJECT", run_name),
+            "task_name": variables.get("CLEARML_TASK", run_name),
+        }
         self.task: Any = current or task_type.init(**{**names, **kwargs})
 
     @property
@@ -56,8 +61,8 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store hyperparameters of the task."""
-        self.task.connect(to_plain(values))
+        """Store the configuration `General` of the task."""
+        self.task.connect_configuration(to_plain(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -66,7 +71,8 @@ class ClearMLTracker(GeneralTracker):
         Tensors with several elements become histograms.
 
         Args:
-            values: By name; `"a/b"` and `"train_b"`, `"eval_b"`, `"test_b"` are series of a chart each.
+            values: By name; `"a/b"` and `"train_b"`, `"eval_b"`, `"test_b"` are series of a chart each, and a
+                name without such a prefix is the series `train` of a chart of its name.
             step: At which step.
             **kwargs: More arguments of `Logger.report_scalar`.
         """
@@ -153,10 +159,10 @@ def _title_and_series(name: str) -> tuple[str, str]:
 
     Example:
         >>> _title_and_series("train_loss"), _title_and_series("loss/a"), _title_and_series("lr")
-        (('loss', 'train'), ('loss', 'a'), ('lr', 'lr'))
+        (('loss', 'train'), ('loss', 'a'), ('lr', 'train'))
     """
     title, slash, series = name.partition("/")
     if slash:
         return title, series
     prefix = next((candidate for candidate in _PREFIXES if name.startswith(candidate)), None)
-    return (name, name) if prefix is None else (name.removeprefix(prefix), prefix[:-1])
+    return (name, "train") if prefix is None else (name.removeprefix(prefix), prefix[:-1])

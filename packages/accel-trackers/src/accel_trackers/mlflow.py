@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_state import environ
 from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
 from accel_trackers.values import named_images, split, to_flat
 
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 class MLflowTracker(GeneralTracker):
     """Log to a run of MLflow, in the store that `mlflow.set_tracking_uri` or `MLFLOW_TRACKING_URI` name.
 
-    It is written before a call returns.
+    It is written before a call returns. `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS` and
+    `MLFLOW_NESTED_RUN` take precedence over the arguments.
 
     Args:
         experiment_name: Name of the experiment; created if absent. MLflow's own choice if `None`.
@@ -49,6 +51,11 @@ class MLflowTracker(GeneralTracker):
         description: str | None = None,
     ) -> None:
         super().__init__()
+        variables = environ.read()
+        experiment_name = variables.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        run_id, tags = variables.get("MLFLOW_RUN_ID", run_id), variables.get("MLFLOW_TAGS", tags)
+        if "MLFLOW_NESTED_RUN" in variables:
+            nested_run = environ.str_to_bool(variables["MLFLOW_NESTED_RUN"], to_bool=True)
         self._mlflow = import_vendor(self.name)
         self._client: Any = self._mlflow.MlflowClient()
         experiment_id = None

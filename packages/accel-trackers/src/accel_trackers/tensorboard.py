@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
-from accel_trackers.values import PLAIN, named_images, split, to_flat, to_numbers
+from accel_trackers.values import PLAIN, named_images, split, to_flat, to_numbers, to_plain
 
 # Two brands of the same writer; PyTorch's needs the `tensorboard` package.
 _WRITERS = {True: "torch.utils.tensorboard", False: "tensorboardX"}
@@ -51,11 +53,18 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store hyperparameters for the dashboard HParams; nested ones are flattened, `None` is a text."""
+        """Store hyperparameters for the dashboard HParams, and in `<time>/hparams.yml`.
+
+        For the dashboard, nested ones are flattened, and `None` is a text.
+        """
         flat = {name: "None" if value is None else value for name, value in to_flat(values).items()}
         for summary in self._summary.hparams(flat, {}):
             self.writer.file_writer.add_summary(summary)
         self.writer.flush()
+        folder = Path(self.logging_dir) / str(time.time())
+        folder.mkdir()
+        text = json.dumps(to_plain(values), indent=2)  # which is YAML
+        (folder / "hparams.yml").write_text(text + "\n", encoding="utf-8")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
