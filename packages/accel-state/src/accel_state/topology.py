@@ -335,7 +335,9 @@ def is_port_in_use(port: int | str | None = None) -> bool:
         False
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # On Windows, SO_REUSEADDR would bind to a port in use.
+        option: int = getattr(socket, "SO_EXCLUSIVEADDRUSE", socket.SO_REUSEADDR)
+        server.setsockopt(socket.SOL_SOCKET, option, 1)
         try:
             server.bind(("", DEFAULT_PORT if port is None else int(port)))
         except OSError:
