@@ -103,7 +103,9 @@ class HostToDevice:
                 self._count = max(1, len(self._ring))
                 if self._ring:
                     break
-            buffer = torch.empty(self._slot_bytes, dtype=torch.uint8) if pinned is None else pinned
+            buffer = (
+                torch.empty(self._slot_bytes, dtype=torch.uint8, device="cpu") if pinned is None else pinned
+            )
             self._ring.append(_Slot(buffer, pinned is not None, self.streams.new_event()))
         return self._ring[:count]
 

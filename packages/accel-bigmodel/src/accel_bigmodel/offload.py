@@ -179,7 +179,7 @@ class StoredTensor:
 
     def load(self) -> Tensor:
         """Read it into new memory, in the dtype in which it is used."""
-        tensor = torch.empty(self.shape, dtype=self.stored)
+        tensor = torch.empty(self.shape, dtype=self.stored, device="cpu")
         if self.nbytes:
             self.read_into(tensor.view(-1).view(torch.uint8), 0)
         return tensor.to(self.dtype)
@@ -247,7 +247,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     shape = tuple(weight_info["shape"])
     count = math.prod(shape)
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     size, needed = Path(weight_file).stat().st_size, count * dtype.itemsize
     if size != needed:
         raise CheckpointError(

@@ -338,7 +338,7 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
     guess = state.q_memory_dict.get(index) if state.warm_start else None
     if guess is None:
         generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
-        guess = torch.randn(side, rank, generator=generator, dtype=dtype).to(matrix.device)
+        guess = torch.randn(side, rank, generator=generator, dtype=dtype, device="cpu").to(matrix.device)
     left = torch.linalg.qr(_all_reduce_sum(state, matrix @ torch.linalg.qr(guess).Q, buffer.dtype)).Q
     right = _all_reduce_sum(state, matrix.T @ left, buffer.dtype) / dist.get_world_size(state.process_group)
     approximation = left @ right.T

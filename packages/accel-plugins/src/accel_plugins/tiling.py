@@ -420,7 +420,7 @@ class _LossRequest:
 
     def _check(self, logits: Tensor) -> None:
         scale, cap = _scale_and_cap(self.model)
-        expected = torch.tensor(_PROBE) * scale
+        expected = torch.tensor(_PROBE, device="cpu") * scale
         expected = expected if cap is None else cap * torch.tanh(expected / cap)
         # bfloat16 has three digits.
         if not torch.allclose(logits.reshape(-1, len(_PROBE))[0].float().cpu(), expected, rtol=2e-2):

@@ -469,8 +469,8 @@ def _allocator_like(mesh: Any, parameters: Mapping[str, Tensor]) -> StateAllocat
         del key
         parameter = parameters.get(name)
         if parameter is None or parameter.shape != shape or not shape:
-            return torch.empty(shape, dtype=dtype)
-        tensor = torch.empty(shape, dtype=dtype).to(parameter.device)
+            return torch.empty(shape, dtype=dtype, device="cpu")
+        tensor = torch.empty(shape, dtype=dtype, device="cpu").to(parameter.device)
         shard(tensor, mesh)
         return tensor
 

@@ -151,7 +151,7 @@ class _TorchStreams:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def copy_(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)

@@ -127,7 +127,7 @@ def broadcast(tensor: Tensor, *, is_source: bool) -> Tensor:
     The source rank is data, so that all ranks record the same program. (torch_xla's `collective_broadcast`
     multiplies by zero, which turns infinite values of other ranks into NaN.)
     """
-    (flag,) = send([torch.tensor(is_source)], tensor.device)
+    (flag,) = send([torch.tensor(is_source, device="cpu")], tensor.device)
     return all_reduce(torch.where(flag, tensor, torch.zeros_like(tensor)), "sum")
 
 

@@ -67,7 +67,7 @@ class LazyTensor:
     def full(self) -> Tensor:
         """Read the full tensor."""
         if not math.prod(self.shape):
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         return self.read(0, self.shape[0] if self.shape else 1).view(self.shape)
 
 
@@ -139,7 +139,7 @@ def stored_tensor(
             if is_dense
             else 1 + sum((n - 1) * step for n, step in zip(rows, steps, strict=True))
         )
-        flat = torch.empty(span, dtype=dtype)
+        flat = torch.empty(span, dtype=dtype, device="cpu")
         read_into(flat.view(torch.uint8), begin + first * steps[0] * dtype.itemsize)
         return flat.view(rows) if is_dense else flat.as_strided(rows, steps).contiguous()
 
@@ -253,7 +253,7 @@ def create_torch_file(path: Any, tree: Any) -> Any:
     def fake(lazy: LazyTensor) -> Tensor:
         key = id(lazy) if lazy.identity is None else lazy.identity
         if key not in made:
-            made[key] = torch.empty(lazy.shape, dtype=lazy.dtype)
+            made[key] = torch.empty(lazy.shape, dtype=lazy.dtype, device="cpu")
         return made[key]
 
     with FakeTensorMode():

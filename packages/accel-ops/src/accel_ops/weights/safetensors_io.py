@@ -85,7 +85,7 @@ class SafetensorsFile:
         """Map one tensor: no bytes are read until they are used."""
         entry = self.entries[name]
         if not entry.nbytes:
-            return torch.empty(entry.shape, dtype=entry.dtype)
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         if isinstance(self.path, RemotePath):
             return self.read(name)
         count = math.prod(entry.shape)
@@ -95,7 +95,7 @@ class SafetensorsFile:
     def read(self, name: str) -> Tensor:
         """Read one tensor into new memory, in large chunks."""
         entry = self.entries[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         if entry.nbytes:
             self.read_into(tensor.view(-1).view(torch.uint8), entry.begin)
         return tensor

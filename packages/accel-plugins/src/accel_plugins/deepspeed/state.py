@@ -504,7 +504,7 @@ class DeepSpeedShards:
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Allocate full tensors on every rank."""
         del optimizer, models
-        return lambda _name, _key, shape, dtype: torch.empty(shape, dtype=dtype)
+        return lambda _name, _key, shape, dtype: torch.empty(shape, dtype=dtype, device="cpu")
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load a state dict that is keyed by parameter name into the optimizer."""

@@ -603,7 +603,7 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
     matrix. An optimizer that cannot be built from its defaults, or draws random numbers, is trusted.
     """
     generator = torch.Generator().manual_seed(0)
-    value, *gradients = torch.randn(3, 4, 4, generator=generator).unbind()
+    value, *gradients = torch.randn(3, 4, 4, generator=generator, device="cpu").unbind()
     # 1. Step the full matrix, with two seeds.
     try:
         full, again = (_step_copy(optimizer, value, gradients, seed=seed) for seed in (0, 1))
@@ -642,7 +642,7 @@ def _step_copy(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor],
 
             @torch.enable_grad()
             def closure(gradient: Tensor = gradient) -> Tensor:
-                loss = torch.zeros(())
+                loss = torch.zeros((), device="cpu")
                 for parameter in parameters:
                     parameter.grad = gradient.clone()
                     loss = loss + (parameter.detach() * gradient).sum()

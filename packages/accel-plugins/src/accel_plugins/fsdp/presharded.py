@@ -91,7 +91,9 @@ def _named_mesh(mesh: DeviceMesh | None, indices: list[int], device_type: str) -
     ranks = sorted(range(len(indices)), key=indices.__getitem__)
     if ranks == [*range(len(ranks))]:
         return mesh_of(device_type, sizes)
-    return DeviceMesh(device_type, torch.tensor(ranks).view(*sizes.values()), mesh_dim_names=tuple(sizes))
+    return DeviceMesh(
+        device_type, torch.tensor(ranks, device="cpu").view(*sizes.values()), mesh_dim_names=tuple(sizes)
+    )
 
 
 def _sharding(model: nn.Module, mesh: DeviceMesh | None, runtime: Runtime) -> tuple[list[int], BatchSharding]:

@@ -67,7 +67,10 @@ def _continue(engine: MegatronEngine, prompts: Prompts, choice: GenerationOption
     if choice.is_sampled:  # the same tokens on all ranks of a replica
         state = core("parallel_state")
         seed = torch.tensor(
-            torch.randint(2**31, ()).item() if choice.random_seed is None else choice.random_seed
+            torch.randint(2**31, (), device="cpu").item()
+            if choice.random_seed is None
+            else choice.random_seed,
+            device="cpu",
         )
         seed = seed.to(tokens.device)
         dist.broadcast(seed, state.get_model_parallel_src_rank(), state.get_model_parallel_group())

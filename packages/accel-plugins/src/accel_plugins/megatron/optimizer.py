@@ -216,7 +216,7 @@ def load_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     for scaler in dynamic_scalers(optimizer):
         scaler.load_state_dict(
             {
-                "scale": torch.tensor([float(state["scale"])]),
+                "scale": torch.tensor([float(state["scale"])], device="cpu"),
                 "growth_tracker": min(state["_growth_tracker"], scaler.growth_interval - 1),
                 "hysteresis_tracker": state.get("_hysteresis_tracker", scaler.hysteresis),
             }

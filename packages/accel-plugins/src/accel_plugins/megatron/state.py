@@ -162,7 +162,7 @@ class MegatronShards:
         def allocate(name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
             del name, key
             if not shape:
-                return torch.empty(shape, dtype=dtype)
+                return torch.empty(shape, dtype=dtype, device="cpu")
             return _shard(torch.empty(shape, dtype=dtype, device=self.device_type), mesh)
 
         return allocate
@@ -254,7 +254,7 @@ def named_optimizer_state(
     for key in () if engine.plugin.no_save_optim else all_keys:
         parts = gather(engine, trained, partial(_in_full_shape, slots, key=key), lambda _: torch.float32)
         for name, value in chain.from_iterable(part.items() for part in parts):
-            entry = state.setdefault(name, {} if step is None else {_STEP: torch.tensor(step)})
+            entry = state.setdefault(name, {} if step is None else {_STEP: torch.tensor(step, device="cpu")})
             entry[key] = convert(value)
     groups = [
         {**group, "params": [*names]}
@@ -460,7 +460,7 @@ class OptimizerSlot:
         """Set the number of steps: PyTorch counts them by parameter, fused optimizers by group."""
         kind = type(self.optimizer)
         if issubclass(kind, torch.optim.Optimizer) and kind.__module__.startswith("torch."):
-            self.state[_STEP] = torch.tensor(step)
+            self.state[_STEP] = torch.tensor(step, device="cpu")
             return
         for group in self.optimizer.param_groups:
             group[_STEP] = int(step)

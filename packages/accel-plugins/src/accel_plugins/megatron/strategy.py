@@ -366,8 +366,8 @@ class MegatronStepper:
             )
         optimizer = self.engine.optimizer
         if not self._prepare():
-            return torch.tensor(float("inf"))
-        return torch.tensor(clip(optimizer, max_norm))
+            return torch.tensor(float("inf"), device="cpu")
+        return torch.tensor(clip(optimizer, max_norm), device="cpu")
 
     def clip_grad_value(
         self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()

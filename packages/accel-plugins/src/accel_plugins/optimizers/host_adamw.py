@@ -247,7 +247,7 @@ class HostAdamW(torch.optim.Optimizer):
         if parameter not in self._staging:
             pinned = pinned_if_possible(streams, nbytes)
             self._staging[parameter] = (
-                (torch.empty(nbytes, dtype=torch.uint8), streams.copy_pageable_)
+                (torch.empty(nbytes, dtype=torch.uint8, device="cpu"), streams.copy_pageable_)
                 if pinned is None
                 else (pinned, streams.copy_)
             )
@@ -278,7 +278,7 @@ class HostAdamW(torch.optim.Optimizer):
         """Update master weights where the parameter was written elsewhere; others keep their bits."""
         state = self.state[parameter]
         if "exp_avg" not in state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device="cpu")
             for key in ("exp_avg", "exp_avg_sq"):
                 state[key] = _sharded_like(parameter, torch.zeros_like(value, dtype=torch.float32))
         if "master" not in state:
@@ -362,7 +362,7 @@ def _copy_to_host(value: Tensor, streams: DeviceStreams | None) -> Tensor:
     """Copy a parameter's value to the host, and wait for it."""
     if streams is None:
         return value.cpu()
-    host = torch.empty(value.shape, dtype=value.dtype)
+    host = torch.empty(value.shape, dtype=value.dtype, device="cpu")
     streams.copy_pageable_(host, value.contiguous())
     return host
 

@@ -134,7 +134,7 @@ def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
         parameter = parameters.get(name)
         if parameter is not None and parameter.shape == shape and shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     return allocate
 

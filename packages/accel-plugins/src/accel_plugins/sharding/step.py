@@ -113,7 +113,7 @@ def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     The result is 0-d, and the same on every rank.
     """
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     is_max = norm_type == math.inf
     powers: list[Tensor] = []  # sums of the p-th powers; maxima for the infinity norm
     for axes, group in _by_axes(gradients).items():

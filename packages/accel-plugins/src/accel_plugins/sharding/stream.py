@@ -90,7 +90,7 @@ def _lazy_tensor(folder: AnyPath, index: Metadata, key: str, metadata: TensorSto
     def read(begin: int, end: int) -> Tensor:
         if len(parts) == 1:
             return parts[0][2]().read(begin, end)
-        full = torch.empty((end - begin, *shape[1:]), dtype=dtype)
+        full = torch.empty((end - begin, *shape[1:]), dtype=dtype, device="cpu")
         for offsets, sizes, make in parts:
             first, last = max(begin, offsets[0]), min(end, offsets[0] + sizes[0])
             if first >= last:
@@ -173,13 +173,13 @@ class FolderWriter:
             append(value, MetadataIndex(key))
         for path, lazy in self.tensors.items():
             key, chunks = self._keys[path], list[ChunkStorageMetadata]()
-            empty = [] if lazy.nbytes else [(0, torch.empty(lazy.shape, dtype=lazy.dtype))]
+            empty = [] if lazy.nbytes else [(0, torch.empty(lazy.shape, dtype=lazy.dtype, device="cpu"))]
             for begin, rows in chain(chunks_of(path, lazy), empty):
                 values = rows if lazy.shape else rows.view(())
                 offsets = torch.Size((begin, *[0] * (values.dim() - 1))) if lazy.shape else torch.Size()
                 append(compact(values), MetadataIndex(key, offsets, len(chunks)))
                 chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=values.shape))
-            properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=lazy.dtype))
+            properties = TensorProperties.create_from_tensor(torch.empty(0, dtype=lazy.dtype, device="cpu"))
             self._metadata[key] = TensorStorageMetadata(properties, torch.Size(lazy.shape), chunks)
 
     def write_index(self, sink: ByteSink) -> None:

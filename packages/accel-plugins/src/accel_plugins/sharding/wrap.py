@@ -245,7 +245,7 @@ class ShardedWrapper:
                     if name := names.get(id(parameter)):
                         state = optimizer.state.pop(parameter, None)
                         detached.append((optimizer, parameters, index, name, state))
-                        parameters[index] = torch.empty(0)
+                        parameters[index] = torch.empty(0, device="cpu")
         # 2. Shard it, and materialise its shards.
         aliases = values.names
         for shard in self.shard:

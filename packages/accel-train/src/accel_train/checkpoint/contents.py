@@ -463,4 +463,4 @@ def _unwrap(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _full(entry: TensorMetadata) -> Tensor:
-    return torch.empty(entry.shape or (), dtype=entry.dtype)
+    return torch.empty(entry.shape or (), dtype=entry.dtype, device="cpu")

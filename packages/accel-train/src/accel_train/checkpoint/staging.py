@@ -103,7 +103,7 @@ class _Pool:
             # torch allocates pinned memory in powers of two: other storages use the remainder of a block.
             size = max(_BLOCK, 1 << (needed - 1).bit_length())
             pinned = None if self._streams is None else pinned_if_possible(self._streams, size)
-            memory = torch.empty(size, dtype=torch.uint8) if pinned is None else pinned
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu") if pinned is None else pinned
             block = _Block(memory, pinned is not None)
             self.blocks.append(block)
         begin = block.used
@@ -156,7 +156,7 @@ def _copied(
     if target is None:
         target = copy_storage(source) if source.nbytes() else torch.UntypedStorage(0)
         storages[key] = target
-    result = torch.empty(0, dtype=tensor.dtype).set_(
+    result = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
         target, tensor.storage_offset(), tensor.size(), tensor.stride()
     )
     return _like(tensor, result.conj() if tensor.is_conj() else result)

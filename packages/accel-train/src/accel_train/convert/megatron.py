@@ -256,7 +256,7 @@ def _optimizer(
     names: dict[bool, list[str]] = {True: [], False: []}
     for name, lazy in weights.items():
         names[not (name.endswith(".bias") or len(lazy.shape) == 1) or False not in by_decay].append(name)
-    count = torch.tensor([float(step)])
+    count = torch.tensor([float(step)], device="cpu")
     counter = LazyTensor(shape=(), dtype=count.dtype, read=lambda begin, end: count[begin:end].clone())
     return OptimizerContents(
         states={name: {"step": counter, **{key: states[key][name] for key in states}} for name in weights},

@@ -306,7 +306,7 @@ def _converted(lazy: LazyTensor, dtype: torch.dtype) -> LazyTensor:
 
 
 def _lazy_scalar(value: float | Tensor) -> LazyTensor:
-    tensor = torch.as_tensor(float(value)).view(1)
+    tensor = torch.tensor([float(value)], device="cpu")
     return LazyTensor(shape=(), dtype=tensor.dtype, read=lambda begin, end: tensor[begin:end].clone())
 
 

@@ -167,7 +167,7 @@ class DataLoaderDispatcher(PreparedLoader[T_co]):
             return MainReading(self._begin_reading, self._row_split, self._collectives, self._shard_of)
         if self._resume is None:
             # The torch loader of the main process draws a seed; afterwards generators are equal again.
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            torch.empty((), dtype=torch.int64, device="cpu").random_(generator=self.generator)
         self._resume, self.skip_batches = None, 0
         return RemoteReading(self._collectives)
 

@@ -87,9 +87,11 @@ class SeedableRandomSampler(RandomSampler):
         size = len(self.data_source)
         if self.replacement:  # RandomSampler draws in chunks of 32: keep its order
             draws = [32] * (self.num_samples // 32) + [self.num_samples % 32]
-            return TensorOrder(torch.cat([torch.randint(size, (n,), generator=generator) for n in draws]))
+            return TensorOrder(
+                torch.cat([torch.randint(size, (n,), generator=generator, device="cpu") for n in draws])
+            )
         rounds = -(-self.num_samples // size)
-        order = torch.cat([torch.randperm(size, generator=generator) for _ in range(rounds)])
+        order = torch.cat([torch.randperm(size, generator=generator, device="cpu") for _ in range(rounds)])
         return TensorOrder(order[: self.num_samples])
 
 
@@ -179,7 +181,7 @@ def record_order(sampler: object) -> OrderState:
         return {"generator": generator.get_state()}
     if type(sampler) is RandomSampler:  # draws the seed of its generator from torch's default generator
         drawing = torch.Generator().set_state(torch.get_rng_state())
-        seed = int(torch.empty((), dtype=torch.int64).random_(generator=drawing).item())
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=drawing).item())
         return {"generator": torch.Generator().manual_seed(seed).get_state()}
     if type(sampler) in {SubsetRandomSampler, WeightedRandomSampler}:
         return {"generator": torch.get_rng_state()}
@@ -348,7 +350,7 @@ def sync_shuffle(
     ):
         if sampler.generator is None and RNGType.TORCH not in types:
             # Torch's default generator draws the seed, which `set_seed` thereby determines.
-            generator_seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            generator_seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
             sampler.generator = torch.Generator().manual_seed(generator_seed)
         if sampler.generator is not None:
             types.append(RNGType.GENERATOR)

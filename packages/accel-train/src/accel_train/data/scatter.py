@@ -109,7 +109,9 @@ class Sender:
         nbytes = upcoming.nbytes if isinstance(upcoming, Round) and following is NextMessage.SAME else 0
         # 2. Write the messages, and scatter them.
         if not self._receivers or self._receivers[0].buffer.numel() != current.nbytes:
-            buffers = torch.empty(self._collectives.world_size, current.nbytes, dtype=torch.uint8)
+            buffers = torch.empty(
+                self._collectives.world_size, current.nbytes, dtype=torch.uint8, device="cpu"
+            )
             self._receivers = [ReceiverBuffer(buffer) for buffer in buffers.unbind()]
         for rank, payload in enumerate(current.payloads, start=1):
             self._receivers[rank].write(payload, following, nbytes, is_last=_is_last(upcoming, rank))
@@ -141,7 +143,7 @@ class Receiver:
 
     def _start(self, nbytes: int) -> tuple[Tensor, Callable[[], None]]:
         """Start receiving a message; return its buffer, and a function that waits for it."""
-        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return buffer, self._collectives.start_scatter(buffer, None, 0) if nbytes else _nothing
 
     def _receive_notice(self) -> tuple[BatchSpec, int, str | None]:
@@ -243,7 +245,7 @@ class ReceiverBuffer:
             self._lay_out(payload)
         header = [following, following_bytes, is_last, *payload.facts, len(payload.objects), *payload.shapes]
         with torch.no_grad():
-            self._header.copy_(torch.tensor(header))
+            self._header.copy_(torch.tensor(header, device="cpu"))
             if payload.tensors:
                 foreach_copy_(self._views, payload.tensors)
         if payload.objects:

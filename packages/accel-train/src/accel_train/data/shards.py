@@ -482,7 +482,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.mark_padding = mark_padding
         self.starts = starts
         self.static_shapes = static_shapes
-        self._epoch = torch.tensor(-1).share_memory_()  # shared, so that persistent workers see changes
+        self._epoch = torch.tensor(
+            -1, device="cpu"
+        ).share_memory_()  # shared, so that persistent workers see changes
         _ = self.plan  # refuses arguments that do not fit together
 
     @property
