@@ -101,11 +101,11 @@ def test_a_type_error_of_the_object_itself_is_not_swallowed() -> None:
         send_to_device(Broken(), META, non_blocking=True)
 
 
-@pytest.mark.parametrize("name", ["npu", "xpu"])
-def test_bare_names_of_some_families_mean_their_first_device(name: str) -> None:
+@pytest.mark.parametrize(("name", "device"), [("npu", "npu:0"), ("xpu", "xpu"), ("cuda", "cuda")])
+def test_a_bare_name_means_the_current_device_but_for_npu(name: str, device: str) -> None:
     picky = Picky()
     send_to_device(picky, name)
-    assert picky.calls == [(f"{name}:0", False)]
+    assert picky.calls == [(device, False)]
 
 
 @pytest.mark.parametrize("owner", [0, 2])

@@ -92,6 +92,15 @@ def test_parts_that_break_off_leave_the_earlier_files(tmp_path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_an_object_that_holds_itself_is_saved(tmp_path):
+    cycle = {"step": 3}
+    cycle["self"] = cycle
+    save(cycle, tmp_path / "cycle.bin")
+    found = torch.load(tmp_path / "cycle.bin")
+    assert found["self"] is found
+    assert found["step"] == 3
+
+
 def test_a_second_save_leaves_no_shard_of_the_first(tmp_path):
     tensors = {f"t{i}": torch.randn(8) for i in range(5)}
     save_state_dict(tensors, tmp_path, max_shard_size=32)

@@ -406,8 +406,8 @@ def send_to_device(
         {'x': tensor([1.]), 'label': 'cat'}
     """
     skipped = () if skip_keys is None else (skip_keys,) if isinstance(skip_keys, str) else skip_keys
-    # Not every `to` method accepts `npu` and `xpu` without an index: they mean the first device.
-    where = f"{device}:0" if device in {"npu", "xpu"} else device
+    # Not every `to` method accepts `npu` without an index: it means the first device.
+    where = f"{device}:0" if device == "npu" else device
     return _send(tensor, where, non_blocking, skipped, reuse_containers)
 
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import secrets
+import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -153,7 +154,7 @@ def save_state_parts(
 
 def _with_storages(data: Any) -> Any:
     """Copy the tensors of lazy devices, which cannot be serialised, to the CPU."""
-    if not any(_lacks_storage(leaf) for _, leaf in walk(data)):
+    if "torch_xla" not in sys.modules or not any(_lacks_storage(leaf) for _, leaf in walk(data)):
         return data
     copies: dict[Any, Tensor] = {}  # Tied tensors also share memory in the copy.
 
@@ -168,6 +169,8 @@ def _with_storages(data: Any) -> Any:
 
 def _execute(data: Any) -> None:
     """Execute the operations recorded for tensors of a lazy device, which may include collectives."""
+    if "torch_xla" not in sys.modules:  # every other object is torch.save's alone: large lists, cycles
+        return
     device = next((leaf.device for _, leaf in walk(data) if _lacks_storage(leaf)), None)
     if device is not None:
         runtime_module(device).flush()
