@@ -277,10 +277,6 @@ def big_models(folder: Path) -> dict[str, Any]:
     def use(model: torch.nn.Module) -> None:
         with torch.no_grad():
             model(inputs)
-        if hasattr(model, "_hf_hook"):
-            # Its `forward` and `_old_forward` refer to it, as with Accelerate: only the collector frees it.
-            del model
-            gc.collect()
 
     def load(device_map: Any, **options: Any) -> None:
         with init_empty_weights():
@@ -306,3 +302,6 @@ def test_big_models(tmp_path):
         call()
         with collector_off(), no_survivor(name):
             call()
+            if name not in {"load_checkpoint_and_dispatch", "infer_auto_device_map"}:
+                # `forward` and `_old_forward` of a model with hooks refer to it, as with Accelerate.
+                gc.collect()
