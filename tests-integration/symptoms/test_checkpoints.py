@@ -195,3 +195,36 @@ def test_row_25_a_save_on_one_rank_only_is_an_error_on_both_that_names_their_lin
             model(rows)  # hangs
     for rank, line in enumerate((first, second)):
         assert re.search(rf"rank {rank} (is|has left) [^;]*test_checkpoints\.py:{line}\b", str(raised.value))
+
+
+@pytest.mark.parametrize(("version", "call"), [(2, "get_state_dict"), (2, "save_model")])
+@distributed(world_size=2, restart=True)
+def test_a_model_that_one_rank_gathers_alone_is_an_error_on_both_that_names_their_lines(
+    version, call, tmp_path
+):
+    lines = Path(__file__).read_text().splitlines()
+    gathers = {
+        "get_state_dict": "accelerator.get_state_dict(model)  # alone",
+        "save_model": "accelerator.save_model(model, tmp_path)  # alone",
+    }
+    first, second = (
+        next(index for index, line in enumerate(lines, 1) if line.strip() == text)
+        for text in (gathers[call], "accelerator.backward(loss)  # of the others")
+    )
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=version),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=5))],
+    )
+    model = accelerator.prepare(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)))
+    loss = model(torch.randn(4, 4)).square().mean()
+    with pytest.raises(DistributedOperationException) as raised:  # noqa: PT012 - of one of the calls
+        if not accelerator.is_main_process:
+            accelerator.backward(loss)  # of the others
+        elif call == "get_state_dict":
+            accelerator.get_state_dict(model)  # alone
+        else:
+            accelerator.save_model(model, tmp_path)  # alone
+    for rank, line in enumerate((first, second)):
+        assert re.search(rf"rank {rank} (is|has left) [^;]*test_checkpoints\.py:{line}\b", str(raised.value))

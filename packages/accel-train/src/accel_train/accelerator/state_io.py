@@ -274,6 +274,7 @@ class StateIoFacet(Facet):
             folder.mkdir(parents=True, exist_ok=True)  # on every rank, so that each can list it at once
         parts = self._parts
         commits = parts.checkpoints.commits
+        parts.checkpoints.meet("save_model()")
         tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)
         if getattr(self.get_state_dict, "__func__", None) is not StateIoFacet.get_state_dict:
             tensors = iter([self.get_state_dict(model)])  # overridden by the program
@@ -374,6 +375,7 @@ class StateIoFacet(Facet):
             TypeError: `model` is not a module.
         """
         _expect_model(model, "get_state_dict")
+        self._parts.checkpoints.meet("get_state_dict()")
         if not unwrap:
             return model.state_dict()
         state = self._parts.strategy.persister.full_state_dict(model, keep=self._parts.checkpoints.commits)

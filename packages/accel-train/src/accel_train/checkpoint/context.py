@@ -97,6 +97,11 @@ class CheckpointContext:
         """All-gather between the writer threads."""
         return checkpoint.agreement.make_all_gather(self.runtime, "writer", in_main_thread=False)
 
+    def meet(self, operation: str) -> None:
+        """Wait for all ranks where models are sharded: a gather that one rank begins alone ends processes."""
+        if self.strategy.shards is not None:
+            self.main.exchange(operation, None)
+
     @cached_property
     def staging(self) -> HostStaging:
         """Host memory for tensors that are written in the background."""

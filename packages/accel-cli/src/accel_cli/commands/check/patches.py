@@ -388,6 +388,7 @@ def _patch_storage(recorder: CollectiveRecorder) -> None:
         "safetensors.torch", save_file=lambda tensors, filename, *_, **__: write_object(tensors, filename)
     )
     replace_names("accel_train.checkpoint.load", load=load, has_checkpoint=lambda *_: False)
+    replace_names("accel_train.checkpoint.context.CheckpointContext", meet=lambda *_: None)
     replace_names("accel_ops.weights.write", save_state_parts=write_weights, save=write_object)
     torch.save = write_object
 
