@@ -68,6 +68,11 @@ def run(arguments, outcome=None):
         return elastic.main(arguments, modules.__getitem__), seen
 
 
+def test_what_is_teed_is_kept_in_a_folder_of_torch():
+    _, ((*words,),) = run(["--nnodes=1", "--tee=3", "train.py"])
+    assert words == ["--tee=3", "train.py"], "--nnodes comes first, without a folder that is removed"
+
+
 def test_workers_that_finish_end_with_success():
     assert run(["--nnodes=1", "train.py"]) == (0, [["--nnodes=1", "train.py"]])
 

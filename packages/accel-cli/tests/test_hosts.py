@@ -35,6 +35,15 @@ def test_gpus_of_the_host_that_a_container_lacks_are_not_counted(tmp_path):
         (tmp_path / f"dev/dri/renderD{128 + devices}").touch()
 
 
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None)]
+)
+def test_cores_are_those_of_the_quota_of_the_container(tmp_path, quota, cores):
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/cpu.max").write_text(quota + "\n")
+    assert hosts.count_cores(tmp_path) == (cores or len(os.sched_getaffinity(0)))
+
+
 @given(machines, st.data())
 def test_a_filter_chooses_exactly_the_slots_that_it_names(machines, data):
     chosen = {

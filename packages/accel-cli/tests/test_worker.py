@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -104,3 +105,11 @@ def test_a_module_is_run_as_python_would(tmp_path):
     command = [sys.executable, "-m", "accel_cli.launch.worker", "-m", "pkg", "--lr", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout == "__main__ pkg ['--lr', '1']\n"
+
+
+def test_an_archive_with_a_main_module_runs(tmp_path):
+    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
+        archive.writestr("__main__.py", "import sys; print(sys.argv[1:])")
+    command = [sys.executable, "-m", "accel_cli.launch.worker", str(tmp_path / "app.zip"), "--lr", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("['--lr', '1']\n", 0), done.stderr

@@ -41,6 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return COMMANDS[name].run(words)
     except AccelError as error:
         return _fail(f"accel {name}", str(error))
+    except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:
+        if error.filename is None:
+            raise
+        return _fail(f"accel {name}", f"{error.filename!r}: {error.strerror}.")
     except KeyboardInterrupt:
         return INTERRUPTED
 

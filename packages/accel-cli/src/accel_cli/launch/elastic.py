@@ -65,7 +65,9 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
         forwarder.install(),
         TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder,
     ):
-        args = run.parse_args([f"--log_dir={folder}", *arguments[quiet:]])
+        # A tee is kept: without a folder of the user, in torch's.
+        is_teed = any(argument.startswith("--tee") for argument in arguments)
+        args = run.parse_args([*([] if is_teed else [f"--log_dir={folder}"]), *arguments[quiet:]])
         if args.training_script == WORKER:
             args.training_script_args.insert(0, f"--launcher={os.getpid()}")
         try:

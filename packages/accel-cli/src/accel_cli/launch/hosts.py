@@ -72,9 +72,13 @@ _LIBRARIES = {"deepspeed": "deepspeed", "megatron": "megatron_lm"}
 """The library of each engine, by its section of the settings."""
 
 
-def count_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def count_cores(root: Path = Path("/")) -> int:
+    """Return the number of CPU cores that this process may use, by its affinity and its container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):  # "max 100000", or microseconds of computing and of a period
+        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
+        cores = min(cores, max(1, int(quota) // int(period)))
+    return cores
 
 
 def count_gpus(environ: Mapping[str, str], installed: int) -> int:

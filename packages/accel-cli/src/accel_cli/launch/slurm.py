@@ -177,7 +177,11 @@ _QUEUED_AGAIN = frozenset({"NODE_FAIL", "PREEMPTED"})
 _PAUSE_S, _LONGEST_PAUSE_S = 0.25, 5.0
 """Seconds between two requests to the scheduler, which is shared: longer while nothing changes."""
 
-_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+_SIGNALS = {
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)  # Windows lacks some of them
+}
 
 
 class JobFollower:

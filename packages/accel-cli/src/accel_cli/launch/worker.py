@@ -20,9 +20,13 @@ from functools import partial
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from runpy import _run_module_as_main  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownVariableType] - `python -m`
+from runpy import (
+    _run_module_as_main,  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownVariableType] - `python -m`
+    run_path,
+)
 from types import TracebackType
 from typing import Any
+from zipfile import is_zipfile
 
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -71,6 +75,9 @@ def run(arguments: list[str]) -> None:
 def _run_file(script: str, names: dict[str, Any]) -> None:
     """Execute a file in the module `__main__`; pickle finds its definitions there."""
     path = Path(script).absolute()
+    if path.is_dir() or path.suffix == ".pyc" or is_zipfile(path):
+        run_path(str(path), run_name="__main__")
+        return
     code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
     if not sys.flags.safe_path:
         sys.path[0] = str(path.resolve().parent)
