@@ -55,7 +55,7 @@ class MLflowTracker(GeneralTracker):
         experiment_name = variables.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         run_id, tags = variables.get("MLFLOW_RUN_ID", run_id), variables.get("MLFLOW_TAGS", tags)
         if "MLFLOW_NESTED_RUN" in variables:
-            nested_run = environ.str_to_bool(variables["MLFLOW_NESTED_RUN"], to_bool=True)
+            nested_run = bool(environ.str_to_bool(variables["MLFLOW_NESTED_RUN"]))
         self._mlflow = import_vendor(self.name)
         self._client: Any = self._mlflow.MlflowClient()
         experiment_id = None
