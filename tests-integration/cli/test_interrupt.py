@@ -199,3 +199,32 @@ def test_a_failure_beside_a_process_that_hangs_leaves_nothing_behind(tmp_path, w
     left = [int(pid) for rank in range(2) for pid in (tmp_path / f"left{rank}").read_text().split()]
     assert all(map(is_gone, [*left, read_pid(tmp_path, 0)]))
     assert {path.name for path in tmp_path.iterdir()} == {"fails.py", "ready0", "left0", "left1"}
+
+
+HANDLES = f"""\
+import os, signal, sys
+class Stop(Exception):
+    pass
+def stop(number, frame):
+    raise Stop
+signal.signal(signal.SIGTERM, stop)
+try:
+    {READY}    signal.pause()
+except Stop:
+    if sys.argv[1:]:
+        sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["7"], 7)])
+def test_the_exit_code_after_a_signal_that_the_script_handles_is_the_scripts(tmp_path, words, code):
+    (tmp_path / "handles.py").write_text(HANDLES)
+    with subprocess.Popen(
+        [sys.executable, *LAUNCH, "--num_processes=2", "--main_process_port=0", "handles.py", *words],
+        cwd=tmp_path, env={**os.environ, "HF_HOME": str(tmp_path)},
+    ) as launcher:  # fmt: skip
+        while not all(read_pid(tmp_path, rank) for rank in range(2)):
+            assert launcher.poll() is None
+            time.sleep(0.05)
+        launcher.terminate()
+        assert launcher.wait() == code

@@ -68,11 +68,6 @@ def run(arguments, outcome=None):
         return elastic.main(arguments, modules.__getitem__), seen
 
 
-def test_what_is_teed_is_kept_in_a_folder_of_torch():
-    _, ((*words,),) = run(["--nnodes=1", "--tee=3", "train.py"])
-    assert words == ["--tee=3", "train.py"], "--nnodes comes first, without a folder that is removed"
-
-
 def test_workers_that_finish_end_with_success():
     assert run(["--nnodes=1", "train.py"]) == (0, [["--nnodes=1", "train.py"]])
 
@@ -218,3 +213,16 @@ def test_a_signal_that_asks_for_no_end_is_passed_on_and_a_second_interrupt_kills
         assert worker.poll() is None
         signal.raise_signal(signal.SIGINT)
         assert worker.wait() == -signal.SIGKILL
+
+
+def test_tee_without_a_folder_keeps_its_files(capsys):
+    folders = []
+    for words in (
+        ["--tee=3", "--", "train.py"],
+        ["--", "train.py", "--tee"],
+        ["--tee=3", "--log_dir=mine", "--", "t"],
+    ):
+        assert run(words, folders.append)[0] == 0
+    assert [folder.exists() for folder in folders] == [True, False, False]
+    assert f"also written to {folders[0]}" in capsys.readouterr().err
+    folders[0].rmdir()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,15 +35,6 @@ def test_gpus_of_the_host_that_a_container_lacks_are_not_counted(tmp_path):
         assert hosts._count_amd_gpus(tmp_path) == devices
         (tmp_path / "dev/dri").mkdir(parents=True, exist_ok=True)
         (tmp_path / f"dev/dri/renderD{128 + devices}").touch()
-
-
-@pytest.mark.parametrize(
-    ("quota", "cores"), [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None)]
-)
-def test_cores_are_those_of_the_quota_of_the_container(tmp_path, quota, cores):
-    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
-    (tmp_path / "sys/fs/cgroup/cpu.max").write_text(quota + "\n")
-    assert hosts.count_cores(tmp_path) == (cores or len(os.sched_getaffinity(0)))
 
 
 @given(machines, st.data())
@@ -163,3 +156,77 @@ def test_each_label_of_several_devices_restricts_them_by_its_own_variable():
         "MULTI_HPU": "HABANA_VISIBLE_MODULES",
         "MULTI_NEURON": "NEURON_RT_VISIBLE_CORES",
     }
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "1600000 100000\n"}, 16),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_a_container_has_the_cores_of_its_quota(tmp_path, files, expected):
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert hosts.cpu_quota(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NoDevFiles", 0),
+        ("0,9", 1),
+        ("9", 0),
+        ("", 0),
+        ("-1", 0),
+        ("2,-1,0", 1),
+        ("GPU-5ef1,MIG-07", 2),
+        ("0, 1", 2),
+    ],
+)
+def test_the_driver_reads_visible_devices_up_to_the_first_invalid_one(text, expected):
+    assert hosts.count_gpus({"CUDA_VISIBLE_DEVICES": text}, 4) == expected
+
+
+PLUGIN = """\
+import os, sys, types
+import torch
+torch.utils.rename_privateuse1_backend("npu")
+module = types.ModuleType("torch.npu")
+module.is_available = lambda: True
+module.device_count = lambda: 2 if "ASCEND_RT_VISIBLE_DEVICES" not in os.environ else 0
+module.current_device = lambda: 0
+module._is_in_bad_fork = lambda: False
+torch._register_device_module("npu", module)
+print("a plugin that talks")
+"""
+
+
+def test_devices_that_only_torch_knows_are_counted_and_chosen(tmp_path):
+    (tmp_path / "torch_npu.py").write_text(PLUGIN)
+    (tmp_path / "train.py").touch()
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(tmp_path),
+        "HF_HOME": str(tmp_path),
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+
+    def accel(*words, **variables):
+        line = [sys.executable, "-m", "accel_cli", *words]
+        return subprocess.run(
+            line, env={**environ, **variables}, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
+
+    if hosts.probe_devices({}, ask_torch=False).installed:
+        pytest.skip("this machine has a GPU")
+    assert "--nproc_per_node=2" in accel("launch", "--explain", "train.py")
+    assert "--nproc_per_node" not in accel("launch", "--explain", "train.py", ASCEND_RT_VISIBLE_DEVICES="1")
+    accel("config", "default", "--config_file", "made.yaml")
+    made = yaml.safe_load((tmp_path / "made.yaml").read_text())
+    assert (made["distributed_type"], made["num_processes"], made["use_cpu"]) == ("MULTI_NPU", 2, False)

@@ -191,6 +191,28 @@ def test_chosen_devices_are_the_only_visible_ones():
     assert "CUDA_VISIBLE_DEVICES" not in plan("--gpu_ids", "all", machine=FOUR_GPUS).environ
 
 
+TWO_NPUS = HostDevices(gpus=2, cores=8, kind="MULTI_NPU", visible_devices="ASCEND_RT_VISIBLE_DEVICES")
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "processes", "visible"),
+    [
+        ([], {}, 2, None),
+        (["--multi_gpu"], {}, 2, None),
+        ([], {"distributed_type": "MULTI_NPU"}, 2, None),
+        (["--gpu_ids", "1"], {}, 1, "1"),
+        (["--gpu_ids", "0,1"], {"distributed_type": "FSDP"}, 2, "0,1"),
+        (["--multi_gpu", "--gpu_ids", "0,1"], {}, 2, "0,1"),
+        (["--cpu"], {}, 1, None),
+    ],
+)
+def test_devices_of_another_kind_are_launched_as_gpus_are(line, file, processes, visible):
+    made = plan(*line, file=file, machine=TWO_NPUS)
+    assert made.launch.num_processes == processes
+    assert made.environ.get("ASCEND_RT_VISIBLE_DEVICES") == visible
+    assert "CUDA_VISIBLE_DEVICES" not in made.environ
+
+
 def test_one_process_is_the_same_interpreter_with_the_script():
     assert launchers.simple_command(plan()).command == (sys.executable, "train.py", "--lr", "1")
     assert launchers.simple_command(plan("-m")).command == (sys.executable, "-m", "train.py", "--lr", "1")

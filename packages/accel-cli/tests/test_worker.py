@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import json
 import pickle
+import py_compile
+import shutil
 import subprocess
 import sys
-import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -107,9 +109,22 @@ def test_a_module_is_run_as_python_would(tmp_path):
     assert done.stdout == "__main__ pkg ['--lr', '1']\n"
 
 
-def test_an_archive_with_a_main_module_runs(tmp_path):
-    with zipfile.ZipFile(tmp_path / "app.zip", "w") as archive:
-        archive.writestr("__main__.py", "import sys; print(sys.argv[1:])")
-    command = [sys.executable, "-m", "accel_cli.launch.worker", str(tmp_path / "app.zip"), "--lr", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("['--lr', '1']\n", 0), done.stderr
+@pytest.mark.parametrize("form", ["folder", "zip", "pyc"])
+def test_what_python_runs_is_run(tmp_path, form):
+    source = tmp_path / "app" / "__main__.py"
+    source.parent.mkdir()
+    source.write_text("import sys, other\nprint(__name__, sys.argv[1:], other.VALUE)\n")
+    (tmp_path / "app" / "other.py").write_text("VALUE = 7\n")
+    script = source.parent
+    if form == "zip":
+        script = Path(shutil.make_archive(str(tmp_path / "packed"), "zip", source.parent))
+    elif form == "pyc":
+        script = source.parent / "compiled.pyc"
+        py_compile.compile(str(source), str(script))
+    line = [sys.executable, "-m", "accel_cli.launch.worker", str(script), "--lr", "1"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=tmp_path)
+    plain = subprocess.run(
+        [sys.executable, str(script), "--lr", "1"], capture_output=True, text=True, check=True
+    )
+    assert (done.stderr, done.stdout) == ("", plain.stdout)
+    assert done.stdout == "__main__ ['--lr', '1'] 7\n"

@@ -156,7 +156,7 @@ def suggest_answer(option: Option, host: HostInfo, answers: Answers) -> str:
 
 def _suggest_device_type(host: HostInfo, answers: Answers) -> str:
     is_local = answers("launch.compute_environment") == "LOCAL_MACHINE"
-    return "MULTI_GPU" if is_local and (host.gpus > 1 or host.nodes > 1) else "NO"
+    return host.kind if is_local and (host.gpus > 1 or host.nodes > 1) else "NO"
 
 
 def _suggest_num_processes(host: HostInfo, answers: Answers) -> str:
@@ -247,6 +247,7 @@ class HostInfo:
         address: Network address; None if the host has none.
         nodes: Number of nodes of the Slurm job; 1 outside of one.
         first_node: Name of the job's first node; None outside of one.
+        kind: The distributed type of its devices.
     """
 
     gpus: int = 0
@@ -255,6 +256,7 @@ class HostInfo:
     address: str | None = None
     nodes: int = 1
     first_node: str | None = None
+    kind: str = "MULTI_GPU"
 
 
 def probe_host(environ: Mapping[str, str]) -> HostInfo:
@@ -275,6 +277,7 @@ def probe_host(environ: Mapping[str, str]) -> HostInfo:
         address=address,
         nodes=int(nodes) if nodes.isdecimal() and int(nodes) > 0 else 1,
         first_node=first_host(environ.get("SLURM_JOB_NODELIST", "")),
+        kind=devices.kind,
     )
 
 

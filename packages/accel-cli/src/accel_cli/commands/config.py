@@ -158,8 +158,9 @@ def write_basic_config(
     path = path_to_write(None if str(save_location) == DEFAULT_CONFIG_FILE else str(save_location), environ)
     if path.exists():
         return False
-    gpus = probe_devices(environ).gpus
-    kind = "MULTI_GPU" if gpus > 1 else "NO"
+    machine = probe_devices(environ)
+    gpus = machine.gpus
+    kind = machine.kind if gpus > 1 else "NO"
     settings = Settings(
         precision=PrecisionSettings(mixed_precision=str(precision)),  # pyright: ignore[reportArgumentType] - was checked
         process=ProcessSettings(use_cpu=gpus == 0),

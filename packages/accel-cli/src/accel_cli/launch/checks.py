@@ -116,7 +116,7 @@ def _check_devices(facts: LaunchFacts) -> Iterator[str]:
     is_started_by_launcher = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
     if uses_cpu(facts.merged) or not facts.is_local or is_started_by_launcher:
         return
-    if kind.value in VISIBLE_DEVICES and kind.value != "MULTI_GPU":
+    if kind.value in VISIBLE_DEVICES and kind.value not in {"MULTI_GPU", machine.kind}:
         if launch.num_processes is None and not launch.device_ids:
             yield f"{kind.origin} is {kind.value}, whose devices cannot be counted: pass --num_processes."
         return

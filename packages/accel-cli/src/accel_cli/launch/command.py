@@ -14,7 +14,13 @@ from dataclasses import replace
 from accel_cli.arguments import LaunchArguments
 from accel_cli.config_file import ConfigFile, read_config
 from accel_cli.launch.checks import LaunchFacts, count_processes, find_launch_problems, uses_cpu
-from accel_cli.launch.hosts import VISIBLE_DEVICES, HostDevices, probe_devices, read_commands, read_hosts
+from accel_cli.launch.hosts import (
+    HostDevices,
+    probe_devices,
+    read_commands,
+    read_hosts,
+    visible_devices_variable,
+)
 from accel_cli.launch.launchers import (
     Command,
     Launcher,
@@ -208,7 +214,8 @@ _SLURM_HOST = "MASTER_ADDR or SLURM_STEP_NODELIST"
 
 def probe_host(settings: Settings, environ: Mapping[str, str]) -> HostDevices:
     """Probe this machine, and the files and programs referenced by the settings."""
-    machine, hosts = probe_devices(environ), settings.hosts
+    machine = probe_devices(environ, ask_torch=not settings.process.use_cpu)
+    hosts = settings.hosts
     if settings.deepspeed is not None and hosts.hostfile:
         machine = replace(machine, hosts=read_hosts(hosts.hostfile, hosts.inclusion, hosts.exclusion))
     if settings.mpi.hostfile is not None:
@@ -283,7 +290,7 @@ def _added_variables(plan: LaunchPlan) -> dict[str, str]:
     elif plan.local_processes > 1 and "OMP_NUM_THREADS" not in plan.environ:
         added["OMP_NUM_THREADS"] = str(max(1, plan.machine.cores // plan.local_processes))
     if ids := launch.device_ids:
-        added[VISIBLE_DEVICES.get(launch.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = ",".join(ids)
+        added[visible_devices_variable(plan.machine, launch.distributed_type)] = ",".join(ids)
     if plan.machine.gpus > 1 and (launch.num_processes or 1) > 1 and not uses_cpu(plan.merged):
         added |= plan.machine.peer_variables(plan.environ)
     added |= alias_path(plan)

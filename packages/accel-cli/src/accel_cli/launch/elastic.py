@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from types import FrameType
 from typing import Any
 
 import psutil
 
 from accel_cli.launch.launchers import WORKER
+from accel_cli.launch.worker import EXIT_CODE_FILE
 from accel_cli.main import ERROR
 from accel_state.torch_private import set_terminate_handler
 from accel_train.worker_errors import (
@@ -61,13 +62,18 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
     if not quiet:
         _TORCH_LOGGER.addFilter(lambda record: not str(record.msg).startswith(_IN_SUMMARY))
     # 3. Run the workers, and report failures. A --log_dir of the user comes later, and takes precedence.
-    with (
-        forwarder.install(),
-        TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder,
-    ):
-        # A tee is kept: without a folder of the user, in torch's.
-        is_teed = any(argument.startswith("--tee") for argument in arguments)
-        args = run.parse_args([*([] if is_teed else [f"--log_dir={folder}"]), *arguments[quiet:]])
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    named = {option.partition("=")[0] for option in options}
+    is_retained = "--tee" in named and "--log_dir" not in named  # as torch does
+    folders = (
+        contextlib.nullcontext(mkdtemp(prefix="torchelastic_"))
+        if is_retained
+        else TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True)
+    )
+    with forwarder.install(), folders as folder:
+        if is_retained and not quiet:
+            _write(f"accel launch: the output of the processes is also written to {folder}\n")
+        args = run.parse_args([f"--log_dir={folder}", *arguments[quiet:]])
         if args.training_script == WORKER:
             args.training_script_args.insert(0, f"--launcher={os.getpid()}")
         try:
@@ -76,6 +82,9 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
             return _report_failure(error, quiet=quiet)
         except signals.SignalException as error:
             _write("" if quiet else format_all_errors(read_worker_errors(Path(folder))))
+            codes = [int(file.read_text(encoding="ascii")) for file in Path(folder).rglob(EXIT_CODE_FILE)]
+            if codes and len(codes) == forwarder.worker_count:  # The script has handled the signal.
+                return max(codes)
             return _SIGNAL_CODE + int(error.sigval)
         except distributed.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
@@ -181,6 +190,11 @@ class SignalForwarder:
             with contextlib.suppress(OSError):  # The terminal may be closed.
                 os.write(2, _WAITING.encode())
         raise self._error(f"got {self.first.name}", self.first)
+
+    @property
+    def worker_count(self) -> int:
+        """Return the number of workers at the first termination signal."""
+        return len(self._workers)
 
     def forward(self, number: int, frame: FrameType | None) -> None:
         """Handle a user signal: send it to the workers."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -22,7 +27,7 @@ class HostDevices:
     """The properties of this machine that launching needs.
 
     Args:
-        gpus: Number of NVIDIA or AMD GPUs visible to a process.
+        gpus: Number of devices visible to a process: NVIDIA or AMD GPUs, or without these, others.
         cores: Number of usable CPU cores.
         installed: Number of installed GPUs, including hidden ones; `gpus` by default.
         hosts: The nodes of a DeepSpeed hostfile with their numbers of processes, if there is one.
@@ -33,6 +38,8 @@ class HostDevices:
         peer_variables: Queries the variables that NCCL needs in addition to an environment.
         fp8_backends: The installed libraries for FP8; all by default.
         engines: The sections of the settings of engines whose library is installed; all by default.
+        kind: The distributed type of its devices.
+        visible_devices: The variable that restricts which of them a process sees.
     """
 
     gpus: int
@@ -46,18 +53,30 @@ class HostDevices:
     peer_variables: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {}
     fp8_backends: tuple[str, ...] = tuple(BY_NAME)
     engines: tuple[str, ...] = ("deepspeed", "megatron")
+    kind: str = "MULTI_GPU"
+    visible_devices: str | None = "CUDA_VISIBLE_DEVICES"
 
     def __post_init__(self) -> None:
         if self.installed < 0:
             object.__setattr__(self, "installed", self.gpus)
 
 
-def probe_devices(environ: Mapping[str, str]) -> HostDevices:
-    """Probe this machine."""
-    installed = count_nvidia_gpus() or _count_amd_gpus()
+def probe_devices(environ: Mapping[str, str], *, ask_torch: bool = True) -> HostDevices:
+    """Probe this machine.
+
+    Args:
+        environ: The environment, whose variables may hide devices.
+        ask_torch: Without an NVIDIA or AMD GPU, look for devices of other kinds, which may import torch in a
+            child process.
+    """
+    installed, kind, variable = count_nvidia_gpus() or _count_amd_gpus(), "MULTI_GPU", "CUDA_VISIBLE_DEVICES"
+    gpus = count_gpus(environ, installed)
+    if not installed and ask_torch and _may_have_others():
+        installed, kind, variable = _count_others(environ)
+        gpus = count_gpus(environ, installed, (variable,) if variable else ())
     compat = find_spec("accel_compat")  # A dependent package, which is not imported.
     return HostDevices(
-        gpus=count_gpus(environ, installed),
+        gpus=gpus,
         cores=count_cores(),
         installed=installed,
         alias=str(Path(compat.origin).with_name("startup")) if compat and compat.origin else None,
@@ -65,40 +84,101 @@ def probe_devices(environ: Mapping[str, str]) -> HostDevices:
         peer_variables=peer_variables,
         fp8_backends=tuple(backend.name for backend in BACKENDS if is_installed(backend.library)),
         engines=tuple(section for section, library in _LIBRARIES.items() if is_installed(library)),
+        kind=kind,
+        visible_devices=variable,
     )
+
+
+def _may_have_others() -> bool:
+    """Return whether torch may know a device that is no NVIDIA or AMD GPU, without importing it."""
+    plugins = [kind.plugin for kind in KINDS if kind.plugin is not None and kind.runtime is None]
+    return (
+        any(find_spec(plugin.partition(".")[0]) is not None for plugin in plugins)
+        or bool(entry_points(group="torch.backends"))
+        or sys.platform in {"darwin", "win32"}
+        or next(Path("/dev/dri").glob("renderD*"), None) is not None  # of Intel
+    )
+
+
+def _count_others(environ: Mapping[str, str]) -> tuple[int, str, str | None]:
+    """Return the number of devices that torch finds in a child process, their kind, and their variable."""
+    hiding = {kind.visible_devices_env for kind in KINDS}
+    done = subprocess.run(
+        [sys.executable, "-c", _COUNT],
+        env={name: value for name, value in environ.items() if name not in hiding},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return 0, "MULTI_GPU", "CUDA_VISIBLE_DEVICES"
+    count, kind, variable = json.loads(done.stdout.splitlines()[-1])
+    return count, kind, variable
+
+
+_COUNT = """\
+import json
+from accel_state.device_kinds import available_kind
+kind = available_kind()
+count = 0 if kind.type == "cpu" or kind.runtime else kind.module.device_count()
+print()
+print(json.dumps([count, kind.distributed_type.value, kind.visible_devices_env]))
+"""
+"""Print what the devices of this machine are."""
 
 
 _LIBRARIES = {"deepspeed": "deepspeed", "megatron": "megatron_lm"}
 """The library of each engine, by its section of the settings."""
 
 
-def count_cores(root: Path = Path("/")) -> int:
+def count_cores() -> int:
     """Return the number of CPU cores that this process may use, by its affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # "max 100000", or microseconds of computing and of a period
-        quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
-        cores = min(cores, max(1, int(quota) // int(period)))
-    return cores
+    return min(cores, cpu_quota() or cores)
 
 
-def count_gpus(environ: Mapping[str, str], installed: int) -> int:
+def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the cores that the control group of a container allows; None without a limit."""
+    with suppress(OSError, ValueError):
+        quota, period = (root / "cpu.max").read_text(encoding="ascii").split()
+        return None if quota == "max" else max(1, math.ceil(int(quota) / int(period)))
+    with suppress(OSError, ValueError):  # version 1
+        quota, period = (
+            int((root / "cpu" / f"cpu.cfs_{name}_us").read_text(encoding="ascii"))
+            for name in ("quota", "period")
+        )
+        return None if quota < 0 else max(1, math.ceil(quota / period))
+    return None
+
+
+def count_gpus(
+    environ: Mapping[str, str],
+    installed: int,
+    variables: Sequence[str] = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+) -> int:
     """Return the number of GPUs that torch would see.
 
     Args:
-        environ: The environment: each of CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and
-            ROCR_VISIBLE_DEVICES may hide devices.
+        environ: The environment.
         installed: The number of installed GPUs.
+        variables: The variables that may hide devices.
 
     Example:
         >>> count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}, 8), count_gpus({}, 8)
         (2, 8)
     """
     counts = [installed]
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+    for name in variables:
         if name in environ:  # The driver reads a list up to the first invalid entry.
             entries = map(str.strip, environ[name].split(","))
-            counts.append(len([*takewhile(lambda entry: entry and not entry.startswith("-"), entries)]))
+            counts.append(len([*takewhile(lambda entry: _is_device(entry, installed), entries)]))
     return min(counts)
+
+
+def _is_device(entry: str, installed: int) -> bool:
+    """Return whether an entry of visible devices may be one: a number (of a tile), or an identifier."""
+    number = entry.partition(".")[0].partition(":")[0]
+    return int(number) < installed if number.isdecimal() else "-" in entry[1:]
 
 
 def count_nvidia_gpus(root: Path = Path("/")) -> int:
@@ -143,6 +223,15 @@ VISIBLE_DEVICES: Mapping[str, str] = {
     if kind.visible_devices_env is not None and kind.runtime is None
 }
 """The variable that restricts the visible devices, by distributed type."""
+
+
+def visible_devices_variable(machine: HostDevices, distributed_type: str | None) -> str:
+    """Return the variable that restricts the visible devices of a launch.
+
+    FSDP and DeepSpeed, and `MULTI_GPU` as in the reference, mean the devices that the machine has.
+    """
+    own = machine.visible_devices or "CUDA_VISIBLE_DEVICES"
+    return own if distributed_type in {None, "MULTI_GPU"} else VISIBLE_DEVICES.get(str(distributed_type), own)
 
 
 def read_hosts(file: str, inclusion: str | None = None, exclusion: str | None = None) -> dict[str, int]:

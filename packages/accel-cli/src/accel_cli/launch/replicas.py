@@ -17,7 +17,7 @@ from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.launch.hosts import VISIBLE_DEVICES
+from accel_cli.launch.hosts import visible_devices_variable
 from accel_cli.launch.launchers import (
     STOP_SIGNALS,
     Command,
@@ -95,7 +95,7 @@ def _devices(plan: LaunchPlan, per_group: int) -> list[dict[str, str]]:
     ids = plan.launch.device_ids or tuple(map(str, range(plan.machine.gpus)))
     if settings.process.use_cpu or len(ids) < groups * per_group:
         return [{} for _ in range(groups)]
-    name = VISIBLE_DEVICES.get(plan.launch.distributed_type or "", "CUDA_VISIBLE_DEVICES")
+    name = visible_devices_variable(plan.machine, plan.launch.distributed_type)
     return [{name: ",".join(ids[group * per_group :][:per_group])} for group in range(groups)]
 
 

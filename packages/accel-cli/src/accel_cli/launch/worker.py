@@ -20,10 +20,8 @@ from functools import partial
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from runpy import (
-    _run_module_as_main,  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownVariableType] - `python -m`
-    run_path,
-)
+from pkgutil import read_code
+from runpy import _run_module_as_main  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownVariableType] - `python -m`
 from types import TracebackType
 from typing import Any
 from zipfile import is_zipfile
@@ -66,19 +64,44 @@ def run(arguments: list[str]) -> None:
     names = sys.modules["__main__"].__dict__
     names.clear()
     names.update(__name__="__main__", __builtins__=builtins)
-    if is_module:
-        _run_module_as_main(words[0])
-    else:
-        _run_file(words[0], names)
+    try:
+        if is_module:
+            _run_module_as_main(words[0])
+        else:
+            _run_file(words[0], names)
+    except SystemExit as request:
+        _write_exit_code(error_file, request.code)
+        raise
+    _write_exit_code(error_file, 0)
+
+
+EXIT_CODE_FILE = "exit_code"
+"""The file beside the error file with the exit code of a script that ended by itself.
+
+After a signal torch.distributed.run does not say how the workers ended, and the script may have handled it.
+"""
+
+
+def _write_exit_code(error_file: str | None, code: object) -> None:
+    if error_file:
+        number = code & 0xFF if isinstance(code, int) else int(code is not None)
+        with contextlib.suppress(OSError):
+            Path(error_file).with_name(EXIT_CODE_FILE).write_text(str(number), encoding="ascii")
 
 
 def _run_file(script: str, names: dict[str, Any]) -> None:
-    """Execute a file in the module `__main__`; pickle finds its definitions there."""
+    """Execute a file, also a compiled one, in the module `__main__`; pickle finds its definitions there.
+
+    Of a folder or a zip file this is its `__main__.py`, as with `python`.
+    """
     path = Path(script).absolute()
-    if path.is_dir() or path.suffix == ".pyc" or is_zipfile(path):
-        run_path(str(path), run_name="__main__")
+    if path.is_dir() or is_zipfile(path):
+        sys.path[0] = str(path)
+        _run_module_as_main("__main__", alter_argv=False)
         return
-    code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
+    with path.open("rb") as file:
+        code = read_code(file)
+    code = code or compile(path.read_bytes(), path, "exec", dont_inherit=True)
     if not sys.flags.safe_path:
         sys.path[0] = str(path.resolve().parent)
     names.update(

@@ -70,7 +70,8 @@ def run(options: Namespace) -> int:
     findings = find_problems(records, merged, options.world, options.memory)
     if merged.settings.precision.mixed_precision == "fp8":
         findings = replace(
-            findings, problems=(*fp8_refusals(merged, probe_devices(variables)), *findings.problems)
+            findings,
+            problems=(*fp8_refusals(merged, probe_devices(variables, ask_torch=False)), *findings.problems),
         )
     if options.html is not None:
         write_html(Path(options.html), findings, options.script, options.memory)
