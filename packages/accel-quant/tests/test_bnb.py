@@ -319,3 +319,10 @@ def test_a_layer_under_two_names_stays_one_layer(kind, source, tmp_path):
     assert type(quantized.first) in {bnb.nn.Linear8bitLt, bnb.nn.Linear4bit}
     with torch.no_grad():
         assert (quantized(x).float() - expected).norm() < BOUND[kind] * 2 * expected.norm()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_says_that_it_is_quantised_as_peft_and_others_ask(bits) -> None:
+    config = BnbQuantizationConfig(load_in_4bit=bits == 4, load_in_8bit=bits == 8)
+    model = load_and_quantize_model(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), config)
+    assert (model.is_loaded_in_4bit, model.is_loaded_in_8bit) == (bits == 4, bits == 8)

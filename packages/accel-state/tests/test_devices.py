@@ -55,7 +55,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_family_of_the_issue_has_a_row_in_probe_order():
     assert [kind.name for kind in KINDS] == [
-        "cuda", "rocm", "xpu", "mps", "npu", "mlu", "musa", "sdaa", "hpu", "neuron", "xla", "cpu",
+        "npu", "cuda", "rocm", "xpu", "mps", "mlu", "musa", "sdaa", "hpu", "neuron", "xla", "cpu",
     ]  # fmt: skip
 
 
@@ -388,3 +388,26 @@ def test_one_kind_of_hardware_behind_xla_can_be_checked():
     assert not probes.is_torch_xla_available(check_is_gpu=True)
     with pytest.raises(SettingsError, match="choose one"):
         probes.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)
+
+
+def test_ascend_comes_before_the_cuda_that_it_pretends_to_be(monkeypatch) -> None:
+    both = {"npu", "cuda", "cpu"}
+    kinds = tuple(dataclasses.replace(kind, probe=lambda n=kind.name: n in both) for kind in KINDS)
+    monkeypatch.setattr(device_kinds, "KINDS", kinds)
+    assert available_kind().name == "npu"
+
+
+def test_amd_computes_in_float8_too(monkeypatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 4))
+    assert probes.check_cuda_fp8_capability.__wrapped__()
+
+
+def test_a_driver_that_never_answers_is_named(monkeypatch) -> None:
+    def run(*_, timeout, **__):
+        raise subprocess.TimeoutExpired("nvidia-smi", timeout)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(MissingDependencyError, match="nvidia-smi does not respond"):
+        device_kinds.nvidia_smi("name")

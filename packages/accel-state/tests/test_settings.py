@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 from accel_state import settings as exported
 from accel_state.errors import SettingsError
 from accel_state.settings.engines import DeepSpeedSettings, Fp8Settings, FsdpSettings
-from accel_state.settings.file import default_config_file, parse_file, to_content, translate
+from accel_state.settings.file import (
+    default_config_file,
+    default_config_folder,
+    parse_file,
+    to_content,
+    translate,
+)
 from accel_state.settings.model import (
     BY_KEY,
     BY_PATH,
@@ -505,3 +512,13 @@ def test_settings_cannot_be_changed_in_place():
     with pytest.raises(AttributeError):
         settings.precision.mixed_precision = "bf16"
     assert replace(settings, training=TrainingSettings(gradient_accumulation_steps=2)) != settings
+
+
+def test_a_user_without_a_home_has_a_config_folder(monkeypatch) -> None:
+    def home(*_: object):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.setattr(Path, "expanduser", home)
+    assert default_config_folder({}).name == "accelerate"
+    assert default_config_folder({"HF_HOME": "/data"}) == Path("/data/accelerate")

@@ -114,8 +114,9 @@ def load_and_quantize_model(
         quantizer=QuantizedWeights(model=model, quantizer=quantizer, layers=layers),
     )
     index = load_weights(model, sources, assignment)
-    # 4. Tie weights again, and dispatch the model to its devices.
+    # 4. Tie weights again, and dispatch the model to its devices. peft and others read what it is.
     retie_parameters(model, tied)
+    vars(model).update(is_loaded_in_8bit=config.load_in_8bit, is_loaded_in_4bit=config.load_in_4bit)
     return dispatch_model(
         model,
         plan,

@@ -118,11 +118,12 @@ _ROCM: dict[str, Any] = {**_CUDA, "type": "cuda", "rng_key": "cuda", "probe": _a
 _XLA: dict[str, Any] = {"runtime": "accel_state.xla_devices", "probe": _asking("has_xla")}
 
 KINDS: tuple[DeviceKind, ...] = (
+    # First, since torch_npu's `transfer_to_npu` makes it look like CUDA.
+    _row("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
     _row("cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES", **_CUDA),
     _row("rocm", "nccl", DistributedType.MULTI_GPU, "HIP_VISIBLE_DEVICES", **_ROCM),  # RCCL has NCCL's name
     _row("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK", least_torch="2.11"),
     _row("mps", None, DistributedType.NO, None, rng_key=None, probe=_asking("is_mps_available")),
-    _row("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
     _row("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES", "torch_mlu"),
     _row("musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES", "torch_musa"),
     _row("sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES", "torch_sdaa"),
@@ -269,6 +270,10 @@ def check_os_kernel() -> None:
         )
 
 
+_DRIVER_SECONDS = 60
+"""How long a driver may take to answer; one that is stuck never does."""
+
+
 def nvidia_smi(field: str) -> list[str]:
     """Query one field of every GPU.
 
@@ -281,8 +286,9 @@ def nvidia_smi(field: str) -> list[str]:
             capture_output=True,
             check=True,
             text=True,
+            timeout=_DRIVER_SECONDS,
         )
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, subprocess.SubprocessError) as error:
         raise MissingDependencyError(
             f"nvidia-smi does not respond ({error}): install the NVIDIA driver, or use a machine with a GPU."
         ) from None

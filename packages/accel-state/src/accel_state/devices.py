@@ -269,7 +269,7 @@ def is_fp16_available() -> bool:
 
 @functools.cache
 def check_cuda_fp8_capability() -> bool:
-    """Return whether the current CUDA device computes in float8 (compute capability 8.9 or newer)."""
+    """Return whether the current NVIDIA or AMD GPU computes in float8 (capability 8.9 or newer, as MI300)."""
     return _has_capability(ADA)
 
 
@@ -283,7 +283,7 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def _has_capability(least: tuple[int, int]) -> bool:
-    return BY_NAME["cuda"].probe() and torch.cuda.get_device_capability() >= least
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= least
 
 
 @functools.cache

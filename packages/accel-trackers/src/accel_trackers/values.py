@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from accel_state.errors import UnsupportedError
-from accel_state.streams import Event, device_streams, tensor_streams
+from accel_state.streams import Event, device_streams, pinned_if_possible, tensor_streams
 
 logger = logging.getLogger(__name__)
 
@@ -381,7 +381,8 @@ class HostCopies:
         self._tensors: list[Tensor] | None = tensors  # They must live until they are copied.
         sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
         *starts, end = accumulate(sizes, initial=0)
-        buffer = streams.pinned(end)
+        pinned = pinned_if_possible(streams, end)
+        buffer = torch.empty(end, dtype=torch.uint8, device="cpu") if pinned is None else pinned
         self._copies: list[Tensor] = []
         for start, tensor in zip(starts, tensors, strict=True):
             copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

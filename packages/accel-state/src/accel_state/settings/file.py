@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -163,9 +164,10 @@ def default_config_folder(environ: Mapping[str, str]) -> Path:
         >>> default_config_folder({"HF_HOME": "/data/hf"}).as_posix()
         '/data/hf/accelerate'
     """
-    cache = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home()) / ".cache"
+    # Path.home() raises where the user has no home, as any user of some containers.
+    cache = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or os.path.expanduser("~")) / ".cache"  # noqa: PTH111
     home = environ.get("HF_HOME") or Path(cache) / "huggingface"
-    return Path(home).expanduser() / "accelerate"
+    return Path(os.path.expanduser(home)) / "accelerate"  # noqa: PTH111
 
 
 def parse_file(content: Mapping[str, Any], source: str) -> dict[str, SourcedValue]:
