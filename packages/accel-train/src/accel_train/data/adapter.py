@@ -693,7 +693,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter[T_co]):
                 if following is END:
                     self._set_remainder(loaded)
                     reading.facts["remainder"] = self.remainder
-                if passes[-1] is not reading or state.active_dataloader is not self:
+                active = state._loaders  # pyright: ignore[reportPrivateUsage] - a property is a call per batch
+                if passes[-1] is not reading or not active or active[-1]() is not self:
                     self._activate(reading)
                 yield batch
         finally:
