@@ -80,7 +80,7 @@ def _train_job(plan: LaunchPlan, name: str) -> dict[str, Any]:
             "numNodes": plan.launch.num_machines,
             "numProcPerNode": plan.local_processes,
             "command": _pod_command(plan),
-            "env": _settings(plan),
+            **({"env": settings} if (settings := _settings(plan)) else {}),
             **({"resourcesPerNode": resources} if resources else {}),
         },
     }
