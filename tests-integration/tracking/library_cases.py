@@ -86,12 +86,12 @@ def read_tensorboard(project):
     plugin = HParamsPluginData.FromString(
         main.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     )
-    (file,) = Path(f"logs/{project}").glob("*/hparams.yml")
-    assert yaml.safe_load(file.read_text())["lr"] == 0.125
     config = {}
     for name, value in plugin.session_start_info.hparams.items():
         number = value.number_value
         config[name] = value.string_value or (int(number) if number.is_integer() else number)
+    files = [*Path("logs", project).glob("*/hparams.yml")]
+    assert {yaml.safe_load(file.read_text())["lr"] for file in files} == {config["lr"]}
     tags = main.Tags()
     media = {
         "images": len(tags["images"]),
