@@ -700,12 +700,12 @@ NAMES = {
     },
     "accel.utils.operations": {
         "gather_tensor_shape": "absent: broadcast_object_list sends shapes, and broadcast needs none.",
+        "chained_operation verify_operation": "accel_ops.collectives",
         "_gpu_broadcast _tpu_broadcast": "accel_ops.collectives:broadcast_from",
         "_neuron_broadcast_object_list": "accel_ops.collectives:broadcast_object_list",
         "_gpu_gather _tpu_gather": "accel_ops.collectives:gather",
         "_gpu_gather_object _neuron_gather_object": "accel_ops.collectives:gather_object",
         "ConvertOutputsToFp32 TENSOR_INT_TO_DTYPE TENSOR_TYPE_TO_INT TensorInformation get_shape is_torch_xpu_tensor": "accel_ops.tree",
-        "chained_operation verify_operation": "accel_ops.collectives",
         "AcceleratorState": "accel_state.accelerator_state",
         "is_npu_available is_torch_xla_available": "accel_state.devices",
         "DistributedType": "accel_state.labels",
