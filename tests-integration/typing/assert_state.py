@@ -60,4 +60,5 @@ def shared(state: AcceleratorState, gradients: GradientState) -> None:
     assert_type((gradients.in_dataloader, gradients.end_of_dataloader), tuple[bool, bool])
     assert_type(gradients.is_xla_gradients_synced, bool)
     assert_type(gradients.plugin_kwargs, Mapping[str, Any])
+    assert_type(gradients.activate({}), None)
     AcceleratorState(mixed_precision=16)  # type: ignore[arg-type] # pyright: ignore[reportArgumentType]

@@ -59,7 +59,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         step: Steps the optimizer, as a strategy's `Stepper.step`; returns False for a skipped step. By
             default, the optimizer's own step, through `scaler` if there is one.
         window: Counter of the items since the last step, which ends the accumulation window.
-        accumulation: The state of accumulation to follow; that of the last `Accelerator` if `None`.
 
     Attributes:
         num_steps (int): Number of `step` calls with synchronised gradients.
@@ -81,14 +80,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         *,
         step: Callable[..., bool | torch.Tensor] | None = None,
         window: ItemCounter | None = None,
-        accumulation: dict[str, Any] | None = None,
     ) -> None:
         # Optimizer.__init__ would create a second set of groups and state; both are the wrapped optimizer's.
         self.optimizer = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
         self.gradient_state = GradientState()
-        self._accumulation = self.gradient_state.accumulation if accumulation is None else accumulation
+        self._accumulation = self.gradient_state.accumulation  # of the `Accelerator` that was used last
         if step is None and scaler is not None:
             step = LossScaling(scaler).step
         self._step = None if step is step_unscaled else step  # None: the optimizer's own

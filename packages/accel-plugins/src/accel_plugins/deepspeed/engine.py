@@ -378,7 +378,10 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """
         if self._discard is None:
             super().zero_grad(set_to_none)
-        elif self.gradient_state.sync_gradients:
+            return
+        state = self.gradient_state
+        keeps_earlier = state.window.has_gradients and not state.window.ran_backward
+        if state.sync_gradients and not keeps_earlier:
             self._discard(self.optimizer)
 
 

@@ -138,6 +138,7 @@ def _by_axes(gradients: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]
     groups: dict[tuple[Any, ...], list[Tensor]] = {}
     mesh = placements = None
     group: list[Tensor] = []
+    is_partial = False
     for gradient in gradients:
         if not isinstance(gradient, DTensor):
             groups.setdefault((), []).append(gradient)
@@ -150,7 +151,8 @@ def _by_axes(gradients: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]
                 if not (placement.is_replicate() or placement.is_partial())
             ]
             group = groups.setdefault((mesh, *shards), [])
-        group.append(_summed(gradient))
+            is_partial = any(placement.is_partial() for placement in placements)
+        group.append(_summed(gradient) if is_partial else gradient)
     return groups
 
 

@@ -658,6 +658,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool
 
 def _optimizers(bundle: Bundle, request: PrepareRequest) -> Bundle:
     parts, wrap = request.parts, request.parts.strategy.wrap_optimizer
+    parts.gradient_state.activate(parts.synchronizer.accumulation)  # which optimizers follow
     if wrap is not None:
 
         def engine(optimizer: Any, *, step: Callable[..., Any], discard: Any) -> DeepSpeedOptimizerWrapper:
@@ -672,7 +673,6 @@ def _optimizers(bundle: Bundle, request: PrepareRequest) -> Bundle:
             parts.precision.scaler,
             step=parts.step,
             window=parts.items,
-            accumulation=parts.synchronizer.accumulation,
         )
         for optimizer, move in zip(bundle.optimizers, request.placements["optimizers"], strict=True)
     )
