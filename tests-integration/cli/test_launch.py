@@ -158,7 +158,7 @@ def test_the_traceback_of_the_rank_that_failed_first_comes_last_and_once(here):
     assert result.stderr.count("Traceback") == 1
 
 
-def test_a_signal_reaches_the_processes_and_decides_the_exit_code(here):
+def test_a_signal_reaches_the_processes_whose_handler_decides_the_exit_code(here):
     (here / "waits.py").write_text(
         "import os, pathlib, signal, sys, time\n"
         "def leave(number, frame):\n    pathlib.Path('left' + os.environ['RANK']).touch()\n    sys.exit(0)\n"
@@ -179,7 +179,7 @@ def test_a_signal_reaches_the_processes_and_decides_the_exit_code(here):
             time.sleep(0.05)
         running.send_signal(signal.SIGTERM)
         running.communicate()
-    assert running.returncode == 128 + signal.SIGTERM
+    assert running.returncode == 0, "as with one process"
     assert all((here / f"left{rank}").exists() for rank in range(2))
 
 
