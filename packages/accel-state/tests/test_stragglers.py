@@ -3,8 +3,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,20 +99,19 @@ def test_samples_leave_the_random_numbers_of_the_script_as_they_are():
 
 def test_samples_tell_waiting_from_work_and_where_the_work_is():
     sampler = RankSampler(lambda: 7, "/nowhere")
-    thread = threading.Thread(target=lambda: [take(sampler) for _ in range(4)])
-    thread.start()
-    while thread.is_alive():
-        time.sleep(0.001)  # the work
-    thread.join()
+    with ThreadPoolExecutor(
+        max_workers=1
+    ) as pool:  # on one line from before the first sample to after the last
+        pool.submit(take_four, sampler).result()  # the work
     fields = sampler.status_fields()
     assert (fields["steps"], fields["samples"], fields["waits"]) == (7, 4, 2)
-    assert fields["busy"].endswith(" `time.sleep(0.001)  # the work`")
+    assert fields["busy"].endswith(" `pool.submit(take_four, sampler).result()  # the work`")
     assert RankStatus.from_text(json.dumps({"rank": 0, **fields})).busy == fields["busy"]
 
 
-def take(sampler: RankSampler) -> None:
-    time.sleep(0.01)
-    sampler.take(is_inside=sampler.samples % 2 == 1)
+def take_four(sampler: RankSampler) -> None:
+    for number in range(4):
+        sampler.take(is_inside=number % 2 == 1)
 
 
 def test_code_of_the_folder_is_waiting_where_it_is_innermost():
