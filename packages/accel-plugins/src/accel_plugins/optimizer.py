@@ -59,6 +59,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         step: Steps the optimizer, as a strategy's `Stepper.step`; returns False for a skipped step. By
             default, the optimizer's own step, through `scaler` if there is one.
         window: Counter of the items since the last step, which ends the accumulation window.
+        discard: Drops gradients that an engine has; by default `zero_grad` of the optimizer does.
 
     Attributes:
         num_steps (int): Number of `step` calls with synchronised gradients.
@@ -80,6 +81,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         *,
         step: Callable[..., bool | torch.Tensor] | None = None,
         window: ItemCounter | None = None,
+        discard: Callable[[Any], None] | None = None,
     ) -> None:
         # Optimizer.__init__ would create a second set of groups and state; both are the wrapped optimizer's.
         self.optimizer = optimizer
@@ -91,6 +93,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             step = LossScaling(scaler).step
         self._step = None if step is step_unscaled else step  # None: the optimizer's own
         self._window = window
+        self._discard = discard
         self._stepped: bool | torch.Tensor = True
         self._is_to_clear = False  # whether it has stepped with gradients that were not cleared yet
         self.num_steps = 0
@@ -158,7 +161,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         that completes them: a loop may clear gradients at its beginning, too.
 
         Args:
-            set_to_none: Passed to the wrapped optimizer unless `None`.
+            set_to_none: Passed to the wrapped optimizer unless `None`. Engines need none.
         """
         state = self.gradient_state
         if state.accumulation is not self._accumulation:
@@ -173,7 +176,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         window = self._window
         if window is not None and window.is_open:
             window.close()
-        if set_to_none is None:
+        if self._discard is not None:
+            self._discard(self.optimizer)
+        elif set_to_none is None:
             self.optimizer.zero_grad()
         else:
             self.optimizer.zero_grad(set_to_none=set_to_none)

@@ -145,8 +145,8 @@ def _check_devices(facts: LaunchFacts) -> Iterator[str]:
 def _check_process_count(facts: LaunchFacts) -> Iterator[str]:
     number, kind = facts.source_of("launch.num_processes"), facts.source_of("launch.distributed_type")
     asked = facts.settings.launch.num_processes or 1
-    if facts.is_worker and number.layer is Layer.ARGUMENT and asked != detect(facts.environ).world_size:
-        launched = detect(facts.environ)
+    launched = detect(facts.environ)
+    if facts.is_worker and number.layer is Layer.ARGUMENT and asked != launched.world_size:
         yield (
             f"{number.origin} requests {asked} processes, but {launched.launcher} has started this command "
             f"as one of {launched.world_size}: omit it, or start the command once per node."

@@ -193,10 +193,10 @@ def parse_nodes(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     topology, row = detect(environ), launcher_of(environ)
     if row is None or topology.world_size == 1 or is_launched(environ):
         return {}
-    if row.name != "Slurm" and not environ.get("MASTER_ADDR"):
+    on_slurm = row.name == "Slurm"
+    if not on_slurm and not environ.get("MASTER_ADDR"):
         return {}  # left over, or the variables of processes that do not need to know each other
     master = rendezvous(environ, topology)
-    on_slurm = row.name == "Slurm"
     values = {
         "launch.num_machines": (topology.world_size, row.world_size),
         "launch.machine_rank": (topology.rank, row.rank),

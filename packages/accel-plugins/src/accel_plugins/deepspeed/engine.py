@@ -367,22 +367,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         discard: Callable[[Any], None] | None = None,
     ) -> None:
         # The engine has placed the state of its optimizer.
-        super().__init__(optimizer, device_placement=False, scaler=None, step=step)
-        self._discard = discard
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop gradients if they are synchronised now.
-
-        Args:
-            set_to_none: Has no effect: an engine has no gradients between steps.
-        """
-        if self._discard is None:
-            super().zero_grad(set_to_none)
-            return
-        state = self.gradient_state
-        keeps_earlier = state.window.has_gradients and not state.window.ran_backward
-        if state.sync_gradients and not keeps_earlier:
-            self._discard(self.optimizer)
+        super().__init__(optimizer, device_placement=False, scaler=None, step=step, discard=discard)
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
