@@ -5,7 +5,7 @@
 Every statement runs in fresh interpreters, and the statements alternate. Printed is the median wall time of
 the statement itself (the interpreter's own start is not in it) and the median of its ratios to the `import
 torch` of the same turn and interpreter. Modules are compiled before, also where the environment says that
-Python writes no bytecode. Claim: `import accel` at most 1.03 of `import torch`.
+Python writes no bytecode. Claim: `import accel` at most 1.12 of `import torch`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-CLAIM = 1.03
+CLAIM = 1.12
 BASELINE = "import torch"
 OURS = (BASELINE, "import accel", "from accel import Accelerator")
 THEIRS = (BASELINE, "import accelerate", "from accelerate import Accelerator")
