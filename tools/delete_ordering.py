@@ -62,9 +62,6 @@ TESTS: dict[str, tuple[str, ...]] = {
     "packages/accel-plugins/src/accel_plugins/optimizers/host_adamw.py": (
         "packages/accel-plugins/tests/test_host_adamw.py",
     ),
-    "packages/accel-trackers/src/accel_trackers/values.py": (
-        "packages/accel-trackers/tests/test_device_values.py",
-    ),
     "packages/accel-train/src/accel_train/checkpoint/staging.py": (
         "packages/accel-train/tests/test_checkpoint_staging.py",
     ),
@@ -96,9 +93,6 @@ EQUIVALENT = {
     ): "a notice goes by the host: it needs no round to be there",
     ("selftest_checks.py", "swap with the next", "synchronize(device)"): (
         "the late device takes no time: only a GPU shows that the clock is read after the wait"
-    ),
-    ("values.py", "swap with the next", "self._event.synchronize()"): (
-        "the tensors belong to the stream that copies them, if nobody used another one"
     ),
     ("loader.py", "swap with the next", "current.wait_event(pending.arrived)"): (
         "record_stream only says what is awaited when the memory is freed, which is later than both"

@@ -85,30 +85,6 @@ accelerator.wait_for_everyone()
 accelerator.end_training()
 """
 )
-LATE = (
-    COMMON
-    + """
-from accel_state.testing import late_device
-from accel_trackers.session import TrackerSession
-
-with late_device("late"):
-    accelerator = Accelerator(cpu=True, log_with=Lines())
-    accelerator.init_trackers("run")
-    for step in range(3):
-        accelerator.log({"loss": torch.ones(()) * step}, step=step)
-    END
-"""
-)
-ENDS = {
-    "exception": ("raise ArithmeticError('the loss is not finite')", 1),
-    "sigterm_that_exits": (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); os.kill(os.getpid(), signal.SIGTERM)",
-        143,
-    ),
-    "sys_exit": ("sys.exit(3)", 3),
-    "end_training": ("accelerator.end_training()", 0),
-    "save_state": ("accelerator.save_state('here', flush=False); os._exit(0)", 0),
-}
 HUNG = (
     COMMON
     + """
@@ -158,8 +134,7 @@ ALONE = {**TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 def ran(tmp_path_factory):
     """All programs, run at the same time: how their ranks ended, and the folder of each."""
     base = tmp_path_factory.mktemp("run")
-    sources = {name: LATE.replace("END", code) for name, (code, _) in ENDS.items()}
-    sources |= {"hung": HUNG, "forks": FORKS}
+    sources = {"hung": HUNG, "forks": FORKS}
     programs = {"all_ranks": Program(ALL_RANKS), "main_rank": Program(MAIN_RANK)} | {
         name: Program(source, world_size=1, variables=ALONE) for name, source in sources.items()
     }
@@ -179,14 +154,6 @@ def test_every_call_is_legal_on_every_rank_and_only_the_main_one_logs(ran, name)
     assert lines(folder) == [[0, {"loss": 0.0}], [1, {"loss": 0.5}], [2, {"loss": 1.0}], [7, ["sample"]]]
     assert not (folder / "lines_1.jsonl").exists()
     assert len([*(folder / "project/run").glob("events*")]) == 1
-
-
-@pytest.mark.parametrize("name", ENDS)
-def test_what_waited_for_the_device_is_written_however_the_program_ends(ran, name):
-    ends, base = ran
-    (end,) = ends[name]
-    assert end.code == ENDS[name][1], end.errors
-    assert lines(base / name) == [[step, {"loss": float(step)}] for step in range(3)]
 
 
 def test_sigterm_ends_a_program_whose_tracker_hangs(ran):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -75,7 +74,6 @@ def trackers(tracker: TensorBoardTracker, image: Tensor) -> None:
     assert_type(tracker.log_histograms({"weights": image}), None)
     assert_type(tracker.log_text({"prompt": "text"}), None)
     assert_type(tracker.log_artifact(Path("model"), "weights"), None)
-    assert_type(tracker.log_captured(), Callable[..., object])
     assert_type((tracker.flush(), tracker.finish()), tuple[None, None])
     assert_type(tracker.resume_arguments("id"), dict[str, Any])
     assert_type(get_available_trackers(), list[LoggerType | str])

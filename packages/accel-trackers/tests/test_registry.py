@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import pytest
 
 from accel_state import libraries
@@ -213,7 +214,7 @@ def test_an_incomplete_tracker_says_what_it_lacks():
 
 def test_a_medium_that_a_tracker_lacks_is_an_error(memory):
     for call in (
-        lambda: memory.log_images({"x": 1}),
+        lambda: memory.log_images({"x": np.zeros((4, 4))}),
         lambda: memory.log_table("x"),
         lambda: memory.log_histograms({"x": 1}),
         lambda: memory.log_text({"x": "y"}),

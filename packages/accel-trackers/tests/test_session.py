@@ -107,6 +107,20 @@ def test_logging_too_early_or_too_late_says_what_to_do(memory):
         session.log({"loss": 1.0})
 
 
+@pytest.mark.gpu
+def test_values_of_a_real_device_are_logged_without_a_synchronisation(session, memory):
+    loss = torch.zeros((), device=torch.accelerator.current_accelerator())
+    torch.get_device_module().set_sync_debug_mode("error")
+    try:
+        for step in range(3):
+            loss += 1
+            session.log({"loss": loss}, step=step)
+    finally:
+        torch.get_device_module().set_sync_debug_mode("default")
+    session.write()
+    assert memory.logged == [({"loss": 1.0 + step}, step) for step in range(3)]
+
+
 @pytest.fixture
 def on_rank_1(monkeypatch):
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -357,7 +371,7 @@ def test_forked_children_leave_the_trackers_alone(shared_session, tmp_path):
     for _ in range(3):
         with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends its workers by SIGTERM
             answers = pool.map(use_shared, range(4))
-        assert answers == [[ANY, "NullObject"]] * 4
+        assert answers == [[ANY, "NullTracker"]] * 4
         assert "forked from the one that started the trackers" in answers[0][0]
     shared_session.log({"loss": 1.0})
     shared_session.finish()

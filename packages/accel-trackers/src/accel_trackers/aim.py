@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
-from accel_trackers.values import join_keys, separate_vectors, to_images, to_numbers, to_plain, warn_skipped
+from accel_trackers.values import join_keys, separate_vectors, to_images, to_plain, warn_skipped
 
 
 class AimTracker(GeneralTracker):
@@ -97,18 +97,13 @@ class AimTracker(GeneralTracker):
             ]
             self.writer.track(images, name=name, step=step, **to_library.get("track", {}))
 
-    @on_main_process
-    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log distributions of values; `kwargs` go to `aim.Distribution`."""
+    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
         for name, value in values.items():
-            distribution = self._aim.Distribution(to_numbers(value), **kwargs)
-            self.writer.track(distribution, name=name, step=step)
+            self.writer.track(self._aim.Distribution(value, **options), name=name, step=step)
 
-    @on_main_process
-    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Log texts; `kwargs` go to `run.track`."""
-        for name, text in values.items():
-            self.writer.track(self._aim.Text(text), name=name, step=step, **kwargs)
+    def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
+        for name, text in texts.items():
+            self.writer.track(self._aim.Text(text), name=name, step=step, **options)
 
     @on_main_process
     def finish(self) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from accel_state import environ
-from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
-from accel_trackers.values import split, to_images, to_numbers, to_plain
+from accel_trackers.general import GeneralTracker, Images, Rows, import_vendor, on_main_process
+from accel_trackers.values import split, to_plain
 
 _PREFIXES = ("train_", "eval_", "test_")
 
@@ -87,60 +87,38 @@ class ClearMLTracker(GeneralTracker):
         self.log_text(texts, step=step)
         self._log_vectors(vectors, step)
 
-    @on_main_process
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; `kwargs` are `dataformats`, their axes, and arguments of `Logger.report_image`."""
-        dataformats = kwargs.pop("dataformats", None)
-        for name, value in values.items():
+    def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
+        for name, batch in images.items():
             title, series = _title_and_series(name)
-            images = to_images(name, value, dataformats)
-            for number, image in enumerate(images):
-                series_of_image = series if len(images) == 1 else f"{series}/{number}"
-                where = {"title": title, "series": series_of_image, "iteration": step}
-                self.task.get_logger().report_image(**where, image=image, **kwargs)
+            for number, image in enumerate(batch):
+                of_image = series if len(batch) == 1 else f"{series}/{number}"
+                self.task.get_logger().report_image(
+                    title=title, series=of_image, iteration=step, image=image, **options
+                )
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any | None = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table; `kwargs` go to `Logger.report_table`."""
-        title, series = _title_and_series(table_name)
-        table = dataframe
-        if table is None:
-            table = [*([columns] if columns else []), *([*row] for row in data or ())]
+    def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
+        title, series = _title_and_series(name)
         self.task.get_logger().report_table(
-            title=title, series=series, table_plot=table, iteration=step, **kwargs
+            title=title, series=series, table_plot=[columns, *rows], iteration=step, **options
         )
 
-    @on_main_process
-    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log distributions of values in 30 bins; `kwargs` go to `Logger.report_histogram`."""
+    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
         for name, value in values.items():
             title, series = _title_and_series(name)
-            heights, edges = np.histogram(to_numbers(value), bins=30)
+            heights, edges = np.histogram(value, bins=30)
             labels = [f"{edge:.4g}" for edge in edges[:-1]]
             self.task.get_logger().report_histogram(
-                title=title, series=series, values=heights, iteration=step, xlabels=labels, **kwargs
+                title=title, series=series, values=heights, iteration=step, xlabels=labels, **options
             )
 
-    @on_main_process
-    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Log texts in the task's log; `kwargs` go to `Logger.report_text`."""
-        for name, text in values.items():
+    def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
+        for name, text in texts.items():
             at = "" if step is None else f" (step {step})"
-            self.task.get_logger().report_text(f"{name}{at}: {text}", print_console=False, **kwargs)
+            self.task.get_logger().report_text(f"{name}{at}: {text}", print_console=False, **options)
 
-    @on_main_process
-    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Store a file; `kwargs` go to `Task.upload_artifact`."""
-        name = artifact_path or Path(local_path).name
-        self.task.upload_artifact(name, artifact_object=str(local_path), **kwargs)
+    def _log_artifact(self, path: str, name: str | None, options: dict[str, Any]) -> None:
+        name = name or Path(path).name
+        self.task.upload_artifact(name, artifact_object=path, **options)
 
     @on_main_process
     def flush(self) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
+from accel_trackers.general import GeneralTracker, Images, Rows, import_vendor, on_main_process
 from accel_trackers.values import named_images, split, to_flat
 
 
@@ -69,58 +67,24 @@ class DVCLiveTracker(GeneralTracker):
         self._log_vectors(vectors, step)
         self.live.next_step()
 
-    @on_main_process
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; see `GeneralTracker.log_images`. The one option is `dataformats`, the axes of arrays.
-
-        Raises:
-            UnsupportedError: Another option was passed.
-        """
-        dataformats = kwargs.pop("dataformats", None)
-        if kwargs:
-            raise UnsupportedError(f"DVCLive has no options for images, not {', '.join(sorted(kwargs))}.")
+    def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
+        if options:
+            raise UnsupportedError(f"DVCLive has no options for images, not {', '.join(sorted(options))}.")
         self._set_step(step)
-        for file, image in named_images(values, dataformats, separator="_"):
-            array = image.squeeze(-1) if image.shape[-1] == 1 else image
-            self.live.log_image(f"{file}.png", array)
+        for file, image in named_images(images, separator="_"):
+            self.live.log_image(f"{file}.png", image.squeeze(-1) if image.shape[-1] == 1 else image)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any | None = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table as data of a plot; `kwargs` go to `Live.log_plot`, such as `x`, `y` and `template`."""
-        if dataframe is not None:
-            columns, data = [str(name) for name in dataframe.columns], dataframe.to_numpy().tolist()
-        names = columns or [str(number) for number in range(len(data[0]) if data else 0)]
-        rows = [dict(zip(names, row, strict=True)) for row in data or ()]
-        options = {"x": names[0], "y": names[-1], **kwargs} if names else kwargs
-        file = table_name if step is None else f"{table_name}_{step}"
-        self.live.log_plot(file, rows, **options)
+    def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
+        points = [dict(zip(columns, row, strict=True)) for row in rows]
+        axes = {"x": columns[0], "y": columns[-1]} if columns else {}
+        self.live.log_plot(name if step is None else f"{name}_{step}", points, **{**axes, **options})
 
-    @on_main_process
-    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Track a file with DVC; `kwargs` go to `Live.log_artifact`.
-
-        Args:
-            local_path: The file.
-            artifact_path: Its name.
-            **kwargs: More arguments of `Live.log_artifact`.
-
-        Raises:
-            UnsupportedError: This is not a DVC repository.
-        """
+    def _log_artifact(self, path: str, name: str | None, options: dict[str, Any]) -> None:
         if self.live._dvc_repo is None:
             raise UnsupportedError(
-                f"DVCLive cannot log the artifact {str(local_path)!r} outside of a DVC repository: run "
-                "`dvc init` first."
+                f"DVCLive cannot log the artifact {path!r} outside of a DVC repository: run `dvc init` first."
             )
-        self.live.log_artifact(str(local_path), name=artifact_path, **kwargs)
+        self.live.log_artifact(path, name=name, **options)
 
     @on_main_process
     def finish(self) -> None:

@@ -6,20 +6,23 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import MethodType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+
+import numpy as np
 
 from accel_state import runtime
 from accel_state.errors import UnsupportedError
 from accel_state.libraries import require
-from accel_trackers.values import to_finite, warn_skipped
+from accel_trackers.values import to_finite, to_images, to_numbers, warn_skipped
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
+Images: TypeAlias = Mapping[str, "list[np.ndarray[Any, Any]]"]
+"""By name, arrays of shape (H, W, C) and dtype uint8, C being 1, 3 or 4."""
 
-_DECORATED: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()
+Rows: TypeAlias = "list[list[Any]]"
+"""The rows of a table."""
 
 
 def on_main_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -48,26 +51,7 @@ def on_main_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return None
         return function(*args, **kwargs)
 
-    _DECORATED[wrapper] = function
     return wrapper
-
-
-def without_rank_check(method: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Remove the check of `on_main_process` from a method, for a caller that checks once for many calls.
-
-    Example:
-        >>> class Printer(GeneralTracker):
-        ...     name, requires_logging_directory, tracker = "printer", False, None
-        ...
-        ...     @on_main_process
-        ...     def log(self, values, step=None, **kwargs):
-        ...         print(step, values)
-        >>> without_rank_check(Printer().log)({"loss": 0.5}, step=3)
-        3 {'loss': 0.5}
-    """
-    if isinstance(method, MethodType) and method.__func__ in _DECORATED:
-        return MethodType(_DECORATED[method.__func__], method.__self__)
-    return method
 
 
 class GeneralTracker:
@@ -145,15 +129,6 @@ class GeneralTracker:
             **kwargs: The tracker's entry of `log_kwargs`.
         """
 
-    def log_captured(self) -> Callable[..., object]:
-        """Return the function that logs the values captured by `Accelerator.log`: `log`, on ranks that log.
-
-        It is called when the run has started. A subclass may return a faster function than `log`, since these
-        values are a separate dictionary, with text keys and with numbers for tensors and arrays. Values with
-        larger tensors are passed to `log`.
-        """
-        return without_rank_check(self.log)
-
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images.
@@ -163,13 +138,14 @@ class GeneralTracker:
                 (H, W, C), (C, H, W) or with a batch in front, integers from 0 to 255, floats from 0 to 1 or
                 booleans; or PIL images.
             step: At which step.
-            **kwargs: Options of the library.
+            **kwargs: `dataformats`, the axes of arrays such as `"CHW"`, and options of the library.
 
         Raises:
             UnsupportedError: The library has no images.
         """
-        del values, step, kwargs
-        raise self._unsupported("images")
+        dataformats = kwargs.pop("dataformats", None)
+        images = {name: to_images(name, value, dataformats) for name, value in values.items()}
+        self._log_images(images, step, kwargs)
 
     @on_main_process
     def log_table(
@@ -185,7 +161,7 @@ class GeneralTracker:
 
         Args:
             table_name: Its name.
-            columns: Names of the columns, with `data`.
+            columns: Names of the columns, with `data`; their numbers if `None`.
             data: The rows.
             dataframe: A pandas data frame, instead of both.
             step: At which step.
@@ -194,8 +170,11 @@ class GeneralTracker:
         Raises:
             UnsupportedError: The library has no tables.
         """
-        del table_name, columns, data, dataframe, step, kwargs
-        raise self._unsupported("tables")
+        if dataframe is not None:
+            columns, data = [str(name) for name in dataframe.columns], dataframe.itertuples(index=False)
+        rows = [list(row) for row in data or ()]
+        names = columns or [str(number) for number in range(len(rows[0]) if rows else 0)]
+        self._log_table(table_name, names, rows, step, kwargs)
 
     @on_main_process
     def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -209,18 +188,16 @@ class GeneralTracker:
         Raises:
             UnsupportedError: The library has no histograms.
         """
-        del values, step, kwargs
-        raise self._unsupported("histograms")
+        self._log_histograms({name: to_numbers(value) for name, value in values.items()}, step, kwargs)
 
     @on_main_process
     def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Log texts.
+        """Log texts by name; `kwargs` are options of the library.
 
         Raises:
             UnsupportedError: The library has no texts.
         """
-        del values, step, kwargs
-        raise self._unsupported("text")
+        self._log_text(values, step, kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
@@ -235,8 +212,7 @@ class GeneralTracker:
         Raises:
             UnsupportedError: The library has no artifacts.
         """
-        del local_path, artifact_path, kwargs
-        raise self._unsupported("artifacts")
+        self._log_artifact(str(local_path), artifact_path, kwargs)
 
     def flush(self) -> None:
         """Flush the library's buffers; called by `Accelerator.log` at most every ten seconds."""
@@ -254,6 +230,28 @@ class GeneralTracker:
         """Return the constructor arguments that resume a run."""
         del run_id
         return {}
+
+    # What the public methods have converted. Only ranks that log call these.
+
+    def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
+        del images, step, options
+        raise self._unsupported("images")
+
+    def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
+        del name, columns, rows, step, options
+        raise self._unsupported("tables")
+
+    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
+        del values, step, options
+        raise self._unsupported("histograms")
+
+    def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
+        del texts, step, options
+        raise self._unsupported("text")
+
+    def _log_artifact(self, path: str, name: str | None, options: dict[str, Any]) -> None:
+        del path, name, options
+        raise self._unsupported("artifacts")
 
     def _log_vectors(self, vectors: Mapping[str, Any], step: int | None) -> None:
         """Log tensors as histograms; warn about tensors that cannot be logged."""
@@ -293,45 +291,13 @@ def check_attributes(tracker: type[GeneralTracker] | GeneralTracker) -> None:
         )
 
 
-class NullObject:
-    """Null object: every attribute can be called and does nothing.
+class NullTracker(GeneralTracker):
+    """The tracker, and its library's object, on ranks that do not log: whatever is called does nothing.
 
     Example:
-        >>> run = NullObject()
+        >>> run = NullTracker("wandb").tracker
         >>> run.summary["best"] = run.log_figure("a", size=3).url
-        >>> bool(run), list(run)
-        (False, [])
     """
-
-    def __getattr__(self, name: str) -> NullObject:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NullObject:
-        """Do nothing."""
-        del args, kwargs
-        return self
-
-    def __enter__(self) -> NullObject:
-        return self
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def __getitem__(self, key: object) -> NullObject:
-        return self
-
-    def __setitem__(self, key: object, value: object) -> None: ...
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __bool__(self) -> bool:
-        return False
-
-
-class NullTracker(GeneralTracker):
-    """Null tracker for ranks that do not log: it accepts any method."""
 
     requires_logging_directory = False
 
@@ -340,9 +306,20 @@ class NullTracker(GeneralTracker):
         super().__init__(_blank=True)
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("name", "requires_logging_directory", "main_process_only"):
-            return super().__getattribute__(name)
-        return NullObject()
+        is_own = name.startswith("__") or name in ("name", "requires_logging_directory", "main_process_only")
+        return super().__getattribute__(name) if is_own else self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NullTracker:
+        """Do nothing."""
+        del args, kwargs
+        return self
+
+    __getitem__ = __setitem__ = __enter__ = __call__
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 VENDORS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")

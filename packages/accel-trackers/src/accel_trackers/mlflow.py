@@ -6,12 +6,12 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accel_state import environ
-from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
+from accel_trackers.general import GeneralTracker, Images, Rows, import_vendor, on_main_process
 from accel_trackers.values import named_images, split, to_flat
 
 logger = logging.getLogger(__name__)
@@ -129,51 +129,30 @@ class MLflowTracker(GeneralTracker):
             self.log_text(texts, step=step)
         self._log_vectors(vectors, step)
 
-    @on_main_process
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; `kwargs` are `dataformats`, their axes, and arguments of `MlflowClient.log_image`."""
-        dataformats = kwargs.pop("dataformats", None)
-        for key, image in named_images(values, dataformats):
-            self._client.log_image(self.run_id, image, key=key, step=step, **kwargs)
+    def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
+        for key, image in named_images(images):
+            self._client.log_image(self.run_id, image, key=key, step=step, **options)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any | None = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table as a JSON file, to which rows of the same name are added."""
-        if dataframe is not None:
-            table = {str(name): list(dataframe[name]) for name in dataframe.columns}
-        else:
-            rows = [list(row) for row in data or ()]
-            names = columns or [str(number) for number in range(len(rows[0]) if rows else 0)]
-            table = {name: [row[number] for row in rows] for number, name in enumerate(names)}
+    def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
+        # Rows are added to those of the same name.
+        table = {column: [row[number] for row in rows] for number, column in enumerate(columns)}
         if step is not None:
-            table["step"] = [step] * max(map(len, table.values()), default=0)
-        file = table_name if table_name.endswith(".json") else f"{table_name}.json"
-        self._client.log_table(self.run_id, table, file, **kwargs)
+            table["step"] = [step] * len(rows)
+        file = name if name.endswith(".json") else f"{name}.json"
+        self._client.log_table(self.run_id, table, file, **options)
 
-    @on_main_process
-    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Log texts as files `<name>.txt`, or `<name>/<step>.txt` if there is a step."""
-        for name, text in values.items():
+    def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
+        for name, text in texts.items():
             file = f"{name}.txt" if step is None else f"{name}/{step}.txt"
-            self._client.log_text(self.run_id, text, file, **kwargs)
+            self._client.log_text(self.run_id, text, file, **options)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Store a figure of matplotlib or plotly."""
         self._client.log_figure(self.run_id, figure, artifact_file, **save_kwargs)
 
-    @on_main_process
-    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Store a file."""
-        self._client.log_artifact(self.run_id, str(local_path), artifact_path, **kwargs)
+    def _log_artifact(self, path: str, name: str | None, options: dict[str, Any]) -> None:
+        self._client.log_artifact(self.run_id, path, name, **options)
 
     @on_main_process
     def log_artifacts(self, local_dir: str | Path, artifact_path: str | None = None) -> None:

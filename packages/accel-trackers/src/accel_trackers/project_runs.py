@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
-from accel_trackers.values import (
-    NUMBERS,
-    join_keys,
-    named_images,
-    separate_vectors,
-    split,
-    to_flat,
-    to_images,
-    to_numbers,
-    to_plain,
-)
+import numpy as np
+
+from accel_trackers.general import GeneralTracker, Images, Rows, import_vendor, on_main_process
+from accel_trackers.values import join_keys, named_images, separate_vectors, split, to_flat, to_plain
 
 
 class ProjectRunTracker(GeneralTracker):
@@ -74,13 +66,9 @@ class ProjectRunTracker(GeneralTracker):
         histograms = self._histograms(self._finite_elements(vectors)) if vectors else {}
         self.run.log({**scalars, **histograms}, step=step, **kwargs)
 
-    def log_captured(self) -> Callable[..., object]:
-        """Return the run's method, unless a subclass overrides `log`: no values need conversion."""
-        return self.run.log if type(self).log is ProjectRunTracker.log else super().log_captured()
-
-    def _histograms(self, values: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
+    def _histograms(self, values: Mapping[str, Any], **options: Any) -> dict[str, Any]:
         """Create histograms of the library."""
-        return {name: self._library.Histogram(to_numbers(value), **kwargs) for name, value in values.items()}
+        return {name: self._library.Histogram(value, **options) for name, value in values.items()}
 
     @on_main_process
     def finish(self) -> None:
@@ -100,47 +88,25 @@ class WandBTracker(ProjectRunTracker):
         """Store hyperparameters in the run's config; they may differ from those of a resumed run."""
         self.run.config.update(to_plain(values), allow_val_change=True)
 
-    @on_main_process
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; `kwargs` are `dataformats`, the axes of arrays, and more arguments of `wandb.Image`."""
-        dataformats = kwargs.pop("dataformats", None)
-        images = {
-            name: [self._library.Image(image, **kwargs) for image in to_images(name, value, dataformats)]
-            for name, value in values.items()
+    def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
+        pictures = {
+            name: [self._library.Image(image, **options) for image in batch] for name, batch in images.items()
         }
-        self.run.log(images, step=step)
+        self.run.log(pictures, step=step)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any | None = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table; `kwargs` go to `run.log`."""
-        rows = None if data is None else [list(row) for row in data]
-        table = self._library.Table(columns=columns, data=rows, dataframe=dataframe)
-        self.run.log({table_name: table}, step=step, **kwargs)
+    def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
+        self.run.log({name: self._library.Table(columns=columns, data=rows)}, step=step, **options)
 
-    @on_main_process
-    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log distributions of values; `kwargs` go to `wandb.Histogram`."""
-        self.run.log(self._histograms(values, **kwargs), step=step)
+    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
+        self.run.log(self._histograms(values, **options), step=step)
 
-    @on_main_process
-    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Log texts; `kwargs` go to `run.log`."""
-        self.run.log(dict(values), step=step, **kwargs)
+    def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
+        self.run.log(dict(texts), step=step, **options)
 
-    @on_main_process
-    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Store a file; `kwargs` go to `wandb.Artifact`."""
-        name = artifact_path or Path(local_path).name
-        artifact = self._library.Artifact(**{"name": name, "type": "file", **kwargs})
-        artifact.add_file(str(local_path))
+    def _log_artifact(self, path: str, name: str | None, options: dict[str, Any]) -> None:
+        name = name or Path(path).name
+        artifact = self._library.Artifact(**{"name": name, "type": "file", **options})
+        artifact.add_file(path)
         self.run.log_artifact(artifact)
 
 
@@ -181,50 +147,29 @@ class CometMLTracker(ProjectRunTracker):
             self.run.log_other(name, text)
         self._log_vectors(vectors, step)
 
-    @on_main_process
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; `kwargs` are `dataformats`, the axes of arrays, and more arguments of `log_image`."""
+    def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
         fromarray = import_vendor(self.name, "PIL.Image").fromarray
-        dataformats = kwargs.pop("dataformats", None)
-        for name, value in values.items():
-            for image in to_images(name, value, dataformats):
+        for name, batch in images.items():
+            for image in batch:
                 picture = fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image)
-                self.run.log_image(picture, name=name, step=step, **kwargs)
+                self.run.log_image(picture, name=name, step=step, **options)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any | None = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table as a CSV file; `kwargs` go to `log_table` of Comet."""
+    def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
         self._set_step(step)
-        name = table_name if table_name.endswith((".csv", ".tsv")) else f"{table_name}.csv"
-        name = name if step is None else f"step_{step}_{name}"
-        rows = dataframe if dataframe is not None else [list(row) for row in data or ()]
-        headers: Any = columns if columns is not None else dataframe is not None
-        self.run.log_table(name, tabular_data=rows, headers=headers, **kwargs)
+        file = name if name.endswith((".csv", ".tsv")) else f"{name}.csv"
+        file = file if step is None else f"step_{step}_{file}"
+        self.run.log_table(file, tabular_data=rows, headers=columns, **options)
 
-    @on_main_process
-    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log distributions of values; `kwargs` go to `log_histogram_3d`."""
+    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
         for name, value in values.items():
-            self.run.log_histogram_3d(to_numbers(value), name=name, step=step, **kwargs)
+            self.run.log_histogram_3d(value, name=name, step=step, **options)
 
-    @on_main_process
-    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Log texts; `kwargs` go to `log_text` of Comet."""
-        for name, text in values.items():
-            self.run.log_text(text, step=step, metadata={"name": name}, **kwargs)
+    def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
+        for name, text in texts.items():
+            self.run.log_text(text, step=step, metadata={"name": name}, **options)
 
-    @on_main_process
-    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Store a file as an asset; `kwargs` go to `log_asset`."""
-        self.run.log_asset(str(local_path), file_name=artifact_path, **kwargs)
+    def _log_artifact(self, path: str, name: str | None, options: dict[str, Any]) -> None:
+        self.run.log_asset(path, file_name=name, **options)
 
     @on_main_process
     def finish(self) -> None:
@@ -248,26 +193,10 @@ class SwanLabTracker(ProjectRunTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers, texts and objects of SwanLab."""
         scalars, vectors = separate_vectors(join_keys(values))
-        self._log_numbers(scalars, step=step, **kwargs)
+        text = self._library.Text
+        texts = {name: text(value) for name, value in scalars.items() if isinstance(value, str)}
+        self.run.log({**scalars, **texts}, step=step, **kwargs)
         self._log_vectors(vectors, step)
-
-    def log_captured(self) -> Callable[..., object]:
-        """Return the function that logs numbers and texts, unless a subclass logs otherwise."""
-        return self._log_numbers if type(self).log is SwanLabTracker.log else super().log_captured()
-
-    def _log_numbers(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        for value in values.values():
-            if type(value) not in NUMBERS:
-                text = self._library.Text
-                values = {
-                    name: text(value) if type(value) is str else value
-                    for name, value in join_keys(values).items()
-                }
-                break
-        if kwargs:
-            self.run.log(values, step=step, **kwargs)
-        else:  # which costs less
-            self.run.log(values, step=step)
 
     @on_main_process
     def flush(self) -> None:
@@ -277,40 +206,20 @@ class SwanLabTracker(ProjectRunTracker):
         if store is not None:
             store.ensure_flushed()
 
-    @on_main_process
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; `kwargs` are `dataformats`, their axes, and arguments of `swanlab.Image`."""
-        dataformats = kwargs.pop("dataformats", None)
-        images = {
-            name: [
-                self._library.Image(image.repeat(3, axis=-1) if image.shape[-1] == 1 else image, **kwargs)
-                for image in to_images(name, value, dataformats)
-            ]
-            for name, value in values.items()
+    def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
+        pictures = {
+            name: [self._library.Image(_with_colours(image), **options) for image in batch]
+            for name, batch in images.items()
         }
-        self.run.log(images, step=step)
+        self.run.log(pictures, step=step)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any | None = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table; `kwargs` go to `run.log`."""
-        if dataframe is not None:
-            columns, data = [str(name) for name in dataframe.columns], dataframe.to_numpy().tolist()
+    def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
         table = self._library.echarts.Table()
-        table.add(list(columns or ()), [list(row) for row in data or ()])
-        self.run.log({table_name: table}, step=step, **kwargs)
+        table.add(columns, rows)
+        self.run.log({name: table}, step=step, **options)
 
-    @on_main_process
-    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Log texts; `kwargs` go to `swanlab.Text`."""
-        texts = {name: self._library.Text(text, **kwargs) for name, text in values.items()}
+    def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
+        texts = {name: self._library.Text(text, **options) for name, text in texts.items()}
         self.run.log(texts, step=step)
 
 
@@ -328,43 +237,26 @@ class TrackioTracker(ProjectRunTracker):
         """The run's name."""
         return self.run.name
 
-    @on_main_process
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; `kwargs` are `dataformats`, their axes, and arguments of `trackio.Image`."""
-        dataformats = kwargs.pop("dataformats", None)
-        logged: dict[str, Any] = {}
-        for key, image in named_images(values, dataformats):
-            colours = image.repeat(3, axis=-1) if image.shape[-1] == 1 else image
-            logged[key] = self._library.Image(colours, **kwargs)
-        self.run.log(logged, step=step)
+    def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
+        pictures = {
+            name: self._library.Image(_with_colours(image), **options) for name, image in named_images(images)
+        }
+        self.run.log(pictures, step=step)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any | None = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Log a table; `kwargs` go to `trackio.Table`."""
-        rows = None if data is None else [list(row) for row in data]
-        table = self._library.Table(columns=columns, data=rows, dataframe=dataframe, **kwargs)
-        self.run.log({table_name: table}, step=step)
+    def _log_table(self, name: str, columns: list[str], rows: Rows, step: int | None, options: Any) -> None:
+        self.run.log({name: self._library.Table(columns=columns, data=rows, **options)}, step=step)
 
-    @on_main_process
-    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log distributions of values; `kwargs` go to `trackio.Histogram`."""
-        self.run.log(self._histograms(values, **kwargs), step=step)
+    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
+        self.run.log(self._histograms(values, **options), step=step)
 
-    @on_main_process
-    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Log texts, shown as Markdown."""
-        texts = {name: self._library.Markdown(text, **kwargs) for name, text in values.items()}
+    def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
+        texts = {name: self._library.Markdown(text, **options) for name, text in texts.items()}
         self.run.log(texts, step=step)
 
-    @on_main_process
-    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Store a file; `kwargs` go to `run.log_artifact`."""
-        self.run.log_artifact(str(local_path), name=artifact_path, **kwargs)
+    def _log_artifact(self, path: str, name: str | None, options: dict[str, Any]) -> None:
+        self.run.log_artifact(path, name=name, **options)
+
+
+def _with_colours(image: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Convert shades to colours, for libraries without images of one channel."""
+    return image.repeat(3, axis=-1) if image.shape[-1] == 1 else image

@@ -6,21 +6,23 @@ import atexit
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
+
+import torch
 
 import accel_trackers
 from accel_state import runtime
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
 from accel_state.labels import LoggerType
+from accel_state.streams import DeviceStreams, Event
 from accel_trackers.general import GeneralTracker, NullTracker
-from accel_trackers.values import PendingValues, Waiting, capture, to_plain
+from accel_trackers.values import copy_to_host, to_plain, with_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -31,20 +33,25 @@ Trackers: TypeAlias = str | LoggerType | GeneralTracker | Sequence[str | LoggerT
 FLUSH_SECONDS = 10.0
 """Seconds between two flushes of the libraries by `log`."""
 
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
-_MOST_WAITING = 256
-"""The number of calls of `log` that may be pending on the device; the next call waits for the oldest."""
+_NOT_RUNNING = {
+    "new": "before init_trackers(). Call init_trackers() first.",
+    "finished": "after end_training(), which finishes the trackers. Call it earlier, or call init_trackers() "
+    "again.",
+    "forked": "in a process forked from the one that started the trackers, and would damage their runs. Log "
+    "in the parent process, or call init_trackers() in this process.",
+}
+"""What is wrong with a call of `log`, by the stage of the session."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of `log`."""
+    """One call of `log`, whose values are on the host after the events."""
 
-    reading: PendingValues
+    values: dict[str, Any]
+    events: list[Event]
     step: int | None
-    options: Mapping[str, Any]
-    has_vectors: bool
+    options: Mapping[str, Mapping[str, Any]]
 
 
 class TrackerSession:
@@ -81,11 +88,13 @@ class TrackerSession:
         self._resumed: dict[str, str] = {}
         self._start_arguments: tuple[str, Any, Mapping[str, Any]] | None = None
         self._failures: dict[str, int] = {}
-        self._active: list[GeneralTracker] = []
-        # For `_active`, while they run: tracker, its attributes, its log function, whether it is the last.
-        self._logs: list[tuple[GeneralTracker, dict[str, Any], Callable[..., object], bool]] = []
         self._next_flush = 0.0
-        self._checked_options: set[Any] = set()
+        self._checked_options: set[str] = set()
+
+    @property
+    def _active(self) -> list[GeneralTracker]:
+        """The trackers that log on this rank."""
+        return [tracker for tracker in self.trackers if not isinstance(tracker, NullTracker)]
 
     def choose(self, log_with: Trackers | None) -> None:
         """Choose the trackers that `start` starts."""
@@ -98,7 +107,6 @@ class TrackerSession:
         self._submit_ready(wait=True)
         self.trackers = trackers
         self._stage = "running"
-        self._set_active()
 
     def start(
         self,
@@ -129,8 +137,6 @@ class TrackerSession:
                     tracker.finish()
             self.trackers, self._stage = [], "new"
             raise
-        finally:
-            self._set_active()
         if config is not None:
             for tracker in self._active:
                 self._call(tracker, "store_init_configuration", to_plain(plain))
@@ -150,20 +156,19 @@ class TrackerSession:
         Tensors on a device are read when their copies are ready: at the next call, in order, or when `write`
         is called. Every ten seconds a call flushes the libraries.
         """
-        if not self._logs or (type(values) is not dict and not isinstance(values, Mapping)):
-            self._check_log(values)
+        self._check_log(values)
+        if self._stage != "running" or not self._active:
             return
-        tensors: Waiting = {}
-        vectors: list[Any] = []
-        captured = capture(values, tensors, vectors)
-        if tensors or vectors or self._waiting or log_kwargs:
-            options = {str(name): dict(more) for name, more in (log_kwargs or {}).items()}
-            if not options.keys() <= self._checked_options:
-                self._check_options("log(log_kwargs=…)", options)
-            self._waiting.append(_Call(PendingValues(captured, tensors), step, options, bool(vectors)))
-            self._submit_ready(wait=False)
-        else:
-            self._submit(captured, step)
+        options = {str(name): more for name, more in (log_kwargs or {}).items()}
+        self._check_options("log(log_kwargs=…)", options)
+        streams: dict[torch.device, DeviceStreams] = {}
+        copied = copy_to_host(values, streams)
+        events: list[Event] = []
+        for used in streams.values():
+            events.append(used.new_event())
+            events[-1].record(used.current_stream())
+        self._waiting.append(_Call(copied, events, step, options))
+        self._submit_ready(wait=False)
         if monotonic() >= self._next_flush:
             self._flush()
 
@@ -203,7 +208,6 @@ class TrackerSession:
                 step()
             except Exception as error:  # noqa: BLE001 - the other trackers must be finished, too
                 errors.append(error)
-        self._logs = []
         for name, count in self._failures.items():
             logger.warning("The tracker %r failed %d times in all.", name, count)
         if errors:
@@ -232,7 +236,6 @@ class TrackerSession:
             if accel_trackers.tracker_class(tracker.name).resume_arguments(str(run_id)):
                 self._call(tracker, "finish")
                 self.trackers[index] = opened = self._start_tracker(tracker.name, project_name, options)
-                self._set_active()
                 self._call(opened, "store_init_configuration", to_plain(config))
 
     def _start_tracker(
@@ -263,74 +266,38 @@ class TrackerSession:
         )
         return runtime.current_topology().is_main or not all(kind.main_process_only for kind in kinds)
 
-    def _set_active(self) -> None:
-        """Cache the trackers that log on this rank with their bound methods.
-
-        Looking `log` up and checking the rank in each call would cost more than the call of some libraries.
-        """
-        self._active = [tracker for tracker in self.trackers if not isinstance(tracker, NullTracker)]
-        self._logs = [
-            (tracker, vars(tracker), tracker.log_captured(), tracker is self._active[-1])
-            for tracker in self._active
-        ]
-
-    def _check_options(self, argument: str, options: Mapping[Any, Any]) -> None:
-        """Warn, on the main process, about options of unknown trackers."""
-        if self.log_with and runtime.current_topology().is_main:
+    def _check_options(self, argument: str, options: Mapping[str, Any]) -> None:
+        """Warn, on the main process and once, about options of unknown trackers."""
+        if (
+            self.log_with
+            and not options.keys() <= self._checked_options
+            and runtime.current_topology().is_main
+        ):
             names = [chosen if isinstance(chosen, str) else chosen.name for chosen in self.log_with]
             accel_trackers.warn_unknown_names(argument, options, names)
         self._checked_options.update(options)
 
     def _check_log(self, values: Any) -> None:
         """Check a call of `log` as on a rank that logs."""
-        if self.log_with and self._stage == "new" and self._may_log():
-            raise TrackerError("log() was called before init_trackers(). Call init_trackers() first.")
-        if self.log_with and self._stage == "finished":
-            raise TrackerError(
-                "log() was called after end_training(), which finishes the trackers. Call it earlier, "
-                "or call init_trackers() again."
-            )
-        if self.log_with and self._stage == "forked":
-            raise TrackerError(
-                "log() was called in a process forked from the one that started the trackers, and would "
-                "damage their runs. Log in the parent process, or call init_trackers() in this process."
-            )
-        if self.log_with and not isinstance(values, Mapping):
+        problem = _NOT_RUNNING.get(self._stage)
+        if self.log_with and problem is not None and (self._stage != "new" or self._may_log()):
+            raise TrackerError(f"log() was called {problem}")
+        if (self.log_with or self.trackers) and not isinstance(values, Mapping):
             raise UnsupportedError(f"log() got {values!r}: expected a dictionary of values by name.")
 
     def _submit_ready(self, *, wait: bool) -> None:
-        """Submit queued calls whose values are ready, in order; with `wait`, all of them."""
-        while self._waiting:
-            is_full = len(self._waiting) > _MOST_WAITING
-            if not (wait or is_full or self._waiting[0].reading.is_ready()):
-                return
+        """Pass queued calls whose values are on the host to every tracker, in order; with `wait`, all."""
+        while self._waiting and (wait or all(event.query() for event in self._waiting[0].events)):
             call = self._waiting.popleft()
-            self._submit(call.reading.values(), call.step, call.options, has_vectors=call.has_vectors)
+            for event in call.events if wait else ():
+                event.synchronize()
+            values = with_numbers(call.values)
+            for tracker in self._active:
+                self._call(tracker, "log", dict(values), step=call.step, **call.options.get(tracker.name, {}))
 
-    def _submit(
-        self,
-        values: dict[str, Any],
-        step: int | None,
-        options: Mapping[str, Any] = _NO_OPTIONS,
-        *,
-        has_vectors: bool = False,
-    ) -> None:
-        """Log values to every tracker, each with a separate dictionary."""
-        for tracker, attributes, log_captured, is_last in self._logs:
-            own = values if is_last else dict(values)
-            # A program may have patched `log` of a running tracker, as with Accelerate.
-            log = tracker.log if has_vectors or "log" in attributes else log_captured
-            try:
-                if options:
-                    log(own, step=step, **options.get(tracker.name, {}))
-                else:
-                    log(own, step=step)
-            except Exception as error:  # noqa: BLE001 - as above
-                self._failed(tracker.name, "log", error)
-
-    def _call(self, tracker: GeneralTracker, method: str, *args: Any) -> None:
+    def _call(self, tracker: GeneralTracker, method: str, *args: Any, **kwargs: Any) -> None:
         try:
-            getattr(tracker, method)(*args)
+            getattr(tracker, method)(*args, **kwargs)
         except Exception as error:  # noqa: BLE001 - as above
             self._failed(tracker.name, method, error)
 
@@ -354,10 +321,9 @@ class TrackerSession:
 
     def leave_to_parent(self) -> None:
         """Drop the runs in a forked child: neither a call nor the garbage collector may write to them."""
-        _inherited.append((self.trackers, self._active, self._logs, self._waiting))
+        _inherited.append((self.trackers, self._waiting))
         self.trackers = [NullTracker(tracker.name) for tracker in self.trackers]
-        self._active, self._logs, self._waiting = [], [], deque()
-        self._stage = "forked"
+        self._waiting, self._stage = deque(), "forked"
 
 
 _running: WeakSet[TrackerSession] = WeakSet()

@@ -10,8 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from accel_trackers.general import GeneralTracker, import_vendor, on_main_process
-from accel_trackers.values import PLAIN, named_images, split, to_flat, to_numbers, to_plain
+from accel_trackers.general import GeneralTracker, Images, import_vendor, on_main_process
+from accel_trackers.values import named_images, split, to_flat, to_plain
 
 # Two brands of the same writer; PyTorch's needs the `tensorboard` package.
 _WRITERS = {True: "torch.utils.tensorboard", False: "tensorboardX"}
@@ -72,12 +72,8 @@ class TensorBoardTracker(GeneralTracker):
 
         Tensors with several elements become histograms.
         """
-        groups = {
-            name: value
-            for name, value in values.items()
-            if type(value) not in PLAIN and isinstance(value, Mapping)
-        }
-        ungrouped = {n: value for n, value in values.items() if n not in groups} if groups else values
+        groups = {name: value for name, value in values.items() if isinstance(value, Mapping)}
+        ungrouped = {name: value for name, value in values.items() if name not in groups}
         numbers, texts, vectors = split(self.name, ungrouped)
         for name, group in groups.items():
             in_chart, more_texts, more_vectors = split(self.name, {name: group})
@@ -91,24 +87,17 @@ class TensorBoardTracker(GeneralTracker):
             self.writer.add_text(name, text, global_step=step, **kwargs)
         self._log_vectors(vectors, step)
 
-    @on_main_process
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; `kwargs` are `dataformats`, the axes of arrays, and more arguments of `add_image`."""
-        dataformats = kwargs.pop("dataformats", None)
-        for tag, image in named_images(values, dataformats):
-            self.writer.add_image(tag, image, global_step=step, dataformats="HWC", **kwargs)
+    def _log_images(self, images: Images, step: int | None, options: dict[str, Any]) -> None:
+        for name, image in named_images(images):
+            self.writer.add_image(name, image, global_step=step, dataformats="HWC", **options)
 
-    @on_main_process
-    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log distributions of values; `kwargs` go to `add_histogram`."""
+    def _log_histograms(self, values: Mapping[str, Any], step: int | None, options: dict[str, Any]) -> None:
         for name, value in values.items():
-            self.writer.add_histogram(name, to_numbers(value), global_step=step, **kwargs)
+            self.writer.add_histogram(name, value, global_step=step, **options)
 
-    @on_main_process
-    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
-        """Log texts; `kwargs` go to `add_text`."""
-        for name, text in values.items():
-            self.writer.add_text(name, text, global_step=step, **kwargs)
+    def _log_text(self, texts: Mapping[str, str], step: int | None, options: dict[str, Any]) -> None:
+        for name, text in texts.items():
+            self.writer.add_text(name, text, global_step=step, **options)
 
     @on_main_process
     def flush(self) -> None:

@@ -8,8 +8,6 @@ import enum
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import accumulate
 from types import NoneType
 from typing import Any, TypeAlias, cast
 
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accel_state.errors import UnsupportedError
-from accel_state.streams import Event, device_streams, pinned_if_possible, tensor_streams
+from accel_state.streams import DeviceStreams, device_streams
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +24,6 @@ Number: TypeAlias = int | float
 
 ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 """Types of what has elements, a shape and a dtype. A tuple, since a union is made anew at every call."""
-
-PLAIN = frozenset({bool, int, float, str})
-"""Types of values that are logged as they are: what `type(value) in PLAIN` says needs no further look."""
-
-NUMBERS = frozenset({bool, int, float})
-"""Those of `PLAIN` that are numbers."""
 
 _MOST_ELEMENTS = 32
 """Tensors with more elements are described by shape and dtype in a configuration."""
@@ -110,20 +102,13 @@ def join_keys(values: Mapping[str, Any]) -> dict[str, Any]:
         >>> join_keys({"loss": {"train": 1, "test": 2}, "lr": 3})
         {'loss.train': 1, 'loss.test': 2, 'lr': 3}
     """
-    # Most calls have no dictionary inside, and need a copy only.
-    for key, value in values.items():
-        if type(key) is not str or (type(value) not in PLAIN and isinstance(value, Mapping)):
-            return _joined(values, "")
-    return dict(values)
-
-
-def _joined(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _joined(cast("Mapping[Any, Any]", value), f"{prefix}{key}.")
+            inner = join_keys(cast("Mapping[str, Any]", value))
+            flat |= {f"{key}.{name}": inner_value for name, inner_value in inner.items()}
         else:
-            flat[f"{prefix}{key}"] = value
+            flat[str(key)] = value
     return flat
 
 
@@ -155,8 +140,6 @@ def separate_vectors(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     """
     scalars, vectors = dict(values), dict[str, Any]()
     for name, value in values.items():
-        if type(value) in PLAIN:
-            continue
         if isinstance(value, ARRAYS):
             scalars[name] = number = to_number(value)
             if number is value:
@@ -182,7 +165,7 @@ def split(
     texts: dict[str, str] = {}
     scalars, vectors = separate_vectors(join_keys(values))
     for name, value in scalars.items():
-        if type(value) in NUMBERS or isinstance(value, int | float):
+        if isinstance(value, int | float):
             numbers[name] = value
         elif isinstance(value, str):
             texts[name] = value
@@ -223,9 +206,6 @@ _skipped: set[tuple[str, str]] = set()
 
 _CHANNELS = (1, 3, 4)
 
-_OTHER_MODES = ("CMYK", "HSV", "LA", "P", "PA", "YCbCr")
-"""Modes of PIL whose arrays are not shades or colours from 0 to 255, such as indices of a palette."""
-
 
 def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.ndarray[Any, Any]]:
     """Convert images to a list of arrays of shape (H, W, C) and dtype uint8, C being 1, 3 or 4.
@@ -242,28 +222,21 @@ def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.
     if isinstance(value, torch.Tensor):
         value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
     pil = sys.modules.get("PIL.Image")
-    if pil is not None and isinstance(value, pil.Image) and value.mode in _OTHER_MODES:
+    if pil is not None and isinstance(value, pil.Image) and value.mode not in ("1", "L", "RGB", "RGBA"):
         value = value.convert("RGBA" if value.has_transparency_data else "RGB")
     array = np.asarray(value)
-    # Without formats: the channels are last if the last axis has as many elements as there are channels.
     axes = dataformats
-    if axes is None and array.ndim in (3, 4):
+    if axes is None and 2 <= array.ndim <= 4:
         batch = "N" if array.ndim == 4 else ""
-        if array.shape[-1] in _CHANNELS:
-            axes = f"{batch}HWC"
-        elif array.shape[-3] in _CHANNELS:
-            axes = f"{batch}CHW"
-    elif axes is None and array.ndim == 2:
-        axes = "HW"
-    if axes is None or len(axes) != array.ndim or set(axes) - set("NHWC"):
+        axes = "HW" if array.ndim == 2 else f"{batch}HWC" if array.shape[-1] in _CHANNELS else f"{batch}CHW"
+    is_known = axes is not None and len(axes) == array.ndim and not set(axes) - set("NHWC")
+    if axes is None or not is_known or ("C" in axes and array.shape[axes.index("C")] not in _CHANNELS):
         raise UnsupportedError(
-            f"log_images() got {name!r} of shape {array.shape} with dataformats={dataformats!r}: "
-            "expected (H, W), (H, W, C),"
-            " (C, H, W) or a batch of these, with 1, 3 or 4 channels."
+            f"log_images() got {name!r} of shape {array.shape} with dataformats={dataformats!r}: expected "
+            "(H, W), (H, W, C), (C, H, W) or a batch of these, with 1, 3 or 4 channels."
         )
-    for missing in "CN":
-        if missing not in axes:
-            array, axes = array[None], missing + axes
+    for missing in {*"CN"} - {*axes}:
+        array, axes = array[None], missing + axes
     batch = array.transpose([axes.index(axis) for axis in "NHWC"])
     if batch.dtype.kind == "f":
         batch = (batch.clip(0, 1) * 255).round()
@@ -273,13 +246,12 @@ def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.
 
 
 def named_images(
-    values: Mapping[str, Any], dataformats: str | None, separator: str = "/"
+    images: Mapping[str, list[np.ndarray[Any, Any]]], separator: str = "/"
 ) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Yield single images with their names, to which the numbers are added where one name has several."""
-    for name, value in values.items():
-        images = to_images(name, value, dataformats)
-        for number, image in enumerate(images):
-            yield name if len(images) == 1 else f"{name}{separator}{number}", image
+    for name, batch in images.items():
+        for number, image in enumerate(batch):
+            yield name if len(batch) == 1 else f"{name}{separator}{number}", image
 
 
 def to_numbers(value: Any) -> np.ndarray[Any, Any]:
@@ -293,120 +265,52 @@ def to_numbers(value: Any) -> np.ndarray[Any, Any]:
     return np.asarray(host, dtype=np.float64).reshape(-1)
 
 
-_ALIGNMENT = 16
+def copy_to_host(values: Mapping[str, Any], streams: dict[torch.device, DeviceStreams]) -> dict[str, Any]:
+    """Copy the values of one call of `log`, with tensors and arrays as they are now and texts as keys.
 
+    Tensors on a device with streams are copied asynchronously, on its current stream, and the device is added
+    to `streams`: until that work is done, the copies hold anything.
 
-Waiting: TypeAlias = "dict[torch.device, list[Tensor]]"
-"""Tensors that are read later, by their device."""
-
-
-def capture(values: Mapping[str, Any], waiting: Waiting, vectors: list[Any]) -> dict[str, Any]:
-    """Copy the values of one call of `log`, with numbers for tensors and arrays with one element.
-
-    A tensor on a device with streams is not read: it is put into `waiting`, with its place in the copy, for a
-    `PendingValues`. The names of tensors and arrays that are no single number are put into `vectors`.
-
-    Example:
-        >>> import numpy as np
-        >>> import torch
-        >>> waiting, vectors = {}, []
-        >>> capture({"loss": torch.tensor(0.5), "lr": {"head": np.float32(2)}}, waiting, vectors)
-        {'loss': 0.5, 'lr': {'head': 2.0}}
-        >>> waiting, vectors
-        ({}, [])
+    Raises:
+        UnsupportedError: A value is a `DTensor` of which this rank does not have all elements.
     """
-    captured = {**values}
-    has_other_names = False
+    copied: dict[str, Any] = {}
     for name, value in values.items():
-        if type(value) in PLAIN and type(name) is str:  # most of them
-            continue
-        if type(name) is not str:
-            has_other_names = True
-        if isinstance(value, Tensor) and tensor_streams(value) is not None:
-            tensors = waiting.setdefault(value.device, [])
-            captured[name] = _Index(value.device, len(tensors))
-            tensors.append(value.detach())
-            if value.numel() != 1:
-                vectors.append(name)
-        elif isinstance(value, ARRAYS):
-            captured[name] = number = to_number(value)
-            if number is value:
-                if not isinstance(value, Tensor):
-                    captured[name] = value.copy()
-                elif not value.is_meta:
-                    captured[name] = value.detach().to("cpu", copy=True)
-                vectors.append(name)
+        copied[str(name)] = value
+        if isinstance(value, Tensor):
+            copied[str(name)] = _copy_tensor(name, value, streams)
+        elif isinstance(value, np.ndarray):
+            copied[str(name)] = value.copy()
         elif isinstance(value, dict):
-            captured[name] = capture(value, waiting, vectors)
-    return {str(name): value for name, value in captured.items()} if has_other_names else captured
+            copied[str(name)] = copy_to_host(cast("dict[str, Any]", value), streams)
+    return copied
 
 
-class PendingValues:
-    """Values of one call of `log`, with tensors among them on their way to the host.
-
-    The tensors are copied to pinned memory on their own stream, after everything that computes them and
-    before everything that changes them later.
-    """
-
-    def __init__(self, captured: dict[str, Any], waiting: Waiting) -> None:
-        self._captured = captured
-        self._copies = {device: HostCopies(tensors) for device, tensors in waiting.items()}
-
-    def is_ready(self) -> bool:
-        """Whether `values` does not wait."""
-        return all(copies.is_ready() for copies in self._copies.values())
-
-    def values(self) -> dict[str, Any]:
-        """Return the values with what tensors hold; wait for what is still on its way."""
-        read = {device: copies.values() for device, copies in self._copies.items()}
-        return _fill(self._captured, read)
-
-
-@dataclass(slots=True)
-class _Index:
-    """The place of a value in the copies."""
-
-    device: torch.device
-    index: int
+def _copy_tensor(name: str, value: Tensor, streams: dict[torch.device, DeviceStreams]) -> Tensor:
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(value, distributed.DTensor):
+        dtensor: Any = value
+        if not all(placement.is_replicate() for placement in dtensor.placements):
+            raise UnsupportedError(
+                f"log() got {name!r}, a DTensor with the placements {dtensor.placements}, of which this rank "
+                "has only a part: pass its `full_tensor()`, which every rank must call."
+            )
+        value = dtensor.to_local()
+    if value.is_meta:
+        return value
+    of_device = device_streams(value.device)
+    if of_device is None:
+        return value.detach().to("cpu", copy=True)
+    streams[value.device] = of_device
+    try:
+        return value.detach().to("cpu", non_blocking=True)
+    except RuntimeError:  # WSL2 and containers limit pinned memory
+        return value.detach().to("cpu")
 
 
-class HostCopies:
-    """Tensors of one device, copied to one pinned buffer."""
-
-    def __init__(self, tensors: list[Tensor]) -> None:
-        streams = device_streams(tensors[0].device)
-        if streams is None:
-            raise AssertionError(tensors[0].device)
-        tensors = [tensor.contiguous() for tensor in tensors]
-        self._tensors: list[Tensor] | None = tensors  # They must live until they are copied.
-        sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
-        *starts, end = accumulate(sizes, initial=0)
-        pinned = pinned_if_possible(streams, end)
-        buffer = torch.empty(end, dtype=torch.uint8, device="cpu") if pinned is None else pinned
-        self._copies: list[Tensor] = []
-        for start, tensor in zip(starts, tensors, strict=True):
-            copy = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            streams.copy_(copy, tensor)
-            self._copies.append(copy)
-        self._event: Event = streams.new_event()
-        self._event.record(streams.current_stream())
-
-    def is_ready(self) -> bool:
-        """Whether everything is copied."""
-        return self._event.query()
-
-    def values(self) -> list[Any]:
-        """Return numbers, and host tensors for what is no single number, in order; wait for the copies."""
-        self._event.synchronize()
-        self._tensors = None
-        return [copy.item() if copy.numel() == 1 else copy.clone() for copy in self._copies]
-
-
-def _fill(values: Mapping[str, Any], read: Mapping[torch.device, list[Any]]) -> dict[str, Any]:
-    filled: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, _Index):
-            filled[name] = read[value.device][value.index]
-        else:
-            filled[name] = _fill(value, read) if isinstance(value, dict) else value
-    return filled
+def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy values, also in inner dictionaries, with numbers for tensors and arrays with one element."""
+    return {
+        name: with_numbers(cast("dict[str, Any]", value)) if isinstance(value, dict) else to_number(value)
+        for name, value in values.items()
+    }

@@ -1,4 +1,4 @@
-"""What a session hands to trackers of libraries with runs: numbers and texts, not looked at again."""
+"""What runs of a project get from a session: numbers, texts of the library, histograms."""
 
 from __future__ import annotations
 
