@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from accel_state.errors import UnsupportedError
 from accel_trackers.general import GeneralTracker
@@ -44,7 +45,7 @@ def test_values_are_those_of_the_time_of_the_call_and_arrive_in_order() -> None:
     session, logged = started()
     loss = torch.zeros((), device="npu")
     expected, value = [], 0.0
-    with torch.npu.counting() as counted:
+    with torch.get_device_module("npu").counting() as counted:
         for step in range(5):
             loss += 1.5
             session.log({"loss": loss, "nested": {"twice": loss * 2}, "lr": 0.1}, step=step)
@@ -85,7 +86,7 @@ def test_vectors_and_every_dtype_are_copied_as_they_were() -> None:
 @distributed(world_size=1, device="npu")
 def test_where_no_more_memory_can_be_pinned_values_are_logged_all_the_same() -> None:
     session, logged = started()
-    with torch.npu.pinned_capacity(0):
+    with torch.get_device_module("npu").pinned_capacity(0):
         session.log({"loss": torch.ones((), device="npu"), "vector": torch.ones(1000, device="npu")})
     session.finish()
     ((values, _),) = logged
