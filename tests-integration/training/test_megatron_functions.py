@@ -291,8 +291,6 @@ def test_context_parallel_ranks_have_two_chunks_of_sequences_and_gather_them():
             SettingsError, match=r"of 12 tokens.*twice context_parallel_size=4.*multiple of 8"
         ):
             model(input_ids=torch.zeros(1, 12, dtype=torch.long))
-        with pytest.raises(UnsupportedError, match="context_parallel_size=4: generate from saved weights"):
-            model.megatron_generate(torch.zeros(1, 8, dtype=torch.long))
     accelerator.free_memory()
 
 
@@ -365,7 +363,6 @@ def test_what_the_plugin_says_and_the_objects_contradict_is_refused():
         for make, options, message in (
             (make_gpt2, {"use_rotary_position_embeddings": True}, "does not have rotary positions"),
             (make_llama, {"use_rotary_position_embeddings": False}, "has rotary positions"),
-            (make_gpt2, {"min_lr": 0.1}, r"min_lr=0\.1\) has no effect without Megatron's schedule"),
         ):
             accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2, **options))
             model = make()
@@ -435,7 +432,6 @@ def test_what_has_no_effect_is_refused_before_groups_are_made():
             (lambda: kind, {"attention_backend": "unfused"}, r"attention_backend='unfused'.*'bert'"),
             (make_gpt2, {"other_megatron_args": {"overlap": 1}}, "overlap=1"),
             (make_gpt2, {"decoder_seq_length": 8}, r"decoder_seq_length=8.*has no effect"),
-            (make_gpt2, {"eod_mask_loss": True}, r"eod_mask_loss=True.*has no effect"),
         ):
             accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2, **options))
             model = make()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -13,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_plugins.ddp import DistributedDataParallelKwargs
-from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs import (
-    EFFECTS,
     AutocastKwargs,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -26,8 +23,6 @@ from accel_plugins.kwargs import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.environ import clear_environment, patch_environment
 from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType, DynamoBackend
@@ -150,10 +145,6 @@ def test_the_documented_fields_and_defaults_are_these_in_this_order(handler: typ
             lambda: DistributedDataParallelKwargs(comm_wrapper="power_sgd"),
             r"comm_wrapper='power_sgd'.*'bf16'\]",
         ),  # type: ignore[arg-type]
-        (
-            lambda: DistributedDataParallelKwargs(comm_hook="fp16", comm_state_option={"a": 1}),  # type: ignore[arg-type]
-            "comm_state_option=.*no effect with comm_hook='fp16'",
-        ),
         (lambda: ProfileKwargs(activities="cpu"), "activities='cpu'.*list"),  # type: ignore[arg-type]
         (lambda: ProfileKwargs(activities=["gpu"]).build(), r"activities=\['gpu'\].*'cpu'"),
         (lambda: ProfileKwargs(schedule_option={"wait": 1}).build(), "schedule_option=.*'warmup'"),
@@ -163,6 +154,22 @@ def test_the_documented_fields_and_defaults_are_these_in_this_order(handler: typ
 def test_a_bad_field_is_refused_with_its_name_and_value(make: Any, message: str):
     with pytest.raises(SettingsError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: DistributedDataParallelKwargs(comm_hook="fp16", comm_state_option={"a": 1}),  # type: ignore[arg-type]
+            "comm_state_option={'a': 1}) has no effect with comm_hook='fp16'",
+        ),
+        (lambda: ProfileKwargs(flame_graph=True), "flame_graph=True) has no effect without output_trace_dir"),
+    ],
+)
+def test_an_option_without_effect_is_named_once(make: Any, message: str, caplog: pytest.LogCaptureFixture):
+    make()
+    make()
+    assert caplog.text.count(message) == 1
 
 
 def test_a_hook_may_be_named_by_its_text():
@@ -263,17 +270,3 @@ def test_the_kwargs_of_the_plugin_are_taken_by_torch():
 )
 def test_the_compilers_of_xla_have_the_names_that_torch_knows(given, backend):
     assert TorchDynamoPlugin(backend=given).to_kwargs() == {"backend": backend}
-
-
-def test_every_row_of_effects_names_a_field_of_its_class():
-    classes: list[type[Any]] = [
-        DistributedDataParallelKwargs,
-        FullyShardedDataParallelPlugin,
-        MegatronLMPlugin,
-        ParallelismConfig,
-        ProfileKwargs,
-    ]
-    assert {kind.__name__ for kind in classes} == EFFECTS.keys()
-    for kind in classes:
-        rows = {name for effect in EFFECTS[kind.__name__] for name in effect.names}
-        assert rows <= {option.name for option in dataclasses.fields(kind)}

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ops.modules import without_compiler
-from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count, refuse_ineffective
+from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count
 from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Bundle, PrecisionPolicy, Strategy
 from accel_plugins.unsharded import ReplicatedPersister, TorchStepper, check_materialised, move_to_device
@@ -61,7 +61,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         comm_state_option: Arguments of `PowerSGDState`, for the two PowerSGD hooks.
 
     Raises:
-        SettingsError: A field is unknown, out of its range, or would have no effect.
+        SettingsError: A field is unknown or out of its range.
 
     Example:
         >>> DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="fp16").to_kwargs()
@@ -92,7 +92,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 lambda value, values=values: getattr(value, "value", value) in values,
             )
             setattr(self, name, _Hook(getattr(self, name)))
-        refuse_ineffective(self)
+        if self.comm_state_option and not self.comm_hook.value.endswith("power_sgd"):
+            _main_logger.warning_once(
+                f"DistributedDataParallelKwargs(comm_state_option={self.comm_state_option!r}) has no effect "
+                f"with comm_hook={self.comm_hook.value!r}, only with 'power_sgd' or 'batched_power_sgd'."
+            )
 
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")

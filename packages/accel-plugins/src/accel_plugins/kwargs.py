@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -18,7 +17,10 @@ from accel_state import environ
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.files import any_path
 from accel_state.labels import DynamoBackend
+from accel_state.logging import get_logger
 from accel_state.settings.model import parse_environ
+
+_logger = get_logger(__name__)
 
 
 class KwargsHandler:
@@ -105,158 +107,6 @@ def resolve_fields(
             sources[name] = f"{setting.origin}={setting.value!r}"
         setattr(plugin, name, setting.value if setting else (defaults or {}).get(name))
     return sources
-
-
-@dataclass(frozen=True, slots=True)
-class Effect:
-    """Options that have no effect unless `condition`, called with all options by name, holds.
-
-    `reason` completes "has no effect …" in messages, with other options in braces. Like `None`, the value
-    `neutral` requests nothing.
-    """
-
-    names: tuple[str, ...]
-    reason: str
-    condition: Callable[[Mapping[str, Any]], Any]
-    neutral: Any = None
-
-
-EFFECTS: Mapping[str, tuple[Effect, ...]] = {
-    "DistributedDataParallelKwargs": (
-        Effect(
-            ("comm_state_option",),
-            "with comm_hook={comm_hook.value!r}, only with 'power_sgd' or 'batched_power_sgd'",
-            lambda values: values["comm_hook"].value.endswith("power_sgd"),
-            {},
-        ),
-    ),
-    "FullyShardedDataParallelPlugin": (
-        Effect(
-            ("transformer_cls_names_to_wrap",),
-            "without auto_wrap_policy='transformer_based_wrap'",
-            lambda values: values["auto_wrap_policy"] == "transformer_based_wrap",
-        ),
-        Effect(
-            ("min_num_params",),
-            "without auto_wrap_policy='size_based_wrap'",
-            lambda values: values["auto_wrap_policy"] == "size_based_wrap",
-        ),
-        Effect(  # FSDP2 always behaves as with these values of `backward_prefetch`
-            ("backward_prefetch",),
-            "with fsdp_version=2",
-            lambda values: (
-                values["fsdp_version"] == 1
-                or getattr(values["backward_prefetch"], "name", values["backward_prefetch"])
-                in {"NO_PREFETCH", "BACKWARD_PRE"}
-            ),
-        ),
-        Effect(
-            ("limit_all_gathers", "sync_module_states", "use_orig_params"),
-            "with fsdp_version=2",
-            lambda values: values["fsdp_version"] == 1,
-            neutral=True,
-        ),
-        Effect(
-            ("state_dict_config", "optim_state_dict_config"),
-            "with fsdp_version=2",
-            lambda values: values["fsdp_version"] == 1,
-        ),
-    ),
-    "MegatronLMPlugin": (
-        Effect(
-            ("sequence_parallelism",),
-            "without tp_degree of 2 or more",
-            lambda values: values["tp_degree"] > 1,
-            0,
-        ),
-        Effect(
-            ("num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers"),
-            "without pp_degree of 2 or more",
-            lambda values: values["pp_degree"] > 1,
-        ),
-        Effect(
-            ("recompute_method", "recompute_num_layers"),
-            "without recompute_granularity='full'",
-            lambda values: values["recompute_granularity"] == "full",
-        ),
-        Effect(
-            ("overlap_cpu_optimizer_d2h_h2d",),
-            "without optimizer_cpu_offload=True",
-            itemgetter("optimizer_cpu_offload"),
-            0,
-        ),
-        Effect(
-            ("optimizer_cpu_offload",),
-            "without use_precision_aware_optimizer=True, the only optimizer that megatron-core offloads",
-            itemgetter("use_precision_aware_optimizer"),
-            0,
-        ),
-        Effect(
-            ("use_precision_aware_optimizer",),
-            "without use_distributed_optimizer=True",
-            itemgetter("use_distributed_optimizer"),
-            0,
-        ),
-        Effect(
-            ("custom_train_step_kwargs",),
-            "without custom_train_step_class",
-            itemgetter("custom_train_step_class"),
-            {},
-        ),
-        Effect(("lr_mult",), "without scale_lr_cond", itemgetter("scale_lr_cond"), 1),
-    ),
-    "ParallelismConfig": tuple(
-        Effect(
-            (f"{axis}_handler",),
-            f"with {axis}_size=1; remove it",
-            lambda values, axis=axis: values[f"{axis}_size"] > 1,
-        )
-        for axis in ("tp", "cp", "sp")
-    ),
-    "ProfileKwargs": (
-        Effect(
-            ("flame_graph",),
-            "without output_trace_dir, the folder that it is written to",
-            lambda values: values["output_trace_dir"] is not None,
-            neutral=False,
-        ),
-    ),
-}
-"""The options that need others, by the name of their class.
-
-`megatron.checks` has rows that depend on the prepared objects, `megatron.generate` rows for one call.
-"""
-
-
-def find_ineffective(effects: Iterable[Effect], values: Mapping[str, Any]) -> Iterator[tuple[list[str], str]]:
-    """Yield the options of each row that are set and have no effect, and the message about them."""
-    for effect in effects:
-        names = [name for name in effect.names if values.get(name) not in (None, effect.neutral)]
-        if names and not effect.condition(values):
-            yield names, f"has no effect {effect.reason.format_map(values)}"
-
-
-def list_ineffective(owner: object) -> dict[str, str]:
-    """Return the fields of a handler or plugin that have no effect, each with the message about it.
-
-    Example:
-        >>> kwargs = ProfileKwargs()
-        >>> kwargs.flame_graph = True
-        >>> list_ineffective(kwargs)["flame_graph"][:66]
-        'ProfileKwargs(flame_graph=True) has no effect without output_trace'
-    """
-    kind = type(owner).__name__
-    return {
-        name: f"{kind}({name}={getattr(owner, name)!r}) {sentence}."
-        for names, sentence in find_ineffective(EFFECTS[kind], vars(owner))
-        for name in names
-    }
-
-
-def refuse_ineffective(owner: object) -> None:
-    """Reject fields of a handler or plugin that have no effect; the message lists all."""
-    if problems := list_ineffective(owner):
-        raise SettingsError(" ".join(problems.values()))
 
 
 @dataclass
@@ -668,7 +518,10 @@ class ProfileKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         expect_flags(self)
         expect(self, "activities", "a list of names, or None", lambda value: not isinstance(value, str))
-        refuse_ineffective(self)
+        if self.flame_graph and self.output_trace_dir is None:
+            _logger.warning_once(
+                "ProfileKwargs(flame_graph=True) has no effect without output_trace_dir, where it is written."
+            )
 
     def _get_profiler_activity(self, activity: ActivityName) -> ProfilerActivity:
         """Return torch's member for the name of an activity.

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from accel_plugins.fsdp.blocks import POLICIES, classes_named, size_policy, transformer_policy
-from accel_plugins.kwargs import expect_flags, is_count, list_ineffective, resolve_fields
+from accel_plugins.kwargs import expect_flags, is_count, resolve_fields
 from accel_plugins.sharding.state import StateForm
 from accel_state import environ
 from accel_state.errors import SettingsError, did_you_mean
@@ -55,6 +55,20 @@ _DEFAULTS: dict[str, Any] = {
     "xla_fsdp_v2": False,
     "xla_fsdp_grad_ckpt": False,
 }
+_POLICY_OF = {
+    "transformer_cls_names_to_wrap": "transformer_based_wrap",
+    "min_num_params": "size_based_wrap",
+}
+"""The policies that read these fields."""
+_VERSION_2: dict[str, tuple[Any, ...]] = {
+    "backward_prefetch": ("NO_PREFETCH", "BACKWARD_PRE"),
+    "limit_all_gathers": (True,),
+    "sync_module_states": (True,),
+    "use_orig_params": (True,),
+    "state_dict_config": (),
+    "optim_state_dict_config": (),
+}
+"""Fields that version 2 does not read, with the values that it behaves by."""
 
 RESHARDS = {
     ShardingStrategy.FULL_SHARD: True,
@@ -143,9 +157,7 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         # The launcher exports these from config files and its defaults even if the policy ignores them.
-        unset = {
-            name for name in ("transformer_cls_names_to_wrap", "min_num_params") if not getattr(self, name)
-        }
+        unset = {name for name in _POLICY_OF if not getattr(self, name)}
         resolve_fields(self, "fsdp", _DEFAULTS)
         if self.fsdp_version not in {1, 2}:
             raise SettingsError(f"{self._field_of('fsdp_version')}: expected 1 or 2.")
@@ -167,9 +179,13 @@ class FullyShardedDataParallelPlugin:
                 f"{self._field_of('param_init_fn')} with fsdp_version=2: materialise the model on rank 0 and "
                 "set cpu_ram_efficient_loading=True, or use fsdp_version=1."
             )
-        for name, message in list_ineffective(self).items():
-            if name not in unset:
-                logger.warning("%s", message)
+        for name, policy in _POLICY_OF.items():
+            if name not in unset and self.auto_wrap_policy != policy:
+                logger.warning("%s has no effect without auto_wrap_policy=%r.", self._field_of(name), policy)
+        for name, values in _VERSION_2.items() if self.version == 2 else ():
+            value = getattr(self, name)
+            if value is not None and getattr(value, "name", value) not in values:
+                logger.warning("%s has no effect with fsdp_version=2.", self._field_of(name))
         if self.cpu_ram_efficient_loading:
             if not self.sync_module_states:
                 raise SettingsError(

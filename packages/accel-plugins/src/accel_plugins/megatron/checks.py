@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import count
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from accel_plugins.kwargs import Effect, find_ineffective
 from accel_plugins.megatron.arguments import Sizes, model_sizes
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.plugin import DEFAULTS, OWN_CODE, MegatronLMPlugin
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.logging import get_logger
+
+logger = get_logger(__name__)
 
 
 def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int) -> int:
@@ -74,60 +75,38 @@ def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
 
 
 def check_schedule(plugin: MegatronLMPlugin, *, has_optimizer: bool, has_placeholder: bool) -> None:
-    """Refuse a schedule without an optimizer, and fields of a schedule that is not prepared."""
+    """Refuse a schedule without an optimizer; warn about fields of a schedule that is not prepared."""
     if has_placeholder and not has_optimizer:
         raise SettingsError(
             "prepare() got a MegatronLMDummyScheduler without its optimizer: prepare them in one call, as in "
             "prepare(model, optimizer, scheduler)."
         )
-    if has_optimizer:
-        _check_effects(plugin, _OF_SCHEDULES, has_placeholder=has_placeholder)
+    if has_optimizer and not has_placeholder:
+        _warn_unread(plugin, _OF_SCHEDULES, "Megatron's schedule: prepare a MegatronLMDummyScheduler")
 
 
 def check_data_options(plugin: MegatronLMPlugin, *, has_indexed: bool, has_placeholder: bool) -> None:
-    """Reject options of indexed datasets without such loaders; a schedule also needs a length."""
-    has_reader = has_indexed or has_own_code(plugin)
-    _check_effects(plugin, _OF_DATA, has_reader=has_reader, has_length=has_reader or has_placeholder)
+    """Warn about options of indexed datasets without such loaders; a schedule also needs a length."""
+    if has_indexed or has_own_code(plugin):
+        return
+    names = _OF_DATA if has_placeholder else (*_OF_DATA, "train_iters", "train_samples")
+    _warn_unread(plugin, names, "indexed data sets: prepare a MegatronLMDummyDataLoader")
 
 
 _OF_SCHEDULES = (
-    Effect(
-        (
-            "lr_decay_style",
-            "lr_decay_iters",
-            "lr_decay_samples",
-            "lr_warmup_iters",
-            "lr_warmup_samples",
-            "lr_warmup_fraction",
-            "min_lr",
-            "weight_decay_incr_style",
-            "start_weight_decay",
-            "end_weight_decay",
-        ),
-        "without Megatron's schedule: prepare a MegatronLMDummyScheduler with the optimizer, or leave it out",
-        itemgetter("has_placeholder"),
-    ),
+    *("lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples"),
+    *("lr_warmup_fraction", "min_lr", "weight_decay_incr_style", "start_weight_decay", "end_weight_decay"),
 )
-_NEEDED_FOR_DATA = (
-    "without indexed data sets (prepare a MegatronLMDummyDataLoader), or a "
-    "MegatronLMDummyScheduler for the length of the training: leave it out"
-)
-_OF_DATA = tuple(
-    Effect(names, _NEEDED_FOR_DATA, itemgetter(condition))
-    for names, condition in (
-        (("eod_mask_loss", "consumed_samples", "eval_iters", "eval_interval"), "has_reader"),
-        (("train_iters", "train_samples"), "has_length"),
-    )
-)
+_OF_DATA = ("eod_mask_loss", "consumed_samples", "eval_iters", "eval_interval")
 
 
-def _check_effects(plugin: MegatronLMPlugin, effects: Iterable[Effect], **facts: bool) -> None:
-    """Refuse fields that differ from their default and have no effect."""
+def _warn_unread(plugin: MegatronLMPlugin, names: Iterable[str], missing: str) -> None:
+    """Warn once about fields that differ from their default."""
     defaults = {field.name: DEFAULTS.get(field.name, field.default) for field in fields(plugin)}
-    changed = {name: value for name in defaults if (value := getattr(plugin, name)) != defaults[name]}
-    for names, sentence in find_ineffective(effects, changed | facts):
-        described = ", ".join(f"{name}={changed[name]!r}" for name in names)
-        raise SettingsError(f"MegatronLMPlugin({described}) {sentence}.")
+    values = {name: value for name in names if (value := getattr(plugin, name)) != defaults[name]}
+    if values:
+        described = ", ".join(f"{name}={value!r}" for name, value in values.items())
+        logger.warning_once("MegatronLMPlugin(%s) has no effect without %s.", described, missing)
 
 
 def check_positions(plugin: MegatronLMPlugin, kind: str | None, name: str) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from accel_plugins.megatron.checks import check_lengths_of_batch
 from accel_plugins.megatron.families import ModelFamily
-from accel_plugins.megatron.generate import generate
 from accel_plugins.megatron.library import core, without_core_warnings
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.train_steps import (
@@ -70,6 +69,7 @@ class MegatronEngine(nn.Module):
         groups: Groups,
         plugin: MegatronLMPlugin,
         step: Any,
+        generate: Callable[..., Tensor],
         optimizer: Any = None,
         optimizer_names: Sequence[Sequence[str]] = (),
     ) -> None:
@@ -81,6 +81,7 @@ class MegatronEngine(nn.Module):
         self.groups = groups
         self.plugin = plugin
         self.train_step_handler = step
+        self._generate = generate
         self.optimizer = optimizer
         self.optimizer_names = optimizer_names
         self.transformer_config = core("utils").get_model_config(chunks[0])
@@ -118,10 +119,10 @@ class MegatronEngine(nn.Module):
         length_penalty: float | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Generate from prompts with a GPT-2 or Llama; all ranks of a replica call it with the same prompts.
+        """Generate from prompts; all ranks of a replica call it with the same prompts.
 
-        Decoding is greedy, unless one of `temperature`, `top_k` and `top_p` requests sampling or `num_beams`
-        a beam search.
+        The full model of transformers is gathered on the device of every rank, and its `generate` is called.
+        Decoding is greedy, unless one of `temperature`, `top_k` and `top_p` requests sampling.
 
         Args:
             inputs: Tokens of shape `[rows, width]`.
@@ -134,16 +135,15 @@ class MegatronEngine(nn.Module):
             top_k: Sample only from this number of most probable tokens.
             top_p: Sample only from the most probable tokens with this total probability.
             length_penalty: Power of the length by which scores of beams are divided; default 1.
-            **kwargs: `top_p_decay`, the factor of `top_p` after each token, and `top_p_bound`, its minimum;
-                `random_seed` for sampling; `add_BOS`, whether to put the `bos_token_id` before every prompt;
-                `do_sample`, `eos_token_id` and `pad_token_id` as in transformers.
+            **kwargs: `random_seed` for sampling, `add_BOS`, whether to put the `bos_token_id` before every
+                prompt, and further options of transformers' `generate`.
 
         Returns:
             Prompts and continuations of shape `[rows, longest]`, on every rank of the replica.
 
         Raises:
-            SettingsError: Values are out of range, or sequences longer than the model has positions.
-            UnsupportedError: The model is no decoder, or an option is unknown.
+            UnsupportedError: The model does not generate text.
+            ValueError: transformers refuses an option.
         """
         requested = {
             "max_length": max_length,
@@ -155,7 +155,7 @@ class MegatronEngine(nn.Module):
             "length_penalty": length_penalty,
             **kwargs,
         }
-        return generate(self, inputs, attention_mask, requested)
+        return self._generate(self, inputs, attention_mask, requested)
 
     def run(
         self,

@@ -1,4 +1,4 @@
-"""`MegatronLMPlugin`: the options of Megatron, their valid values, and combinations without effect."""
+"""`MegatronLMPlugin`: the options of Megatron, their valid values and combinations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accel_plugins.kwargs import EFFECTS, find_ineffective, is_count, resolve_fields
+from accel_plugins.kwargs import is_count, resolve_fields
 from accel_plugins.megatron.arguments import (
     base_args,
     enter_network_args,
@@ -20,6 +20,7 @@ from accel_plugins.megatron.arguments import (
 from accel_plugins.megatron.library import EXTRA
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
+from accel_state.logging import get_logger
 from accel_state.settings.engines import MegatronSettings
 from accel_state.settings.model import TITLES, Settings
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.megatron.data import MegatronLMDummyScheduler
+
+logger = get_logger(__name__)
 
 DEFAULTS: Mapping[str, Any] = {
     "tp_degree": 1,
@@ -146,7 +149,7 @@ class MegatronLMPlugin:
             `{"overlap_grad_reduce": True}`.
 
     Raises:
-        SettingsError: Values are invalid, exclude each other or have no effect. The message lists all.
+        SettingsError: Values are invalid, exclude each other or need others. The message lists all.
         UnsupportedError: A field is not supported. The message names an alternative.
 
     Example:
@@ -226,6 +229,18 @@ class MegatronLMPlugin:
             self.attention_backend = "auto" if self.attention_backend else "unfused"
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         check_fields(values, sources)
+        for name, other, is_used in (
+            ("sequence_parallelism", "tp_degree of 2 or more", values["tp_degree"] > 1),
+            ("recompute_method", "recompute_granularity='full'", self.recompute_granularity == "full"),
+            ("recompute_num_layers", "recompute_granularity='full'", self.recompute_granularity == "full"),
+            ("overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload", self.optimizer_cpu_offload),
+            ("custom_train_step_kwargs", "custom_train_step_class", self.custom_train_step_class),
+            ("lr_mult", "scale_lr_cond", self.scale_lr_cond or self.lr_mult == 1),
+        ):
+            if values[name] and not is_used:
+                logger.warning_once("%s has no effect without %s.", sources[name], other)
+        if self.recompute_granularity != "full":
+            self.recompute_method = self.recompute_num_layers = None
         if self.recompute_activations:
             self.recompute_granularity = "selective"
         if self.recompute_granularity == "full":
@@ -478,10 +493,17 @@ _ALTERNATIVES = (
     ("num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers"),
 )
 """Pairs of fields that set the same thing, or count in different units."""
+_NEEDED = (
+    ("num_layers_per_virtual_pipeline_stage", "pp_degree", 2),
+    ("decoder_last_pipeline_num_layers", "pp_degree", 2),
+    ("optimizer_cpu_offload", "use_precision_aware_optimizer", 1),
+    ("use_precision_aware_optimizer", "use_distributed_optimizer", 1),
+)
+"""Fields that another one must accompany, and its least value."""
 
 
 def check_fields(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Refuse fields with wrong values, that are not supported, contradict each other or have no effect."""
+    """Refuse fields with wrong values, that are not supported or contradict each other."""
     problems = [
         f"{sources[name]}: expected {wanted}"
         for name, (wanted, holds) in _ROWS.items()
@@ -500,8 +522,9 @@ def _contradictions(fields: Mapping[str, Any], sources: Mapping[str, str]) -> It
     for name, other in _ALTERNATIVES:
         if fields[name] is not None and fields[other] is not None:
             yield f"{sources[name]} and {sources[other]} exclude each other: remove one of them"
-    for names, sentence in find_ineffective(EFFECTS["MegatronLMPlugin"], fields):
-        yield from (f"{sources[name]} {sentence}: add that, or leave it out" for name in names)
+    for name, other, least in _NEEDED:
+        if fields[name] and (fields[other] or 0) < least:
+            yield f"{sources[name]} needs {other}={least if least > 1 else True}: add it, or leave it out"
     if fields["recompute_activations"] and fields["recompute_granularity"] == "full":
         yield (
             f"{sources['recompute_activations']} recomputes selected activations and "

@@ -27,6 +27,7 @@ from accel_plugins.megatron.data import (
 )
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext, check_train_step, train_step_of
 from accel_plugins.megatron.families import find_family
+from accel_plugins.megatron.generate import generate
 from accel_plugins.megatron.library import (
     ENGINE_EXTRA,
     check_device,
@@ -327,6 +328,7 @@ class MegatronWrapper:
             groups=groups,
             plugin=plugin,
             step=step,
+            generate=generate,
             optimizer=made,
             optimizer_names=names,
         )
