@@ -1,7 +1,5 @@
 from accel_plugins import tiling as tiling
 from accel_plugins.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accel_plugins.fp8.recipe import Recipe as Recipe
-from accel_plugins.fp8.recipe import RecipeSpec as RecipeSpec
 from accel_plugins.kwargs import AutocastKwargs as AutocastKwargs
 from accel_plugins.kwargs import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_plugins.kwargs import GradientAccumulationPlugin as GradientAccumulationPlugin

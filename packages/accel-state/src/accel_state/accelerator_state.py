@@ -14,7 +14,7 @@ from accel_state.errors import SettingsError
 from accel_state.labels import distributed_type_of
 from accel_state.partial_state import PartialState, SharedState
 from accel_state.settings.model import BASE_PRECISIONS, Precision, from_environ
-from accel_state.settings.option import precision
+from accel_state.settings.option import one_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class AcceleratorState(SharedState):
     It has all attributes of `PartialState`.
 
     Args:
-        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or an installed recipe; `None` for the environment's.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`; `None` for the environment's.
         cpu: Compute on the CPU even if there is an accelerator.
         dynamo_plugin: The options of `torch.compile`.
         deepspeed_plugin: The DeepSpeed plugin, or plugins by name, of which the first is active. As for the
@@ -157,7 +157,7 @@ class AcceleratorState(SharedState):
 
     @property
     def mixed_precision(self) -> str:
-        """`"no"`, `"fp16"` or `"bf16"`, or the name of a recipe."""
+        """`"no"`, `"fp16"`, `"bf16"` or `"fp8"`."""
         plugin, named = self.deepspeed_plugin, self._mixed_precision
         return named if plugin is None or named not in BASE_PRECISIONS else plugin.mixed_precision
 
@@ -262,7 +262,7 @@ def _precision(asked: str | None, state: PartialState) -> str:
         wanted = from_environ(environ.read()).precision.mixed_precision
     else:
         try:
-            wanted = precision(*get_args(Precision))(str(asked))
+            wanted = one_of(*get_args(Precision))(str(asked))
         except ValueError as error:
             raise SettingsError(f"mixed_precision={asked!r}: {error}.") from None
     # A function patched in by a program has Accelerate's signature.

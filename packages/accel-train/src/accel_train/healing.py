@@ -23,7 +23,6 @@ def share_state(replicas: Replicas, run: CheckpointContext, accelerator: Any) ->
         return {
             "schedulers": [scheduler.state_dict() for scheduler in prepared.schedulers],
             "scaler": run.precision.state_dict(),
-            "recipe": run.recipe_state(),
             "registered": [registered.state_dict() for registered in run.custom],
             "steps": [optimizer.num_steps for optimizer in prepared.optimizers],
             "loaders": [loader.state_dict() for loader in prepared.dataloaders],
@@ -35,8 +34,6 @@ def share_state(replicas: Replicas, run: CheckpointContext, accelerator: Any) ->
             scheduler.load_state_dict(own)
         if state["scaler"]:
             run.precision.load_state_dict(state["scaler"])
-        if run.recipe is not None and run.recipe.load_state_dict is not None and state["recipe"]:
-            run.recipe.load_state_dict(state["recipe"])
         for registered, own in zip(run.custom, state["registered"], strict=True):
             registered.load_state_dict(own)
         for optimizer, steps in zip(prepared.optimizers, state["steps"], strict=True):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +25,6 @@ from accel_state.frozen import frozen
 from accel_state.libraries import require
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from accel_plugins.strategy import Bundle
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -188,16 +183,14 @@ class TorchAo:
             config = replace(config, enable_fsdp_float8_all_gather=False)
         object.__setattr__(self, "config", config)
 
-    def convert(self, bundle: Bundle, runtime: Runtime, mesh: DeviceMesh | None) -> Mapping[Tensor, Tensor]:
-        del runtime, mesh
-
+    def convert(self, models: Sequence[nn.Module]) -> Mapping[Tensor, Tensor]:
         def autocast_inputs(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             kind = layer.weight.device.type  # torchao supports only CUDA's autocast
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             return tuple(tensor.to(dtype) for tensor in inputs)
 
         replaced: dict[Tensor, Tensor] = {}
-        for model in map(without_compiler, bundle.models):
+        for model in map(without_compiler, models):
             before = dict(model.named_parameters())
             names = self._convert(model)
             if self.device.type != "cuda":
@@ -240,14 +233,7 @@ def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_typ
     library = TorchAo(handler=handler, device=runtime.device, sharded=sharded)
     gathers = getattr(library.config, "enable_fsdp_float8_all_gather", False)
     scales = library.compute_scales if gathers else None
-    return Recipe(
-        name="fp8",
-        convert=library.convert,
-        precision="bf16",
-        after_step=scales,
-        after_load=scales,
-        backend="AO",
-    )
+    return Recipe(backend="AO", convert=library.convert, compute_scales=scales)
 
 
 def _config(handler: AORecipeKwargs, device: torch.device) -> Any:

@@ -12,6 +12,7 @@ import torch
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fp8 import ao, te
 from accel_plugins.fp8.recipe import (
+    FP8_HANDLERS,
     AORecipeKwargs,
     FP8RecipeKwargs,
     MSAMPRecipeKwargs,
@@ -35,10 +36,25 @@ HANDLERS: Mapping[type, str] = {AORecipeKwargs: "AO", TERecipeKwargs: "TE", MSAM
 _SHARDING = (FullyShardedDataParallelPlugin, ParallelismConfig, DeepSpeedPlugin)
 
 
+def build_recipe(
+    precision: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
+) -> Recipe | None:
+    """Build the recipe of a run; `None` for a precision other than `"fp8"`."""
+    if precision == "fp8":
+        return build(settings, runtime, handlers)
+    for kind in FP8_HANDLERS:
+        if kind in handlers:
+            raise SettingsError(
+                f"kwargs_handlers contains {kind.__name__}, which needs mixed_precision='fp8', but it is "
+                f"{precision!r}. Change one of the two."
+            )
+    return None
+
+
 def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) -> Recipe:
     """Build the recipe; a handler's backend takes precedence over `fp8.backend` of the settings."""
     # 1. Choose the library.
-    requested = [handlers[kind] for kind in (*HANDLERS, FP8RecipeKwargs) if kind in handlers]
+    requested = [handlers[kind] for kind in FP8_HANDLERS if kind in handlers]
     if len(requested) > 1:
         names = " and ".join(type(recipe).__name__ for recipe in requested)
         raise SettingsError(
@@ -139,4 +155,4 @@ def build_msamp(handler: MSAMPRecipeKwargs, *, sharded: bool, world_size: int) -
             optimizer.register_step_pre_hook(lambda wrapped, *_: wrapped.all_reduce_grads(model))
         return replace(bundle, models=(model,), optimizers=(optimizer,))
 
-    return Recipe(name="fp8", convert=lambda *_: {}, initialize=initialize, precision="bf16", backend="MSAMP")
+    return Recipe(backend="MSAMP", convert=lambda _: {}, initialize=initialize)

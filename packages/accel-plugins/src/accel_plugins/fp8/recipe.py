@@ -1,4 +1,4 @@
-"""Precision recipes: the options of FP8 libraries, the record `Recipe`, and checks of converted models."""
+"""FP8: the options of its libraries, the record `Recipe`, and what both libraries need of models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -15,16 +15,10 @@ from accel_ops.tree import is_dtensor
 from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count, resolve_fields
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
-from accel_state.lazy import Registry
 from accel_state.libraries import is_installed
-from accel_state.runtime import Runtime
-from accel_state.settings.model import BASE_PRECISIONS, Settings
-from accel_state.settings.option import RECIPE_GROUP
 from accel_state.torch_private import dtensor_spec, is_traceable_wrapper_subclass, local_tensor
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from accel_plugins.strategy import Bundle
 
 Backend = Literal["MSAMP", "TE"]
@@ -39,73 +33,22 @@ OptLevel = Literal["O1", "O2"]
 
 @frozen
 class Recipe:
-    """A precision recipe of one run: a number format for models that needs more than autocast.
+    """How a run computes in FP8; modules that are not converted compute in bfloat16.
 
     Args:
-        name: The name under which it is registered.
-        convert: Changes the models of a bundle in place, before they are wrapped or sharded, and returns
-            a map from every replaced parameter to its replacement; called as `convert(bundle, runtime,
-            mesh)`, on every rank. Modules that shared a parameter share it afterwards. All state to be saved
-            with a model is in its parameters and buffers.
-        precision: The mixed precision of modules that are not converted.
+        backend: The library that computes, for `Accelerator.fp8_backend`.
+        convert: Changes models in place, before they are wrapped or sharded, and returns a map from every
+            replaced parameter to its replacement. Modules that shared a parameter share it afterwards.
         initialize: Called before `convert` with a bundle; returns it with models and optimizers replaced by a
             library's.
-        after_step: Called after every optimizer step with the prepared models, still wrapped.
-        after_load: Called with them after a load, to recompute values that depend on weights.
-        state_dict: Returns other state needed to resume; the same on all ranks.
-        load_state_dict: Restores that state.
-        backend: The library that computes, for `Accelerator.fp8_backend`; `None` if it is no FP8.
+        compute_scales: Called with the prepared models, still wrapped, after every optimizer step and every
+            load: recomputes values that depend on weights.
     """
 
-    name: str
-    convert: Callable[[Bundle, Runtime, DeviceMesh | None], Mapping[Tensor, Tensor]]
-    precision: Literal["no", "bf16", "fp16"] = "bf16"
+    backend: str
+    convert: Callable[[Sequence[nn.Module]], Mapping[Tensor, Tensor]]
     initialize: Callable[[Bundle], Bundle] | None = None
-    after_step: Callable[[Sequence[nn.Module]], None] | None = None
-    after_load: Callable[[Sequence[nn.Module]], None] | None = None
-    state_dict: Callable[[], dict[str, Any]] | None = None
-    load_state_dict: Callable[[Mapping[str, Any]], None] | None = None
-    backend: str | None = None
-
-
-RecipeFactory: TypeAlias = "Callable[[Settings, Runtime, Mapping[type, Any]], Recipe]"
-"""`build(settings, runtime, handlers)`; `handlers` maps the type of a kwargs handler to it."""
-
-
-@frozen
-class RecipeSpec:
-    """The registry entry of a recipe; `Accelerator(mixed_precision=…)` takes its name.
-
-    Args:
-        name: The name under which it is registered; none of `"no"`, `"fp16"`, `"bf16"`.
-        build: Builds it, or the `"module:function"` that does.
-        handlers: The types of kwargs handlers that it reads; `Accelerator(kwargs_handlers=[…])` takes them.
-
-    Example:
-        >>> RecipeSpec(name="int8", build="my_package:build").handlers
-        ()
-    """
-
-    name: str
-    build: RecipeFactory | str
-    handlers: tuple[type, ...] = ()
-
-
-def build_recipe(
-    name: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
-) -> Recipe | None:
-    """Build the recipe of a run; `None` for a precision that needs none."""
-    spec = None if name in BASE_PRECISIONS else RECIPES.find(name)
-    # Installed recipes are imported only if a handler may belong to one.
-    is_foreign = any(kind.__module__.partition(".")[0] != "accel_plugins" for kind in handlers)
-    for recipe in (RECIPES.available() if is_foreign else RECIPES.built_in).values():
-        for kind in () if spec is recipe else recipe.handlers:
-            if kind in handlers:
-                raise SettingsError(
-                    f"kwargs_handlers contains {kind.__name__}, which needs "
-                    f"mixed_precision={recipe.name!r}, but it is {name!r}. Change one of the two."
-                )
-    return None if spec is None else RECIPES.resolve(name, spec.build)(settings, runtime, handlers)
+    compute_scales: Callable[[Sequence[nn.Module]], None] | None = None
 
 
 AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
@@ -347,70 +290,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         expect(self, "backend", "'TE' or 'MSAMP'", lambda value: value in {"TE", "MSAMP"})
 
 
-FP8 = RecipeSpec(
-    name="fp8",
-    build="accel_plugins.fp8.build:build",
-    handlers=(FP8RecipeKwargs, AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs),
-)
-"""FP8: matrices multiplied in 8 bits by torchao, TransformerEngine or MS-AMP."""
-
-RECIPES = Registry(group=RECIPE_GROUP, kind=RecipeSpec, noun="precision recipe", built_in={"fp8": FP8})
-"""All recipes, including those of installed distributions."""
-
-
-def parameter_ids(models: Sequence[nn.Module]) -> list[dict[str, int]]:
-    """Return the `id` of every parameter by name, for each model; shared ones under all of their names."""
-    return [
-        {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-        for model in models
-    ]
-
-
-def check_converted(
-    recipe: Recipe, before: Sequence[Mapping[str, int]], bundle: Bundle, replaced: Mapping[Tensor, Tensor]
-) -> None:
-    """Reject converted models if parameters of an optimizer would no longer be trained.
-
-    Args:
-        recipe: The recipe.
-        before: The `parameter_ids` of the models before they were converted.
-        bundle: The models, converted, and the optimizers, as they were.
-        replaced: The map that the recipe's `convert` returned.
-
-    Raises:
-        SettingsError: An optimizer has a parameter that no model has any more and that is not in `replaced`;
-            or a model has one that needs gradients, and whose predecessor of that name was in an optimizer.
-    """
-    now = {id(parameter) for model in bundle.models for parameter in model.parameters()}
-    held = {
-        id(parameter): id(replaced.get(parameter, parameter))
-        for optimizer in bundle.optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    lost = [
-        name
-        for names in before
-        for name, identity in names.items()
-        if identity in held and held[identity] not in now
-    ]
-    if lost:
-        raise SettingsError(
-            f"The precision recipe {recipe.name!r} has replaced {len(lost)} parameters, the first of which "
-            f"is {lost[0]!r}, and its convert() does not return the replacements: they would not be trained."
-        )
-    trained = {*held.values()}
-    frozen = [
-        name
-        for names, model in zip(before, bundle.models, strict=True)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and names.get(name) in held and id(parameter) not in trained
-    ]
-    if frozen:
-        raise SettingsError(
-            f"The precision recipe {recipe.name!r} has untied {frozen[0]!r} from a parameter that it was "
-            "shared with, so no optimizer would train it. Its convert() must also share the new one."
-        )
+FP8_HANDLERS = (FP8RecipeKwargs, AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs)
+"""The kwargs handlers of FP8, of which a run has one."""
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:

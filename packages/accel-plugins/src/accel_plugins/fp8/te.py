@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from importlib import import_module
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,7 @@ from accel_ops.modules import replace_forward, without_compiler
 from accel_plugins.fp8.recipe import Recipe, TERecipeKwargs, is_divisible
 from accel_state.errors import UnsupportedError
 from accel_state.libraries import is_installed, require
-from accel_state.runtime import Runtime
 from accel_state.torch_private import parameter_table
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from accel_plugins.strategy import Bundle
 
 RECIPE_CLASSES: Mapping[str, str] = {
     "delayed": "DelayedScaling",
@@ -202,16 +196,15 @@ def build(handler: TERecipeKwargs) -> Recipe:
 
         return in_fp8
 
-    def convert(bundle: Bundle, runtime: Runtime, mesh: DeviceMesh | None) -> Mapping[Tensor, Tensor]:
-        del runtime, mesh
+    def convert(models: Sequence[nn.Module]) -> Mapping[Tensor, Tensor]:
         replaced: dict[Tensor, Tensor] = {}
-        for model in map(without_compiler, bundle.models):
+        for model in map(without_compiler, models):
             if not has_transformer_engine_layers(model):
                 replaced |= convert_model(model)
             replace_forward(model, around)
         return replaced
 
-    return Recipe(name="fp8", convert=convert, precision="bf16", backend="TE")
+    return Recipe(backend="TE", convert=convert)
 
 
 def _te() -> Any:

@@ -50,7 +50,7 @@ from accel_state.settings.run import (
 Precision: TypeAlias = Literal["no", "fp16", "bf16", "fp8"]
 
 BASE_PRECISIONS = frozenset({"no", "fp16", "bf16"})
-"""The precisions that need no recipe."""
+"""The precisions of autocast."""
 
 
 @frozen

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 from accel_state.environ import str_to_bool
 from accel_state.frozen import frozen
-from accel_state.lazy import entry_points_of
 
 
 def boolean(text: str) -> bool:
@@ -68,10 +67,6 @@ def number(low: float, high: float = math.inf, of: str = "") -> Callable[[str], 
     return parse
 
 
-RECIPE_GROUP = "accel.recipes"
-"""The entry-point group of precision recipes; a row is an `accel_plugins.fp8.recipe.RecipeSpec`."""
-
-
 def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
     """Create a parser of one of some words, in any case or, if `numbered`, by its number from 1.
 
@@ -88,28 +83,6 @@ def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
             return known[text.strip().lower()]
         except KeyError:
             raise ValueError(f"expected one of {', '.join(map(repr, choices))}") from None
-
-    return parse
-
-
-def precision(*choices: str) -> Callable[[str], str]:
-    """Create a parser of a precision: one of some words, in any case, or the name of an installed recipe.
-
-    Example:
-        >>> precision("no", "bf16")("BF16")
-        'bf16'
-    """
-    known = one_of(*choices)
-
-    def parse(text: str) -> str:
-        try:
-            return known(text)
-        except ValueError as error:
-            recipes = sorted({point.name for point in entry_points_of(RECIPE_GROUP)})
-            if text.strip() in recipes:
-                return text.strip()
-            more = f", or an installed recipe: {', '.join(map(repr, recipes))}" if recipes else ""
-            raise ValueError(f"{error}{more}") from None
 
     return parse
 

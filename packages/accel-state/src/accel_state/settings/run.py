@@ -18,7 +18,6 @@ from accel_state.settings.option import (
     one_of,
     optional,
     plain,
-    precision,
     rows_of,
     setting,
     spelled,
@@ -567,7 +566,7 @@ class PrecisionSettings:
     mixed_precision: str = plain(
         "Precision of the forward and backward passes.",
         default="no",
-        parse=precision(*_PRECISIONS),
+        parse=one_of(*_PRECISIONS),
         choices=_PRECISIONS,
         question="Which mixed precision do you want?",
     )

@@ -54,8 +54,8 @@ class Accelerator(
     Args:
         device_placement: Whether `prepare` moves models, and loaders their batches, to the device.
         split_batches: Whether batches are split across ranks; `dataloader_config` has the same field.
-        mixed_precision: `"no"`, `"fp16"`, `"bf16"`, `"fp8"`, or the name of an installed recipe (which type
-            checkers do not know); else `ACCELERATE_MIXED_PRECISION`, else `"no"`.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`; else `ACCELERATE_MIXED_PRECISION`, else
+            `"no"`.
         gradient_accumulation_steps: Micro-batches that make one optimizer step; else
             `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, else 1.
         cpu: Whether to train on the CPU even if there is an accelerator.

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.ddp import DistributedDataParallelKwargs
-from accel_plugins.fp8.recipe import RECIPES, Recipe, build_recipe
+from accel_plugins.fp8.build import build_recipe
+from accel_plugins.fp8.recipe import FP8_HANDLERS, Recipe
 from accel_plugins.kwargs import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -202,7 +203,7 @@ class Parts:
     @property
     def fp8_backend(self) -> str:
         """The library of FP8 matrix multiplication; `"NO"` without FP8."""
-        return (self.converter and self.converter.recipe.backend) or "NO"
+        return self.converter.recipe.backend if self.converter else "NO"
 
 
 @frozen
@@ -242,7 +243,7 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
         handlers.setdefault(TilingKwargs, tiling)
         options = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
         recipe = build_recipe(state.mixed_precision, settings, runtime, options)
-        base = recipe.precision if recipe else state.mixed_precision
+        base = "bf16" if recipe else state.mixed_precision
         strategy, precision = _build_strategy(settings, selected, base, runtime, options)
     state.strategy, state.device_mesh = selected, strategy.mesh
     vars(state)["_fsdp_version"] = strategy.fsdp_version
@@ -270,7 +271,7 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
         step=bind_step(strategy.stepper.step, after_step),
         after_step=after_step,
         precision=precision,
-        converter=None if recipe is None else RecipeApplier(recipe, runtime),
+        converter=None if recipe is None else RecipeApplier(recipe),
         compiler=compiler,
         synchronizer=synchronizer,
         items=ItemWindow(runtime, prepared.parameters, meter),
@@ -293,7 +294,7 @@ def build_parts(config: AcceleratorConfig, accelerator: Any) -> Parts:
 def _hooks_after_step(
     strategy: Strategy, recipe: Recipe | None, prepared: PreparedObjects, preemption: Preemption | None
 ) -> tuple[Callable[[], None] | None, ...]:
-    hook = None if recipe is None else recipe.after_step
+    hook = None if recipe is None else recipe.compute_scales
     return (
         strategy.after_step,
         hook and (lambda: hook(prepared.models)),
@@ -306,12 +307,10 @@ def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
 
     A run has one recipe, so the handler replaces any other. Without FP8, the handler is kept but not used.
     """
-    kinds = {kind for spec in RECIPES.built_in.values() for kind in spec.handlers}
-    handlers = {kind: known for kind, known in parts.handlers.items() if kind not in kinds}
+    handlers = {kind: known for kind, known in parts.handlers.items() if kind not in FP8_HANDLERS}
     handlers |= index_handlers(() if handler is None else [handler])
     runtime, converter = parts.process.runtime, parts.converter
-    name = "no" if converter is None else converter.recipe.name
-    recipe = converter and build_recipe(name, from_environ(environ.read()), runtime, handlers)
+    recipe = converter and build_recipe("fp8", from_environ(environ.read()), runtime, handlers)
     if recipe is None:
         return replace(parts, handlers=handlers)
     after_step = _hooks_after_step(parts.strategy, recipe, parts.prepared, parts.preemption)
@@ -319,7 +318,7 @@ def with_recipe_handler(parts: Parts, handler: KwargsHandler | None) -> Parts:
     return replace(
         parts,
         handlers=handlers,
-        converter=RecipeApplier(recipe, runtime),
+        converter=RecipeApplier(recipe),
         after_step=after_step,
         step=bind_step(parts.strategy.stepper.step, after_step),
     )
@@ -363,6 +362,7 @@ HANDLERS: tuple[type[Any], ...] = (
     ProfileKwargs,
     ReplicaSyncKwargs,
     TilingKwargs,
+    *FP8_HANDLERS,
 )
 """The types that `Accelerator(kwargs_handlers=[…])` accepts, one of each."""
 
@@ -377,9 +377,6 @@ def index_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
     by_type: dict[type, Any] = {}
     for handler in handlers:
         kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
-        if kind is None:
-            of_recipes = [known for spec in RECIPES.available().values() for known in spec.handlers]
-            kind = next((known for known in of_recipes if isinstance(handler, known)), None)
         if kind is None:
             names = ", ".join(known.__name__ for known in HANDLERS)
             raise SettingsError(f"kwargs_handlers contains {handler!r}; accepted are one of each of {names}.")

@@ -25,7 +25,7 @@ from accel_ops.modules import (
 from accel_plugins import sharding
 from accel_plugins.deepspeed.config import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.engine import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
-from accel_plugins.fp8.recipe import Recipe, check_converted, parameter_ids
+from accel_plugins.fp8.recipe import Recipe
 from accel_plugins.kwargs import DataLoaderConfiguration, TilingKwargs, TorchDynamoPlugin
 from accel_plugins.megatron.data import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.optimizer import AcceleratedOptimizer, AcceleratedScheduler, StepPer, without_wrapper
@@ -36,7 +36,6 @@ from accel_state.frozen import frozen
 from accel_state.labels import DynamoBackend, RNGType
 from accel_state.logging import get_logger
 from accel_state.memory import release_memory
-from accel_state.runtime import Runtime
 from accel_train.accelerator.presharded import adopt_sharded
 from accel_train.accelerator.run import attribute_of
 from accel_train.accelerator.seams import SeamFacet, replaced_stages, says_another_type, warn_of_uncalled
@@ -45,8 +44,6 @@ from accel_train.data.prepare import prepare_data_loader
 from accel_train.step import bind_step
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from accel_train.accelerator.build import Parts
 
 
@@ -557,28 +554,24 @@ def _check_quantised(model: nn.Module, device: torch.device) -> None:
 
 def _recipe(bundle: Bundle, request: PrepareRequest) -> Bundle:
     if request.parts.converter is not None:
-        return request.parts.converter.convert(bundle, request.parts.strategy.mesh)
+        return request.parts.converter.convert(bundle)
     return bundle
 
 
 @final
 class RecipeApplier:
-    """Apply a precision recipe to models; point current and later optimizers at the new parameters."""
+    """Convert models to FP8; point current and later optimizers at the new parameters."""
 
-    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
+    def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self._runtime = runtime
         self._replaced: Any = WeakIdKeyDictionary()
 
-    def convert(self, bundle: Bundle, mesh: DeviceMesh | None) -> Bundle:
+    def convert(self, bundle: Bundle) -> Bundle:
         """Convert the models of a bundle, and point its optimizers at their parameters."""
         if self.recipe.initialize is not None:
             bundle = self.recipe.initialize(bundle)
         if bundle.models:
-            before = parameter_ids(bundle.models)
-            replaced = self.recipe.convert(bundle, self._runtime, mesh)
-            check_converted(self.recipe, before, bundle, replaced)
-            for old, new in replaced.items():
+            for old, new in self.recipe.convert(bundle.models).items():
                 self._replaced[old] = new
         for optimizer in bundle.optimizers:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

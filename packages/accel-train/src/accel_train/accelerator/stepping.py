@@ -290,9 +290,8 @@ class SteppingFacet(Facet):
 
     @property
     def mixed_precision(self) -> str:
-        """`"no"`, `"fp16"` or `"bf16"`, or the name of the recipe."""
-        converter = self._parts.converter
-        return self._parts.precision.name if converter is None else converter.recipe.name
+        """`"no"`, `"fp16"`, `"bf16"` or `"fp8"`."""
+        return self._parts.precision.name if self._parts.converter is None else "fp8"
 
     @property
     def native_amp(self) -> bool:

@@ -83,7 +83,6 @@ class Contents:
     schedulers: Sequence[Any] = ()
     dataloaders: Sequence[Any] = ()
     scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
     generators: Generators | None = None
 
 
@@ -112,8 +111,6 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[CheckpointFile]:
     ]
     if contents.scaler:
         parts.append(CheckpointFile(name=layout.SCALER_NAME, read=partial(dict, contents.scaler)))
-    if contents.recipe:
-        parts.append(CheckpointFile(name=layout.RECIPE_NAME, read=partial(dict, contents.recipe)))
     return parts
 
 

@@ -107,11 +107,6 @@ class CheckpointContext:
         """Host memory for tensors that are written in the background."""
         return checkpoint.staging.HostStaging()
 
-    def recipe_state(self) -> dict[str, Any]:
-        """Return the state that the precision recipe needs to resume; empty if it has none."""
-        read = None if self.recipe is None else self.recipe.state_dict
-        return {} if read is None else read()
-
     def finish(self) -> None:
         """Wait for a save that is being written; raise its error."""
         saving, self.saving = self.saving, None

@@ -25,7 +25,6 @@ SAMPLER_NAME = "sampler"
 """The stem of a sampler's files."""
 SCALER_NAME = "scaler.pt"
 """The file of the loss scaler."""
-RECIPE_NAME = "recipe.bin"
 SCHEDULER_NAME = "scheduler"
 """The stem of a scheduler's files."""
 CUSTOM_NAME = "custom_checkpoint"
@@ -47,7 +46,6 @@ _OURS = re.compile(
     rf"""({SAFE_MODEL_NAME}(_\d+)?\{SAFETENSORS_SUFFIX}
     |({MODEL_NAME}|{FSDP_MODEL_NAME}|{OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|{LOADER_STATE_NAME})(_\d+)?\.bin
     |{re.escape(SCALER_NAME)}
-    |{re.escape(RECIPE_NAME)}
     |{POSITION_NAME}_\d+\.bin
     |({RNG_STATE_NAME}|{CUSTOM_NAME})_\d+\.pkl
     |{re.escape(TRACKERS_NAME)}

@@ -467,8 +467,6 @@ def _open_others(run: CheckpointContext, source: CheckpointReader) -> bool:
     optional = [source.rng_name()]
     if run.precision.state_dict():
         optional.append(layout.SCALER_NAME)
-    if run.recipe is not None and run.recipe.state_dict is not None:
-        optional.append(layout.RECIPE_NAME)
     if prepared.dataloaders:
         optional.append(source.position_name())
     for name in optional:
@@ -560,7 +558,8 @@ def _restore(run: CheckpointContext, source: CheckpointReader, to_model: Mapping
             source.folder,
             *(("without", "with") if scaler else ("with", "without")),
         )
-    _restore_recipe(run, source)
+    if run.recipe is not None and run.recipe.compute_scales is not None:
+        run.recipe.compute_scales(prepared.models)
     # 3. Restore positions, registered objects, and last the generators: everything above may draw from them.
     restore_positions(source, prepared.dataloaders)
     restore_states(source, layout.custom_name, [registered.load_state_dict for registered in run.custom])
@@ -669,20 +668,6 @@ def restore_states(
     for index, load in enumerate(loads):
         load(source.read(name_of(index), map_location=source.map_location))
     _warn_about_more(source, name_of(len(loads)))
-
-
-def _restore_recipe(run: CheckpointContext, source: CheckpointReader) -> None:
-    load = None if run.recipe is None else run.recipe.load_state_dict
-    if load is not None and source.has(layout.RECIPE_NAME):
-        load(source.read(layout.RECIPE_NAME))
-    elif load is not None or source.has(layout.RECIPE_NAME):
-        logger.warning(
-            "The checkpoint %s was saved %s the state of a precision recipe, and this run %s one.",
-            source.folder,
-            *(("without", "has") if load is not None else ("with", "has not")),
-        )
-    if run.recipe is not None and run.recipe.after_load is not None:
-        run.recipe.after_load(run.prepared.models)
 
 
 def restore_positions(source: CheckpointReader, dataloaders: Sequence[Any]) -> None:

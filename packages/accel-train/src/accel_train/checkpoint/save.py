@@ -282,7 +282,6 @@ def _parts(
         schedulers=prepared.schedulers,
         dataloaders=prepared.dataloaders,
         scaler=run.precision.state_dict(),
-        recipe=run.recipe_state(),
         generators=run.strategy.generators,
     )
     # 3. List what the committer writes for all ranks, this rank's shards, and its own states.
