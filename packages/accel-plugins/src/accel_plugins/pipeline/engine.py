@@ -245,7 +245,7 @@ class Pipeline:
             batch.outputs.append(output)
             return torch.zeros(1, device=self.device)
         self._output_type = type(output)
-        loss = _weighted(_loss_in(self._name, output), batch.weights[index])
+        loss = _weighted(loss_in(self._name, output), batch.weights[index])
         batch.outputs.append(loss.detach())
         return torch.stack([self.precision.scale(loss * batch.scale)])  # FSDP2 warns about views
 
@@ -375,47 +375,6 @@ class Pipeline:
             finally:
                 del failure  # else a cycle: its traceback holds this frame
         self._form = answers[self.layout.ranks[-1]][0]
-
-    def probe_alone(self, modules: Mapping[int, nn.Module]) -> None:
-        """Run `probe` without the other ranks, given the modules of all stages by index."""
-        batch = cast("Batch", self._batch)
-        self._boundaries = {}
-        handles = [
-            modules[end - 1].register_forward_hook(
-                lambda _, __, output, number=number: self._learn(number, output)
-            )
-            for number, (_, end) in enumerate(self.layout.bounds[:-1])
-        ]
-        args, kwargs = batch.parts[0]
-        try:
-            with self._all_modules(modules):
-                output = self._forward(*args, **kwargs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        self._form = type(output), _loss_in(self._name, output).dtype
-
-    def evaluate_alone(
-        self, modules: Mapping[int, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Run `evaluate` without the other ranks, given the modules of all stages by index."""
-        with self._all_modules(modules), torch.no_grad():
-            return self._forward(*args, **kwargs)
-
-    @contextmanager
-    def _all_modules(self, modules: Mapping[int, nn.Module]) -> Generator[None]:
-        self._show(modules)
-        try:
-            yield
-        finally:
-            self._active = None
-            self._show(self._own)
-
-    def _learn(self, number: int, output: Any) -> None:
-        """Record the activation that a stage sends, and the structure its last module returns it in."""
-        name = self.layout.names[self.layout.bounds[number][1] - 1]
-        cast("dict[int, Boundary]", self._boundaries)[number] = self._boundary(first_tensor(output, name))
-        self._forms[number + 1] = len(output) if isinstance(output, tuple) else 0
 
     def _record(self, position: int) -> None:
         if self._calls is not None:
@@ -640,7 +599,7 @@ def _loss_is_causal(model: Any) -> bool:
     return getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"
 
 
-def _loss_in(name: str, output: Any) -> Tensor:
+def loss_in(name: str, output: Any) -> Tensor:
     """Return the loss in a model's output.
 
     Raises:

@@ -8,14 +8,15 @@ from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from accel_cli.commands.check.recorder import CollectiveRecorder
 from accel_plugins.parallelism.sequence import without_exchange
 from accel_plugins.pipeline import state, strategy
-from accel_plugins.pipeline.engine import Pipeline
-from accel_plugins.pipeline.stages import Layout
+from accel_plugins.pipeline.engine import Pipeline, loss_in
+from accel_plugins.pipeline.stages import Layout, first_tensor
 from accel_plugins.pipeline.state import ModelNames
 
 
@@ -56,12 +57,28 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
 
         return call
 
-    def modules_of(self: Pipeline) -> Mapping[int, nn.Module]:
-        return {index: copies[self].get_submodule(name) for index, name in enumerate(self.layout.names)}
+    def probe(self: Any) -> None:
+        """Learn from the copy what stages pass on."""
+        model, layout = copies[self], self.layout
+        self._boundaries = {}
 
-    def probe(self: Pipeline) -> None:
+        def learn(number: int, output: Any) -> None:
+            name = layout.names[layout.bounds[number][1] - 1]
+            self._boundaries[number] = self._boundary(first_tensor(output, name))
+            self._forms[number + 1] = len(output) if isinstance(output, tuple) else 0
+
+        handles = [
+            model.get_submodule(layout.names[end - 1]).register_forward_hook(
+                lambda _, __, output, number=number: learn(number, output)
+            )
+            for number, (_, end) in enumerate(layout.bounds[:-1])
+        ]
+        args, kwargs = self._batch.parts[0]
         with recorder.paused(), recorder.silence(), without_exchange():
-            self.probe_alone(modules_of(self))
+            output = model(*args, **kwargs)
+        for handle in handles:
+            handle.remove()
+        self._form = type(output), loss_in(type(model).__name__, output).dtype
 
     def run_schedule(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
         recorder.record("schedule of the pipeline")
@@ -73,8 +90,8 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
 
     def evaluate(self: Pipeline, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         recorder.record("forward pass of the pipeline")
-        with recorder.silence(), without_exchange():
-            return self.evaluate_alone(modules_of(self), args, kwargs)
+        with recorder.silence(), without_exchange(), torch.no_grad():
+            return copies[self].train(self.stages[0].training)(*args, **kwargs)
 
     def descriptions(names: ModelNames, tensors: Mapping[Any, Any], group: dist.ProcessGroup) -> list[Any]:
         del tensors
