@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -126,43 +124,6 @@ def test_a_mask_over_whole_sequences_is_refused():
         accelerator.maybe_context_parallel([heads], [2]),
     ):
         nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
-
-
-@distributed(world_size=2)
-def test_another_thread_computes_attention_as_ever_and_may_not_enter():
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
-    attention = nn.functional.scaled_dot_product_attention
-    torch.manual_seed(0)
-    heads, mask = torch.randn(1, 2, LENGTH, 4), torch.ones(LENGTH, LENGTH).tril().bool()
-    whole, masked = attention(heads, heads, heads), attention(heads, heads, heads, mask)
-    part = heads.clone()
-
-    def evaluate():
-        return nn.functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
-
-    def enter():
-        with accelerator.maybe_context_parallel([heads.clone()], [2]):
-            pass
-
-    with ThreadPoolExecutor(1) as thread, accelerator.maybe_context_parallel([part], [2]):
-        torch.testing.assert_close(thread.submit(evaluate).result(), masked, rtol=0, atol=0)
-        with pytest.raises(UnsupportedError, match="another thread is inside"):
-            thread.submit(enter).result()
-        found = nn.functional.scaled_dot_product_attention(part, part, part)
-        assert found.shape[2] == LENGTH // 2
-    gathered = accelerator.gather(found.transpose(0, 2).contiguous()).transpose(0, 2)
-    assert nn.functional.scaled_dot_product_attention is attention
-    order = accelerator.gather(part_of_indices(accelerator)).tolist()
-    torch.testing.assert_close(gathered, whole[:, :, order])
-    enter()
-    assert nn.functional.scaled_dot_product_attention is attention
-
-
-def part_of_indices(accelerator):
-    """Which tokens this rank has."""
-    indices = torch.arange(LENGTH)
-    with accelerator.maybe_context_parallel([indices], [0], {indices}):
-        return indices.clone()
 
 
 @distributed(world_size=2)

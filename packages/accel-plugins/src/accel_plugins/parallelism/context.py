@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -32,7 +31,6 @@ _SEQUENCE = 2  # the dim of sequences in queries, keys and values
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-_lock = threading.Lock()
 _inside: list[_Block] = []
 
 
@@ -41,13 +39,11 @@ class _Block:
     """The full sequences in a block of `maybe_context_parallel`.
 
     Args:
-        thread: The thread that is in the block.
         length: Number of tokens of each sequence.
         padded: By a buffer's id, whether it has padding before tokens, if it is a mask.
         packed: By a buffer's id, whether its sequences have several samples, if they are positions.
     """
 
-    thread: int
     length: int
     padded: dict[int, Tensor]
     packed: dict[int, Tensor]
@@ -66,9 +62,8 @@ class ContextParallel:
     ) -> Generator[None]:
         """Shard tensors in place within the block, for the forward and backward pass.
 
-        Within it, torch replaces `torch.nn.functional.scaled_dot_product_attention` in the process. Other
-        threads still get the original; only one thread at a time may be in such a block. Attention that was
-        imported by name before (`from torch.nn.functional import ...`) is not replaced.
+        Within it, torch replaces `torch.nn.functional.scaled_dot_product_attention` in the process. Attention
+        that was imported by name before (`from torch.nn.functional import ...`) is not replaced.
 
         Args:
             buffers: Tensors with a sequence dim, which are restored afterwards.
@@ -78,7 +73,6 @@ class ContextParallel:
         Raises:
             SettingsError: The lists differ in length, a length is not a multiple of the context-parallel
                 size, or a tensor requires grad.
-            UnsupportedError: Another thread is in such a block.
         """
         self._check(buffers, buffer_seq_dims, no_restore_buffers)
         torch_private.set_rotate_method(self.rotation)
@@ -95,7 +89,6 @@ class ContextParallel:
             if buffer.dim() == 2 and dim in {1, -1}
         ]
         block = _Block(
-            thread=threading.get_ident(),
             length=buffers[0].shape[buffer_seq_dims[0]],
             padded={id(buffer): has_padding_before_tokens(buffer) for buffer in rows},
             packed={id(buffer): packs_samples(buffer) for buffer in rows},
@@ -103,7 +96,6 @@ class ContextParallel:
         # Load balancing gives each rank a chunk of the beginning and one of the end: it needs two per rank.
         num_chunks = block.length // self.mesh.size()
         with (
-            _one_thread(block) as plain,
             nullcontext() if num_chunks % 2 == 0 else _without_balance(),
             hang_monitor.transport_errors_explained("maybe_context_parallel"),
             torch_private.context_parallel(
@@ -112,7 +104,7 @@ class ContextParallel:
                 buffer_seq_dims=buffer_seq_dims,
                 no_restore_buffers=no_restore_buffers,
             ),
-            _in_this_thread(plain),
+            _without_masks(block),
         ):
             yield
 
@@ -171,46 +163,17 @@ class ContextParallel:
 
 
 def _current_block() -> _Block | None:
-    """Return the block of this thread, or of a backward pass that recomputes in a thread of autograd."""
-    if not _inside:
-        return None
-    block = _inside[-1]
-    in_backward = torch_private.is_in_backward()
-    return block if in_backward or block.thread == threading.get_ident() else None
+    return _inside[-1] if _inside else None
 
 
 @contextmanager
-def _one_thread(block: _Block) -> Generator[Callable[..., Any]]:
-    """Admit one thread at a time to the block, since torch's patch and options are global to the process.
-
-    Yields the original attention function.
-    """
-    with _lock:
-        if any(other.thread != block.thread for other in _inside):
-            raise UnsupportedError(
-                "maybe_context_parallel() was entered while another thread is inside, but it changes "
-                "attention for the whole process. Train with context parallelism in only one thread."
-            )
-        _inside.append(block)
-    try:
-        yield functional.scaled_dot_product_attention
-    finally:
-        _inside.remove(block)
-
-
-@contextmanager
-def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
-    """Use ring attention in this thread and in backward passes within the block, not in other threads.
-
-    Masks are refused: torch would apply a full mask to shards.
-    """
+def _without_masks(block: _Block) -> Generator[None]:
+    """Refuse masks of attention within the block: torch would apply a full mask to shards."""
     attention = functional.scaled_dot_product_attention
 
     def unmasked(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **more: Any
     ) -> Any:
-        if _current_block() is None:
-            return plain(query, key, value, attn_mask, *args, **more)
         if attn_mask is not None:
             raise UnsupportedError(
                 "scaled_dot_product_attention(attn_mask=…) within maybe_context_parallel(): a mask "
@@ -219,9 +182,11 @@ def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
         return attention(query, key, value, None, *args, **more)
 
     functional.scaled_dot_product_attention = unmasked
+    _inside.append(block)
     try:
         yield
     finally:
+        _inside.remove(block)
         functional.scaled_dot_product_attention = attention
 
 
