@@ -58,27 +58,8 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
         return call
 
     def probe(self: Any) -> None:
-        """Learn from the copy what stages pass on."""
-        model, layout = copies[self], self.layout
-        self._boundaries = {}
-
-        def learn(number: int, output: Any) -> None:
-            name = layout.names[layout.bounds[number][1] - 1]
-            self._boundaries[number] = self._boundary(first_tensor(output, name))
-            self._forms[number + 1] = len(output) if isinstance(output, tuple) else 0
-
-        handles = [
-            model.get_submodule(layout.names[end - 1]).register_forward_hook(
-                lambda _, __, output, number=number: learn(number, output)
-            )
-            for number, (_, end) in enumerate(layout.bounds[:-1])
-        ]
-        args, kwargs = self._batch.parts[0]
         with recorder.paused(), recorder.silence(), without_exchange():
-            output = model(*args, **kwargs)
-        for handle in handles:
-            handle.remove()
-        self._form = type(output), loss_in(type(model).__name__, output).dtype
+            _learn_boundaries(self, copies[self])
 
     def run_schedule(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
         recorder.record("schedule of the pipeline")
@@ -107,3 +88,26 @@ def patch_pipelines(recorder: CollectiveRecorder) -> None:
     of_state.all_gather_objects = lambda obj, group: [obj] * group.size()
     of_state.descriptions = descriptions
     of_state.gather_full_tensor = within_stage(of_state.gather_full_tensor)
+
+
+def _learn_boundaries(pipe: Any, model: nn.Module) -> None:
+    """Learn from a copy of the full model what the stages of a pipeline pass on."""
+    layout = pipe.layout
+    pipe._boundaries = {}
+
+    def learn(number: int, output: Any) -> None:
+        name = layout.names[layout.bounds[number][1] - 1]
+        pipe._boundaries[number] = pipe._boundary(first_tensor(output, name))
+        pipe._forms[number + 1] = len(output) if isinstance(output, tuple) else 0
+
+    handles = [
+        model.get_submodule(layout.names[end - 1]).register_forward_hook(
+            lambda _, __, output, number=number: learn(number, output)
+        )
+        for number, (_, end) in enumerate(layout.bounds[:-1])
+    ]
+    args, kwargs = pipe._batch.parts[0]
+    output = model(*args, **kwargs)
+    for handle in handles:
+        handle.remove()
+    pipe._form = type(output), loss_in(type(model).__name__, output).dtype
