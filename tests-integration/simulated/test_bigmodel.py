@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel import cpu_offload, dispatch_model
+from accel_bigmodel import cpu_offload, disk_offload, dispatch_model
 from accel_plugins.kwargs import TorchDynamoPlugin
 from accel_train import Accelerator
 from accel_train.checkpoint.single_files import get_state_dict_offloaded_model
@@ -110,3 +112,45 @@ def test_a_parameter_that_the_program_assigns_runs_on_the_device() -> None:
     plain[1].weight, model[1].weight = nn.Parameter(weight), nn.Parameter(weight.clone())
     for _ in range(2):
         torch.testing.assert_close(model(x).cpu(), plain(x))
+
+
+class Failing(nn.Linear):
+    """Fails in the middle of a model where that is asked."""
+
+    fails = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name of torch
+        if self.fails:
+            raise KeyError
+        return super().forward(input)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk", "map"])
+@pytest.mark.parametrize("fails", [False, True])
+@distributed(world_size=1, device="npu")
+def test_no_block_stays_on_the_device_between_forwards(offload: str, fails: bool, tmp_path: Path) -> None:
+    """Nothing says that another forward follows: a model that waits holds no memory for one."""
+
+    npu: Any = torch.npu  # pyright: ignore[reportAttributeAccessIssue] - the simulated device
+    parts = [Failing(64, 64) for _ in range(5)]
+    parts[2].fails = fails
+    model = nn.Sequential(*parts).eval()
+    del parts
+    x = torch.ones(1, 64)
+    if offload == "cpu":
+        cpu_offload(model, "npu:0")
+    elif offload == "disk":
+        disk_offload(model, tmp_path, "npu:0")
+    else:
+        dispatch_model(
+            model, {"0": 0, "1": "cpu", "2": "cpu", "3": "disk", "4": "disk"}, offload_dir=tmp_path
+        )
+    before = npu.memory_allocated(0)
+    with torch.no_grad():
+        for _ in range(4):
+            with contextlib.suppress(KeyError):
+                model(x)
+            assert npu.memory_allocated(0) == before
+    del model
+    gc.collect()
+    assert npu.memory_allocated(0) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import resource
 import shutil
@@ -19,15 +18,13 @@ from accel_bigmodel import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,
-    init_empty_weights,
-    load_checkpoint_and_dispatch,
     load_offloaded_weight,
     load_offloaded_weights,
     offload_state_dict,
     offload_weight,
     save_offload_index,
 )
-from accel_bigmodel.offloaded_block import MappedBlocks
+from accel_bigmodel.offloaded_block import StreamedBlocks
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 
@@ -259,99 +256,15 @@ def test_a_part_of_a_state_dict_is_taken_by_module():
     assert extract_submodules_state_dict(tensors, [""]) == tensors
 
 
-def mapped_bytes(path):
-    """Bytes of a file that this process has resident, from its own memory map."""
-    total, inside = 0, False
-    for line in SMAPS.read_text().splitlines():
-        if "-" in line.split(" ")[0]:
-            inside = line.rstrip().endswith(str(path))
-        elif inside and line.startswith("Rss:"):
-            total += int(line.split()[1]) * 1024
-    return total
-
-
-@pytest.mark.skipif(not SMAPS.exists(), reason="needs Linux's /proc")
-def test_a_memory_limit_holds_while_blocks_pass_by(tmp_path):
-    path = tmp_path / "m.safetensors"
-    count, size = 8, 1 << 20
-    save_file({f"b{i}.w": torch.full((size // 4,), float(i)) for i in range(count)}, path)
-    index = {f"b{i}.w": {"safetensors_file": str(path)} for i in range(count)}
-    blocks = {f"b{i}": [f"b{i}.w"] for i in range(count)}
-    loader = OffloadedWeightsLoader(index=index)
-    weights = MappedBlocks(loader, blocks, torch.device("cpu"), limit=3 * size)
-    for _ in range(2):
-        for i in range(count):
-            values = weights.acquire(f"b{i}")
-            weights.prefetch(f"b{(i + 1) % count}")
-            assert values[f"b{i}.w"].sum() == i * size / 4
-            weights.release(f"b{i}")
-            assert mapped_bytes(path) <= 3 * size + (256 << 10)  # the kernel maps neighbours with a page
-    with pytest.raises(SettingsError, match="less than block 'b0'"):
-        MappedBlocks(loader, blocks, torch.device("cpu"), limit=size - 1)
-
-
-def cast_bytes(shape):
-    """Bytes of all float32 tensors of a shape that are in memory."""
-    found = {
-        tensor.data_ptr()
-        for tensor in gc.get_objects()
-        if issubclass(type(tensor), torch.Tensor)
-        and tensor.shape == shape
-        and tensor.dtype == torch.float32
-        and not tensor.is_meta
-    }
-    return len(found) * 4 * shape.numel()
-
-
-def test_a_memory_limit_holds_with_casts(tmp_path):
-    shape = torch.Size([61, 67])
-    size = 4 * shape.numel()
-    save_file({f"{i}.weight": torch.randn(shape).half() for i in range(12)}, tmp_path / "model.safetensors")
-    seen = []
-
-    class Measured(nn.Linear):
-        def forward(self, x):
-            seen.append(cast_bytes(shape))
-            return super().forward(x)
-
-    with init_empty_weights():
-        model = nn.ModuleList([Measured(67, 61, bias=False) for _ in range(12)])
-    plan = {str(i): "disk" for i in range(12)}
-    limit = 3 * size  # a block takes its cast weight and, while that is read, the stored one
-    load_checkpoint_and_dispatch(model, tmp_path, device_map=plan, memory_limit=limit)
-    with torch.no_grad():
-        for layer in [*model, *model]:
-            layer(torch.ones(67))
-    assert size <= max(seen) <= limit
-    assert cast_bytes(shape) <= size  # what was read ahead
-    with pytest.raises(SettingsError, match="less than block '0' needs"):
-        load_checkpoint_and_dispatch(model, tmp_path, device_map=plan, memory_limit=size)
-
-
 def test_an_error_of_reading_ahead_is_raised_where_the_block_is_used(tmp_path):
     path = tmp_path / "m.safetensors"
     save_file({"a": torch.ones(8).half(), "b": torch.ones(1 << 16).half()}, path)
     index = {name: {"safetensors_file": str(path), "dtype": "float32"} for name in ("a", "b")}
     loader = OffloadedWeightsLoader(index=index)
-    weights = MappedBlocks(loader, {"a": ["a"], "b": ["b"]}, torch.device("cpu"))
+    weights = StreamedBlocks(loader, {"a": ["a"], "b": ["b"]}, torch.device("cpu"))
     path.write_bytes(path.read_bytes()[:1000])
     weights.acquire("a")
     weights.prefetch("b")
     with pytest.raises(CheckpointError, match="ends at byte"):
         weights.acquire("b")
     weights.release("a")
-
-
-def test_blocks_that_run_at_the_same_time_count_together(tmp_path):
-    path = tmp_path / "m.safetensors"
-    save_file({name: torch.ones(4096) for name in "abc"}, path)
-    loader = OffloadedWeightsLoader(index={name: {"safetensors_file": str(path)} for name in "abc"})
-    weights = MappedBlocks(loader, {name: [name] for name in "abc"}, torch.device("cpu"), limit=40_000)
-    weights.acquire("a")
-    weights.acquire("b")
-    with pytest.raises(
-        SettingsError, match="no room for block 'c' beside 'a', 'b', which run at the same time"
-    ):
-        weights.acquire("c")
-    weights.release("a")
-    assert torch.equal(weights.acquire("c")["c"], torch.ones(4096))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
-import weakref
 from collections.abc import Collection, Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from accel_bigmodel.hooks import ModelHook, SequentialHook, add_hook_to_module, hook_of
 from accel_bigmodel.offload import PrefixedDataset
@@ -28,12 +25,10 @@ from accel_ops.weights.tensors import (
     non_persistent_buffers,
 )
 from accel_state.frozen import frozen
-from accel_state.torch_private import buffer_table, child_table, parameter_table, run_uncompiled
+from accel_state.torch_private import buffer_table, parameter_table, run_uncompiled
 
 if TYPE_CHECKING:
-    from torch.utils.hooks import RemovableHandle
-
-    from accel_bigmodel.offloaded_block import OffloadedBlock
+    from accel_bigmodel.offloaded_block import OffloadedBlock, StreamedBlocks
 
     Device = int | str | torch.device
     TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
@@ -59,8 +54,6 @@ class PlainSlot:
     A tensor that the program assigns to the module, or `None`, replaces the offloaded one for good.
     """
 
-    __slots__ = ("_is_parameter", "_last", "_leaf", "_live", "_meta", "_table", "name")
-
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         owner, self._leaf = owner_of(module, name)
         self.name = name
@@ -73,11 +66,10 @@ class PlainSlot:
         if type(self._meta) is nn.Parameter:  # in place: a meta parameter may be tied, or in an optimizer
             self._meta.__class__ = OffloadedParameter
             vars(self._meta)["offloaded_name"] = f"{name!r} of {type(module).__name__}"
-        self._last: weakref.ref[Tensor] | None = None
-        self._live: Tensor | None = tensor
+        self._live = tensor
 
     def enter(self, value: Tensor, *, keep: bool = False) -> None:
-        """Set the tensor to a value; reuse the parameter created for the same value last time."""
+        """Set the tensor to a value."""
         current = self._table.get(self._leaf)
         is_own = current is self._meta or current is self._live
         if not is_own and (current is None or not current.is_meta):
@@ -85,30 +77,20 @@ class PlainSlot:
                 moved = current.detach().to(value.device)
                 self._table[self._leaf] = as_parameter(moved, current) if self._is_parameter else moved
             return
-        if not self._is_parameter:
-            self._live = value
-        elif (
-            keep
-            or self._live is None
-            or self._last is None
-            or value is not self._last()
-            or self._live.requires_grad != self._meta.requires_grad
-        ):
+        self._live = value
+        if self._is_parameter:
             with torch.inference_mode(mode=value.is_inference()):
                 self._live = as_parameter(value, self._meta)
-            self._last = weakref.ref(value)
             if self._live.requires_grad and not keep:
                 name = vars(self._meta).get("offloaded_name", self.name)
                 self._live.register_hook(functools.partial(_refuse_gradient, name))
         self._table[self._leaf] = self._live
 
     def leave(self) -> None:
-        """Set the tensor to the meta tensor. Only a value kept alive elsewhere in host memory is cached."""
-        if self._live is not None and self._table.get(self._leaf) is self._live:
+        """Set the tensor to the meta tensor."""
+        if self._table.get(self._leaf) is self._live:
             self._table[self._leaf] = self._meta
-        value = None if self._last is None else self._last()
-        if value is None or value.device.type != "cpu":
-            self._last = self._live = None
+        self._live = self._meta
 
 
 def _refuse_gradient(name: str, gradient: Tensor) -> None:
@@ -175,6 +157,7 @@ class AlignDevicesHook(ModelHook):
         self.buffer_original_devices: dict[str, torch.device] = {}
         self.slots: list[OffloadedTensor] = []
         self.block: OffloadedBlock | None = None
+        self.streamed: StreamedBlocks | None = None
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
@@ -238,6 +221,8 @@ class AlignDevicesHook(ModelHook):
                     "If it was made on the device of the model's first parameter, which is the meta device "
                     "while that parameter is offloaded, give that one's module a device in the device_map."
                 ) from error
+        if self.streamed is not None:
+            self.streamed.begin_pass()
         block = self._used_block()
         if block is not None:
             block.acquire()
@@ -304,6 +289,8 @@ class AlignDevicesHook(ModelHook):
         elif self.offload:
             for slot in self.slots:
                 slot.leave()
+        if self.streamed is not None:
+            self.streamed.end_pass()
 
     def _load(self) -> None:
         device = torch.device("cpu" if self.execution_device is None else self.execution_device)
@@ -393,64 +380,6 @@ def align_hooks_of(module: nn.Module) -> list[AlignDevicesHook]:
         elif isinstance(hook, AlignDevicesHook):
             hooks.append(hook)
     return hooks
-
-
-_lock = threading.RLock()  # a finalizer may run while the same thread holds it
-_models: set[int] = set()
-_handle: RemovableHandle | None = None
-
-
-def hook_replaced_modules(model: nn.Module) -> None:
-    """While `model` lives, make a new module that replaces a hooked one by `setattr` inherit its placement.
-
-    torch offers this event only for the whole process; the registration ends with the last dispatched model.
-    A replacement that already has a hook, or that contains the module it replaces (a wrapper such as an
-    adapter), is not changed.
-    """
-    global _handle  # noqa: PLW0603 - one registration per process
-    with _lock:
-        if id(model) in _models:
-            return
-        _models.add(id(model))
-        weakref.finalize(model, _release, id(model)).atexit = False
-        if _handle is None:
-            _handle = register_module_module_registration_hook(_transfer)
-
-
-def _release(model_id: int) -> None:
-    global _handle  # noqa: PLW0603 - see above
-    with _lock:
-        _models.discard(model_id)
-        if not _models and _handle is not None:
-            _handle.remove()
-            _handle = None
-
-
-def _transfer(parent: nn.Module, name: str, replacement: nn.Module | None) -> None:
-    if replacement is None:
-        return
-    replaced = child_table(parent).get(name)
-    if replaced is None or replaced is replacement or hook_of(replacement) is not None:
-        return
-    hook = hook_of(replaced)
-    if not isinstance(hook, AlignDevicesHook) or hook.execution_device is None:
-        return
-    parts = list(replacement.modules())
-    if any(part is replaced or hook_of(part) is not None for part in parts):
-        return
-    if any(parameter.is_meta for parameter in replacement.parameters()):
-        return  # not materialised yet: its creator will place it
-    add_hook_to_module(
-        replacement,
-        AlignDevicesHook(
-            execution_device=hook.execution_device,
-            offload=hook.offload,
-            io_same_device=hook.io_same_device,
-            offload_buffers=hook.offload_buffers,
-            place_submodules=True,
-            skip_keys=hook.skip_keys,
-        ),
-    )
 
 
 @frozen

@@ -16,7 +16,6 @@ from accel_bigmodel.align import (
     AlignDevicesHook,
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
-    hook_replaced_modules,
 )
 from accel_bigmodel.device_map import check_device_map, check_tied_parameters_on_same_device, known_entries
 from accel_bigmodel.device_plan import flatten_map
@@ -72,8 +71,6 @@ def dispatch_model(
     skip_keys: str | list[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
-    *,
-    memory_limit: int | None = None,
 ) -> M:
     """Place a model's blocks on the devices of a map, and attach hooks that run the model across them.
 
@@ -93,8 +90,6 @@ def dispatch_model(
         skip_keys: Keyword arguments that are not moved between devices.
         preload_module_classes: Classes whose modules load all of their submodules at once.
         force_hooks: Attach hooks even if all modules are on one device.
-        memory_limit: Bytes of disk-offloaded weights that may be in host memory at a time, if they execute
-            on the CPU.
 
     Returns:
         The model, with the map in `hf_device_map`.
@@ -163,7 +158,6 @@ def dispatch_model(
             weights,
             main,
             preload_classes=frozenset(preload_module_classes or ()),
-            memory_limit=memory_limit,
             resident_block=_feature_layer(model),
         )
     # Tied parameters on different devices become separate copies.
@@ -171,7 +165,6 @@ def dispatch_model(
     retie_parameters(model, together)
     _hook_encoder(model)
     _guard_moves(model, offloaded=any(offload.values()))
-    hook_replaced_modules(model)
     vars(model)["hf_device_map"] = asked
     return model
 
@@ -299,7 +292,6 @@ def _offloaded(
         preload_classes=frozenset(preload or ()),
         resident_block=_feature_layer(model),
     )
-    hook_replaced_modules(model)
     return model
 
 

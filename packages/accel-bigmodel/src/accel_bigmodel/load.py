@@ -25,7 +25,7 @@ from accel_bigmodel.hooks import M
 from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_offload_index
 from accel_bigmodel.placement import TensorOwner, set_module_tensor_to_device, sites_of, torch_dtype
 from accel_bigmodel.sources import Source, broadcast_sources, open_checkpoint, stored_dtypes
-from accel_ops.weights.layout import convert_bytes, convert_file_size_to_int
+from accel_ops.weights.layout import convert_bytes
 from accel_ops.weights.mapped import can_replace_mapped
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import (
@@ -84,7 +84,6 @@ class Assignment:
     quantizer: WeightQuantizer | None = None
     strict: bool = False
     shards: bool = False
-    memory_limit: int | None = None
 
 
 @frozen
@@ -113,7 +112,6 @@ def plan_load(
 
     Raises:
         CheckpointMismatchError: Shapes differ; or, with `strict`, names are missing or unexpected.
-        SettingsError: The load would take more memory than the limit.
     """
     wanted = {name: site for name, site in sites_of(model).items() if site.persistent}
     quantizer = assignment.quantizer
@@ -152,7 +150,6 @@ def plan_load(
     served = {name for group in tied if seen.intersection(group) for name in group}
     missing = [name for name in wanted if name not in seen and name not in served]
     _warn_mismatches(misshaped, missing, unexpected, assignment)
-    _check_limit(plan, assignment)
     return plan
 
 
@@ -389,20 +386,6 @@ def _takes_memory(step: AssignStep) -> bool:
     return step.how in ("broadcast", "cast", "read") and str(step.device) == "cpu"
 
 
-def _check_limit(plan: Plan, assignment: Assignment) -> None:
-    limit = assignment.memory_limit
-    if limit is None:
-        return
-    taking = [step for _, steps in plan for step in steps if _takes_memory(step) and not assignment.spill]
-    total = sum(step.nbytes for step in taking)
-    if total > limit:
-        raise SettingsError(
-            f"the load would put {convert_bytes(total)} into memory, more than the limit of "
-            f"{convert_bytes(limit)}: {some_of(step.name for step in taking)} cannot be mapped. Load them in "
-            "the checkpoint's own type, send them to the disk, or pass offload_state_dict=True"
-        )
-
-
 _SAMPLE = 256 << 20
 _CHUNK = 8 << 20
 
@@ -597,7 +580,6 @@ def load_checkpoint_and_dispatch(
     broadcast_from_rank0: bool = False,
     *,
     report: bool = False,
-    memory_limit: int | str | None = None,
 ) -> M:
     """Load a checkpoint into a model and run the model across its devices.
 
@@ -623,13 +605,11 @@ def load_checkpoint_and_dispatch(
         full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
         broadcast_from_rank0: Rank 0 reads and sends tensors to the others, which need no file.
         report: Measure the load, log a `LoadReport`, and set it as the model's `load_report`.
-        memory_limit: A hard limit in bytes (or text like `"4GB"`) of the host memory that the load allocates
-            (without mapped files), and of the disk-offloaded weights in memory while the model runs.
 
     Raises:
         CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; the message lists all
             problems.
-        SettingsError: The map is invalid, or the load would exceed the memory limit.
+        SettingsError: The map is invalid.
     """
     if device_map is not None and not isinstance(device_map, str):
         check_device_map(model, device_map)
@@ -644,7 +624,6 @@ def load_checkpoint_and_dispatch(
             stored_dtypes=None if broadcast_from_rank0 else stored_dtypes(sources),
             dtype=dtype,
         )
-    limit = None if memory_limit is None else convert_file_size_to_int(memory_limit)
     on_disk = device_map is not None and "disk" in device_map.values()
     assignment = Assignment(
         device_map=device_map,
@@ -654,7 +633,6 @@ def load_checkpoint_and_dispatch(
         offload_buffers=offload_buffers,
         strict=strict,
         shards=not full_state_dict,
-        memory_limit=limit,
     )
     index = load_weights(model, sources, assignment, measure=report)
     if device_map is None:
@@ -669,7 +647,6 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
-        memory_limit=limit,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import math
 import os
@@ -407,10 +406,9 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
     def __len__(self) -> int:
         return len({*self.state_dict, *self.index})
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> OffloadedWeightsLoader:
-        # Tensors in memory are copied; files are opened again, not read.
-        held = copy.deepcopy(dict(self.state_dict), memo)
-        return OffloadedWeightsLoader(held, self.save_folder, self.index, self.device)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy or pickle the tensors in memory; files are opened again, not read."""
+        return OffloadedWeightsLoader, (dict(self.state_dict), self.save_folder, self.index, self.device)
 
     def file_of(self, key: str) -> tuple[SafetensorsFile, str] | None:
         """Return the safetensors file of a weight and its name there; `None` if it is not in such a file."""

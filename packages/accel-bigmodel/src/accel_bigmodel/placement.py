@@ -226,6 +226,17 @@ class _WithoutValues:
 class OffloadedParameter(_WithoutValues, nn.Parameter):
     """The parameter of a module between its forwards, for which a hook loads the values."""
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _restore_offloaded, (self.data, self.requires_grad, vars(self))
+
+
+def _restore_offloaded(
+    data: Tensor, requires_grad: bool, attributes: Mapping[str, Any]
+) -> OffloadedParameter:
+    parameter = OffloadedParameter(data, requires_grad)
+    vars(parameter).update(attributes)
+    return parameter
+
 
 class _OffloadedView(_WithoutValues, Tensor):
     """What a program makes of it, such as its transpose."""
