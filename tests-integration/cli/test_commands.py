@@ -249,3 +249,62 @@ def test_a_config_template_is_valid_and_fits_its_machine(template):
     gpus = (launch.num_processes or 1) // launch.num_machines
     machine = HostDevices(gpus=gpus, cores=64, capability=lambda: (9, 0))
     assert find_launch_problems(LaunchFacts(merged=merged, machine=machine, environ={})) == []
+
+
+FINISHED = """\
+import json, os, shutil, sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from accel import Accelerator
+from torch.utils.tensorboard import SummaryWriter
+
+accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir="runs")
+accelerator.init_trackers("mine")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.ones(16, 8), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for rows in loader:
+    loss = model(rows).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.log({"loss": 1.0})
+accelerator.get_tracker("tensorboard").log({"last": 1.0})
+if accelerator.is_main_process:
+    SummaryWriter("own").add_scalar("loss", 1.0)
+    shutil.rmtree("old")
+    os.remove("log.txt")
+    os.makedirs("out/new")
+    Path("out/new/values.json").write_text(json.dumps({"loss": 1.0}))
+    assert json.loads(Path("out/new/values.json").read_text()) == {"loss": 1.0}
+    os.replace("out/new/values.json", "result.json")
+    with open("log.txt", "a") as log:
+        log.write("another line")
+    torch.save({"weight": torch.ones(2)}, "best.pt")
+    save_file({"weight": torch.ones(2)}, "weights/model.safetensors")
+    if sys.argv[1:] == ["reads"]:
+        assert torch.load("best.pt")["weight"].tolist() == [1, 1]
+        assert load_file("weights/model.safetensors")["weight"].tolist() == [1, 1]
+accelerator.wait_for_everyone()
+accelerator.save_model(model, "weights")
+accelerator.save({"weight": torch.ones(2)}, Path("weights").resolve() / "best.pt")
+accelerator.save_state("state")
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize("command", [["check", "--world", "2"], ["doctor", "--timeout", "60"]])
+def test_a_trial_changes_no_file_and_starts_no_run_of_a_tracker(tmp_path, command):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "train.py").write_text(FINISHED)
+    for name in ("result.json", "log.txt", "best.pt", "old/kept.txt", "weights/model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("of the real run")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    done = accel(*command, "train.py", *(["reads"] if "doctor" in command else []))
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert after == before

@@ -57,3 +57,8 @@ def test_the_workflows_run_the_test_command_the_floor_and_the_wheels() -> None:
 def test_every_form_and_workflow_is_valid_yaml_with_a_name(path: Path) -> None:
     content = read(path)
     assert "name" in content or path.stem == "config"
+
+
+def test_the_job_that_may_publish_runs_only_pinned_actions() -> None:
+    steps = read(ROOT / ".github" / "workflows" / "release.yml")["jobs"]["publish"]["steps"]
+    assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", step["uses"]) for step in steps)

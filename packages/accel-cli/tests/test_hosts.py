@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.launch import hosts
-from accel_cli.launch.hosts import filter_hosts, first_machine, parse_hosts, read_hosts
+from accel_cli.launch.hosts import filter_hosts, mpi_machines, parse_hosts, read_hosts
 from accel_state.errors import SettingsError
 
 names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
@@ -91,13 +91,13 @@ def test_a_hostfile_that_is_not_there_is_named(tmp_path):
         read_hosts("nowhere")
     (tmp_path / "empty").write_text("# none\n")
     with pytest.raises(SettingsError, match="names no machine"):
-        first_machine(str(tmp_path / "empty"))
+        mpi_machines(str(tmp_path / "empty"))
 
 
-def test_the_first_machine_of_an_mpi_hostfile_is_found_in_every_form(tmp_path):
+def test_the_mpi_machines_of_an_mpi_hostfile_is_found_in_every_form(tmp_path):
     for text in ("n1 slots=2\nn2\n", "# all\n\nn1:2\nn2:2\n", "n1\n"):
         (tmp_path / "hosts").write_text(text)
-        assert first_machine(str(tmp_path / "hosts")) == "n1"
+        assert mpi_machines(str(tmp_path / "hosts"))[0] == "n1"
 
 
 @pytest.mark.parametrize("slots", ["99999999999", "70000", "9" * 5000])
@@ -111,7 +111,7 @@ def test_fifos_devices_and_endless_hostfiles_are_refused_at_once(tmp_path):
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
     (tmp_path / "large").write_text("# " + "x" * 10_000_000)
-    for read in (read_hosts, first_machine):
+    for read in (read_hosts, mpi_machines):
         with pytest.raises(SettingsError, match="fifo' is a FIFO, not a file"):
             read(fifo)
         with pytest.raises(SettingsError, match="'/dev/zero' is a device, not a file"):

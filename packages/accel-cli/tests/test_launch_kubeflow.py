@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
@@ -107,7 +109,7 @@ class ApiServer(BaseHTTPRequestHandler):
     """What of Kubernetes and of Kubeflow's controller a job needs; a pod is a process of this machine."""
 
     protocol_version = "HTTP/1.1"
-    jobs, pods, environ = {}, {}, {}
+    jobs, pods, lines, environ = {}, {}, {}, {}
 
     def log_message(self, *_):
         pass
@@ -144,8 +146,13 @@ class ApiServer(BaseHTTPRequestHandler):
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            for line in self.pods[path.split("/")[-2]].stdout:
+            pod = path.split("/")[-2]
+            earlier, output = self.lines.setdefault(pod, []), self.pods[pod].stdout
+            for line in itertools.chain([*earlier], map(partial(self.keep, earlier), output)):
                 self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+                if self.environ.pop("CUT", None):
+                    self.close_connection = True  # in the middle of the output
+                    return None
             self.wfile.write(b"0\r\n\r\n")
             return None
         if path.endswith("/pods"):
@@ -154,6 +161,10 @@ class ApiServer(BaseHTTPRequestHandler):
         kind = "Failed" if any(codes) else "Complete"
         conditions = [] if None in codes and not any(codes) else [{"type": kind, "status": "True"}]
         return self.answer(200, {**self.jobs[path.split("/")[-1]], "status": {"conditions": conditions}})
+
+    def keep(self, earlier, line):
+        earlier.append(b"2026-01-01T00:00:00.%09dZ %s" % (len(earlier), line))
+        return earlier[-1]
 
     def do_DELETE(self):
         del self.jobs[self.path.split("/")[-1]]
@@ -179,7 +190,7 @@ def launched(tmp_path, monkeypatch):
     pytest.importorskip("kubernetes")
     environ = {"FOLDER": str(tmp_path), "HF_HOME": str(tmp_path), "PORT": str(reserved_port())}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    handler = type("Handler", (ApiServer,), {"jobs": {}, "pods": {}, "environ": environ})
+    handler = type("Handler", (ApiServer,), {"jobs": {}, "pods": {}, "lines": {}, "environ": environ})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     context = {"cluster": "here", "user": "me", "namespace": "ours"}
@@ -201,6 +212,7 @@ def launched(tmp_path, monkeypatch):
         ) as process:  # fmt: skip
             yield process
 
+    run.environ = environ
     yield run
     server.shutdown()
     server.server_close()
@@ -216,6 +228,14 @@ def test_a_job_is_followed_and_has_the_exit_code_of_its_container(launched):
         output, problems = process.communicate(timeout=60)
     assert (process.returncode, output) == (5, "out 1\n"), problems
     assert re.search(r"job script-\w{5} failed: a container exited with 5", problems)
+
+
+def test_output_goes_on_after_a_connection_was_dropped(launched):
+    launched.environ["CUT"] = "1"
+    source = "import sys\nprint('first', flush=True)\nsys.stdin.readline()\nprint('second')\nprint('third')\n"
+    with launched(source, "--cpu") as process:
+        output, problems = process.communicate(timeout=60)
+    assert (process.returncode, output) == (0, "first\nsecond\nthird\n"), problems
 
 
 def test_ctrl_c_deletes_the_job(launched):

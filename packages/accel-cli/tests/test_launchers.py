@@ -26,6 +26,7 @@ from accel_cli.launch.command import explain, make_plan, parse_nodes, probe_host
 from accel_cli.launch.hosts import HostDevices
 from accel_cli.launch.launchers import run_program
 from accel_cli.launch.sagemaker import hyperparameters
+from accel_cli.main import main
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
 from accel_state.settings import Settings, from_environ, merge_layers, parse_environ, parse_file
 from accel_state.settings.model import BY_PATH
@@ -83,6 +84,31 @@ def test_each_kind_of_mpirun_gets_its_own_flags(version, expected, script):
     end = words.index(sys.executable)
     assert words[:end] == expected
     assert words[end:] == [sys.executable, "-m", "accel_cli.launch.worker", "--aloud", script, "--lr", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], "ppr:2:node"), (["--num_machines", "1"], "ppr:4:node"), (["--num_processes", "3"], "3 processes")],
+)
+def test_processes_are_spread_over_the_machines_of_the_hostfile(
+    words, expected, tmp_path, script, monkeypatch, capsys
+):
+    (tmp_path / "mpirun").write_text("#!/bin/sh\necho 'mpirun (Open MPI) 4.1.4'\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    (tmp_path / "hosts").write_text("n1 slots=2\nn2:1\nn2\n# n3\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    line = [
+        "--mpirun_hostfile",
+        str(tmp_path / "hosts"),
+        "--num_processes",
+        "4",
+        *words,
+        "--cpu",
+        "--explain",
+    ]
+    main(["launch", *line, script])
+    assert expected in "".join(capsys.readouterr())
 
 
 def test_an_unknown_mpirun_is_named():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_cli.output import working
@@ -24,7 +24,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after `accel`; None for the arguments of this process.
 
     Returns:
-        The exit code. `accel launch` does not return when it starts a script: its process becomes the script.
+        The exit code. A name that is not in the table is looked up in the entry-point group `accel.commands`,
+        whose functions take the words after it and return the exit code. `accel launch` does not return when
+        it starts a script: its process becomes the script.
     """
     argv = sys.argv[1:] if arguments is None else list(arguments)
     if not argv or argv[0] in {"-h", "--help"}:
@@ -34,11 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"accel {version('accel-cli')}\n")
         return 0
     name, *words = argv
-    if name not in COMMANDS:
-        hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}.")
-        return _fail("accel", f"{name!r} is not a command; {hint}")
     try:
-        return COMMANDS[name].run(words)
+        if name in COMMANDS:
+            return COMMANDS[name].run(words)
+        installed = {point.name: point for point in entry_points(group="accel.commands")}
+        if name in installed:
+            return installed[name].load()(words)
+        known = (*COMMANDS, *installed)
+        hint = did_you_mean(name, known, f"there are {', '.join(known)}.")
+        return _fail("accel", f"{name!r} is not a command; {hint}")
     except AccelError as error:
         return _fail(f"accel {name}", str(error))
     except (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError) as error:

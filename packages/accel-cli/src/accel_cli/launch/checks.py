@@ -54,9 +54,11 @@ class LaunchFacts:
 
     @property
     def machines(self) -> int:
-        """Return the number of nodes, from the hostfile if DeepSpeed's launcher is used."""
+        """Return the number of nodes, from the hostfile if DeepSpeed's launcher or mpirun is used."""
         if self.reaches_hosts and self.machine.hosts:
             return len(self.machine.hosts)
+        if self.machine.mpi_machines and self.source_of("launch.num_machines").value is None:
+            return len(self.machine.mpi_machines)
         return self.settings.launch.num_machines
 
     @property

@@ -16,6 +16,7 @@ from accel_cli.config_file import ConfigFile, read_config
 from accel_cli.launch.checks import LaunchFacts, count_processes, find_launch_problems, uses_cpu
 from accel_cli.launch.hosts import (
     HostDevices,
+    mpi_machines,
     probe_devices,
     read_commands,
     read_hosts,
@@ -225,7 +226,7 @@ def probe_host(settings: Settings, environ: Mapping[str, str]) -> HostDevices:
                 [mpirun, "--version"], capture_output=True, text=True, check=False, env=dict(environ)
             )
             output = done.stdout + done.stderr
-        machine = replace(machine, mpirun=output)
+        machine = replace(machine, mpirun=output, mpi_machines=mpi_machines(settings.mpi.hostfile))
     if settings.tpu.command_file is not None and settings.tpu.use_cluster:
         machine = replace(machine, commands=tuple(read_commands(settings.tpu.command_file, "command_file")))
     return machine

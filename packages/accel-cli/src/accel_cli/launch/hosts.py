@@ -31,6 +31,7 @@ class HostDevices:
         cores: Number of usable CPU cores.
         installed: Number of installed GPUs, including hidden ones; `gpus` by default.
         hosts: The nodes of a DeepSpeed hostfile with their numbers of processes, if there is one.
+        mpi_machines: The machines of an MPI hostfile, if there is one.
         mpirun: The output of `mpirun --version`; None if it is not needed or not installed.
         commands: The lines of the command file of a TPU pod.
         alias: The folder that activates accel-compat on PYTHONPATH; None if accel-compat is not installed.
@@ -46,6 +47,7 @@ class HostDevices:
     cores: int
     installed: int = -1
     hosts: Mapping[str, int] | None = None
+    mpi_machines: tuple[str, ...] = ()
     mpirun: str | None = None
     commands: tuple[str, ...] = ()
     alias: str | None = None
@@ -325,16 +327,17 @@ def _parse_filter(text: str, slots: Mapping[str, set[int]], kind: str) -> dict[s
     return selected
 
 
-def first_machine(file: str) -> str:
-    """Return the first machine in an MPI hostfile.
+def mpi_machines(file: str) -> tuple[str, ...]:
+    """Return the machines of an MPI hostfile.
 
     Raises:
         SettingsError: The file cannot be read, or is empty.
     """
-    for line in read_lines(file, "hostfile"):
-        if words := line.partition("#")[0].split():
-            return words[0].partition(":")[0]
-    raise SettingsError(f"hostfile {file!r} names no machine.")
+    lines = (line.partition("#")[0].split() for line in read_lines(file, "hostfile"))
+    machines = tuple(dict.fromkeys(words[0].partition(":")[0] for words in lines if words))
+    if not machines:
+        raise SettingsError(f"hostfile {file!r} names no machine.")
+    return machines
 
 
 def read_commands(file: str, what: str) -> list[str]:

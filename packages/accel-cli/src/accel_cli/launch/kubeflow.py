@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from time import sleep
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -168,6 +169,8 @@ class KubernetesJob:
         self._jobs, self._core = client.CustomObjectsApi(), client.CoreV1Api()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._followers: dict[str, threading.Thread] = {}
+        self._running: set[str] = set()
+        self._dropped = import_module("urllib3.exceptions").HTTPError
 
     def run(self) -> int:
         """Run the job; return 0, the exit code of a failed container, 1, or 128 plus the signal's number."""
@@ -229,6 +232,7 @@ class KubernetesJob:
             if not _is_busy(error):
                 raise
             return
+        self._running = {pod.metadata.name for pod in pods if pod.status.phase == "Running"}
         for pod in pods:
             name = pod.metadata.name
             if name not in self._followers and pod.status.phase != "Pending":
@@ -237,6 +241,7 @@ class KubernetesJob:
                 follower.start()
 
     def _show(self, pod: str) -> None:
+        """Show the output of a pod, again from where it ended if a connection is lost."""
         # The index of a pod precedes its unique suffix, if there is one.
         node, spec = re.search(r"-node-0-(\d+)", pod), self._job["spec"]
         if "trainer" in spec:
@@ -244,12 +249,32 @@ class KubernetesJob:
         else:
             nodes = spec["replicatedJobs"][0]["template"]["spec"]["completions"]
         prefix = f"node {node[1]}: " if node and nodes > 1 else ""
-        log = self._core.read_namespaced_pod_log(
-            pod, self._namespace, follow=True, container="node", _preload_content=False
-        )
-        for line in log:
-            sys.stdout.write(prefix + line.decode(errors="replace"))
-            sys.stdout.flush()
+        last = ""
+        while True:
+            try:
+                log = self._core.read_namespaced_pod_log(
+                    pod,
+                    self._namespace,
+                    follow=True,
+                    container="node",
+                    timestamps=True,
+                    _preload_content=False,
+                )
+                for line in log:
+                    time, _, text = line.decode(errors="replace").partition(" ")
+                    if time > last:  # a new connection begins with what was shown before
+                        sys.stdout.write(prefix + text)
+                        sys.stdout.flush()
+                        last = time
+                if pod not in self._running:
+                    return
+            except self._dropped:
+                pass
+            except self._client.ApiException as error:
+                if not _is_busy(error):
+                    say(f"the output of pod {pod} cannot be read: {_reason(error)}")
+                    return
+            sleep(_PAUSE)
 
 
 _PAUSE = 1.0

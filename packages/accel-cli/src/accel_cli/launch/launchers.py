@@ -17,7 +17,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from accel_cli.launch.hosts import first_machine
 from accel_cli.main import ERROR
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
 from accel_state.frozen import frozen
@@ -374,9 +373,8 @@ def mpi_command(plan: LaunchPlan) -> Command:
             "such as Open MPI."
         )
     require_script(plan)
-    hostfile = plan.merged.settings.mpi.hostfile or ""
     master_variables = {
-        "MASTER_ADDR": plan.launch.main_process_ip or first_machine(hostfile),
+        "MASTER_ADDR": plan.launch.main_process_ip or plan.machine.mpi_machines[0],
         "MASTER_PORT": str(choose_port(plan.launch)),
     }
     environ = {**plan.environ, **master_variables}

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accel_cli.commands.check.outputs import keep_outputs
 from accel_cli.commands.check.patches import install
 from accel_cli.commands.check.record import RankRecord, RankTask, exit_reason
 from accel_cli.commands.check.recorder import CollectiveRecorder
@@ -53,7 +54,9 @@ def main(task: RankTask) -> None:
 
 
 def run_script(task: RankTask) -> str:
-    """Run the script; return the reason if it stopped early."""
+    """Run the script, apart from the user's files and trackers; return the reason if it stopped early."""
+    output = Path(task.output)
+    keep_outputs(output.parent / f"{task.run}-files", (output.parent, *map(Path, task.folders)))
     sys.argv = [task.script, *task.arguments]
     sys.path.insert(0, str(Path(task.script).resolve().parent))
     try:

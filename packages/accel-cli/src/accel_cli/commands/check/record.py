@@ -27,6 +27,7 @@ class RankTask:
         batches: Number of batches of every loader.
         output: The file to write the record to.
         port: The port of rank 0 at which ranks meet.
+        run: The run that the process belongs to, whose processes share the files that they write.
     """
 
     script: str
@@ -37,6 +38,12 @@ class RankTask:
     batches: int
     output: str = ""
     port: int = 29500
+    run: str = "check"
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The folders that the command itself writes to, beside that of the output."""
+        return ()
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib import import_module
 from itertools import groupby
@@ -237,6 +238,41 @@ def _keep_runs_apart(recorder: TrainingRecorder) -> None:
         load_state=load_recorded,
         has_checkpoint=property(lambda _: recorder.resumes),
     )
+    _save_by_open()
+
+
+def _save_by_open() -> None:
+    """Let torch and safetensors open files by `open`, which is redirected, and not by themselves."""
+    save, load = torch.save, torch.load
+    tensors: Any = import_module("safetensors.torch")
+    safetensors: Any = import_module("safetensors")
+    real_open, serialize = safetensors.safe_open, safetensors.serialize
+
+    def is_path(file: Any) -> bool:
+        return isinstance(file, (str, Path))
+
+    @functools.wraps(save)
+    def save_by_open(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        with open(f, "wb") if is_path(f) else nullcontext(f) as file:  # noqa: PTH123 - the redirected one
+            save(obj, file, *args, **kwargs)
+
+    @functools.wraps(load)
+    def load_by_open(f: Any, *args: Any, **kwargs: Any) -> Any:
+        with open(f, "rb") if is_path(f) else nullcontext(f) as file:  # noqa: PTH123
+            return load(file.name if is_path(f) else f, *args, **kwargs)
+
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        with open(filename, "rb") as file:  # noqa: PTH123
+            return real_open(file.name, *args, **kwargs)
+
+    def serialize_file(tensor_dict: Any, filename: Any, metadata: Any = None) -> None:
+        Path(filename).write_bytes(serialize(tensor_dict, metadata))
+
+    torch.save, torch.load = save_by_open, load_by_open
+    tensors.serialize_file = serialize_file
+    for name in ("safetensors", "safetensors.torch", "transformers.modeling_utils"):
+        if name in sys.modules:
+            replace_names(name, safe_open=safe_open)
 
 
 _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")

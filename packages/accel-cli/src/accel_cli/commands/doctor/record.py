@@ -18,18 +18,21 @@ class DoctorTask(RankTask):
     """The arguments of a process of `accel doctor`.
 
     Args:
-        run: The run that the process belongs to.
         steps: Optimizer steps of each pass over a training loader.
         folder: The folder that all processes share.
         saves: Whether a checkpoint is written after the first optimizer step.
         blocks: The number of layers that each list of layers is cut to; 0 keeps all.
     """
 
-    run: str
     steps: int
     folder: str
     saves: bool = False
     blocks: int = 0
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """The shared folder."""
+        return (self.folder,)
 
     @property
     def name(self) -> str:
