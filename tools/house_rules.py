@@ -11,7 +11,7 @@ holds the types; the two conftest.py files hold that no test leaks. The rest is 
     late-import       imports are at the top; laziness is in tables, or in a function for what is OPTIONAL
     streams           only accel_state/streams.py touches streams, events and pinned memory, and makes copies
                       that nobody waits for; tests use accel_state.testing
-    torch-private     only accel_state/torch_private.py touches the private names of torch
+    torch-private     only accel_state/torch_private.py imports the private modules and names of torch
     type-checking     what is imported for types alone would be slow to import, or a circle
     method-docstring  a public method has a docstring, unless a class or protocol that it implements has it
     class-name        a public class is defined once in the workspace
@@ -88,7 +88,6 @@ def main() -> int:
             *check_sources(files),
             *class_name(files),
             *method_docstring(files),
-            *torch_private(files),
             *hidden_export(ROOT),
             *one_version(ROOT),
             *top_level(),
@@ -371,60 +370,22 @@ def method_docstring(files: Iterable[Source]) -> Iterator[Breach]:
             yield Breach("method-docstring", subject, f"line {method.lineno}: say what it does")
 
 
-def torch_private(files: Iterable[Source]) -> Iterator[Breach]:
-    """One module imports torch's private names and reads private attributes of its objects.
-
-    Whatever attributes that module reads are private to it. What a subclass of a torch class has of its own
-    is reached by `self`; operators, in `torch.ops`, are named by the schema's authors.
-    """
-    packaged = [source for source in files if source.packaged]
-    owners = [source for source in packaged if source.path.endswith("accel_state/torch_private.py")]
-    attributes = {name for owner in owners for name in _names_in(owner.tree) if _is_private(name)}
-    for source in packaged:
-        if source in owners:
+def torch_private(source: Source) -> Iterator[Breach]:
+    """One module imports torch's private modules and names; private attributes are read wherever needed."""
+    if not source.packaged or source.path.endswith("accel_state/torch_private.py"):
+        return
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            paths = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            paths = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
             continue
-        imported: dict[str, str] = {}
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.Import):
-                named = {alias.asname or alias.name.partition(".")[0]: alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                named = {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-            else:
-                continue
-            named = {name: path for name, path in named.items() if path.partition(".")[0] == "torch"}
-            imported |= named
-            for path in named.values():
-                if any(map(_is_private, path.split("."))):
-                    yield _torch_breach(source, node, path)
-        for node in ast.walk(source.tree):
-            if not isinstance(node, ast.Attribute) or not _is_private(node.attr):
-                continue
-            start, *parts = ast.unparse(node).split(".")
-            is_operator = start == "torch" and parts[0] == "ops"
-            of_torch = start in imported and not is_operator
-            if of_torch or (node.attr in attributes and start not in ("self", "cls")):
-                yield _torch_breach(source, node, node.attr)
-
-
-def _torch_breach(source: Source, node: ast.stmt | ast.expr, name: str) -> Breach:
-    message = f"line {node.lineno}: give {name} a name in accel_state/torch_private.py"
-    return Breach("torch-private", f"{source.path}::{name.rpartition('.')[2]}", message)
-
-
-def _names_in(tree: ast.AST) -> Iterator[str]:
-    """The attributes that a module reads, also by `attrgetter`."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Attribute(attr=name):
-                yield name
-            case ast.Call(func=ast.Name(id="attrgetter"), args=names):
-                yield from (str(name.value) for name in names if isinstance(name, ast.Constant))
-            case _:
-                pass
-
-
-def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+        for path in paths:
+            top, *names = path.split(".")
+            if top == "torch" and any(name.startswith("_") for name in names):
+                message = f"line {node.lineno}: import it in accel_state/torch_private.py"
+                yield Breach("torch-private", f"{source.path}::{names[-1]}", message)
 
 
 def hidden_export(root: Path) -> Iterator[Breach]:
@@ -446,6 +407,7 @@ RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
     late_import,
     type_checking,
     streams,
+    torch_private,
     generic_name,
     module_name,
 )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -31,7 +31,6 @@ from accel_plugins.parallelism.config import (
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel, get_model_tp_size, plan_of
 from accel_plugins.registry import choose
-from accel_state import torch_private
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
@@ -138,7 +137,7 @@ def test_a_mesh_of_one_axis_has_the_flattened_axes_too(monkeypatch: pytest.Monke
         flattened[name] = mesh.mesh.tolist()
         return mesh
 
-    monkeypatch.setattr(torch_private, "flatten_mesh", flatten)
+    monkeypatch.setattr(DeviceMesh, "_flatten", flatten)
     store: Any = FakeStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=3)
     try:

@@ -31,7 +31,6 @@ from accel_plugins.sharding.folder import LocalFiles
 from accel_plugins.sharding.state import StateForm, TensorShards
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 from accel_state.process_group import clone_store
-from accel_state.torch_private import get_default_store
 from accel_train import Accelerator, load_custom_state, save_custom_state
 from accel_train.checkpoint import files
 from accel_train.checkpoint.save import Saving
@@ -696,7 +695,7 @@ def test_end_training_waits_for_a_save_in_the_background_and_raises_its_error(tm
 
 def test_the_store_of_a_group_that_the_script_destroys_lasts_until_a_save_is_written():
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", 0, 1, True), rank=0, world_size=1)
-    connection, gate = clone_store(get_default_store()), threading.Event()
+    connection, gate = clone_store(dist.distributed_c10d._get_default_store()), threading.Event()
 
     def work():
         assert gate.wait(60)

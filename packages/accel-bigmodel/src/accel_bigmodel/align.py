@@ -25,7 +25,7 @@ from accel_ops.weights.tensors import (
     non_persistent_buffers,
 )
 from accel_state.frozen import frozen
-from accel_state.torch_private import buffer_table, parameter_table, run_uncompiled
+from accel_state.torch_private import run_uncompiled
 
 if TYPE_CHECKING:
     from accel_bigmodel.offloaded_block import OffloadedBlock, StreamedBlocks
@@ -57,8 +57,8 @@ class PlainSlot:
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         owner, self._leaf = owner_of(module, name)
         self.name = name
-        self._is_parameter = self._leaf in parameter_table(owner)
-        self._table: dict[str, Any] = parameter_table(owner) if self._is_parameter else buffer_table(owner)
+        self._is_parameter = self._leaf in owner._parameters
+        self._table: dict[str, Any] = owner._parameters if self._is_parameter else owner._buffers
         empty = tensor.detach().to("meta")
         self._meta = (
             tensor if tensor.is_meta else as_parameter(empty, tensor) if self._is_parameter else empty
@@ -349,7 +349,7 @@ def align_module_device(
             hook.execution_device = before
         return
     held = dict(named_module_tensors(module, recurse=False)) if execution_device is not None else {}
-    tables: list[dict[str, Any]] = [parameter_table(module), buffer_table(module)]
+    tables: list[dict[str, Any]] = [module._parameters, module._buffers]
     try:
         for name, tensor in held.items():
             moved = tensor.detach().to(execution_device)

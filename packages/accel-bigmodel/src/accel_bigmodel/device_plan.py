@@ -9,7 +9,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, TypeVar
 
 from accel_state.frozen import frozen
-from accel_state.torch_private import buffer_table, child_table, parameter_table
 
 if TYPE_CHECKING:
     import torch
@@ -327,11 +326,11 @@ def _flat_entries(
         return {} if target is None else {name: target}
     flat: dict[str, T] = {}
     prefix = f"{name}." if name else ""
-    for leaf, tensor in (*parameter_table(module).items(), *buffer_table(module).items()):
+    for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
         device = device_map.get(prefix + leaf, target)
         if device is not None and tensor is not None:
             flat[prefix + leaf] = device
-    for leaf, child in child_table(module).items():
+    for leaf, child in module._modules.items():
         if child is not None:
             flat |= _flat_entries(child, prefix + leaf, target, device_map, above)
     return flat

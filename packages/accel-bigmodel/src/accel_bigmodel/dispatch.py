@@ -41,7 +41,6 @@ from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import find_tied_parameters, retie_parameters
 from accel_state.device_kinds import CPU, KINDS, PEER_ACCESS_DRIVER, available_kind, check_cuda_p2p_ib_support
 from accel_state.errors import SettingsError, some_of
-from accel_state.torch_private import child_table
 
 if TYPE_CHECKING:
     from accel_bigmodel.align import TiedMap
@@ -381,7 +380,7 @@ def _prepare_targets(
             continue
         prefix, _, leaf = name.rpartition(".")
         owner = model.get_submodule(prefix) if name else model
-        module = child_table(owner).get(leaf) if name else model
+        module = owner._modules.get(leaf) if name else model
         if module is None:
             AlignDevicesHook(device, only=(leaf,), tied_params_map=tied).init_hook(owner)
             continue

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from accel_ops.tree import send_to_device
-from accel_state.torch_private import version_of
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -280,7 +279,7 @@ class LayerwiseCastingHook(ModelHook):
                     if tensor.is_floating_point() and tensor.dtype != self.compute_dtype:
                         stored = tensor.data
                         tensor.data = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
-                        self._stored.append((tensor, stored, version_of(tensor)))
+                        self._stored.append((tensor, stored, tensor._version))
             self._users += 1
         return args, kwargs
 
@@ -297,7 +296,7 @@ class LayerwiseCastingHook(ModelHook):
             if self._users:
                 return
             for tensor, stored, version in self._stored:
-                if version_of(tensor) == version:
+                if tensor._version == version:
                     tensor.data = stored
             self._stored.clear()
             module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)

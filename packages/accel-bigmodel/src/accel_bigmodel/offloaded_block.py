@@ -30,7 +30,6 @@ from accel_bigmodel.sizes import CONTAINERS
 from accel_ops.weights.read import entry_of
 from accel_ops.weights.safetensors_io import SafetensorsFile
 from accel_state.streams import DeviceStreams, Event, device_streams, pinned_if_possible
-from accel_state.torch_private import buffer_table, child_table, parameter_table
 
 _ALIGNMENT = 512
 """Bytes; the alignment of CUDA's allocations."""
@@ -478,18 +477,18 @@ def _roots(module: nn.Module, name: str, preload_classes: frozenset[str]) -> Ite
         if _has_tensors(module):
             yield name, module
         return
-    for leaf, child in child_table(module).items():
+    for leaf, child in module._modules.items():
         if child is not None:
             yield from _roots(child, f"{name}.{leaf}" if name else leaf, preload_classes)
 
 
 def _has_tensors(module: nn.Module) -> bool:
-    return any(parameter_table(part) or buffer_table(part) for part in module.modules())
+    return any(part._parameters or part._buffers for part in module.modules())
 
 
 def _module_at(model: nn.Module, name: str) -> nn.Module | None:
     prefix, _, leaf = name.rpartition(".")
-    return child_table(model.get_submodule(prefix)).get(leaf) if name else model
+    return model.get_submodule(prefix)._modules.get(leaf) if name else model
 
 
 def _is_below(name: str, ancestor: str) -> bool:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from accel_ops.weights.tensors import non_persistent_buffers
 from accel_state.errors import CheckpointError, some_of
-from accel_state.torch_private import buffer_table, parameter_table
 
 if TYPE_CHECKING:
     TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
@@ -60,7 +59,7 @@ def set_module_tensor_to_device(
         device(type='cpu')
     """
     owner, leaf = owner_of(module, tensor_name)
-    parameters, buffers = parameter_table(owner), buffer_table(owner)
+    parameters, buffers = owner._parameters, owner._buffers
     old = parameters[leaf] if leaf in parameters else buffers[leaf]
     if old is None and value is None:
         return
@@ -121,11 +120,11 @@ def sites_of(model: nn.Module) -> dict[str, TensorOwner]:
     sites: dict[str, TensorOwner] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
-        parameters: dict[str, Any] = parameter_table(module)
+        parameters: dict[str, Any] = module._parameters
         for leaf, tensor in parameters.items():
             if tensor is not None:
                 sites[prefix + leaf] = TensorOwner(parameters, leaf, is_buffer=False)
-        buffers: dict[str, Any] = buffer_table(module)
+        buffers: dict[str, Any] = module._buffers
         if buffers:
             passing = non_persistent_buffers(module)
             for leaf, tensor in buffers.items():
@@ -149,8 +148,8 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
         owner = module.get_submodule(prefix)
     except AttributeError as error:
         raise ValueError(f"{type(module).__name__} has no submodule {prefix!r}") from error
-    if leaf not in parameter_table(owner) and leaf not in buffer_table(owner):
-        known = some_of([*parameter_table(owner), *buffer_table(owner)]) or "none"
+    if leaf not in owner._parameters and leaf not in owner._buffers:
+        known = some_of([*owner._parameters, *owner._buffers]) or "none"
         raise ValueError(
             f"{type(owner).__name__} has no parameter or buffer named {tensor_name!r}; it has {known}"
         )

@@ -15,13 +15,7 @@ from accel_ops.weights.layout import dtype_byte_size
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.labels import CustomDtype
-from accel_state.torch_private import (
-    buffer_table,
-    parameter_table,
-    tables_of,
-    tree_leaves,
-    tree_map,
-)
+from accel_state.torch_private import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     # Bytes of a tensor, from the prefix of its module (with a trailing dot), its name there, and the tensor.
@@ -91,7 +85,7 @@ class _Reader:
 
     def visit(self, module: nn.Module, name: str, prefix: str) -> bool:
         """Read a module; return whether it has containers with tensors, so that it is not a block."""
-        parameters, buffers, children = tables_of(module)
+        parameters, buffers, children = module._parameters, module._buffers, module._modules
         if not children:
             self._add_layer(name, ((prefix, parameters, 0), (prefix, buffers, 1)))
             return False
@@ -149,7 +143,7 @@ class _Reader:
 
     def _tables_below(self, module: nn.Module, prefix: str) -> Iterator[_Table]:
         """Yield the tables of tensors of a module and of its descendants."""
-        parameters, buffers, children = tables_of(module)
+        parameters, buffers, children = module._parameters, module._buffers, module._modules
         self._has_containers |= isinstance(module, CONTAINERS)
         yield prefix, parameters, 0
         yield prefix, buffers, 1
@@ -159,7 +153,7 @@ class _Reader:
 
     def _block_below(self, module: nn.Module, prefix: str) -> tuple[int, int, bool]:
         """Return bytes of a module, bytes of the largest block in it, and whether it has containers."""
-        parameters, buffers, children = tables_of(module)
+        parameters, buffers, children = module._parameters, module._buffers, module._modules
         tensors = ((leaf, tensor) for table in (parameters, buffers) for leaf, tensor in table.items())
         count = self._count
         total = sum(
@@ -203,9 +197,9 @@ def compute_module_sizes(
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         sizes[name] = total = 0
-        for table in (parameter_table(module), buffer_table(module)):
+        for table in (module._parameters, module._buffers):
             for leaf, tensor in table.items():
-                skipped = buffers_only and table is not buffer_table(module)
+                skipped = buffers_only and table is not module._buffers
                 if tensor is None or skipped or id(tensor) in seen:
                     continue
                 seen.add(id(tensor))

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_ops.tree import is_dtensor
-from accel_state.torch_private import compile_call, compiled_module, is_compiled_in_place, optimized_module
 
 M = TypeVar("M", bound="nn.Module")
 
@@ -82,29 +81,31 @@ def is_compiled_module(module: nn.Module) -> bool:
         >>> is_compiled_module(torch.nn.Linear(1, 1))
         False
     """
-    compiled = optimized_module()
-    return compiled is not None and isinstance(module, compiled)
+    compiler = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
 def without_compiler(model: nn.Module) -> nn.Module:
     """Return the module inside the result of `torch.compile`; return any other module unchanged."""
-    while is_compiled_module(model):
-        model = compiled_module(model)
-    return model
+    inner: Any = model
+    while is_compiled_module(inner):
+        inner = inner._orig_mod
+    return inner
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
     """Return the module inside a `torch.compile` result, compiled in place; any other module unchanged."""
     if not is_compiled_module(model):
         return model
+    compiled: Any = model
     inner = without_compiler(model)
-    compile_call(inner, like=model)
+    inner._compiled_call_impl = compiled.dynamo_ctx(inner._call_impl)  # as `Module.compile` does
     return inner
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
     """Return whether a module or any submodule is compiled, in place or by `torch.compile`."""
-    return any(is_compiled_module(part) or is_compiled_in_place(part) for part in module.modules())
+    return any(is_compiled_module(part) or part._compiled_call_impl for part in module.modules())
 
 
 def size_at_load(model: nn.Module, name: str) -> int | None:
@@ -217,8 +218,8 @@ def replaced_attributes(owner: Any, values: Mapping[str, Any]) -> Generator[None
         own.update(before)
 
 
-def _inside(model: nn.Module) -> nn.Module | None:
-    return compiled_module(model) if is_compiled_module(model) else unwrap_once(model)
+def _inside(model: Any) -> nn.Module | None:
+    return model._orig_mod if is_compiled_module(model) else unwrap_once(model)
 
 
 def _unwrap_children(model: nn.Module) -> nn.Module:

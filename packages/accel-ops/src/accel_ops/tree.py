@@ -18,7 +18,6 @@ from torch import Tensor
 
 from accel_state.errors import DistributedOperationException
 from accel_state.runtime import current_or_single
-from accel_state.torch_private import local_tensor
 
 
 @dataclass
@@ -566,7 +565,7 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     each: Iterable[Any] = tensors
     # `to_local()` would also wait for the tensor and record autograd.
     return [
-        local_tensor(tensor) if module is not None and isinstance(tensor, module.DTensor) else tensor
+        tensor._local_tensor if module is not None and isinstance(tensor, module.DTensor) else tensor
         for tensor in each
     ]
 

@@ -32,7 +32,6 @@ from accel_state.labels import DDPCommunicationHookType
 from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
-from accel_state.torch_private import disable_compiler
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
@@ -175,13 +174,14 @@ class MonitoredDDP(DistributedDataParallel):
     was_called = False
     """Whether a pass to be trained went through it: without one, it averages nothing."""
 
-    @disable_compiler
+    # `torch.compiler.disable` would import the compiler.
+    @torch._disable_dynamo(recursive=False)
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         self.was_called |= torch.is_grad_enabled()
         with hang_monitor.collective_scope("forward"):
             return super()._pre_forward(*inputs, **kwargs)
 
-    @disable_compiler
+    @torch._disable_dynamo(recursive=False)
     def _post_forward(self, output: Any) -> Any:
         with hang_monitor.collective_scope("forward"):
             return super()._post_forward(output)

@@ -24,7 +24,6 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.labels import DistributedType, has_sharded_gradients
 from accel_state.partial_state import PartialState
-from accel_state.torch_private import amp_unscale_and_check, infinite_flags, supports_amp_scaling, version_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -380,12 +379,12 @@ class LossScaling:
             )
         if optimizer not in self._optimizers:
             self.add([optimizer])
-        if supports_amp_scaling(optimizer):
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
             self._check_dtypes(optimizer)
             if optimizer in self._unscaled:
                 self._check_unmixed(optimizer)
             self.scaler.step(optimizer)
-            worst, *flags = infinite_flags(self.scaler, optimizer)
+            worst, *flags = _infinite_flags(self.scaler, optimizer)
             for flag in flags:
                 worst = torch.maximum(worst, flag.to(worst.device))
             stepped = worst == 0
@@ -393,7 +392,7 @@ class LossScaling:
             # GradScaler.step does the same without returning whether it stepped; asking the device afterwards
             # would wait for the kernels of the step.
             self.unscale([optimizer])
-            is_infinite = any(flag.item() for flag in infinite_flags(self.scaler, optimizer))
+            is_infinite = any(flag.item() for flag in _infinite_flags(self.scaler, optimizer))
             stepped = not is_infinite and step_unscaled(optimizer)
         self._stepped.add(optimizer)
         if len(self._stepped) == len(self._optimizers):
@@ -432,7 +431,7 @@ class LossScaling:
 
     def _update(self) -> None:
         # Whoever abandons a step, as when a replica group has failed, has updated the scaler.
-        if any(infinite_flags(self.scaler, optimizer) for optimizer in {*self._unscaled, *self._stepped}):
+        if any(_infinite_flags(self.scaler, optimizer) for optimizer in {*self._unscaled, *self._stepped}):
             self.scaler.update()
         self._stepped.clear()
         self._unscaled.clear()
@@ -443,9 +442,14 @@ def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
+def _infinite_flags(scaler: Any, optimizer: Optimizer) -> list[Tensor]:
+    """Return the scaler's flags, one per device, of non-finite gradients."""
+    return [*scaler._found_inf_per_device(optimizer).values()]
+
+
 def _versions(optimizer: Optimizer) -> tuple[tuple[int, int], ...]:
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return tuple((id(gradient), version_of(gradient)) for gradient in gradients if gradient is not None)
+    return tuple((id(gradient), gradient._version) for gradient in gradients if gradient is not None)
 
 
 class ShardedGradScaler(GradScaler):
@@ -473,7 +477,7 @@ class ShardedGradScaler(GradScaler):
         worst = found_inf.clone()
         for (device, _), parts in groups.items():
             flag = found_inf.to(device, copy=True)
-            amp_unscale_and_check(parts, flag, inv_scale.to(device))
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, flag, inv_scale.to(device))
             worst = torch.maximum(worst, flag.to(worst.device))
         if dist.is_initialized():
             with hang_monitor.collective_scope("all_reduce of the loss scaler"):

@@ -27,7 +27,6 @@ from accel_state.errors import CheckpointError, some_of
 from accel_state.files import parse_json
 from accel_state.frozen import frozen
 from accel_state.libraries import is_bnb_available, require
-from accel_state.torch_private import child_table, parameter_table
 
 if TYPE_CHECKING:
     from accel_quant.config import BnbQuantizationConfig
@@ -341,7 +340,7 @@ class Quantizer:
         made: dict[nn.Linear, nn.Module] = {}  # a shared layer stays shared
         for name, module in list(model.named_modules()):
             prefix = f"{name}." if name else ""
-            for leaf, child in list(child_table(module).items()):
+            for leaf, child in list(module._modules.items()):
                 if type(child) is nn.Linear and not is_listed(prefix + leaf, excluded):
                     replaced[prefix + leaf] = child
                     if child not in made:
@@ -499,7 +498,7 @@ class QuantizedSlot:
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         self.name = name
         self._owner, self._leaf = owner_of(module, name)
-        self._table = parameter_table(self._owner)
+        self._table = self._owner._parameters
         self._class: Any = type(tensor)
         self._attributes: dict[str, Any] = dict(vars(tensor))
         self._meta: Any = self._class(tensor.data.to("meta"), requires_grad=False, **self._attributes)

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_state import torch_private
 from accel_state.hang_monitor import collective_scope
 
 ReduceOp = Literal["sum", "max", "min", "prod"]
@@ -168,7 +167,8 @@ class TorchCollectives:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._device_types = torch_private.device_types(torch_private.get_default_group())
+        world: Any = dist.group.WORLD
+        self._device_types = frozenset(device.type for device in world._device_types)
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
 
@@ -288,16 +288,16 @@ def _sources(out: Tensor, target: Tensor, parts: Sequence[Tensor] | None) -> lis
 def group_timeout(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:
     """Return the timeout of collectives of the backend of a device; in the default group, if `None`."""
     try:
-        backend = torch_private.backend_of(group or torch_private.get_default_group(), device)
-        return torch_private.backend_timeout(backend)
+        used: Any = group or dist.group.WORLD
+        return used._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # Backends of third parties have no such option.
         return dist.default_pg_timeout
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of collectives of a group, the default one if `None`."""
-    change = getattr(dist, "set_timeout", None) or torch_private.set_group_timeout
-    change(timeout, group)
+    c10d: Any = dist.distributed_c10d
+    (dist.set_timeout if hasattr(dist, "set_timeout") else c10d._set_pg_timeout)(timeout, group)
 
 
 def _as_sendable(tensor: Tensor) -> Tensor:

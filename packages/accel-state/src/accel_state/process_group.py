@@ -34,7 +34,7 @@ from torch.distributed import (
 )
 
 from accel_state.libraries import is_torch_version
-from accel_state.torch_private import abort_process_groups, process_groups
+from accel_state.torch_private import process_groups
 
 logger = logging.getLogger(__name__)
 _joined: tuple[int, weakref.ref[Any]] | None = None
@@ -105,7 +105,7 @@ def _destroy_with_timeout(seconds: float, *, abort: bool) -> None:
     """Destroy all groups in another thread; abandon it after a timeout."""
     for group in process_groups():  # without a reference, gloo's destructor would wait
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    end = abort_process_groups if abort else dist.destroy_process_group
+    end = dist.distributed_c10d._abort_process_group if abort else dist.destroy_process_group
     thread = threading.Thread(target=_run, args=(end,), name="accel-destroy", daemon=True)
     try:
         thread.start()

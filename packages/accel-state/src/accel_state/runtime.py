@@ -27,7 +27,6 @@ from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.rank_status import compare_calls
 from accel_state.topology import Topology, check_first_host, detect, rendezvous
-from accel_state.torch_private import get_default_store
 
 if TYPE_CHECKING:
     from accel_state.settings.model import Settings
@@ -237,7 +236,7 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
 
 
 def _monitor(runtime: Runtime, limit: timedelta) -> None:
-    topology, store = runtime.topology, get_default_store()
+    topology, store = runtime.topology, dist.distributed_c10d._get_default_store()
     if store is None or dist.get_backend() == "fake":  # MPI has no store; a fake group has no other ranks
         return
     hang_monitor.begin(

@@ -19,7 +19,6 @@ from accel_state.accelerator_state import AccumulationWindow, GradientState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.libraries import require
 from accel_state.runtime import Runtime
-from accel_state.torch_private import foreach_copy_, foreach_div_, foreach_mul_
 
 if TYPE_CHECKING:
     from accel_plugins.optimizer import AcceleratedOptimizer
@@ -305,7 +304,7 @@ class ItemWindow:
         # model may have thrown them away.
         if self._count is not None and (self._divisor is None or self._gradients()):
             if self._divisor is not None:
-                _scale(foreach_mul_, self._gradients(), self._divisor)
+                _scale(torch._foreach_mul_, self._gradients(), self._divisor)
             count = self._count + count
         self._count, self._divisor, self.is_open = count, None, True
 
@@ -323,7 +322,7 @@ class ItemWindow:
         self._total = total
         # The gradients are the mean over the ranks of the sum on each rank.
         self._divisor = torch.where(total == 0, torch.ones_like(total), total / processes)
-        _scale(foreach_div_, self._gradients(), self._divisor)
+        _scale(torch._foreach_div_, self._gradients(), self._divisor)
 
     def close(self, *, used: bool = False) -> None:
         """Begin a new window."""
@@ -523,4 +522,4 @@ class LocalSGD:
         trained = [parameter.data for parameter in self.model.parameters() if parameter.requires_grad]
         if buffers:  # such as the running statistics of BatchNorm, of the batches of each rank
             trained += [buffer for buffer in self.model.buffers() if buffer.is_floating_point()]
-        foreach_copy_(trained, collectives.reduce(trained, "mean"))
+        torch._foreach_copy_(trained, collectives.reduce(trained, "mean"))

@@ -24,7 +24,6 @@ import psutil
 from accel_cli.launch.launchers import WORKER
 from accel_cli.launch.worker import EXIT_CODE_FILE
 from accel_cli.main import ERROR
-from accel_state.torch_private import set_terminate_handler
 from accel_train.worker_errors import (
     error_of_failure,
     format_all_errors,
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
     # 2. Handle signals. Torch installs this handler when it starts the workers; torch's handler would leave
     # them running at a second signal.
     forwarder = SignalForwarder(signals.SignalException, quiet=quiet)
-    set_terminate_handler(forwarder.end)
+    signals._terminate_process_handler = forwarder.end
     if sys.platform == "linux":  # Become the parent of orphaned descendants, to find them at the end.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if not quiet:

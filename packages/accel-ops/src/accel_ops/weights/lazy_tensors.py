@@ -17,7 +17,7 @@ from accel_state.errors import CheckpointError, first_line
 from accel_state.files import open_regular
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RangeFile
-from accel_state.torch_private import FakeTensorMode, checkpoint_offset, storage_address
+from accel_state.torch_private import FakeTensorMode
 
 
 @frozen
@@ -191,9 +191,9 @@ def lazy_torch_file(
             fill_from(file, target, begin, path)
 
     def lazy(fake: Tensor) -> LazyTensor:
-        storage = fake.untyped_storage()
-        begin = start + checkpoint_offset(storage) + int(fake.storage_offset()) * fake.dtype.itemsize
-        identity = (str(path), storage_address(storage), begin, tuple(fake.shape), fake.stride(), fake.dtype)
+        storage: Any = fake.untyped_storage()
+        begin = start + storage._checkpoint_offset + int(fake.storage_offset()) * fake.dtype.itemsize
+        identity = (str(path), storage._cdata, begin, tuple(fake.shape), fake.stride(), fake.dtype)
         return stored_tensor(read_into, begin, fake.shape, fake.dtype, fake.stride(), identity)
 
     return recursively_apply(lazy, tree, test_type=lambda leaf: isinstance(leaf, Tensor))
@@ -222,7 +222,8 @@ def torch_file_layout(path: AnyPath) -> Any:
         tree = _load(file)
 
     def position(fake: Tensor) -> int:
-        return checkpoint_offset(fake.untyped_storage()) + int(fake.storage_offset()) * fake.dtype.itemsize
+        storage: Any = fake.untyped_storage()
+        return storage._checkpoint_offset + int(fake.storage_offset()) * fake.dtype.itemsize
 
     return recursively_apply(position, tree, test_type=lambda leaf: isinstance(leaf, Tensor))
 

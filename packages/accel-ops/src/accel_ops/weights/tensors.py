@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from accel_state.device_kinds import WITHOUT_STORAGE
-from accel_state.torch_private import buffer_table, non_persistent_names, parameter_table, storage_address
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +55,7 @@ def non_persistent_buffers(module: nn.Module, *, recurse: bool = False) -> set[s
     return {
         f"{prefix}.{name}" if prefix else name
         for prefix, submodule in modules
-        for name in non_persistent_names(submodule)
+        for name in submodule._non_persistent_buffers_set
     }
 
 
@@ -83,7 +82,7 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """
     storage = tensor.untyped_storage()
     if tensor.device.type in WITHOUT_STORAGE:
-        return tensor.device, storage_address(storage), storage.nbytes()
+        return tensor.device, storage._cdata, storage.nbytes()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
@@ -141,8 +140,8 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
         for name in group:
             prefix, _, leaf = name.rpartition(".")
             module = model.get_submodule(prefix)
-            table = parameter_table(module)
-            owners.append((table if leaf in table else buffer_table(module), leaf))
+            table = module._parameters
+            owners.append((table if leaf in table else module._buffers, leaf))
         tensors = [table.get(leaf) for table, leaf in owners]
         loaded = next((tensor for tensor in tensors if tensor is not None and not tensor.is_meta), None)
         if loaded is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import pkgutil
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,6 @@ from accel_state.errors import CheckpointError
 from accel_state.files import RestrictedUnpickler
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath
-from accel_state.torch_private import rebuild_parameter, rebuild_tensor, rebuild_tensor_v2
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 LATEST = "latest"
@@ -236,9 +236,10 @@ _TENSORS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor"): rebuild_tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor_v2,
-    ("torch._utils", "_rebuild_parameter"): rebuild_parameter,
+    **{
+        ("torch._utils", name): pkgutil.resolve_name(f"torch._utils:{name}")
+        for name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_parameter")
+    },
     ("torch._tensor", "_rebuild_from_type_v2"): lambda make, _, arguments, __: make(
         *arguments
     ),  # without its attributes

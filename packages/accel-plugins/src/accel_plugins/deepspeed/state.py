@@ -23,7 +23,6 @@ from accel_plugins.unsharded import ReplicatedPersister, load_in_place
 from accel_state.errors import CheckpointError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
-from accel_state.torch_private import IncompatibleKeys
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -136,7 +135,7 @@ class EngineState:
                 utils.safe_set_full_fp32_param(value, full)
             elif (master := dict(_iter_masters(outer)).get(id(value))) is not None:
                 master.copy_(full)
-        return IncompatibleKeys(missing, unexpected)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     @torch.no_grad()
     def optimizer(self, *, keep: bool) -> dict[str, Any]:

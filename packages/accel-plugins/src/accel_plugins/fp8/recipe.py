@@ -16,7 +16,7 @@ from accel_plugins.kwargs import KwargsHandler, expect, expect_flags, is_count, 
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.libraries import is_installed
-from accel_state.torch_private import dtensor_spec, is_traceable_wrapper_subclass, local_tensor
+from accel_state.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from accel_plugins.strategy import Bundle
@@ -308,7 +308,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
         plain = plain_tensor(local)
         if plain is local:
             return tensor
-        return type(detached)(plain, dtensor_spec(detached), requires_grad=False)  # as FSDP does
+        return type(detached)(plain, detached._spec, requires_grad=False)  # as FSDP does
     if not is_traceable_wrapper_subclass(detached):
         return tensor
     return getattr(detached, detached.__tensor_flatten__()[0][0])
@@ -324,7 +324,7 @@ def save_plain_weights(model: nn.Module, names: Iterable[str]) -> None:
 
     def clear_scale(module: nn.Module, _: Any) -> None:  # computed from the previous weight
         weight: Any = module.weight
-        local: Any = local_tensor(weight) if is_dtensor(weight) else weight
+        local: Any = weight._local_tensor if is_dtensor(weight) else weight
         if hasattr(local, "_precomputed_scale"):
             local._precomputed_scale = None
 

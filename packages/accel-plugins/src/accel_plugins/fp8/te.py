@@ -17,7 +17,6 @@ from accel_ops.modules import replace_forward, without_compiler
 from accel_plugins.fp8.recipe import Recipe, TERecipeKwargs, is_divisible
 from accel_state.errors import UnsupportedError
 from accel_state.libraries import is_installed, require
-from accel_state.torch_private import parameter_table
 
 RECIPE_CLASSES: Mapping[str, str] = {
     "delayed": "DelayedScaling",
@@ -233,7 +232,7 @@ def _copy(old: nn.Module, new: nn.Module, replaced: dict[Tensor, Tensor]) -> Non
             continue
         if source in replaced:
             # Not by `setattr`, with which TransformerEngine loses a parameter's initialiser.
-            parameter_table(new)[name] = replaced[source]  # pyright: ignore[reportArgumentType]
+            new._parameters[name] = replaced[source]  # pyright: ignore[reportArgumentType]
         else:
             target.copy_(source)
             target.requires_grad_(source.requires_grad)

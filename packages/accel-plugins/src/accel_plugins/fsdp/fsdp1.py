@@ -50,11 +50,12 @@ from accel_plugins.sharding.state import (
 from accel_plugins.sharding.wrap import ParamRemap, dtype_to_train, hook_of, warn_about_master_weights
 from accel_plugins.strategy import BatchSharding, Bundle, Feature, PrecisionPolicy, StateDict, Strategy
 from accel_plugins.unsharded import TorchStepper, check_materialised, move_to_device
-from accel_state import hang_monitor, torch_private
+from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
+from accel_state.torch_private import apply_activation_checkpointing, checkpoint_wrapper, offload_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,7 +75,7 @@ def build(
     sizes = {"dp_shard": topology.world_size}
     if plugin.sharding_strategy in {
         ShardingStrategy.HYBRID_SHARD,
-        torch_private.hybrid_shard_zero2(),
+        ShardingStrategy._HYBRID_SHARD_ZERO2,
     }:  # one row for each node
         local = topology.local_world_size
         sizes = {"dp_replicate": topology.world_size // local, "dp_shard": local}
@@ -298,10 +299,10 @@ def _checkpoint_blocks(root: FullyShardedDataParallel, plugin: FullyShardedDataP
 
     def wrap_block(module: nn.Module) -> nn.Module:
         if recompute:
-            module = torch_private.checkpoint_wrapper(module, checkpoint_fn=checkpoint_function(module))
-        return torch_private.offload_wrapper(module) if offload else module
+            module = checkpoint_wrapper(module, checkpoint_fn=checkpoint_function(module))
+        return offload_wrapper(module) if offload else module
 
-    torch_private.apply_activation_checkpointing(
+    apply_activation_checkpointing(
         root, checkpoint_wrapper_fn=wrap_block, check_fn=lambda module: id(module) in blocks
     )
 
@@ -457,7 +458,7 @@ class Fsdp1Shards:
                 for name, parameter in root.named_parameters()
             }
             for inside, flat in _flat_parameters(root):
-                names[id(flat)] = [prefix + inside + name for name in torch_private.flat_names(flat)]
+                names[id(flat)] = [prefix + inside + name for name in flat._fqns]
         return [
             {**group, "params": [name for parameter in group["params"] for name in names[id(parameter)]]}
             for group in optimizer.param_groups
@@ -477,7 +478,7 @@ def fsdp1_sources(roots: FsdpRoots, model: nn.Module) -> list[ParameterSource]:
     for prefix, flat, handle in _flat_handles(root):
         flats.add(id(flat))
         group: Any = handle.process_group
-        for inner, shape, begin, part in torch_private.flat_slices(handle):
+        for inner, shape, begin, part in _flat_slices(handle):
             name = prefix + inner
             sources.append(
                 ParameterSource(
@@ -566,11 +567,7 @@ def parameters_by_name(root: FullyShardedDataParallel, *, flat: bool) -> dict[st
             strip_wrapper_prefixes(name): parameter
             for name, parameter in root.named_parameters(remove_duplicate=False)
         }
-    return {
-        prefix + inner: flat
-        for prefix, flat in _flat_parameters(root)
-        for inner in torch_private.flat_names(flat)
-    }
+    return {prefix + inner: flat for prefix, flat in _flat_parameters(root) for inner in flat._fqns}
 
 
 def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
@@ -578,7 +575,7 @@ def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
     return {
         prefix + f"{module}.{name}".lstrip("."): prefix + f"{first_module}.{first}".lstrip(".")
         for prefix, flat in _flat_parameters(root)
-        for name, _, module, first, _, first_module in torch_private.shared_parameters(flat)
+        for name, _, module, first, _, first_module in flat._shared_param_infos
     }
 
 
@@ -593,6 +590,19 @@ def _flat_handles(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any, An
         handle: Any = getattr(module, "_handle", None)  # only FSDP modules have one
         if isinstance(module, FullyShardedDataParallel) and handle is not None:
             yield strip_wrapper_prefixes(f"{name}.") if name else "", handle.flat_param, handle
+
+
+def _flat_slices(handle: Any) -> Iterator[tuple[str, torch.Size, int, Tensor]]:
+    """Yield name, full shape, offset and elements of this rank's shard of each item of a flat parameter."""
+    flat = handle.flat_param
+    is_sharded = handle.uses_sharded_strategy
+    local = flat._local_shard.detach() if is_sharded else flat.detach()
+    first = handle.rank * local.numel() if is_sharded else 0
+    paddings = zip(handle._get_flat_param_offsets(), flat._is_padding_mask, strict=True)
+    spans = [span for span, is_padding in paddings if not is_padding]
+    for name, shape, (begin, last) in zip(flat._fqns, flat._shapes, spans, strict=True):
+        start, stop = max(begin, first), min(last + 1, first + local.numel())
+        yield name, shape, max(start - begin, 0), local[start - first : max(stop, start) - first]
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
@@ -659,11 +669,12 @@ def _upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
     torch accepts a dtype that changes between wrapping and the first forward pass.
     """
     for module in FullyShardedDataParallel.fsdp_modules(root):
-        handle: Any = torch_private.flat_handle(module)
+        handle: Any = module._handle
         if handle is None or dtype_to_train(handle.flat_param) is handle.flat_param.dtype:
             continue
         handle.flat_param.data = handle.flat_param.data.float()
-        torch_private.refresh_original_parameters(module, handle)
+        if module._use_orig_params:
+            handle._use_sharded_views()  # the original parameters are views of the flat one
 
 
 class FsdpRoots:
@@ -691,7 +702,8 @@ class FsdpRoots:
         """Shard an optimizer's state of full parameters in place, under `use_orig_params`."""
         for root in self._roots:
             for _, flat in _flat_parameters(root):
-                for parameter, shape, shard in torch_private.flat_shards(flat):
+                rows = zip(flat._params or (), flat._shapes, flat._shard_param_infos, strict=False)
+                for parameter, shape, shard in rows:
                     state: dict[str, Any] = optimizer.state.get(parameter, {})
                     for key, value in state.items():
                         if getattr(value, "shape", None) == shape != parameter.shape:

@@ -42,7 +42,7 @@ from accel_state.frozen import frozen
 from accel_state.libraries import is_torch_version
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
-from accel_state.torch_private import DefaultAllGather, NormBase
+from accel_state.torch_private import DefaultAllGather
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -263,7 +263,7 @@ class FullSharding:
 
 def _has_statistics(module: nn.Module) -> bool:
     """Return whether a module is a norm with running statistics, whose dtype its weights must have."""
-    return isinstance(module, NormBase) and module.running_mean is not None
+    return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
 def _precision(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from accel_state import environ
 from accel_state.errors import SettingsError, did_you_mean
 from accel_state.settings.engines import FsdpSettings
 from accel_state.settings.model import Settings
-from accel_state.torch_private import hybrid_shard_zero2
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ RESHARDS = {
     ShardingStrategy.FULL_SHARD: True,
     ShardingStrategy.SHARD_GRAD_OP: False,
     ShardingStrategy.HYBRID_SHARD: True,
-    hybrid_shard_zero2(): False,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: False,
     ShardingStrategy.NO_SHARD: False,
 }
 """Whether parameters are freed after the forward pass under each strategy of version 1."""

@@ -31,7 +31,6 @@ from accel_plugins.unsharded import check_not_lazy, move_to_device
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
-from accel_state.torch_private import fully_sharded_mesh
 
 
 def build(
@@ -73,9 +72,13 @@ def data_mesh(model: nn.Module) -> DeviceMesh | None:
     """
     for module in without_compiler(model).modules():
         if isinstance(module, FSDPModule):
-            mesh = fully_sharded_mesh(module)
-            if mesh is not None:
-                return mesh
+            state: Any = module._get_fsdp_state()
+            # torch 2.9 has one parameter group per module, later versions a list.
+            groups: Any = getattr(state, "_fsdp_param_groups", None) or [
+                getattr(state, "_fsdp_param_group", None)
+            ]
+            if groups[0] is not None:
+                return groups[0].mesh_info.mesh
     return None
 
 

@@ -27,7 +27,6 @@ from accel_plugins.megatron.train_steps import (
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
-from accel_state.torch_private import assert_async
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.state import PlacedWeight
@@ -282,7 +281,7 @@ class MegatronEngine(nn.Module):
                 continue
             is_valid = (tokens >= 0) & (tokens < vocabulary)
             ignored = f" (or {IGNORED})" if name == "labels" else ""
-            assert_async(
+            torch._assert_async(
                 (is_valid | (tokens == IGNORED) if ignored else is_valid).all(),
                 f"{name} has tokens that the vocabulary, from 0 to {vocabulary - 1}{ignored}, does not have.",
             )

@@ -18,7 +18,7 @@ from accel_plugins import sharding
 from accel_plugins.optimizers.muon import gradient_of
 from accel_state.accelerator_state import GradientState
 from accel_state.streams import DeviceStreams, pinned_if_possible, tensor_streams
-from accel_state.torch_private import active_fake_mode, version_of
+from accel_state.torch_private import active_fake_mode
 
 Params: TypeAlias = "Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]"
 
@@ -134,7 +134,7 @@ class HostAdamW(torch.optim.Optimizer):
             begun = self._begun.get(parameter)
             if begun is None:
                 self._begun[parameter] = self._begin(parameter, _options_of(group))
-            elif begun.version != version_of(local_part(parameter.grad)):
+            elif begun.version != local_part(parameter.grad)._version:
                 raise RuntimeError("A gradient was changed after backward(), as by clipping" + _LATE)
             elif begun.options != _options_of(group):
                 raise RuntimeError("A learning rate was changed between backward() and step()" + _LATE)
@@ -144,7 +144,7 @@ class HostAdamW(torch.optim.Optimizer):
             streams = tensor_streams(value)
             if streams is not None:
                 streams.current_stream().wait_event(done)
-            self._versions[parameter] = version_of(value)
+            self._versions[parameter] = value._version
         if self._overlaps is None:
             self._overlaps = bool(self._seen) and all(
                 parameter.grad is not None and _is_unchanged(parameter.grad, *seen)
@@ -212,7 +212,7 @@ class HostAdamW(torch.optim.Optimizer):
             is_final = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
         if not is_final:
             return
-        version = version_of(local_part(gradient))
+        version = local_part(gradient)._version
         if self._overlaps is None:
             seen = -1 if parameter in self._seen else version
             self._seen[parameter] = (seen, _sample(gradient))
@@ -229,9 +229,9 @@ class HostAdamW(torch.optim.Optimizer):
     def _begin(self, parameter: Tensor, options: tuple[Any, ...]) -> _Step:
         """Copy the gradient to the host, and submit the update to the thread."""
         value, gradient = local_part(parameter.detach()), local_part(gradient_of(parameter))
-        version = version_of(local_part(cast("Tensor", parameter.grad)))
+        version = local_part(cast("Tensor", parameter.grad))._version
         streams = tensor_streams(value)
-        if self._versions.get(parameter) != version_of(local_part(parameter)):
+        if self._versions.get(parameter) != local_part(parameter)._version:
             self._update_master(parameter, _copy_to_host(value, streams))
         state = {key: local_part(tensor) for key, tensor in self.state[parameter].items()}
         if streams is None:
@@ -291,7 +291,7 @@ class HostAdamW(torch.optim.Optimizer):
 
 def _is_unchanged(gradient: Tensor, version: int, sample: Tensor) -> bool:
     """Return whether a gradient is unchanged; loss scaling divides it without a new version."""
-    return version_of(local_part(gradient)) == version and torch.equal(_sample(gradient), sample)
+    return local_part(gradient)._version == version and torch.equal(_sample(gradient), sample)
 
 
 def _sample(gradient: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from accel_plugins.sharding.shards import is_packed, shard_like
 from accel_state import hang_monitor
 from accel_state.frozen import frozen
-from accel_state.torch_private import compute_shape_and_offset_at, flatten_mesh, local_tensor
+from accel_state.torch_private import compute_shape_and_offset_at
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,7 +77,7 @@ def _group_of(mesh: DeviceMesh) -> Any:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
         return None
-    return flatten_mesh(mesh, "_".join(mesh.mesh_dim_names or ())).get_group()
+    return mesh._flatten("_".join(mesh.mesh_dim_names or ())).get_group()
 
 
 def orthogonalize_sharded(
@@ -108,7 +108,7 @@ def orthogonalize_sharded(
             continue
         key = (parameter.device_mesh, parameter.placements, parameter.shape)
         layout = layouts.get(key) or layouts.setdefault(key, ShardLayout.of(parameter))
-        local = local_tensor(parameter)
+        local = parameter._local_tensor
         is_matrix = parameter.ndim == 2
         if layout.has_full_matrices(parameter.shape):
             for at in [...] if is_matrix else range(local.shape[0]):
@@ -213,7 +213,8 @@ def _orthogonalize_packed(parameter: DTensor, update: Tensor, orthogonalize: Ort
     """Orthogonalise where shards have several slices: every rank gathers all and returns its shard."""
     full = _like(update, parameter).full_tensor()
     results = [orthogonalize(matrix) for matrix in full.view(-1, *full.shape[-2:])]
-    return local_tensor(shard_like(torch.stack(results).view(full.shape), parameter))
+    shard: Any = shard_like(torch.stack(results).view(full.shape), parameter)
+    return shard._local_tensor
 
 
 def _like(local: Tensor, parameter: DTensor) -> DTensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel_ops.tree import is_dtensor, local_part
 from accel_plugins import optimizers
 from accel_state.errors import SettingsError
-from accel_state.torch_private import ConvNd, adjust_muon_lr, orthogonalize_matrix
+from accel_state.torch_private import adjust_muon_lr, orthogonalize_matrix
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -223,7 +223,7 @@ def _groups_of(model: nn.Module, exclude: Sequence[str]) -> list[dict[str, Any]]
     by_adamw = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag | ConvNd)
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd)
         for parameter in module.parameters(recurse=False)
     }
     head = getattr(model, "get_output_embeddings", lambda: None)()  # of transformers

@@ -14,12 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accel_plugins.kwargs import expect, expect_flags, is_count, resolve_fields
 from accel_plugins.strategy import BatchSharding
-from accel_state import process_group, torch_private
+from accel_state import process_group
 from accel_state.collectives import group_timeout, set_group_timeout
 from accel_state.errors import SettingsError
 from accel_state.frozen import frozen
 from accel_state.settings.engines import ParallelismSettings, find_axes_conflict
 from accel_state.settings.model import Settings
+from accel_state.torch_private import process_groups
 
 if TYPE_CHECKING:
     from accel_state.runtime import Runtime
@@ -606,7 +607,7 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """Flatten a mesh to one axis with the given name. A collective over all ranks."""
-    return _with_default_timeout(torch_private.flatten_mesh(mesh, name))
+    return _with_default_timeout(mesh._flatten(name))
 
 
 def _with_default_timeout(mesh: DeviceMesh) -> DeviceMesh:
@@ -618,7 +619,7 @@ def _with_default_timeout(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _is_alive(mesh: DeviceMesh) -> bool:
-    living = torch_private.process_groups()
+    living = process_groups()
     try:
         return all(group in living for group in mesh.get_all_groups())
     except (RuntimeError, ValueError):  # a group's name is no longer registered
@@ -699,7 +700,7 @@ class Axes:
         flat = flatten_mesh(self.mesh[tuple(shards)], "_".join(shards))
         if not self.config.dp_replicate_enabled:
             return flat
-        return torch_private.concatenate_meshes([self.mesh["dp_replicate"], flat])
+        return DeviceMesh._concatenate([self.mesh["dp_replicate"], flat])
 
 
 def axes_of(

@@ -20,9 +20,10 @@ from accel_plugins.parallelism.attention import (
     partial_layers,
     text_config,
 )
-from accel_state import hang_monitor, torch_private
+from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
+from accel_state.torch_private import ring_attention_module
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,9 +76,10 @@ class ContextParallel:
                 size, or a tensor requires grad.
         """
         self._check(buffers, buffer_seq_dims, no_restore_buffers)
-        torch_private.set_rotate_method(self.rotation)
+        ring = ring_attention_module()
+        ring.set_rotate_method(self.rotation)
         # Ring attention has no dispatch rules for the CPU, nor for non-causal attention.
-        rules = torch_private.context_parallel_rules()
+        rules = ring.custom_ops
         rules.setdefault(_CPU, _forward)
         rules.setdefault(_CPU_BACKWARD, _backward)
         for op, rule in [*rules.items()]:
@@ -98,7 +100,7 @@ class ContextParallel:
         with (
             nullcontext() if num_chunks % 2 == 0 else _without_balance(),
             hang_monitor.transport_errors_explained("maybe_context_parallel"),
-            torch_private.context_parallel(
+            ring.context_parallel(
                 self.mesh,
                 buffers=buffers,
                 buffer_seq_dims=buffer_seq_dims,
@@ -193,7 +195,7 @@ def _without_masks(block: _Block) -> Generator[None]:
 @contextmanager
 def _without_balance() -> Generator[None]:
     """Switch torch's load balancing off within the block: every rank has consecutive tokens."""
-    options = torch_private.context_parallel_options()
+    options = ring_attention_module()._cp_options
     before, options.enable_load_balance = options.enable_load_balance, False
     try:
         yield
@@ -212,7 +214,7 @@ class _BidirectionalRule:
         self._rule = rule
 
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        names = [argument.name for argument in torch_private.schema_of(op).arguments]
+        names = [argument.name for argument in op._schema.arguments]
         if (dict(zip(names, args, strict=False)) | kwargs).get("is_causal"):
             return self._rule(op, args, kwargs)
         with _without_balance():
@@ -226,7 +228,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **more: Any) -> Any:
         return op(q, k, v, dropout, is_causal, **more)
 
-    out, logsumexp = torch_private.ring_attention(
+    out, logsumexp = ring_attention_module()._templated_ring_attention(
         query.device_mesh.get_group(),
         _SEQUENCE,
         cast("Any", attention),
@@ -250,7 +252,7 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             **options,
         )
 
-    gradients = torch_private.ring_attention_backward(
+    gradients = ring_attention_module()._templated_ring_attention_backward(
         query.device_mesh.get_group(),
         _SEQUENCE,
         attention,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from accel_plugins.parallelism.attention import check_layers, text_config
 from accel_plugins.parallelism.exchange import all_to_all
-from accel_state import hang_monitor, torch_private
+from accel_state import hang_monitor
 from accel_state.accelerator_state import GradientState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.frozen import frozen
@@ -225,7 +225,7 @@ class Ulysses:
     @property
     def computes(self) -> bool:
         """Whether a prepared model is running, or recomputing in a backward pass."""
-        return self._is_inside or torch_private.is_in_backward()
+        return self._is_inside or torch._C._current_graph_task_id() != -1
 
     def knows(self, config: object) -> bool:
         """Return whether a configuration belongs to a prepared model."""

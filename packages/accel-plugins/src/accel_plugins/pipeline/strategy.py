@@ -39,7 +39,6 @@ from accel_state.frozen import frozen
 from accel_state.libraries import is_torch_version
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
-from accel_state.torch_private import foreach_mul_
 
 
 def build(
@@ -270,7 +269,7 @@ def clip_over_stages(
     norm = power if is_max else power ** (1.0 / norm_type)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parts in by_device(gradients):
-        foreach_mul_(parts, factor.to(parts[0]))
+        torch._foreach_mul_(parts, factor.to(parts[0]))
     return norm
 
 

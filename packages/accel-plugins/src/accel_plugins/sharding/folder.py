@@ -46,7 +46,7 @@ from accel_state.files import RestrictedUnpickler, open_regular
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemoteFile, RemotePath
 from accel_state.topology import Topology
-from accel_state.torch_private import StorageInfo, flatten_state_dict, get_layout
+from accel_state.torch_private import StorageInfo, flatten_state_dict
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -406,7 +406,7 @@ class _IndexUnpickler(RestrictedUnpickler):
             for name in names
         },
         ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): get_layout,
+        ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
         **{
             (module, name): PurePath
             for module in ("pathlib", "pathlib._local")

@@ -22,7 +22,6 @@ from accel_plugins.strategy import PrecisionPolicy
 from accel_plugins.unsharded import TorchStepper
 from accel_state import hang_monitor
 from accel_state.errors import UnsupportedError
-from accel_state.torch_private import foreach_clamp_max_, foreach_clamp_min_, foreach_mul_
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -94,7 +93,7 @@ def _clip_norm(parameters: Tensor | list[Tensor], max_norm: float, norm_type: fl
         norm = norm_of(gradients, float(norm_type))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parts in by_device(gradients):
-        foreach_mul_(parts, factor.to(parts[0].device))
+        torch._foreach_mul_(parts, factor.to(parts[0].device))
     return norm
 
 
@@ -103,8 +102,8 @@ def _clip_value(parameters: list[Tensor], clip_value: float) -> None:
         if isinstance(parameter.grad, DTensor):  # a limit applies to a sum, not to its terms
             parameter.grad = _summed(parameter.grad)
     for parts in by_device(_gradients(parameters)):
-        foreach_clamp_min_(parts, -clip_value)
-        foreach_clamp_max_(parts, clip_value)
+        torch._foreach_clamp_min_(parts, -clip_value)
+        torch._foreach_clamp_max_(parts, clip_value)
 
 
 def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

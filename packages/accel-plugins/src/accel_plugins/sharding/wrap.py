@@ -25,12 +25,7 @@ from accel_plugins.unsharded import check_not_lazy, move_to_device
 from accel_state.errors import CheckpointMismatchError, SettingsError, some_of
 from accel_state.frozen import frozen
 from accel_state.runtime import Runtime
-from accel_state.torch_private import (
-    buffer_table,
-    gradient_hooks,
-    is_traceable_wrapper_subclass,
-    set_gradient_hooks,
-)
+from accel_state.torch_private import is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -352,7 +347,7 @@ def to_meta(
             values.dtypes[name], values.shapes[name] = tensor.dtype, tensor.shape
             if kind is values.parameters:
                 if hook_of(tensor):
-                    values.hooks[name] = gradient_hooks(tensor)
+                    values.hooks[name] = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
                 values.before[tensor] = name
                 values.dtypes[name] = dtype_of(tensor) if dtype_of else tensor.dtype
             values.attributes[name] = {} if _has_own_type(tensor) else dict(vars(tensor))
@@ -434,7 +429,7 @@ def materialize_from_rank0(
             shard = nn.Parameter(shard, requires_grad=like.requires_grad)
             vars(shard).update(values.attributes[name])
             if name in values.hooks:  # the same dictionaries, so that a handle still removes its hook
-                set_gradient_hooks(shard, values.hooks[name])
+                shard._backward_hooks, shard._post_accumulate_grad_hooks = values.hooks[name]
         for alias in own:
             put_tensor(model, alias, shard)
 
@@ -453,7 +448,7 @@ def _without_materialized(model: nn.Module, values: FullModelState) -> FullModel
         tensor = present[own[0]]
         vars(tensor).update(values.attributes[name])
         if name in values.hooks:
-            set_gradient_hooks(tensor, values.hooks[name])
+            tensor._backward_hooks, tensor._post_accumulate_grad_hooks = values.hooks[name]
         for alias in own[1:]:
             put_tensor(model, alias, tensor)
     return replace(values, names=on_meta)
@@ -476,7 +471,11 @@ def load_from_rank0(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: b
         [name for name in values.names if name not in (state or ())]
     )[0]
     parameters = dict(model.named_parameters())
-    values.hooks = {name: gradient_hooks(tensor) for name, tensor in parameters.items() if hook_of(tensor)}
+    values.hooks = {
+        name: (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+        for name, tensor in parameters.items()
+        if hook_of(tensor)
+    }
     absent = [repr(name) for name in missing if name in parameters]
     if absent:
         raise CheckpointMismatchError(
@@ -497,7 +496,7 @@ def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Replace the parameter or buffer with this name in a model."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
-    if leaf in (buffers := buffer_table(owner)):  # `setattr` would refuse a parameter there
+    if leaf in (buffers := owner._buffers):  # `setattr` would refuse a parameter there
         buffers[leaf] = tensor
     else:
         setattr(owner, leaf, tensor)
@@ -562,10 +561,9 @@ def hook_of(parameter: Any) -> str | None:
         >>> hook_of(parameter)
         'register_hook'
     """
-    hooks, after_accumulation = gradient_hooks(parameter)
-    if hooks:
+    if parameter._backward_hooks:
         return "register_hook"
-    return "register_post_accumulate_grad_hook" if after_accumulation else None
+    return "register_post_accumulate_grad_hook" if parameter._post_accumulate_grad_hooks else None
 
 
 def dtype_to_train(parameter: Tensor) -> torch.dtype:

@@ -31,13 +31,7 @@ from accel_state.testing.async_memory import (
     storage_id,
     user_line,
 )
-from accel_state.torch_private import (
-    TorchDispatchMode,
-    is_traceable_wrapper_subclass,
-    parse_to,
-    schema_of,
-    tree_leaves,
-)
+from accel_state.torch_private import TorchDispatchMode, is_traceable_wrapper_subclass, tree_leaves
 
 _METADATA_ONLY = re.compile(r"^aten::(new_.*|.*_like|set_|resize_)$")
 _WITHOUT_VALUES = re.compile(r"^aten::(new_empty.*|empty.*)$")
@@ -61,7 +55,7 @@ class OperatorMode(TorchDispatchMode):
         leaves = tree_leaves((args, kwargs))
         if any(is_traceable_wrapper_subclass(leaf) for leaf in leaves):
             return NotImplemented  # the operators on its inner tensors are dispatched next
-        name = schema_of(func).name
+        name = func._schema.name
         if device.is_inside or func.is_view:
             return func(*args, **kwargs)
         if name == "aten::copy_" and device.is_device_copy(*args[:2]):
@@ -101,7 +95,8 @@ class TransferMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
-        device, dtype, non_blocking, _ = parse_to(*args, **kwargs)
+        torch_c: Any = torch._C
+        device, dtype, non_blocking, _ = torch_c._nn._parse_to(*args, **kwargs)
         if device is None:
             return tensor.to(*args, copy=copy, **kwargs)
         moved = self._device.upload(tensor, blocking=not non_blocking)
@@ -112,7 +107,7 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     """Return the tensors that an operator reads, and the tensors that it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
-    schema = schema_of(func)
+    schema = func._schema
     if _METADATA_ONLY.match(schema.name):
         return [], []
     named = ((argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs)

@@ -32,8 +32,6 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from accel_state.torch_private import storage_address
-
 if TYPE_CHECKING:
     from accel_state.testing.async_device import LateDevice
 
@@ -453,7 +451,7 @@ class Storages:
 
 def storage_id(tensor: Tensor) -> int:
     """Return an identifier of a tensor's storage, valid as long as a (weak) reference to it is held."""
-    return storage_address(tensor.untyped_storage())
+    return tensor.untyped_storage()._cdata
 
 
 def byte_range(tensor: Tensor) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel_state import hang_monitor
@@ -19,7 +20,6 @@ from accel_state.errors import DistributedOperationException, StalledCollectiveE
 from accel_state.hang_monitor import HangMonitor
 from accel_state.process_group import absent_keys, clone_store, get_all
 from accel_state.rank_status import RankStatus, format_ranks, format_statuses
-from accel_state.torch_private import get_default_store
 
 if TYPE_CHECKING:
     from accel_state.runtime import Runtime
@@ -40,7 +40,7 @@ def make_all_gather(runtime: Runtime, channel: str, *, in_main_thread: bool) -> 
     if topology.world_size == 1:
         return SingleProcess()
     return StoreAllGather(
-        clone_store(get_default_store()),
+        clone_store(dist.distributed_c10d._get_default_store()),
         rank=topology.rank,
         world_size=topology.world_size,
         channel=channel,

@@ -35,7 +35,7 @@ from accel_state.errors import CheckpointError, DistributedOperationException, S
 from accel_state.files import any_path
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath
-from accel_state.torch_private import is_traceable_wrapper_subclass, non_persistent_names
+from accel_state.torch_private import is_traceable_wrapper_subclass
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout, stores
 from accel_train.checkpoint.contents import (
@@ -602,7 +602,7 @@ def local_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for prefix, module in model.named_modules(remove_duplicate=False):
-        transient = non_persistent_names(module)
+        transient = module._non_persistent_buffers_set
         for name, buffer in module.named_buffers(recurse=False):
             if name not in transient:
                 tensors[f"{prefix}.{name}" if prefix else name] = buffer

@@ -17,6 +17,7 @@ from contextlib import closing, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed import (
     PrefixStore,  # pyright: ignore[reportPrivateImportUsage] - documented
     get_backend,
@@ -26,7 +27,6 @@ from torch.distributed import (
 from accel_state import hang_monitor
 from accel_state.errors import DistributedOperationException, SettingsError
 from accel_state.process_group import clone_store
-from accel_state.torch_private import get_default_store
 from accel_train.checkpoint.agreement import make_all_gather
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class Preemption:
             return  # `accel check` has no other ranks.
         if monitor is None:
             raise SettingsError(f"{_OPTION}: the ranks have no store to agree through.")
-        store = clone_store(get_default_store())
+        store = clone_store(dist.distributed_c10d._get_default_store())
         number = store.add(f"accel/preemption/{rank}", 1)  # An earlier one of this process has other keys.
         self._store = PrefixStore(f"accel/preemption/{number}", store)
         monitor.polls.append(self._poll)

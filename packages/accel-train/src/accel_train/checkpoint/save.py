@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import is_initialized
+import torch.distributed as dist
 
 from accel_plugins import sharding
 from accel_plugins.sharding.state import INDEX_NAME, StateForm
@@ -28,7 +28,6 @@ from accel_state.errors import (
 from accel_state.files import any_path
 from accel_state.frozen import frozen
 from accel_state.remote import AnyPath, RemotePath
-from accel_state.torch_private import get_default_store
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.agreement import AbsentRankError, Agreement, SingleProcess
 from accel_train.checkpoint.contents import (
@@ -563,7 +562,7 @@ class Saving:
         """Start the writer thread; called once."""
         # No daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._run, name="accel-checkpoint")
-        _running[self._thread] = get_default_store() if is_initialized() else None
+        _running[self._thread] = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
         self._thread.start()
 
     def finish(self) -> None:

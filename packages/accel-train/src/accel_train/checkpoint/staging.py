@@ -19,7 +19,6 @@ from accel_state.errors import CheckpointError, SettingsError
 from accel_state.libraries import is_torch_version
 from accel_state.remote import AnyPath, RemotePath
 from accel_state.streams import DeviceStreams, device_streams, pinned_if_possible
-from accel_state.torch_private import storage_address
 
 _BLOCK = 64 << 20  # bytes of host memory that are allocated at once, unless a storage is larger
 _ALIGNMENT = 64
@@ -144,7 +143,7 @@ def _copied(
     storages: dict[int, Any],
 ) -> Tensor:
     source = tensor.untyped_storage()
-    key = storage_address(source)
+    key = source._cdata
     if tensor.device.type in WITHOUT_STORAGE:
         # Equal views of one tensor share memory again.
         known = storages.setdefault(key, {})

@@ -22,7 +22,6 @@ from torch.utils.data import (
 from accel_ops.collectives import broadcast_object_list
 from accel_state.frozen import frozen
 from accel_state.labels import RNGType
-from accel_state.torch_private import requested_samples
 
 OrderState: TypeAlias = dict[str, Any]
 """The state that replays the order of an epoch: `{"seed", "epoch"}`, `{"generator"}`, `{"torch"}` or nothing.
@@ -389,7 +388,7 @@ def _make_seedable(sampler: RandomSampler, seed: int | None, num_processes: int)
     return SeedableRandomSampler(
         sampler.data_source,
         replacement=sampler.replacement,
-        num_samples=requested_samples(sampler),
+        num_samples=sampler._num_samples,
         generator=sampler.generator,
         data_seed=seed,
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 from accel_ops.tree import children, is_dataclass_instance, rebuild, recursively_apply
 from accel_state.collectives import Collectives
 from accel_state.errors import AccelError
-from accel_state.torch_private import foreach_copy_, not_views
+from accel_state.torch_private import not_views
 from accel_train.data.shards import BatchWithMeta
 
 
@@ -247,7 +247,7 @@ class ReceiverBuffer:
         with torch.no_grad():
             self._header.copy_(torch.tensor(header, device="cpu"))
             if payload.tensors:
-                foreach_copy_(self._views, payload.tensors)
+                torch._foreach_copy_(self._views, payload.tensors)
         if payload.objects:
             size = len(payload.objects)
             start = payload.nbytes - _aligned(size)
@@ -286,7 +286,7 @@ def read(buffer: Tensor, spec: BatchSpec) -> Message:
     # 2. The tensors, and the objects among them.
     start, offset = _header_bytes(spec.dims), _FIXED
     leaves: list[Any] = []
-    with not_views()():  # else views share a version counter, and an in-place change counts for all
+    with not_views():  # else views share a version counter, and an in-place change counts for all
         for tensor_spec in spec.tensor_specs:
             if tensor_spec.dtype is None:
                 leaves.append(None)

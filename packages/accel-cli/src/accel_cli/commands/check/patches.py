@@ -31,17 +31,7 @@ from accel_ops.weights.layout import DEFAULT_SHARD_SIZE, convert_file_size_to_in
 from accel_plugins.optimizers.matrices import ShardLayout
 from accel_state.collectives import ReduceOp
 from accel_state.libraries import BY_NAME, Fp8Device
-from accel_state.torch_private import (
-    MESH_METHODS,
-    PROPAGATION_METHODS,
-    FakeTensor,
-    ShardingPropagator,
-    buffer_table,
-    compute_local_shape_and_global_offset,
-    let_foreach_run_on,
-    parameter_table,
-    replace_fsdp_chunks,
-)
+from accel_state.torch_private import FakeTensor, ShardingPropagator, compute_local_shape_and_global_offset
 from accel_train.checkpoint.contents import form_of_run
 
 
@@ -51,7 +41,10 @@ def install(recorder: CollectiveRecorder, task: RankTask) -> None:
     _patch_moves(recorder)
     _patch_conversions()
     _patch_sharding(recorder)
-    let_foreach_run_on("cpu", FakeTensor)  # Optimizers use it on accelerators.
+    optimizer: Any = torch.optim.optimizer  # which uses foreach kernels on accelerators
+    real_devices = optimizer._get_foreach_kernels_supported_devices
+    optimizer._get_foreach_kernels_supported_devices = lambda: [*real_devices(), "cpu"]
+    optimizer._foreach_supported_types.append(FakeTensor)
     _patch_communication(recorder, task)
     patch_pipelines(recorder)
     _patch_recipes(recorder)
@@ -120,7 +113,7 @@ def _patch_conversions() -> None:
     real = module._apply
 
     def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-        parameters, buffers = parameter_table(self), buffer_table(self)
+        parameters, buffers = self._parameters, self._buffers
         tensors = [*parameters.values(), *buffers.values()]
         if not all(is_fake(tensor) for tensor in tensors if tensor is not None):
             return real(self, fn, recurse)
@@ -155,7 +148,8 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
 
     `Module.to` would swap fake tensors in place.
     """
-    for name in MESH_METHODS:
+    # The methods of a mesh that read its tensor of ranks; not every torch has all of them.
+    for name in ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate"):
         if name in vars(DeviceMesh):
             setattr(DeviceMesh, name, _run_within(recorder.on_real_tensors, vars(DeviceMesh)[name]))
     # The places of shards are the values of tensors of ranks and indices.
@@ -170,9 +164,10 @@ def _patch_sharding(recorder: CollectiveRecorder) -> None:
         has_padding_before_tokens=lambda _: False,
     )
     propagator: Any = ShardingPropagator
-    name = next(name for name in PROPAGATION_METHODS if name in vars(propagator))
+    inferring = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")  # each torch has one of them
+    name = next(name for name in inferring if name in vars(propagator))
     setattr(propagator, name, _run_within(recorder.paused, vars(propagator)[name]))
-    replace_fsdp_chunks(Chunks)
+    replace_names("torch.distributed.fsdp._fully_shard._fsdp_param", _chunk_with_empty=Chunks)
     # Models that libraries make are not sharded: nothing of DeepSpeed runs here.
     replace_names("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
 

@@ -24,7 +24,7 @@ from accel_cli.commands.check.recorder import CollectiveRecorder
 from accel_cli.commands.estimate.memory import ModelSizes
 from accel_cli.commands.estimate.meta_model import sizes_of
 from accel_state import environ
-from accel_state.torch_private import FakeStore, import_compiler
+from accel_state.torch_private import FakeStore
 
 
 def main(task: RankTask) -> None:
@@ -141,7 +141,7 @@ def fork_ranks(
 
 def import_often_needed(script: Path) -> None:
     """Import slow modules that all ranks need."""
-    import_compiler()  # Fake tensors need little of it.
+    import_module("torch._dynamo")  # Fake tensors need little of it.
     if "transformers" in script.read_text("utf-8", "replace"):
         with contextlib.suppress(ImportError):
             import_module("transformers.modeling_utils")

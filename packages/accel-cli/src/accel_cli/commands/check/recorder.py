@@ -28,7 +28,6 @@ from accel_state.torch_private import (
     FakeTensorMode,
     TorchDispatchMode,
     disable_current_modes,
-    storage_address,
     tree_leaves,
     tree_map,
 )
@@ -293,7 +292,7 @@ class RankMemoryTracker(LiveStorageTracker):
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            entry = self._alive.get(storage_address(storage))
+            entry = self._alive.get(storage._cdata)
             if entry is not None:
                 self._bytes[entry.kind] += storage.nbytes() - entry.nbytes
                 entry.nbytes = storage.nbytes()

@@ -19,14 +19,7 @@ from accel_cli.commands.estimate.memory import MemoryPeak
 from accel_ops.modules import replaced_attributes
 from accel_ops.tree import local_part
 from accel_plugins.fp8.recipe import plain_tensor
-from accel_state.torch_private import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    active_fake_mode,
-    parameter_table,
-    storage_address,
-    tree_leaves,
-)
+from accel_state.torch_private import FakeTensorMode, TorchDispatchMode, active_fake_mode, tree_leaves
 
 _DEVICE_KINDS = ("parameters", "casts", "gradients", "optimizer", "working")
 """The kinds of device memory: `casts` are parameters in the autocast dtype, `working` is everything else."""
@@ -218,7 +211,7 @@ def _fake_parameters(model: nn.Module) -> Generator[None]:
     fakes: dict[int, nn.Parameter] = {}
     replaced: list[tuple[Any, str, nn.Parameter]] = []
     for module in model.modules():
-        table: Any = parameter_table(module)
+        table: Any = module._parameters
         for name, parameter in list(table.items()):
             if parameter is None:
                 continue
@@ -236,7 +229,7 @@ def _fake_parameters(model: nn.Module) -> Generator[None]:
 
 def storage_key(tensor: Any) -> int:
     """Return a key of a tensor's storage, even for fake tensors, which have no address."""
-    return storage_address(tensor.untyped_storage())
+    return tensor.untyped_storage()._cdata
 
 
 def wraps_tensors(kind: type) -> bool:
