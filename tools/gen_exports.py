@@ -191,7 +191,7 @@ def visible_names(tables: Api, choices: dict[str, dict[str, str]]) -> tuple[Api,
 
     def source_of(module: str, name: str) -> str | None:
         ours = ours_of(module)
-        source = reference[module].get(name, "")
+        source = reference.get(module, {}).get(name, "")
         defining, is_module, other_name = source.partition(":")
         if name in choices.get(ours, {}):
             return choices[ours][name]

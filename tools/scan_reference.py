@@ -18,8 +18,9 @@ from typing import Any
 
 TOP = "accelerate"
 
-SKIPPED = ("accelerate.test_utils.scripts.", "accelerate.utils.rich")
-"""Programs, which act when they are imported, and a module that raises without `rich`."""
+SKIPPED = ("accelerate.commands", "accelerate.test_utils.scripts.", "accelerate.utils.rich")
+"""The command, whose documented names are in api.toml; programs, which act when they are imported; and a
+module that raises without `rich`."""
 
 
 def main() -> int:

@@ -136,9 +136,9 @@ def test_a_command_takes_the_namespace_of_another_parser(tmp_path):
         merge_command(Namespace(checkpoint_directory=str(tmp_path / "none"), output_path=str(tmp_path)))
 
 
-def test_a_config_file_that_is_to_be_rewritten_and_is_not_there_is_not_found(tmp_path):
+def test_a_config_file_that_is_to_be_rewritten_is_there(tmp_path):
     args = Namespace(config_file=str(tmp_path / "none.yaml"), output_file=None, overwrite=True)
-    with pytest.raises(FileNotFoundError, match=r"no config file '.*none.yaml'"):
+    with pytest.raises(SettingsError, match=r"none\.yaml"):
         to_fsdp2_command(args)
     (tmp_path / "none.yaml").write_text("fsdp_config: {fsdp_version: 1}\n")
     with pytest.raises(SettingsError, match="--output_file"):
@@ -303,90 +303,3 @@ def test_the_fields_are_keys_that_a_file_can_have():
     fields = {field.name for kind in (ClusterConfig, SageMakerConfig) for field in dataclasses.fields(kind)}
     assert fields - {"further"} <= {key.partition(".")[0] for key in BY_KEY}
     assert programs.default_config_file.startswith(programs.cache_dir)
-
-
-def test_the_parsers_of_actions_are_added_to_those_of_a_program(tmp_path, capsys):
-    parent = ArgumentParser(add_help=False)
-    parent.add_argument("--zip")
-    parser = ArgumentParser()
-    added = parser.add_subparsers()
-    programs.default_command_parser(added, [parent])
-    programs.update_command_parser(added, parents=[parent])
-    file = tmp_path / "config.yaml"
-    line = ["default", "--config_file", str(file), "--mixed_precision", "bf16", "--zip", "1"]
-    args = parser.parse_args(line)
-    assert (args.save_location, args.zip) == (str(file), "1")
-    args.func(args)
-    assert programs.load_config(str(file))["mixed_precision"] == "bf16"
-    file.write_text("mixed_precision: bf16\nfp16: true\n")
-    args = parser.parse_args(["update", "--config_file", str(file)])
-    args.func(args)
-    assert "is in the current format" in capsys.readouterr().out
-
-
-def test_a_config_file_is_read_as_it_is_written(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text("mixed_precision: no\nfsdp_config:\n  fsdp_version: 1\n")
-    assert programs.load_config(str(file)) == {"mixed_precision": False, "fsdp_config": {"fsdp_version": 1}}
-    file.write_text("")
-    with pytest.raises(SettingsError, match="empty"):
-        programs.load_config(str(file))
-    with pytest.raises(FileNotFoundError):
-        programs.load_config(str(tmp_path / "nothing.yaml"))
-
-
-def test_the_files_of_a_conversion_are_checked(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text("fsdp_config: {}\n")
-
-    def check(config_file=str(file), output_file=None, overwrite=False):
-        programs._validate_to_fsdp2_args(
-            Namespace(config_file=config_file, output_file=output_file, overwrite=overwrite)
-        )
-
-    check(overwrite=True)
-    check(output_file=str(tmp_path / "new.yaml"))
-    with pytest.raises(FileNotFoundError):
-        check(config_file=str(tmp_path / "nothing.yaml"))
-    for output in (None, str(file)):
-        with pytest.raises(SettingsError, match="overwrite"):
-            check(output_file=output)
-
-
-def test_variables_of_fp8_need_no_device_and_keep_the_environment():
-    args = launch_command_parser().parse_args(
-        ["--fp8_backend", "te", "--fp8_format", "E4M3", "--fp8_margin", "2", "train.py"]
-    )
-    environ = {"A": "1"}
-    assert programs.setup_fp8_env(args, environ) is environ
-    assert environ == {
-        "A": "1",
-        "ACCELERATE_FP8_BACKEND": "TE",
-        "ACCELERATE_FP8_FORMAT": "E4M3",
-        "ACCELERATE_FP8_MARGIN": "2",
-    }
-
-
-def test_variables_of_parallelism_say_that_it_is_used():
-    args = launch_command_parser().parse_args(["--parallelism_config_tp_size", "2", "train.py"])
-    assert programs.prepare_extend_env_parallelism_config(args, {}) == {
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-        "PARALLELISM_CONFIG_TP_SIZE": "2",
-    }
-
-
-@pytest.mark.parametrize(
-    ("version", "flags"),
-    [
-        ("mpirun (Open MPI) 4.1.4", ("--hostfile", "-n", "--npernode", "--bind-to")),
-        ("Intel(R) MPI Library", ("-f", "-n", "-ppn", "")),
-    ],
-)
-def test_the_arguments_of_mpi_are_those_of_its_vendor(tmp_path, monkeypatch, version, flags):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(OSError, match="mpirun"):
-        programs.mpirun_arguments()
-    program = tmp_path / "mpiexec"
-    program.write_text(f"#!/bin/sh\necho '{version}'\n")
-    program.chmod(0o755)
-    assert programs.mpirun_arguments() == ("mpiexec", *flags)

@@ -9,8 +9,6 @@ set.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import shutil
 import subprocess
 import sys
 import threading
@@ -22,15 +20,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from accel_cli.arguments import FLAGS, HELP, USAGE, LaunchArguments
-from accel_cli.commands.config import target_of, to_fsdp2, update_config_file
-from accel_cli.commands.env import facts_by_reference_names
-from accel_cli.config_file import read as read_file
+from accel_cli.commands.config import to_fsdp2
 from accel_cli.config_file import read_config, write
 from accel_cli.launch import launchers, sagemaker
 from accel_cli.launch.command import LaunchPlan, make_plan, plan_launch, prepare_command, probe_host
 from accel_cli.launch.launchers import LAUNCHERS, xla_formats
 from accel_cli.main import COMMANDS
-from accel_cli.output import show
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
@@ -40,13 +35,12 @@ from accel_state.settings import (
     Layer,
     Option,
     SourcedValue,
-    merge_layers,
     merge_sources,
     parse_environ,
 )
 from accel_state.settings.file import DEFAULT_PATH_HELP, FILE_NAMES, concat, default_config_folder, parse_file
 from accel_state.settings.file import default_config_file as _find_config_file
-from accel_state.settings.model import BY_VARIABLE, as_text, parse, value_at
+from accel_state.settings.model import as_text, parse
 from accel_state.topology import DEFAULT_PORT, free_port, is_port_in_use
 
 _environ = read()
@@ -195,7 +189,10 @@ def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerC
         SettingsError: It cannot be read, or contains invalid values.
     """
     path = config_file or default_config_file
-    _existing(path)
+    if not Path(path).expanduser().is_file():
+        raise FileNotFoundError(
+            f"there is no config file {str(path)!r}: pass an existing file, or run `accel config`."
+        )
     content = read_config(str(path), read()).content
     on_sagemaker = content.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
     kind = SageMakerConfig if on_sagemaker else ClusterConfig
@@ -226,11 +223,7 @@ _DEFAULTS = {
 }
 
 
-def _make_functions(
-    name: str,
-    check: Callable[[Namespace], None] | None = None,
-    result: Callable[[Namespace], Any] = lambda _: None,
-) -> tuple[Callable[..., ArgumentParser], Callable[[Namespace], Any]]:
+def _make_functions(name: str) -> tuple[Callable[..., ArgumentParser], Callable[[Namespace], None]]:
     command = COMMANDS[name]
 
     def make_parser(subparsers: Any = None) -> ArgumentParser:
@@ -242,22 +235,19 @@ def _make_functions(
         parser.set_defaults(func=run)
         return parser
 
-    def run(args: Namespace) -> Any:
+    def run(args: Namespace) -> None:
         """Run the subcommand; see the module."""
-        if check is not None:
-            check(args)
         actions = command.make_parser().actions
         defaults = {action.dest: action.default for action in actions if action.dest != "help"}
         if code := command.call(Namespace(**{**defaults, **vars(args)})):
             raise SystemExit(code)
-        return result(args)
 
     return make_parser, run
 
 
 get_config_parser, config_command = _make_functions("config")
 
-env_command_parser, env_command = _make_functions("env", result=facts_by_reference_names)
+env_command_parser, env_command = _make_functions("env")
 
 estimate_command_parser, estimate_command = _make_functions("estimate-memory")
 
@@ -266,17 +256,7 @@ merge_command_parser, merge_command = _make_functions("merge-weights")
 test_command_parser, test_command = _make_functions("test")
 
 
-def _validate_to_fsdp2_args(args: Namespace) -> None:
-    """Check the files of the namespace of `to_fsdp2_command_parser`.
-
-    Raises:
-        FileNotFoundError: The file to rewrite does not exist.
-        SettingsError: There is no output file, or it exists and `overwrite` is not set.
-    """
-    target_of(args, _existing(args.config_file or default_config_file))
-
-
-to_fsdp2_command_parser, to_fsdp2_command = _make_functions("to-fsdp2", _validate_to_fsdp2_args)
+to_fsdp2_command_parser, to_fsdp2_command = _make_functions("to-fsdp2")
 
 tpu_command_parser, tpu_command_launcher = _make_functions("tpu-config")
 
@@ -295,28 +275,6 @@ def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(fsdp, dict) or str(fsdp.get("fsdp_version", 1)) == "2":
         return dict(config)
     return dict(to_fsdp2(config).config)
-
-
-def load_config(config_file: str) -> dict[str, Any]:
-    """Read a config file without translation.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        SettingsError: It cannot be read, is not a table, or is empty.
-    """
-    content = read_file(_existing(config_file))
-    if not content:
-        raise SettingsError(f"the config file {config_file!r} is empty.")
-    return content
-
-
-def _existing(path: str) -> Path:
-    """Return the path of a config file that exists."""
-    if not Path(path).expanduser().is_file():
-        raise FileNotFoundError(
-            f"there is no config file {str(path)!r}: pass an existing file, or run `accel config`."
-        )
-    return Path(path).expanduser()
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
@@ -611,155 +569,3 @@ def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
                     sourced[flag.option.path] = concat(sourced.get(flag.option.path), parsed)
     problems.raise_if_any()
     return sourced
-
-
-def setup_fp8_env(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables of FP8 settings that are set to an environment; return it."""
-    return _add_variables(args, current_env, "ACCELERATE_FP8_")
-
-
-def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables of parallelism settings that are set to an environment; return it."""
-    current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    used = Namespace(**{**vars(args), "use_parallelism_config": True})
-    return _add_variables(used, current_env, "PARALLELISM_CONFIG_")
-
-
-def _add_variables(args: Namespace, current_env: dict[str, str], prefix: str) -> dict[str, str]:
-    settings = merge_layers(parse_namespace(vars(args))).settings
-    values = {name: value_at(settings, row.path) for name, row in BY_VARIABLE.items()}
-    current_env.update(
-        {
-            name: as_text(value)
-            for name, value in values.items()
-            if name.startswith(prefix) and value is not None
-        }
-    )
-    return current_env
-
-
-def mpirun_arguments() -> tuple[str, str, str, str, str]:
-    """Return the program that starts MPI, and its flags.
-
-    Returns:
-        The program; its flags for the hostfile, for the number of processes, and for the number per host; the
-        flag that binds processes to cores, empty if there is none.
-
-    Raises:
-        OSError: No such program is on the path.
-    """
-    program = next(filter(shutil.which, ("mpirun", "mpiexec")), None)
-    if program is None:
-        raise OSError(
-            "neither mpirun nor mpiexec is on the PATH: install an MPI implementation such as Open MPI."
-        )
-    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    if "Open MPI" in version:
-        return program, "--hostfile", "-n", "--npernode", "--bind-to"
-    return program, "-f", "-n", "-ppn", ""
-
-
-def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """Return the value of a path list variable with a path appended; the variable is not changed.
-
-    Example:
-        >>> env_var_path_add("NO_SUCH_VARIABLE", "/lib")
-        '/lib'
-    """
-    return ":".join(filter(None, (read().get(env_var_name), path_to_add)))
-
-
-def _filter_args(  # pyright: ignore[reportUnusedFunction] - programs call it by this name
-    args: Namespace, parser: ArgumentParser, default_args: Sequence[str] = ()
-) -> Namespace:
-    """Return the flags of `args` that a parser declares, with its defaults for missing ones.
-
-    Args:
-        args: A namespace.
-        parser: Another parser.
-        default_args: The command line from which defaults are parsed, for positional arguments.
-
-    Example:
-        >>> parser = ArgumentParser()
-        >>> _ = parser.add_argument("--lr")
-        >>> _filter_args(Namespace(lr="1", cpu=True), parser)
-        Namespace(lr='1')
-    """
-    known, _ = parser.parse_known_args(list(default_args))
-    for name in vars(known):
-        if hasattr(args, name):
-            setattr(known, name, getattr(args, name))
-    return known
-
-
-hf_cache_home = str(Path(cache_dir).parent)
-"""The parent of the folder of the default config file."""
-
-config_command_parser = get_config_parser
-
-
-def default_config_command(args: Namespace) -> None:
-    """Write the default config file, at `save_location` or `config_file`, as `accel config default` does."""
-    path = getattr(args, "save_location", None) or getattr(args, "config_file", None)
-    config_command(Namespace(**{**vars(args), "action": "default", "config_file": path}))
-
-
-def default_command_parser(parser: Any, parents: Sequence[ArgumentParser]) -> ArgumentParser:
-    """Add the subcommand `default`, which writes the default config file.
-
-    Args:
-        parser: The result of `ArgumentParser.add_subparsers`.
-        parents: Parsers whose arguments it also accepts.
-    """
-    made = parser.add_parser("default", parents=parents, help="Write the default config file.")
-    made.add_argument(
-        "--config_file", dest="save_location", default=default_yaml_config_file, help="the file to write"
-    )
-    made.add_argument("--mixed_precision", choices=("no", "fp16", "bf16"), default="no")
-    made.set_defaults(func=default_config_command)
-    return made
-
-
-def update_config(args: Namespace) -> str:
-    """Rewrite a config file in the current format; return its path."""
-    return str(update_config_file(getattr(args, "config_file", None))[0])
-
-
-def update_config_command(args: Namespace) -> None:
-    """Rewrite a config file in the current format, and print its path."""
-    show(f"{update_config(args)} is in the current format.")
-
-
-def update_command_parser(parser: Any, parents: Sequence[ArgumentParser]) -> ArgumentParser:
-    """Add the subcommand `update`, which rewrites a config file; arguments as in `default_command_parser`."""
-    made = parser.add_parser("update", parents=parents, help="Rewrite a config file in the current format.")
-    made.add_argument("--config_file", help="the file to rewrite")
-    made.set_defaults(func=update_config_command)
-    return made
-
-
-def _launcher(**flags: Any) -> Callable[[Namespace], None]:
-    """Create a function that launches with flags in addition to those of its namespace."""
-
-    def start(args: Namespace) -> None:
-        """Launch a namespace with these flags; see `launch_command`."""
-        launch_command(Namespace(**{**vars(args), **flags}))
-
-    return start
-
-
-simple_launcher = _launcher(num_processes=1, num_machines=1, machine_rank=0)
-
-multi_gpu_launcher = _launcher()
-
-deepspeed_launcher = _launcher(use_deepspeed=True)
-
-tpu_launcher = _launcher(tpu=True)
-
-tpu_pod_launcher = _launcher(tpu=True, tpu_use_cluster=True)
-
-logger = logging.getLogger("accel_cli")
-"""The logger of the command."""
-
-description = "Write, update and convert config files."
-"""The text about `accel config`."""

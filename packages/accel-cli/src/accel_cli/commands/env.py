@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
-import re
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -94,61 +93,24 @@ def report(
     }
 
 
-def facts_by_reference_names(options: Namespace) -> dict[str, Any]:
-    """Return facts of this machine under the names that Accelerate's `env_command` gives them."""
-    libraries, memory, torch = _versions(("numpy",)), _memory(), cast("Any", import_module("torch"))
-    environ = read()
-    config_file: str | None = getattr(options, "config_file", None)
-    config = config_file or default_config_file(environ)
-    accelerator = torch.accelerator.current_accelerator()
-    return {
-        "`Accelerate` version": version("accel-cli"),
-        "Platform": platform.platform(),
-        "`accelerate` bash location": shutil.which("accelerate") or "Not found",
-        "Python version": platform.python_version(),
-        "Numpy version": libraries.get("numpy", "Not found"),
-        "PyTorch version": torch.__version__,
-        "PyTorch accelerator": "N/A" if accelerator is None else str(accelerator).upper(),
-        "System RAM": "Not found" if memory is None else f"{memory} GB",
-        "`Accelerate` configs": "Not found"
-        if config is None
-        else _value_or_problem(lambda: _settings(environ, config_file)),
-    }
-
-
-def as_text(facts: Mapping[str, Any], indent: str = "") -> str:
-    r"""Write facts as a nested Markdown list; values that Markdown would change are code.
+def as_text(facts: Mapping[str, Any]) -> str:
+    r"""Write facts line by line, in a fence that shows them unchanged where Markdown is pasted.
 
     Example:
         >>> as_text({"python": "3.12", "cpu": {"cores": 2}, "programs": ["g++", "srun"]})
-        '- python: 3.12\n- cpu:\n  - cores: 2\n- programs: g++, srun\n'
+        '```text\npython: 3.12\ncpu:\n  cores: 2\nprograms: g++, srun\n```\n'
     """
-    lines: list[str] = []
+    return "\n".join(("```text", *_lines(facts), "```", ""))
+
+
+def _lines(facts: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     for name, value in facts.items():
         if isinstance(value, dict) and value:
-            lines.append(f"{indent}- {name}:\n{as_text(value, indent + '  ')}")
+            yield f"{indent}{name}:"
+            yield from _lines(cast("dict[str, Any]", value), indent + "  ")
         else:
-            lines.append(f"{indent}- {name}: {_as_markdown(value)}\n")
-    return "".join(lines)
-
-
-def _as_markdown(value: Any) -> str:
-    """Write a value on one line."""
-    if value in ({}, [], None, ""):
-        return "none"
-    if isinstance(value, list):
-        return ", ".join(map(_as_markdown, cast("list[object]", value)))
-    text = " ".join(str(value).split())
-    if not _SPECIAL.search(text):
-        return text
-    runs = {len(run) for run in re.findall("`+", text)}
-    fence = "`" * next(length for length in range(1, len(runs) + 2) if length not in runs)
-    pad = " " if text.startswith("`") or text.endswith("`") else ""
-    return f"{fence}{pad}{text}{pad}{fence}"
-
-
-_SPECIAL = re.compile(r"[*_`<>\[\]&\\~|$#@]|^[-+]|://")
-"""Characters that Markdown and GitHub parse as markup, links or mentions."""
+            text = ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
+            yield f"{indent}{name}: {'none' if value in ({}, [], None, '') else ' '.join(text.split())}"
 
 
 def _versions(names: Iterable[str]) -> dict[str, str]:

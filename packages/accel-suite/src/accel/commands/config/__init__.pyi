@@ -1,7 +1,7 @@
 # fmt: off
 from accel.commands.config import (
-    cluster as cluster, config as config, config_args as config_args, config_utils as config_utils,
-    default as default, sagemaker as sagemaker, update as update,
+    cluster as cluster, config as config, config_args as config_args, default as default,
+    sagemaker as sagemaker, update as update,
 )
 from accel_cli.commands.config import write_basic_config as write_basic_config
 from accel_cli.programs import (
