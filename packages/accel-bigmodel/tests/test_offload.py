@@ -146,34 +146,6 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
         subprocess.run(["umount", str(full)], check=True)
 
 
-ENTRIES = [
-    {"dtype": "float32", "shape": 3},
-    {"dtype": "float32", "shape": "3"},
-    {"dtype": "float32", "shape": [3.0]},
-    {"dtype": "float32", "shape": [-1]},
-    {"dtype": "float99", "shape": [3]},
-    {"dtype": "float", "shape": [3]},
-    {"dtype": ["float32"], "shape": [3]},
-    {"shape": [3]},
-    {"dtype": "float32"},
-    {"safetensors_file": ["m.safetensors"]},
-    {"safetensors_file": "m.safetensors", "weight_name": 3},
-    [3],
-    None,
-]
-
-
-@pytest.mark.parametrize("entry", ENTRIES, ids=str)
-def test_a_damaged_entry_of_an_index_ends_in_one_sentence(tmp_path, entry):
-    (tmp_path / "index.json").write_text(json.dumps({"w": entry}))
-    with pytest.raises(CheckpointError, match=r"'w' in .*index\.json.* describes no offloaded weight"):
-        OffloadedWeightsLoader(save_folder=tmp_path)
-    with pytest.raises(CheckpointError, match="describes no offloaded weight"):
-        OffloadedWeightsLoader(index={"w": entry})
-    with pytest.raises(CheckpointError, match="describes no offloaded weight"):
-        load_offloaded_weight(tmp_path / "w.dat", entry)
-
-
 @pytest.mark.parametrize("text", ["[" * 200_000, "[]", "3", "{"])
 def test_an_index_that_is_none_ends_in_one_sentence(tmp_path, text):
     (tmp_path / "index.json").write_text(text)

@@ -32,7 +32,6 @@ from accel_bigmodel.hooks import add_hook_to_module as add_hook_to_module
 from accel_bigmodel.hooks import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
 from accel_bigmodel.hooks import remove_hook_from_module as remove_hook_from_module
 from accel_bigmodel.hooks import remove_hook_from_submodules as remove_hook_from_submodules
-from accel_bigmodel.load import FileReport as FileReport
 from accel_bigmodel.load import LoadReport as LoadReport
 from accel_bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel_bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model

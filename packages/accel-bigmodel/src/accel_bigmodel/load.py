@@ -9,13 +9,12 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import psutil
 import torch
 from torch import Tensor, nn
 
@@ -35,8 +34,6 @@ from accel_ops.weights.tensors import (
 )
 from accel_state.errors import CheckpointMismatchError, SettingsError, UnsupportedError, some_of
 from accel_state.frozen import frozen
-from accel_state.html_table import html_table
-from accel_state.remote import AnyPath
 
 if TYPE_CHECKING:
     from accel_bigmodel.offload import Index
@@ -178,15 +175,13 @@ def assign(
     steps: Sequence[AssignStep],
     assignment: Assignment,
     index: Index,
-    sample: Callable[[], None],
     parts: dict[str, dict[str, Tensor]],
-) -> dict[str, int]:
-    """Load one file's tensors to their devices; return the bytes loaded in each way.
+) -> None:
+    """Load one file's tensors to their devices.
 
     `parts` has the tensors of quantised weights that are still incomplete after the previous files.
     """
     quantizer, waiting = assignment.quantizer, Counter(step.name for step in steps if step.how == "quantize")
-    strategies: dict[str, int] = {}
     spilled = ""
     uploaded: dict[str, Tensor] = {}
     batches = _upload_batches(steps)
@@ -194,13 +189,11 @@ def assign(
         for step in steps:
             if step.key in batches:
                 uploaded.update(source.upload(*batches[step.key]))
-            strategies[step.how] = strategies.get(step.how, 0) + step.nbytes
             if quantizer is not None and step.how == "quantize":
                 parts.setdefault(step.name, {})[step.key] = source.get(step.key)
                 waiting[step.name] -= 1
                 if not waiting[step.name] and _is_complete(step.name, parts[step.name]):
                     _put_quantized(quantizer, source, step, parts.pop(step.name), assignment, index)
-                    sample()
                 continue
             if step.device == "disk":
                 _to_disk(source, step, assignment, index)
@@ -211,9 +204,6 @@ def assign(
                 row = offload_weight(value.to(step.dtype), step.name, spilled)[step.name]
                 value = load_offloaded_weight(Path(spilled) / f"{step.name}.dat", row)
             _put(model, step, value, assignment)
-            if step.how != "map":
-                sample()
-    return strategies
 
 
 def _step(
@@ -386,102 +376,16 @@ def _takes_memory(step: AssignStep) -> bool:
     return step.how in ("broadcast", "cast", "read") and str(step.device) == "cpu"
 
 
-_SAMPLE = 256 << 20
-_CHUNK = 8 << 20
-
-
-@frozen
-class FileReport:
-    """The statistics of one weight file in a `LoadReport`.
-
-    Attributes:
-        strategies: Bytes by the way in which tensors were loaded.
-        raw: Bytes per second of a plain read of the same file afterwards, if measured.
-    """
-
-    path: AnyPath
-    strategies: dict[str, int]
-    seconds: float
-    raw: float | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors loaded from it."""
-        return sum(self.strategies.values())
-
-    @property
-    def rate(self) -> float:
-        """Load rate in bytes per second."""
-        return self.nbytes / self.seconds if self.seconds else float("inf")
-
-
 @frozen
 class LoadReport:
-    """The statistics of one load.
+    """The seconds that a load took, and the bytes of the tensors by the way in which they were loaded."""
 
-    Attributes:
-        peak: Peak growth of the process's memory in bytes, without mapped pages if the system reports
-            them.
-    """
-
-    files: tuple[FileReport, ...]
     seconds: float
-    peak: int
+    nbytes: Mapping[str, int]
 
     def __str__(self) -> str:
-        grown = convert_bytes(self.peak)
-        lines = [f"loaded {len(self.files)} file(s) in {self.seconds:.3f} s, memory grew by {grown}"]
-        for file in self.files:
-            how = (
-                ", ".join(f"{convert_bytes(size)} {name}" for name, size in file.strategies.items())
-                or "nothing"
-            )
-            speed = "" if file.rate > 1e12 else f", {file.rate / 1e9:.1f} GB/s"
-            raw = "" if file.raw is None else f" (a raw read: {file.raw / 1e9:.1f} GB/s)"
-            lines.append(f"  {file.path.name}: {how}{speed}{raw}")
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        rows = [
-            (
-                file.path.name,
-                convert_bytes(file.nbytes),
-                ", ".join(file.strategies) or "nothing",
-                "-" if file.rate > 1e12 else f"{file.rate / 1e9:.1f} GB/s",
-            )
-            for file in self.files
-        ]
-        title = (
-            f"{len(self.files)} file(s) in {self.seconds:.3f} s, memory grew by {convert_bytes(self.peak)}"
-        )
-        return html_table(rows, head=("file", "bytes", "how", "speed"), title=title)
-
-
-class MemoryMeter:
-    """Measures the peak growth of the process's memory since construction; `sample` updates it."""
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._start = self._own()
-        self.peak = 0
-
-    def sample(self) -> None:
-        """Measure the current growth."""
-        self.peak = max(self.peak, self._own() - self._start)
-
-    def _own(self) -> int:
-        memory = self._process.memory_info()
-        # The kernel can drop pages of mapped files: they do not count.
-        return memory.rss - getattr(memory, "shared", 0)
-
-
-def raw_rate(path: Path) -> float:
-    """Measure a plain read of up to 256 MiB of a file, in bytes per second."""
-    buffer, done, start = bytearray(_CHUNK), 0, time.perf_counter()
-    with path.open("rb", buffering=0) as file:
-        while done < _SAMPLE and (got := file.readinto(buffer)):
-            done += got
-    return done / max(time.perf_counter() - start, 1e-9)
+        ways = ", ".join(f"{convert_bytes(size)} {how}" for how, size in self.nbytes.items())
+        return f"loaded {ways or 'nothing'} in {self.seconds:.3f} s"
 
 
 def load_checkpoint_in_model(
@@ -695,19 +599,14 @@ def load_weights(
         )
     plan = plan_load(model, sources, assignment, tied)
     # 2. Load file after file.
-    meter = MemoryMeter()
     index: Index = {}
     parts: dict[str, dict[str, Tensor]] = {}
-    files: list[FileReport] = []
+    nbytes: Counter[str] = Counter()
     for source, steps in plan:
-        began = time.perf_counter()
-        strategies = assign(model, source, steps, assignment, index, meter.sample, parts)
+        assign(model, source, steps, assignment, index, parts)
         source.check_unchanged()
-        taken = time.perf_counter() - began
-        raw = None
-        if measure and not source.broadcast and isinstance(source.path, Path):
-            raw = raw_rate(source.path)
-        files.append(FileReport(path=source.path, strategies=strategies, seconds=taken, raw=raw))
+        for step in steps:
+            nbytes[step.how] += step.nbytes
     if parts:
         raise CheckpointMismatchError(
             f"the checkpoint does not match the model. Without their scales: {some_of(parts, most=20)}"
@@ -717,7 +616,7 @@ def load_weights(
     retie_parameters(
         model, [[name for name in group if device_of(name, devices) != "disk"] for group in tied]
     )
-    report = LoadReport(files=tuple(files), seconds=time.perf_counter() - start, peak=meter.peak)
+    report = LoadReport(seconds=time.perf_counter() - start, nbytes=nbytes)
     _log.info("%s", report)
     if measure:
         vars(model)["load_report"] = report
